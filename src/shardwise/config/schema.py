@@ -1,0 +1,168 @@
+"""The sections of a training run's configuration, one record each, with the defaults of the demo.
+
+The defaults train a byte-level language model of 0.8 million parameters for 500 steps of 2,048 bytes, so that
+``shardwise train`` without a file is a whole run. Every section checks itself; checks over two sections live in
+:class:`RunConfig`.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from shardwise.config.options import Options, Parallel, doc
+from shardwise.config.target import looks_like_target
+from shardwise.errors import ConfigError
+
+__all__ = ["Checkpoint", "Data", "Launch", "Log", "Model", "Optim", "RunConfig", "Schedule", "Train"]
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
+BelowOne = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+AboveZero = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Model(Options, frozen=True, kw_only=True):
+    """What is trained."""
+
+    build: Annotated[
+        str | None,
+        doc("function that returns the nn.Module: pkg.mod:fn or path/to/file.py:fn; null: the reference model"),
+    ] = None
+    args: Annotated[dict[str, Any], doc("keyword arguments of that function")] = {}
+
+    def check(self) -> None:
+        if self.build is not None and not looks_like_target(self.build):
+            raise ConfigError(
+                f"model.build={self.build!r}",
+                why="it does not name a function",
+                fix="write pkg.mod:fn, or path/to/file.py:fn",
+            )
+
+
+class Data(Options, frozen=True, kw_only=True):
+    """What it is trained on, and how samples are grouped."""
+
+    path: Annotated[
+        str | None, doc("a text file (its bytes are the tokens), .npy or .bin of tokens; null: Python's help topics")
+    ] = None
+    dtype: Annotated[Literal["uint8", "uint16", "uint32", "int32", "int64"], doc("dtype of the tokens in a .bin")] = (
+        "uint16"
+    )
+    val_fraction: Annotated[BelowOne, doc("part of the tokens kept for validation, taken from the end")] = 0.1
+    seq_len: Annotated[Positive, doc("tokens a sample predicts")] = 128
+    global_batch: Annotated[Positive, doc("samples of one optimizer step, over all ranks")] = 16
+    micro_batch: Annotated[Positive, doc("samples of one forward on one rank")] = 8
+
+    def check(self) -> None:
+        if self.global_batch % self.micro_batch:
+            near = [n for n in range(1, self.global_batch + 1) if self.global_batch % n == 0]
+            best = min(near, key=lambda n: (abs(n - self.micro_batch), n))
+            raise ConfigError(
+                f"data.micro_batch={self.micro_batch} with data.global_batch={self.global_batch}",
+                why="a step is a whole number of micro-batches, so micro_batch divides global_batch",
+                fix=f"use micro_batch={best}, or global_batch={-(-self.global_batch // self.micro_batch) * self.micro_batch}",
+            )
+        if self.dtype != "uint16" and not (self.path or "").endswith(".bin"):
+            raise ConfigError(
+                f"data.dtype={self.dtype!r} with data.path={self.path!r}",
+                why="only a .bin file needs to be told its dtype, so this would have no effect",
+                fix="remove data.dtype, or name a .bin file",
+            )
+
+
+class Optim(Options, frozen=True, kw_only=True):
+    """Which optimizer, and its settings."""
+
+    name: Annotated[Literal["adamw", "sgd"], doc("adamw or sgd, as in torch.optim")] = "adamw"
+    lr: Annotated[AboveZero, doc("learning rate at its highest")] = 3e-3
+    betas: Annotated[tuple[BelowOne, BelowOne], doc("decay of the two running means (adamw)")] = (0.9, 0.95)
+    weight_decay: Annotated[NotNegative, doc("weight decay")] = 0.1
+    momentum: Annotated[BelowOne, doc("momentum (sgd)")] = 0.9
+    fused: Annotated[bool | None, doc("torch's fused kernel; null: where the device has it")] = None
+
+    def check(self) -> None:
+        key, default = ("betas", (0.9, 0.95)) if self.name == "sgd" else ("momentum", 0.9)
+        if getattr(self, key) != default:
+            raise ConfigError(
+                f"optim.{key}={getattr(self, key)} with optim.name={self.name!r}",
+                why=f"{self.name} has no {key}, so it would have no effect",
+                fix=f"remove {key}, or use name={'adamw' if self.name == 'sgd' else 'sgd'}",
+            )
+
+
+class Schedule(Options, frozen=True, kw_only=True):
+    """How the learning rate moves over the run."""
+
+    name: Annotated[Literal["cosine", "constant"], doc("after warm-up: cosine down to the floor, or constant")] = (
+        "cosine"
+    )
+    warmup_steps: Annotated[Count, doc("steps of linear rise from 0")] = 50
+    min_lr_ratio: Annotated[Fraction, doc("floor of the cosine, as a part of optim.lr")] = 0.1
+
+    def check(self) -> None:
+        if self.name == "constant" and self.min_lr_ratio != 0.1:
+            raise ConfigError(
+                f"schedule.min_lr_ratio={self.min_lr_ratio} with schedule.name='constant'",
+                why="a constant rate has no floor, so it would have no effect",
+                fix="remove min_lr_ratio, or use name=cosine",
+            )
+
+
+class Train(Options, frozen=True, kw_only=True):
+    """How long, and by which rules."""
+
+    steps: Annotated[Positive, doc("optimizer steps")] = 500
+    max_grad_norm: Annotated[AboveZero | None, doc("gradients are scaled down to this norm; null: never")] = 1.0
+    seed: Annotated[Count, doc("seed of the weights, the order of samples and dropout")] = 0
+    eval_every: Annotated[Count, doc("steps between validations; 0: only at the end")] = 100
+    on_nonfinite: Annotated[
+        Literal["raise", "skip"], doc("a NaN or infinite gradient: raise ends the run, skip leaves out the step")
+    ] = "raise"
+    timeout_s: Annotated[AboveZero, doc("seconds a rank waits for the others before it gives up")] = 600.0
+
+
+class Checkpoint(Options, frozen=True, kw_only=True):
+    """What is kept of the run."""
+
+    export: Annotated[
+        str | None, doc("folder for the final weights (safetensors), inside log.dir unless absolute; null: none")
+    ] = "weights"
+
+
+class Log(Options, frozen=True, kw_only=True):
+    """Where figures go, and how often."""
+
+    dir: Annotated[str, doc("folder for metrics, picture and resolved configuration")] = "runs/latest"
+    every: Annotated[Positive, doc("steps between lines of metrics")] = 10
+    plot: Annotated[bool, doc("draw the loss curve at the end (needs matplotlib)")] = True
+
+
+class Launch(Options, frozen=True, kw_only=True):
+    """On what it runs."""
+
+    nproc: Annotated[Positive | None, doc("local processes; null: all accelerators, or 2 on a CPU")] = None
+    device: Annotated[Literal["auto", "cpu", "cuda"], doc("auto: cuda where there is one, else cpu")] = "auto"
+
+
+class RunConfig(Options, frozen=True, kw_only=True):
+    """A whole training run."""
+
+    model: Annotated[Model, doc("what is trained")] = Model()
+    data: Annotated[Data, doc("what it is trained on, and how samples are grouped")] = Data()
+    parallel: Annotated[Parallel, doc("the layout and the techniques on it")] = Parallel()
+    optim: Annotated[Optim, doc("which optimizer, and its settings")] = Optim()
+    schedule: Annotated[Schedule, doc("how the learning rate moves")] = Schedule()
+    train: Annotated[Train, doc("how long, and by which rules")] = Train()
+    checkpoint: Annotated[Checkpoint, doc("what is kept")] = Checkpoint()
+    log: Annotated[Log, doc("where figures go, and how often")] = Log()
+    launch: Annotated[Launch, doc("on what it runs")] = Launch()
+
+    def check(self) -> None:
+        if self.schedule.warmup_steps > self.train.steps:
+            raise ConfigError(
+                f"schedule.warmup_steps={self.schedule.warmup_steps} with train.steps={self.train.steps}",
+                why="the run would end before the learning rate has risen",
+                fix=f"use warmup_steps={self.train.steps // 10}, or more steps",
+            )

@@ -1,0 +1,47 @@
+"""Find the name a user probably meant.
+
+Kept free of heavy imports, because the command line asks for it before it knows what else it will need.
+"""
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+__all__ = ["closest", "did_you_mean", "listing"]
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """The one of ``known`` most like ``word``, or None when nothing is near.
+
+    Case and ``-``/``_`` do not count, and for dotted names the last part counts on its own: ``steps`` finds
+    ``train.steps``.
+    """
+    names = list(known)
+    plain = {_plain(name): name for name in reversed(names)}
+    found = difflib.get_close_matches(_plain(word), list(plain), n=1, cutoff=0.6)
+    if found:
+        return plain[found[0]]
+    last_parts = {_plain(name).rpartition(".")[2]: name for name in reversed(names)}
+    found = difflib.get_close_matches(_plain(word).rpartition(".")[2], list(last_parts), n=1, cutoff=0.75)
+    return last_parts[found[0]] if found else None
+
+
+def did_you_mean(word: str, known: Sequence[str], *, what: str) -> str:
+    """The ``fix`` part of an error about an unknown name: the near one if there is one, and all there are.
+
+    Args:
+        word: what was written.
+        known: the names that exist.
+        what: what they are, in the plural ("keys of train").
+    """
+    near = closest(word, known)
+    hint = f"did you mean '{near}'? " if near else ""
+    return f"{hint}{what}: {listing(known)}"
+
+
+def listing(names: Iterable[str]) -> str:
+    """Names for a sentence: ``a, b, c``, or ``(none)``."""
+    return ", ".join(names) or "(none)"
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "_").lstrip("_")

@@ -1,0 +1,205 @@
+"""Functions named by text: ``pkg.mod:fn`` or ``path/to/file.py:fn``.
+
+Two verbs. :func:`check_target` looks at the file without running it, so that a missing file, module or function is
+told before any process starts and without importing torch. :func:`load_target` imports it. Modules are looked for in
+the working directory too, as ``python -m`` does; a file may import its neighbours.
+
+>>> looks_like_target("json:loads"), looks_like_target("run.yaml")
+(True, False)
+"""
+
+import ast
+import importlib
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from shardwise.config.suggest import closest, did_you_mean
+from shardwise.errors import ConfigError
+
+__all__ = ["check_target", "load_target", "looks_like_target"]
+
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+def looks_like_target(text: str) -> bool:
+    """Whether ``text`` has the form ``pkg.mod:fn`` or ``path/to/file.py:fn``."""
+    place, colon, name = text.rpartition(":")
+    return bool(colon) and name.isidentifier() and (place.endswith(".py") or bool(_MODULE.fullmatch(place)))
+
+
+def check_target(text: str, *, what: str = "target") -> None:
+    """Refuse a target whose file, module or function is certainly missing. Runs none of its code.
+
+    Args:
+        text: ``pkg.mod:fn`` or ``path/to/file.py:fn``.
+        what: what it was given as, for the message (``model.build``).
+
+    Raises:
+        ConfigError: naming the part that is missing, and names like it.
+    """
+    place, name = _split(text, what)
+    file = _existing(place, text, what) if place.endswith(".py") else _module_file(place, text, what)
+    if file is None or file.suffix != ".py":
+        return  # a built-in or compiled module: only importing tells
+    try:
+        tree = ast.parse(file.read_bytes(), filename=str(file))
+    except SyntaxError as error:
+        raise ConfigError(
+            f"{what}={text!r}",
+            why=f"{file}, line {error.lineno}, is not valid Python: {error.msg}",
+            fix="correct that line",
+        ) from None
+    names, certain = _names_in(tree)
+    if certain and name not in names:
+        raise _missing_name(text, what, name, str(file), names)
+
+
+def load_target(text: str, *, what: str = "target") -> Any:
+    """Import and return what a target names.
+
+    Args:
+        text: ``pkg.mod:fn`` or ``path/to/file.py:fn``.
+        what: what it was given as, for the message.
+
+    Raises:
+        ConfigError: when the file, the module or the name is missing. An error inside the imported code is passed on.
+    """
+    check_target(text, what=what)
+    place, name = _split(text, what)
+    if place.endswith(".py"):
+        module = _load_file(_existing(place, text, what))
+    else:
+        _search_in(os.getcwd())
+        module = importlib.import_module(place)
+    if not hasattr(module, name):
+        public = [key for key in vars(module) if not key.startswith("_")]
+        raise _missing_name(text, what, name, place, public)
+    return getattr(module, name)
+
+
+def _split(text: str, what: str) -> tuple[str, str]:
+    if not looks_like_target(text):
+        raise ConfigError(
+            f"{what}={text!r}",
+            why="it does not name a function",
+            fix="write pkg.mod:fn, or path/to/file.py:fn",
+        )
+    place, _, name = text.rpartition(":")
+    return place, name
+
+
+def _existing(place: str, text: str, what: str) -> Path:
+    file = Path(place).expanduser()
+    if file.is_file():
+        return file.resolve()
+    beside = sorted(path.name for path in file.parent.glob("*.py")) if file.parent.is_dir() else []
+    near = closest(file.name, beside)
+    raise ConfigError(
+        f"{what}={text!r}",
+        why=f"there is no file {place} (looked in {file.absolute().parent})",
+        fix=f"did you mean '{file.parent / near}:{text.rpartition(':')[2]}'?"
+        if near
+        else "give the path of a file that exists",
+    )
+
+
+def _module_file(place: str, text: str, what: str) -> Path | None:
+    """The source file of a dotted module, found part by part so that no parent package is run."""
+    search: Sequence[str] | None = [os.getcwd(), *sys.path]
+    spec: ModuleSpec | None = None
+    parts = place.split(".")
+    if place in sys.modules or parts[0] in sys.builtin_module_names:
+        origin = getattr(sys.modules.get(place), "__file__", None)
+        return Path(origin) if origin else None
+    for index, part in enumerate(parts):
+        spec = PathFinder.find_spec(".".join(parts[: index + 1]), search)
+        if spec is None and index == 0:
+            spec = _by_other_finders(part)
+        if spec is None:
+            raise _missing_module(text, what, parts[: index + 1], search)
+        search = spec.submodule_search_locations
+        if search is None and index + 1 < len(parts):
+            raise _missing_module(text, what, parts[: index + 2], ())
+    return Path(spec.origin) if spec and spec.has_location and spec.origin else None
+
+
+def _by_other_finders(name: str) -> ModuleSpec | None:
+    """Frozen and editable-installed top-level modules, which the path finder does not see."""
+    try:
+        return importlib.util.find_spec(name)
+    except ValueError:  # a module such as __main__ that has no spec
+        return None
+
+
+def _missing_module(text: str, what: str, parts: Sequence[str], search: Sequence[str] | None) -> ConfigError:
+    beside = sorted({path.stem for folder in (search or ()) for path in _modules_in(Path(folder))})
+    near = closest(parts[-1], beside)
+    hint = f"did you mean '{'.'.join([*parts[:-1], near])}'? " if near else ""
+    return ConfigError(
+        f"{what}={text!r}",
+        why=f"there is no module {'.'.join(parts)} (looked in the working directory and sys.path)",
+        fix=f"{hint}install it, start from the folder that holds it, or name the file: path/to/file.py:fn",
+    )
+
+
+def _modules_in(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return [path for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()]
+
+
+def _missing_name(text: str, what: str, name: str, place: str, names: Sequence[str]) -> ConfigError:
+    public = [known for known in names if not known.startswith("_")]
+    return ConfigError(
+        f"{what}={text!r}",
+        why=f"{place} has no '{name}'",
+        fix=did_you_mean(name, public, what="it has"),
+    )
+
+
+def _names_in(tree: ast.Module) -> tuple[list[str], bool]:
+    """Names a module binds at its top level, functions and classes first, and whether those are surely all."""
+    made: list[str] = []
+    other: list[str] = []
+    certain = True
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            made.append(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            other += [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
+            certain &= all(alias.name != "*" for alias in node.names)
+        elif isinstance(node, ast.Name):
+            other.append(node.id)
+            certain &= node.id not in ("globals", "exec", "setattr")
+    # Names bound inside functions are counted too: that can only let a wrong name through to the import, which tells.
+    return [*dict.fromkeys(made + other)], certain and "__getattr__" not in made
+
+
+def _load_file(file: Path) -> ModuleType:
+    name = "shardwise_file_" + re.sub(r"\W", "_", str(file.with_suffix("")))
+    if name in sys.modules:
+        return sys.modules[name]
+    _search_in(str(file.parent))
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(str(file), why="Python has no loader for this file", fix="give a .py file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs: its classes must be picklable, and find their module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _search_in(folder: str) -> None:
+    if folder not in sys.path and "" not in sys.path[:1]:
+        sys.path.insert(0, folder)
