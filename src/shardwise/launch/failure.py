@@ -1,0 +1,157 @@
+"""What went wrong on a rank, and which of several failures is the cause of the others.
+
+When one rank fails, its peers fail too: a collective loses its partner. Reports arrive within milliseconds of each
+other and in any order, so the first one is not always the cause. :func:`root_cause` sorts them: a rank killed by a
+signal or failing on its own comes before one that aborted in a collective, and both before one that lost a peer.
+"""
+
+import contextlib
+import pickle
+import signal
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from shardwise.errors import RankError, ShardwiseError
+
+__all__ = ["Failure", "describe_exit", "failure_of", "load_error", "rank_error", "root_cause", "signal_name"]
+
+# What gloo, NCCL and torch's stores say when the other end is gone: an echo of a failure, seldom the cause.
+_LOST_PEER = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "connection was likely closed",
+    "broken pipe",
+    "socket closed",
+    "socket timeout",
+    "failed to recv",
+    "failed to send",
+    "timed out waiting",
+    "wait timeout",
+    "remote process exited",
+    "gloo/transport",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """One rank's end.
+
+    Args:
+        rank: the rank that failed.
+        what: one line, without the rank ("was killed by signal 9 (SIGKILL)", "raised ValueError: no such file").
+        detail: the traceback, or what the rank last wrote; may be empty.
+        weight: 0 for a failure of its own, larger the more likely it is that a peer caused it.
+        error: the pickled exception, or None where it cannot be pickled or there is none.
+        fix: what the user can do.
+        reported: the rank said this itself and its process was in order when it did.
+        hung: the rank did not answer in time.
+    """
+
+    rank: int
+    what: str
+    detail: str = ""
+    weight: int = 0
+    error: bytes | None = field(default=None, repr=False)
+    fix: str = "read the traceback of that rank; the other ranks were ended because of it"
+    reported: bool = False
+    hung: bool = False
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal ("SIGKILL"), or "unknown" for a number this system has no name for."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
+
+
+def describe_exit(rank: int, code: int, *, detail: str = "") -> Failure:
+    """Turns the exit code of a rank that reported nothing into a :class:`Failure`; ``code < 0`` is a signal."""
+    if code == -signal.SIGABRT:
+        return Failure(
+            rank=rank,
+            what=f"was killed by signal {-code} (SIGABRT): it aborted itself",
+            detail=detail,
+            weight=1,
+            fix="aborted: usually the ranks disagreed about the size or order of a collective; look for code that "
+            "runs a collective on some ranks only, or with other shapes",
+        )
+    if code < 0:
+        fix = "find who sent the signal"
+        if code == -signal.SIGKILL:
+            fix = "usually the system ran out of memory (see `dmesg`): use less memory per rank, or fewer ranks"
+        elif code in (-signal.SIGSEGV, -signal.SIGBUS):
+            fix = "a native library crashed: run the rank with PYTHONFAULTHANDLER=1 to see the Python line"
+        return Failure(rank=rank, what=f"was killed by signal {-code} ({signal_name(-code)})", detail=detail, fix=fix)
+    return Failure(
+        rank=rank,
+        what=f"exited with code {code} without a result",
+        detail=detail,
+        fix="look for sys.exit or os._exit in the code of that rank",
+    )
+
+
+def failure_of(rank: int, error: BaseException) -> Failure:
+    """Describes an exception raised on ``rank``, with its traceback, so that it can travel to another process."""
+    text = str(error)
+    summary = text.strip().splitlines()[0] if text.strip() else ""
+    name = type(error).__name__
+    return Failure(
+        rank=rank,
+        what=f"raised {name}: {summary}" if summary else f"raised {name}",
+        detail="".join(traceback.format_exception(error)).rstrip(),
+        weight=_weight(error, text),
+        error=_dump(error),
+        reported=True,
+    )
+
+
+def _weight(error: BaseException, text: str) -> int:
+    if isinstance(error, RankError):
+        return 2
+    lost = isinstance(error, (ConnectionError, RuntimeError)) and any(sign in text.lower() for sign in _LOST_PEER)
+    return 3 if lost else 0
+
+
+def _dump(error: BaseException) -> bytes | None:
+    # An exception may hold anything (open files, locks); one that cannot travel is described by its text instead.
+    with contextlib.suppress(Exception):
+        data = pickle.dumps(error)
+        pickle.loads(data)
+        return data
+    return None
+
+
+def load_error(failure: Failure) -> BaseException | None:
+    """The exception itself, or None where it cannot be rebuilt in this process (its class is not importable here)."""
+    if failure.error is None:
+        return None
+    with contextlib.suppress(Exception):
+        error = pickle.loads(failure.error)
+        return error if isinstance(error, BaseException) else None
+    return None
+
+
+def root_cause(failures: Iterable[Failure]) -> Failure:
+    """The failure that most likely caused the others: the lowest weight, and among equals the first that arrived."""
+    return min(failures, key=lambda failure: failure.weight)
+
+
+def rank_error(failure: Failure, *, others: Iterable[int] = ()) -> RankError:
+    """The error raised in the parent; ``__cause__`` is the rank's own exception where that could be rebuilt.
+
+    Args:
+        failure: the root cause.
+        others: ranks that failed as well; named, not shown.
+    """
+    also = ", ".join(str(rank) for rank in sorted(others))
+    why = f"rank {failure.rank} {failure.what}" if not failure.detail else failure.detail
+    if also:
+        why += f"\n  (then also failed: rank {also})"
+    cause = load_error(failure)
+    fix = cause.fix if isinstance(cause, ShardwiseError) else failure.fix
+    error = RankError(f"rank {failure.rank} {failure.what}", why=why, fix=fix, ranks=(failure.rank,))
+    error.__cause__ = cause
+    return error

@@ -1,0 +1,68 @@
+"""Small tools around operating-system processes: groups, states, death with the parent, a port that stays ours."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["die_with_parent", "free_port", "held_port", "is_stopped", "kill_group"]
+
+_PR_SET_PDEATHSIG = 1
+
+
+def free_port() -> int:
+    """A TCP port that nothing on 127.0.0.1 uses at this moment; another program may take it later: see held_port."""
+    with held_port() as port:
+        return port
+
+
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """Reserves a TCP port for a rendezvous of child processes for as long as the context lasts.
+
+    The socket is bound, never listens, and has SO_REUSEADDR: the system gives the port to nobody else, while a child
+    that sets SO_REUSEADDR too (torch's TCPStore does) may listen on it. So it cannot be taken between choosing the
+    port and using it.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
+def die_with_parent(parent: int) -> None:
+    """Asks Linux to kill this process when its parent ends, even if this process is stopped or busy in C code.
+
+    Args:
+        parent: process id of the parent, to notice a parent that died before the request was made.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    # A libc without prctl leaves the portable ways (the end of a pipe), which every caller has as well.
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def kill_group(pid: int, number: int = signal.SIGKILL) -> None:
+    """Sends a signal to a process and its group (its own children included). One that is gone already is fine."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+    # The group exists only once the child has called setsid; until then the process itself is what there is.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal (state T of /proc/<pid>/stat); False where there is no /proc."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    # The name in brackets may itself hold brackets and blanks: the state follows the last one.
+    return text.rpartition(")")[2].split()[:1] in (["T"], ["t"])

@@ -1,0 +1,188 @@
+"""A pool of warm gloo ranks: torch is imported once per session, a run on two ranks costs milliseconds.
+
+    with RankPool() as pool:
+        results = pool.run(function, 2, argument, timeout_s=30)     # one result per rank
+
+How it works: one helper process imports torch and forks ranks on demand (:mod:`shardwise.testing.zygote`). A run sends
+the same call to the first ``world_size`` ranks, each with the environment torchrun would give it, and collects one
+answer from each. Afterwards every rank cleans itself; a rank that died, that hangs, or that does not come back after a
+peer failed is killed and a fresh one takes its place, so nothing is inherited by the next run.
+"""
+
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import wait
+
+from shardwise.errors import RankError, UsageError
+from shardwise.launch.failure import Failure, rank_error, root_cause
+from shardwise.launch.process import held_port
+from shardwise.testing.calls import Call, call_of
+from shardwise.testing.processes import Worker, Zygote
+
+__all__ = ["RankPool"]
+
+_SETTLE_S = 0.5
+
+
+class RankPool:
+    """Warm ranks for tests; a context manager. Nothing starts before the first run.
+
+    Args:
+        preload: modules imported once, before any rank exists. What your tests import and takes long belongs here.
+        env: variables every rank sees, on top of this process's environment (``OMP_NUM_THREADS=1`` unless set).
+    """
+
+    def __init__(
+        self,
+        *,
+        preload: Sequence[str] = ("torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
+        env: Mapping[str, str] | None = None,
+    ):
+        self._preload, self._env = tuple(preload), dict(env or {})
+        self._zygote: Zygote | None = None
+        self._workers: list[Worker] = []
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> "RankPool":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of the ranks that exist now, in rank order."""
+        return tuple(worker.pid for worker in self._workers)
+
+    def run(
+        self, fn: Callable[..., object], world_size: int, *args: object, timeout_s: float = 60.0, **kwargs: object
+    ) -> list:
+        """Calls ``fn(*args, **kwargs)`` on ``world_size`` ranks and returns their results in rank order.
+
+        Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment,
+        the same seeds, one thread, and no process group: the function makes its own (``shardwise.init``). What ranks
+        print appears on this process's stdout with ``[rank 1] `` before each line.
+
+        Args:
+            fn: a module-level function; arguments and results are pickled (tensors on the CPU are fine).
+            world_size: number of ranks, at least 1.
+            timeout_s: seconds until ranks that have not answered are killed.
+
+        Raises:
+            RankError: a rank failed, died or hung: ``.ranks`` names it, ``__cause__`` is its exception where that can
+                be rebuilt here, the text holds its traceback. Of several failures, the one that caused the others.
+            UsageError: the function cannot be sent to a rank.
+        """
+        module, name, file = call_of(fn)
+        if world_size < 1:
+            raise UsageError(f"world_size={world_size}", why="a run needs at least one rank", fix="use 1 or more")
+        payload = pickle.dumps((args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
+        with self._lock, held_port() as port:
+            workers = self._ready(world_size)
+            try:
+                for rank, worker in enumerate(workers):
+                    worker.send(
+                        Call(
+                            module=module,
+                            qualname=name,
+                            file=file,
+                            env=_rank_env(rank, world_size, port),
+                            path=tuple(sys.path),
+                            cwd=os.getcwd(),
+                            payload=payload,
+                        )
+                    )
+                answers = self._collect(workers, timeout_s)
+            except BaseException:
+                # Ctrl-C or a test's own time limit: what runs now must not meet the next run.
+                self._discard(workers)
+                raise
+            for rank, worker in enumerate(workers):
+                worker.show_output(rank)
+            self._discard([worker for rank, worker in enumerate(workers) if not _is_reusable(answers[rank])])
+            for worker in workers:
+                if worker in self._workers:
+                    worker.send("clean")
+        return _results(answers)
+
+    def close(self) -> None:
+        """Ends every rank and the helper process. The pool may be used again; it then starts anew."""
+        with self._lock:
+            self._discard(list(self._workers))
+            if self._zygote is not None:
+                self._zygote.close()
+            self._zygote = None
+
+    def _ready(self, world_size: int) -> list[Worker]:
+        self._discard([worker for worker in self._workers[:world_size] if not worker.is_clean()])
+        if self._zygote is None or not self._zygote.is_alive():
+            self.close()
+            self._zygote = Zygote(self._preload, self._env)
+        fresh = [Worker(self._zygote) for _ in range(world_size - len(self._workers))]
+        self._workers += fresh
+        for worker in fresh:
+            if not worker.is_clean():
+                self._discard(fresh)
+                raise RankError("a rank of the test pool did not start", why=worker.tail(), fix="see its output above")
+        return self._workers[:world_size]
+
+    def _discard(self, workers: Sequence[Worker]) -> None:
+        for worker in workers:
+            worker.kill()
+        self._workers = [worker for worker in self._workers if worker not in workers]
+
+    def _collect(self, workers: list[Worker], timeout_s: float) -> dict[int, bytes | Failure]:
+        """One answer per rank: its pickled result, or its failure; ranks that hang are given a failure of their own."""
+        answers: dict[int, bytes | Failure] = {}
+        deadline = time.monotonic() + timeout_s
+        failed = False
+        while len(answers) < len(workers):
+            waiting = {worker.connection: rank for rank, worker in enumerate(workers) if rank not in answers}
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            for connection in wait(list(waiting), timeout=left):
+                rank = waiting[connection]  # type: ignore[index]
+                answers[rank] = workers[rank].answer(rank)
+            if not failed and any(isinstance(answer, Failure) for answer in answers.values()):
+                # The others follow within moments or are stuck in a collective for good: no use in waiting longer.
+                failed, deadline = True, min(deadline, time.monotonic() + _SETTLE_S)
+        late = [rank for rank in range(len(workers)) if rank not in answers]
+        for rank in late:
+            answers[rank] = _left_behind(rank) if failed else workers[rank].hung(rank, timeout_s)
+        return answers
+
+
+def _rank_env(rank: int, world_size: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _left_behind(rank: int) -> Failure:
+    return Failure(rank=rank, what="was still waiting for its peers and was killed", weight=9)
+
+
+def _is_reusable(answer: bytes | Failure) -> bool:
+    return not isinstance(answer, Failure) or answer.reported
+
+
+def _results(answers: dict[int, bytes | Failure]) -> list:
+    failures = [answer for answer in answers.values() if isinstance(answer, Failure)]
+    if failures:
+        cause = root_cause(failures)
+        error = rank_error(cause, others=[f.rank for f in failures if f.reported and f.rank != cause.rank])
+        hung = tuple(sorted(f.rank for f in failures if f.hung))
+        if cause.hung:
+            error.ranks = hung
+        raise error
+    return [pickle.loads(answers[rank]) for rank in sorted(answers)]  # type: ignore[arg-type]

@@ -1,0 +1,172 @@
+"""The pool's side of its processes: the helper that forks ranks, and one handle per rank."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing import Pipe, reduction
+
+from shardwise.errors import RankError
+from shardwise.launch.failure import Failure, describe_exit
+from shardwise.launch.process import kill_group
+from shardwise.testing.worker import DUMP_SIGNAL
+
+__all__ = ["Worker", "Zygote"]
+
+_START_S = 180.0
+_CLEAN_S = 10.0
+_DUMP_S = 0.3
+_TAIL = 8000
+
+
+class Zygote:
+    """The helper process, started by the constructor; :meth:`fork` waits until its imports are done."""
+
+    def __init__(self, preload: Sequence[str], env: Mapping[str, str]):
+        self._connection, theirs = Pipe()
+        # One thread everywhere: ranks share the cores, and a process with threads must not be forked.
+        threads = {name: os.environ.get(name, "1") for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "shardwise.testing.zygote", str(theirs.fileno()), *preload],
+            env={**os.environ, "PYTHONPATH": path, **threads, **env},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+        self._ready = False
+
+    @property
+    def pid(self) -> int:
+        """Process id of the helper."""
+        return self._process.pid
+
+    def is_alive(self) -> bool:
+        """Whether the helper can still fork ranks."""
+        return self._process.poll() is None
+
+    def fork(self, connection: int, output: int) -> int:
+        """Forks a rank that owns copies of the two file descriptors; returns its process id."""
+        self._wait_ready()
+        self._connection.send("fork")
+        for descriptor in (connection, output):
+            reduction.send_handle(self._connection, descriptor, self.pid)
+        return self._connection.recv()
+
+    def reap(self, pid: int) -> int:
+        """Waits for a rank that has ended or was killed; returns its exit code (negative: the signal)."""
+        self._connection.send(("reap", pid))
+        return self._connection.recv()
+
+    def close(self) -> None:
+        """Ends the helper and whatever it forked."""
+        self._connection.close()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            kill_group(self.pid)
+            self._process.wait()
+
+    def _wait_ready(self) -> None:
+        if self._ready:
+            return
+        state, text = "failed", f"no answer within {_START_S:.0f} s"
+        with contextlib.suppress(EOFError):
+            if self._connection.poll(_START_S):
+                state, text = self._connection.recv()
+        if state != "ready":
+            raise RankError(
+                "the test ranks did not start",
+                why=text,
+                fix="import the module named above in a plain interpreter; RankPool(preload=...) lists what is loaded",
+            )
+        self._ready = True
+
+
+class Worker:
+    """One warm rank; the constructor forks it."""
+
+    def __init__(self, zygote: Zygote):
+        self._zygote = zygote
+        self.connection, theirs = Pipe()
+        self._output = tempfile.TemporaryFile(mode="a+b", buffering=0)  # noqa: SIM115 - closed by kill()
+        self.pid = zygote.fork(theirs.fileno(), self._output.fileno())
+        theirs.close()
+        self._awaits_ready = True
+        self._is_dead = False
+
+    def send(self, message: object) -> None:
+        """Sends a call or "clean"; a rank that is gone is found when its answer is awaited."""
+        self._awaits_ready = self._awaits_ready or message == "clean"
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.connection.send(message)
+
+    def is_clean(self) -> bool:
+        """Waits (bounded) for the rank to be ready for a run; False: it is not, and has to be replaced."""
+        try:
+            # An idle rank has nothing to say: something readable is its end.
+            if not self._awaits_ready:
+                return not self.connection.poll(0)
+            if not self.connection.poll(_CLEAN_S) or self.connection.recv() != "ready":
+                return False
+        except (EOFError, ConnectionResetError):
+            return False
+        self._awaits_ready = False
+        self._output.truncate(0)
+        return True
+
+    def answer(self, rank: int) -> bytes | Failure:
+        """Reads the answer of a rank whose connection is readable: its pickled result, or how it failed."""
+        try:
+            return self.connection.recv()[1]
+        except (EOFError, ConnectionResetError):
+            self._end()
+            return describe_exit(rank, self._code, detail=self.tail())
+
+    def hung(self, rank: int, timeout_s: float) -> Failure:
+        """Describes a rank that did not answer in time, with the stack it is stuck in; ends it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, DUMP_SIGNAL)
+        time.sleep(_DUMP_S)
+        self._end()
+        return Failure(
+            rank=rank,
+            what=f"did not finish within {timeout_s:g} s and was killed",
+            detail=self.tail(),
+            weight=4,
+            hung=True,
+            fix="see where it waited; raise timeout_s if it was only slow",
+        )
+
+    def tail(self) -> str:
+        """The end of what the rank wrote since its last run began."""
+        size = os.fstat(self._output.fileno()).st_size
+        self._output.seek(max(0, size - _TAIL))
+        return self._output.read().decode("utf-8", "replace").rstrip()
+
+    def show_output(self, rank: int) -> None:
+        """Passes on what the rank wrote, each line with the rank before it."""
+        self._output.seek(0)
+        for line in self._output.read().decode("utf-8", "replace").splitlines():
+            print(f"[rank {rank}] {line}")
+
+    def kill(self) -> None:
+        """Ends the rank with its children and gives back its files."""
+        self._end()
+        self.connection.close()
+        self._output.close()
+
+    def _end(self) -> None:
+        if self._is_dead:
+            return
+        self._is_dead = True
+        # The helper has not waited for it yet, so the process id still belongs to this rank.
+        code: int | None = None
+        kill_group(self.pid)
+        with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError, OSError):
+            code = self._zygote.reap(self.pid)
+        self._code = code if code is not None else -9

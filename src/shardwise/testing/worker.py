@@ -1,0 +1,127 @@
+"""One warm rank: waits for a call, runs it as a fresh rank would, reports, cleans up, waits again.
+
+The order with the parent: it sends a :class:`Call`; the rank answers ``("ok", bytes)`` or ``("error", Failure)``; when
+all ranks have answered the parent sends ``"clean"`` and the rank, once clean, answers ``"ready"``. Waiting for the
+others before leaving the process group is what lets a slower rank finish its last collective.
+"""
+
+import faulthandler
+import gc
+import os
+import pickle
+import random
+import signal
+import sys
+import warnings
+from multiprocessing.connection import Connection
+
+from shardwise.launch.failure import Failure, failure_of
+from shardwise.launch.process import die_with_parent
+from shardwise.testing.calls import Call, resolve
+
+__all__ = ["DUMP_SIGNAL", "serve"]
+
+DUMP_SIGNAL = signal.SIGUSR2
+"""The parent sends this to a rank that hangs; it writes the stack of every thread to its output."""
+
+_SEED = 0
+
+
+def serve(connection: Connection, output: int, parent: int) -> None:
+    """The life of a warm rank; returns only when the parent closed the connection.
+
+    Args:
+        connection: to the pool.
+        output: file descriptor that becomes stdout and stderr.
+        parent: process id that must be alive for this one to live.
+    """
+    os.setsid()
+    die_with_parent(parent)
+    _redirect(output)
+    faulthandler.enable()
+    faulthandler.register(DUMP_SIGNAL, all_threads=True)
+    state = _State()
+    connection.send("ready")
+    while True:
+        try:
+            call = connection.recv()
+            connection.send(_answer(call))
+            if connection.recv() != "clean":
+                return
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            return
+        state.restore()
+        connection.send("ready")
+
+
+def _redirect(output: int) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(null)
+    os.close(output)
+    # Line by line, so that what a rank wrote before it was killed is there.
+    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+
+
+def _answer(call: Call) -> tuple[str, bytes | Failure]:
+    try:
+        sys.path[:] = call.path
+        os.chdir(call.cwd)
+        os.environ.update(call.env)
+        fn = resolve(call.module, call.qualname, call.file)
+        args, kwargs = pickle.loads(call.payload)
+        _seed()
+        result = pickle.dumps(fn(*args, **kwargs), protocol=pickle.HIGHEST_PROTOCOL)
+    except BaseException as error:  # SystemExit and KeyboardInterrupt of a test's function must not end the worker
+        return "error", failure_of(int(call.env["RANK"]), error)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return "ok", result
+
+
+def _seed() -> None:
+    import torch
+
+    random.seed(_SEED)
+    torch.manual_seed(_SEED)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(_SEED)
+
+
+class _State:
+    """What a run may change and the next must not see."""
+
+    def __init__(self) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        self._env = dict(os.environ)
+        self._filters = list(warnings.filters)
+        self._precision = torch.get_float32_matmul_precision()
+
+    def restore(self) -> None:
+        import torch
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+        for name in set(os.environ) - set(self._env):
+            del os.environ[name]
+        os.environ.update(self._env)
+        warnings.filters[:] = self._filters
+        torch.use_deterministic_algorithms(False)
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+        torch.set_grad_enabled(True)
+        torch.set_float32_matmul_precision(self._precision)
+        torch.set_num_threads(1)
+        torch.autograd.set_detect_anomaly(False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()
+        gc.collect()
