@@ -1,0 +1,6 @@
+"""Reading a module: its tensors, ties, block lists and names."""
+
+from shardwise.anatomy.names import canonical_modules, canonical_name, canonical_tensors
+from shardwise.anatomy.read import dtype_name, dtype_of, read_anatomy
+
+__all__ = ["canonical_modules", "canonical_name", "canonical_tensors", "dtype_name", "dtype_of", "read_anatomy"]

@@ -1,0 +1,57 @@
+"""Canonical names: a tensor's name in the user's unsharded, unwrapped module, whatever wraps it now."""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+__all__ = ["canonical_modules", "canonical_name", "canonical_tensors"]
+
+# Attribute under which a wrapper keeps what it wraps, by class name: torch.compile, activation checkpointing, DDP.
+# By class and not by text: a user's own module may well be called "module".
+_WRAPPERS = {
+    "OptimizedModule": "_orig_mod",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "OffloadWrapper": "_checkpoint_wrapped_module",
+    "DistributedDataParallel": "module",
+}
+
+
+def canonical_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module under its canonical name, wrappers left out, each (name, module) pair once per name."""
+
+    def walk(module: nn.Module, prefix: str, above: tuple[int, ...]) -> Iterator[tuple[str, nn.Module]]:
+        inner = _WRAPPERS.get(type(module).__name__)
+        if inner is not None and inner in module._modules:
+            yield from walk(module._modules[inner], prefix, above)  # type: ignore[arg-type]
+            return
+        yield prefix, module
+        for name, child in module._modules.items():
+            if child is not None and id(child) not in above:
+                yield from walk(child, f"{prefix}.{name}" if prefix else name, (*above, id(module)))
+
+    yield from walk(root, "", ())
+
+
+def canonical_tensors(root: nn.Module, kind: str) -> Iterator[tuple[str, nn.Module, str]]:
+    """``(canonical name, owning module, attribute)`` of every parameter or buffer, aliases included.
+
+    Args:
+        root: the module.
+        kind: ``"_parameters"`` or ``"_buffers"``.
+    """
+    for prefix, module in canonical_modules(root):
+        for attr, tensor in getattr(module, kind).items():
+            if tensor is not None:
+                yield (f"{prefix}.{attr}" if prefix else attr), module, attr
+
+
+def canonical_name(root: nn.Module, name: str) -> str:
+    """The canonical form of a run-time name such as ``_orig_mod.blocks.0._checkpoint_wrapped_module.weight``."""
+    kept: list[str] = []
+    module: nn.Module | None = root
+    for part in name.split("."):
+        inner = _WRAPPERS.get(type(module).__name__) if module is not None else None
+        if part != inner:
+            kept.append(part)
+        module = module._modules.get(part) if module is not None else None
+    return ".".join(kept)

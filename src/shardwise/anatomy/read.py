@@ -1,0 +1,109 @@
+"""Reads a module, on meta or not, into an :class:`~shardwise.recipe.Anatomy`: tensors, ties, block lists."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from shardwise.anatomy.blocks import find_block_lists
+from shardwise.anatomy.names import canonical_modules, canonical_tensors
+from shardwise.errors import UnsupportedError
+from shardwise.recipe.records import Anatomy, TensorFact
+
+__all__ = ["dtype_name", "dtype_of", "read_anatomy"]
+
+
+def read_anatomy(module: nn.Module, *, example: Mapping[str, Tensor] | None = None) -> Anatomy:
+    """What ``module`` is made of. Nothing of it is changed; no rank needs to be anywhere.
+
+    Args:
+        module: any module; parameters may be on meta.
+        example: one micro-batch (``str -> Tensor``), run once without gradients to see which blocks are entered.
+
+    Raises:
+        UnsupportedError: a lazy parameter that has no shape yet.
+    """
+    params = _tensors(module, "_parameters")
+    buffers = _tensors(module, "_buffers")
+    skipped = _skipped_by(module, example) if example is not None else None
+    return Anatomy(
+        module_class=type(module).__name__,
+        params=params,
+        buffers=buffers,
+        lists=find_block_lists(module, skipped),
+        classes={name: _user_class(child).__name__ for name, child in canonical_modules(module)},
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` -> ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """``"bfloat16"`` -> ``torch.bfloat16``."""
+    return getattr(torch, name)
+
+
+def _tensors(root: nn.Module, kind: str) -> dict[str, TensorFact]:
+    names: dict[int, list[str]] = {}
+    facts: dict[int, tuple[Tensor, bool]] = {}
+    for name, module, attr in canonical_tensors(root, kind):
+        tensor = getattr(module, kind)[attr]
+        if is_lazy(tensor):
+            raise UnsupportedError(
+                f"a lazy {type(tensor).__name__}",
+                why="it has no shape before the first forward, so it cannot be cut",
+                fix="run one batch through the module before sharding it, or give the sizes to its constructor",
+                name=name,
+            )
+        names.setdefault(id(tensor), []).append(name)
+        facts[id(tensor)] = (tensor, attr not in module._non_persistent_buffers_set)
+    return {
+        names[key][0]: TensorFact(
+            shape=tuple(tensor.shape),
+            dtype=dtype_name(tensor.dtype),
+            trainable=kind == "_parameters" and tensor.requires_grad,
+            persistent=persistent,
+            aliases=tuple(names[key][1:]),
+        )
+        for key, (tensor, persistent) in facts.items()
+    }
+
+
+def _user_class(module: nn.Module) -> type:
+    """The class the user wrote, below the one FSDP2 or DDP puts over it."""
+    mro = type(module).__mro__
+    return mro[2] if len(mro) > 2 and mro[1].__name__ in {"FSDPModule", "DDP"} else mro[0]
+
+
+def _skipped_by(module: nn.Module, example: Mapping[str, Tensor]) -> dict[str, str] | None:
+    """Modules that a run of ``example`` did not enter. None if the example cannot be run (on meta, most branches that
+    depend on values cannot): then only the code is believed."""
+    entered: set[str] = set()
+    handles = [
+        child.register_forward_pre_hook(lambda _m, _a, name=name: entered.add(name))
+        for name, child in canonical_modules(module)
+    ]
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    rng = torch.get_rng_state()
+    try:
+        with torch.no_grad():
+            module(**{k: v.to(device) for k, v in example.items() if k != "labels"})
+    except NotImplementedError:
+        return None  # a value was asked for on meta
+    except RuntimeError:
+        if device.type == "meta":
+            return None
+        raise
+    finally:
+        for handle in handles:
+            handle.remove()
+        torch.set_rng_state(rng)
+        for name, buffer in module.named_buffers():
+            if name in before and buffer.device.type != "meta":
+                buffer.copy_(before[name])
+    names = [name for name, child in canonical_modules(module) if next(child.parameters(), None) is not None]
+    return {name: "was skipped when the example was run" for name in names if name not in entered}

@@ -1,0 +1,236 @@
+"""Layouts: how many ranks each mesh axis has, and where every rank stands, as pure data.
+
+A layout is a grid. Its axes, outer to inner, are ``pp, dp_replicate, dp_shard, cp, tp``; rank 0 is the first cell and
+the innermost axis moves fastest, so ``rank = ravel(coordinates)``. Derived axes join mesh axes for one purpose:
+``dp`` (who reads other data), ``fsdp`` (over whom parameters are sharded), ``loss`` (over whom loss and tokens are
+summed). Nothing here imports torch; :mod:`shardwise.world` turns a layout into process groups.
+"""
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardwise.errors import LayoutError, UnsupportedError
+
+__all__ = ["AXES", "BUILT_AXES", "DERIVED_AXES", "Coord", "Layout", "layout_of", "parse_layout"]
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+DERIVED_AXES = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "fsdp": ("dp_shard", "cp"),
+    "loss": ("dp_replicate", "dp_shard", "cp"),
+}
+BUILT_AXES = ("dp_replicate", "dp_shard")  # axes whose technique exists; a degree above 1 elsewhere is refused
+_EXAMPLE = '"dp_shard=4" or "dp_replicate=2,dp_shard=-1"'
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of the mesh axes, every one at least 1. Build one with :func:`layout_of`.
+
+    Example:
+        >>> layout = Layout(dp_replicate=2, dp_shard=2)
+        >>> layout.size, layout.coord(3).index("dp_shard"), layout.groups("dp_shard")
+        (4, 1, ((0, 1), (2, 3)))
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @cached_property
+    def size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.degrees.values())
+
+    @cached_property
+    def degrees(self) -> dict[str, int]:
+        """Degree of every mesh axis, outer to inner."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    def degree(self, axis: str) -> int:
+        """Degree of a mesh or derived axis."""
+        return math.prod(self.degrees[a] for a in mesh_axes(axis))
+
+    def coord(self, rank: int) -> "Coord":
+        """Where ``rank`` stands."""
+        if not 0 <= rank < self.size:
+            raise LayoutError(
+                f"rank {rank} of layout {self}",
+                why=f"this layout has ranks 0 to {self.size - 1}",
+                fix=f"ask for a rank below {self.size}",
+            )
+        indices, rest = {}, rank
+        for axis in reversed(AXES):
+            rest, indices[axis] = divmod(rest, self.degrees[axis])
+        return Coord(self, rank, tuple(indices[axis] for axis in AXES))
+
+    def rank_at(self, indices: Mapping[str, int]) -> int:
+        """The rank at these mesh coordinates; an axis left out counts as 0."""
+        rank = 0
+        for axis in AXES:
+            rank = rank * self.degrees[axis] + indices.get(axis, 0)
+        return rank
+
+    def ranks_along(self, axis: str, rank: int) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` only along ``axis`` (mesh or derived), in axis order."""
+        here = self.coord(rank)
+        cells = [dict(zip(AXES, here.indices, strict=True))]
+        for name in mesh_axes(axis):
+            cells = [{**cell, name: i} for cell in cells for i in range(self.degrees[name])]
+        return tuple(self.rank_at(cell) for cell in cells)
+
+    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """All groups of ``axis``, each in axis order; together they hold every rank once."""
+        found: list[tuple[int, ...]] = []
+        seen: set[int] = set()
+        for rank in range(self.size):
+            if rank not in seen:
+                found.append(self.ranks_along(axis, rank))
+                seen.update(found[-1])
+        return tuple(found)
+
+    def __str__(self) -> str:
+        given = ",".join(f"{axis}={degree}" for axis, degree in self.degrees.items() if degree > 1)
+        return given or "dp_shard=1"
+
+
+@dataclass(frozen=True)
+class Coord:
+    """One rank's place in a layout."""
+
+    layout: Layout
+    rank: int
+    indices: tuple[int, ...]  # along AXES
+
+    def index(self, axis: str) -> int:
+        """Index along a mesh or derived axis."""
+        index = 0
+        for name in mesh_axes(axis):
+            index = index * self.layout.degrees[name] + self.indices[AXES.index(name)]
+        return index
+
+    def degree(self, axis: str) -> int:
+        """Degree of a mesh or derived axis."""
+        return self.layout.degree(axis)
+
+
+def mesh_axes(axis: str) -> tuple[str, ...]:
+    """The mesh axes a mesh or derived axis is made of, outer to inner."""
+    if axis in AXES:
+        return (axis,)
+    if axis in DERIVED_AXES:
+        return DERIVED_AXES[axis]
+    raise _unknown_axis(axis)
+
+
+def layout_of(value: "str | Layout | Mapping[str, int]", num_ranks: int) -> Layout:
+    """The layout ``value`` means on ``num_ranks`` ranks: parsed, ``-1`` inferred, refused if it cannot work.
+
+    Args:
+        value: ``"dp_shard=-1,dp_replicate=2"``, a mapping of degrees, or a :class:`Layout`.
+        num_ranks: how many ranks there are.
+
+    Raises:
+        LayoutError: unknown axis, degree 0, two ``-1``, or degrees that do not multiply to ``num_ranks``;
+            the message names the nearest layouts that work.
+        UnsupportedError: an axis whose technique is not built yet.
+    """
+    degrees = dict(value.degrees) if isinstance(value, Layout) else parse_layout(value)
+    text = str(value) if isinstance(value, str | Layout) else ",".join(f"{a}={d}" for a, d in degrees.items())
+    for axis, degree in degrees.items():
+        if axis not in BUILT_AXES and degree != 1:
+            raise UnsupportedError(
+                f"layout {text!r}: {axis}={degree}",
+                why=f"{axis} is an axis of the design whose technique is not built yet",
+                fix=f"leave {axis} out; axes that work: {', '.join(BUILT_AXES)}",
+            )
+    return Layout(**_infer(degrees, num_ranks, text))
+
+
+def parse_layout(value: str | Mapping[str, int]) -> dict[str, int]:
+    """Degrees as written, ``-1`` kept.
+
+    Raises:
+        LayoutError: not ``axis=degree`` pairs, unknown axis, an axis given twice, degree 0 or below -1.
+    """
+    pairs = list(_pairs(value)) if isinstance(value, str) else list(value.items())
+    degrees: dict[str, int] = {}
+    for axis, degree in pairs:
+        if axis not in AXES:
+            raise _unknown_axis(axis)
+        if axis in degrees:
+            raise LayoutError(f"layout {value!r}: {axis} twice", why="an axis has one degree", fix=f"keep one {axis}=")
+        if isinstance(degree, bool) or not isinstance(degree, int) or degree == 0 or degree < -1:
+            raise LayoutError(
+                f"layout {value!r}: {axis}={degree}",
+                why="a degree is a number of ranks, 1 or more, or -1 for 'whatever is left'",
+                fix=f"write {axis}=1 or leave {axis} out",
+            )
+        degrees[axis] = degree
+    if list(degrees.values()).count(-1) > 1:
+        several = [axis for axis, degree in degrees.items() if degree == -1]
+        raise LayoutError(
+            f"layout {value!r}: -1 for {' and '.join(several)}",
+            why="only one axis can take whatever ranks are left",
+            fix=f"give {several[0]} a number",
+        )
+    return degrees
+
+
+def _pairs(text: str) -> Iterator[tuple[str, int]]:
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        axis, equals, degree = (part.strip() for part in item.partition("="))
+        if not equals or not degree.lstrip("-").isdigit():
+            raise LayoutError(
+                f"layout {text!r}: {item!r}",
+                why="a layout is a list of axis=degree, with whole numbers",
+                fix=f"write it like {_EXAMPLE}",
+            )
+        yield axis, int(degree)
+
+
+def _infer(degrees: dict[str, int], num_ranks: int, text: str) -> dict[str, int]:
+    fixed = math.prod(degree for degree in degrees.values() if degree != -1)
+    free = next((axis for axis, degree in degrees.items() if degree == -1), None)
+    if free is not None and num_ranks % fixed == 0:
+        return {**degrees, free: num_ranks // fixed}
+    if free is None and fixed == num_ranks:
+        return degrees
+    ranks = f"{num_ranks} rank" + ("s" if num_ranks != 1 else "")
+    why = (
+        f"the degrees given multiply to {fixed}, which does not divide {num_ranks}"
+        if free
+        else f"the degrees multiply to {fixed}, and every one of the {num_ranks} ranks needs exactly one place"
+    )
+    options = " or ".join(f'"{layout}"' for layout in _nearest(degrees, num_ranks))
+    raise LayoutError(
+        f"layout {text!r} on {ranks}",
+        why=why,
+        fix=f"on {ranks} use {options}" + (f", or start {fixed} ranks" if not free else ""),
+    )
+
+
+def _nearest(degrees: dict[str, int], num_ranks: int) -> list[Layout]:
+    """Up to three layouts of ``num_ranks`` ranks on the built axes, closest to the degrees asked for."""
+
+    def distance(layout: Layout) -> float:
+        asked = (abs(math.log(layout.degrees[a] / max(d, 1))) for a, d in degrees.items() if a in BUILT_AXES and d > 0)
+        return sum(asked) + 0.01 * math.log(layout.dp_replicate)
+
+    divisors = [d for d in range(1, num_ranks + 1) if num_ranks % d == 0]
+    options = [Layout(dp_replicate=d, dp_shard=num_ranks // d) for d in divisors]
+    return sorted(options, key=distance)[:3]
+
+
+def _unknown_axis(axis: str) -> LayoutError:
+    close = difflib.get_close_matches(str(axis), AXES, n=1, cutoff=0.5)
+    return LayoutError(
+        f"axis {axis!r}",
+        why=f"the mesh axes are {', '.join(AXES)}",
+        fix=(f"did you mean {close[0]!r}? " if close else "") + f"write a layout like {_EXAMPLE}",
+    )

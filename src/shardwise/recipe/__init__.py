@@ -1,0 +1,47 @@
+"""The recipe: where every byte of a module is under a layout, as frozen data without torch."""
+
+from shardwise.recipe.check import check_param, check_recipe
+from shardwise.recipe.cuts import Slice, extents, local_shape, owners
+from shardwise.recipe.describe import describe_recipe, human_bytes
+from shardwise.recipe.make import fingerprint_of, make_recipe
+from shardwise.recipe.records import (
+    DTYPE_BYTES,
+    ROOT,
+    Anatomy,
+    BlockList,
+    Buffer,
+    Cut,
+    Note,
+    Param,
+    Part,
+    RankView,
+    Recipe,
+    TensorFact,
+    Unit,
+)
+
+__all__ = [
+    "DTYPE_BYTES",
+    "ROOT",
+    "Anatomy",
+    "BlockList",
+    "Buffer",
+    "Cut",
+    "Note",
+    "Param",
+    "Part",
+    "RankView",
+    "Recipe",
+    "Slice",
+    "TensorFact",
+    "Unit",
+    "check_param",
+    "check_recipe",
+    "describe_recipe",
+    "extents",
+    "fingerprint_of",
+    "human_bytes",
+    "local_shape",
+    "make_recipe",
+    "owners",
+]

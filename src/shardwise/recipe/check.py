@@ -1,0 +1,93 @@
+"""Refuses a recipe that contradicts itself, naming the parameter: each rule once, on pure data."""
+
+from shardwise.errors import PlanError
+from shardwise.layout import AXES, DERIVED_AXES, Layout, mesh_axes
+from shardwise.recipe.cuts import num_chunks
+from shardwise.recipe.records import RECIPE_VERSION, Cut, Param, Part, Recipe
+
+__all__ = ["check_param", "check_recipe"]
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Raises PlanError if ``recipe`` cannot be carried out: see the messages below for the rules."""
+    if recipe.version != RECIPE_VERSION:
+        raise PlanError(
+            f"a recipe of version {recipe.version}",
+            why=f"this Shardwise reads version {RECIPE_VERSION}",
+            fix="make the recipe again with this version",
+        )
+    layout = recipe.grid
+    units = {unit.name for unit in recipe.units}
+    for name, param in recipe.params.items():
+        if param.unit not in units:
+            raise PlanError(
+                f"unit {param.unit!r}",
+                why=f"the recipe has the units {sorted(units)}",
+                fix="name one of them, or add the unit",
+                name=name,
+            )
+        check_param(name, param, layout)
+    aliases = [alias for param in recipe.params.values() for alias in param.aliases]
+    twice = sorted({alias for alias in aliases if alias in recipe.params or aliases.count(alias) > 1})
+    if twice:
+        raise PlanError(
+            f"{twice} given as two tensors",
+            why="a tensor is stored once, under its first name",
+            fix="keep it as an alias of one parameter",
+            name=twice[0],
+        )
+
+
+def check_param(name: str, param: Param, layout: Layout) -> None:
+    """Raises PlanError if a cut of ``param`` cannot be made on ``layout``."""
+    sizes = list(param.shape)
+    seen: set[str] = set()
+    for cut in param.cuts:
+        if cut.axis not in AXES and cut.axis not in DERIVED_AXES:
+            raise PlanError(
+                f"a cut over axis {cut.axis!r}",
+                why=f"axes are {', '.join((*AXES, *DERIVED_AXES))}",
+                fix="cut over one of them",
+                name=name,
+            )
+        if seen & set(mesh_axes(cut.axis)):
+            raise PlanError(
+                f"two cuts over {cut.axis!r}",
+                why="an axis can divide a parameter once: its ranks would hold no piece of their own",
+                fix="cut over each mesh axis once",
+                name=name,
+            )
+        seen |= set(mesh_axes(cut.axis))
+        if not 0 <= cut.dim < len(param.shape):
+            raise PlanError(
+                f"a cut of dim {cut.dim}",
+                why=f"the parameter has shape {param.shape}",
+                fix=f"cut a dim below {len(param.shape)}",
+                name=name,
+            )
+        _check_parts(name, param, cut, sizes, layout.degree(cut.axis))
+
+
+def _check_parts(name: str, param: Param, cut: Cut, sizes: list, degree: int) -> None:
+    size = sizes[cut.dim]
+    if cut.parts and (size is None or sum(part.size for part in cut.parts) != size):
+        raise PlanError(
+            f"parts of {[part.size for part in cut.parts]} on dim {cut.dim}",
+            why=f"they must add up to its size, {size if size is not None else 'which an uneven cut made differ by rank'}",
+            fix=f"give parts that sum to {size}, or none for the whole dim",
+            name=name,
+        )
+    shared = any(part.replicas > 1 for part in cut.parts)
+    for part in cut.parts:
+        if part.replicas < 1 or degree % part.replicas or (shared and part.size % num_chunks(part, degree)):
+            raise PlanError(
+                f"a part of {part.size} with {part.replicas} replicas over {cut.axis}={degree}",
+                why="replicas must divide the degree, and beside a shared part every part must divide evenly: "
+                "neighbours would hold overlapping pieces instead of the same one",
+                fix=f"use sizes that are multiples of {degree}, or as many replicas as ranks",
+                name=name,
+            )
+    if size is not None:
+        parts = cut.parts or (Part(size=size),)
+        even = all(part.size % num_chunks(part, degree) == 0 for part in parts)
+        sizes[cut.dim] = sum(part.size // num_chunks(part, degree) for part in parts) if even else None

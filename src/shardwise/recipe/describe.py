@@ -1,0 +1,61 @@
+"""A recipe as text: what is gathered when, what every rank holds, and why each choice was made."""
+
+from shardwise.recipe.records import DTYPE_BYTES, Param, Recipe
+
+__all__ = ["describe_recipe", "human_bytes"]
+
+
+def describe_recipe(recipe: Recipe) -> str:
+    """A table of units with sizes and reasons, then every note. Plain text, stable."""
+    layout = recipe.grid
+    held = [recipe.at(rank).num_bytes() for rank in range(min(layout.size, 64))]
+    full = sum(_param_bytes(recipe, name) for name in recipe.params)
+    lines = [
+        f"{recipe.module_class} on layout {layout} ({layout.size} rank{'s' if layout.size > 1 else ''}), "
+        f"engine {recipe.engine}",
+        f"parameters: {human_bytes(full)} in one process, at most {human_bytes(max(held))} per rank at rest",
+        "",
+    ]
+    rows = [("unit", "tensors", "size", "dtypes", "reshard", "why")]
+    for unit in recipe.units:
+        names = [name for name, param in recipe.params.items() if param.unit == unit.name]
+        dtypes = sorted({_dtypes(recipe.params[name]) for name in names})
+        size = human_bytes(sum(_param_bytes(recipe, name) for name in names))
+        rows.append((unit.name or "(root)", str(len(names)), size, ", ".join(dtypes), str(unit.reshard), unit.why))
+    lines += _table(rows)
+    tied = {name: param.aliases for name, param in recipe.params.items() if param.aliases}
+    frozen = [name for name, param in recipe.params.items() if not param.trainable]
+    lines += ["", *(f"tied: {name} = {' = '.join(aliases)}" for name, aliases in tied.items())]
+    if frozen:
+        lines.append(f"frozen: {len(frozen)} parameters ({', '.join(frozen[:3])}{', ...' if len(frozen) > 3 else ''})")
+    lines += [f"{note.name or '(root)'}: {note.why}" for note in recipe.notes]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def human_bytes(size: float) -> str:
+    """``size`` bytes in the largest binary unit that keeps it above 1."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"
+
+
+def _param_bytes(recipe: Recipe, name: str) -> int:
+    param = recipe.params[name]
+    numel = 1
+    for size in param.shape:
+        numel *= size
+    return numel * DTYPE_BYTES[param.storage]
+
+
+def _dtypes(param: Param) -> str:
+    if param.storage == param.compute == param.reduce:
+        return param.storage
+    return f"{param.storage}/{param.compute}/{param.reduce}"
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row[:-1], widths, strict=True)), row[-1]]) for row in rows]
+    return [lines[0], "-" * len(lines[0]), *lines[1:]]

@@ -1,0 +1,123 @@
+"""From an anatomy, a layout and options to a recipe: every choice is made here, with its reason."""
+
+import hashlib
+
+import msgspec
+from shardwise.config.options import Precision, Sharding
+
+from shardwise.errors import UnsupportedError
+from shardwise.layout import Layout
+from shardwise.recipe.check import check_recipe
+from shardwise.recipe.records import ROOT, Anatomy, Buffer, Cut, Note, Param, Recipe, TensorFact, Unit
+from shardwise.recipe.units import make_units, unit_of_params
+
+__all__ = ["fingerprint_of", "make_recipe"]
+
+FLOATING = ("float64", "float32", "float16", "bfloat16")
+
+
+def make_recipe(anatomy: Anatomy, layout: Layout, *, precision: Precision, sharding: Sharding) -> Recipe:
+    """The recipe of a module under a layout: pure, the same on every rank.
+
+    Raises:
+        PlanError: options that name no module.
+        UnsupportedError: trainable parameters of several storage dtypes in one unit.
+    """
+    engine, why = _engine(layout, precision, sharding)
+    notes = [Note(name="engine", why=f"{engine}: {why}")]
+    if engine == "fsdp2":
+        units, unit_notes = make_units(
+            anatomy,
+            units=sharding.units,
+            min_unit_bytes=sharding.min_unit_bytes,
+            reshard=sharding.reshard_after_forward,
+            compute=precision.compute,
+        )
+        notes += unit_notes
+    else:
+        units = (Unit(name=ROOT, modules=(ROOT,), reshard=False, why="replicated: DDP keeps every parameter whole"),)
+    homes = unit_of_params(anatomy, units)
+    params = {name: _param(fact, homes[name], engine, precision, notes, name) for name, fact in anatomy.params.items()}
+    recipe = Recipe(
+        layout=layout.degrees,
+        engine=engine,
+        module_class=anatomy.module_class,
+        fingerprint=fingerprint_of(anatomy),
+        units=tuple(unit for unit in units if unit.name in {p.unit for p in params.values()} or unit.name == ROOT),
+        params=params,
+        buffers={name: _buffer(fact) for name, fact in anatomy.buffers.items()},
+        buffer_policy=sharding.buffers,
+        output=precision.output,
+        cast_inputs=precision.cast_inputs,
+        notes=tuple(notes),
+    )
+    check_recipe(recipe)
+    _refuse_mixed_dtypes(recipe)
+    return recipe
+
+
+def fingerprint_of(anatomy: Anatomy) -> str:
+    """A digest of the names, shapes, dtypes, ties and trainability of a module: equal digests, same recipe."""
+    facts = msgspec.json.encode((anatomy.params, anatomy.buffers), order="deterministic")
+    return hashlib.sha256(facts).hexdigest()[:16]
+
+
+def _engine(layout: Layout, precision: Precision, sharding: Sharding) -> tuple[str, str]:
+    casts = precision.compute is not None and precision.compute != precision.storage
+    if sharding.engine == "fsdp2":
+        return "fsdp2", 'asked for by Sharding(engine="fsdp2")'
+    if sharding.engine == "ddp":
+        if layout.dp_shard > 1 or casts or precision.reduce not in (None, precision.storage) or precision.output:
+            reason = f"dp_shard={layout.dp_shard}" if layout.dp_shard > 1 else "the precision asked for"
+            raise UnsupportedError(
+                f'Sharding(engine="ddp") with {reason}',
+                why="DDP keeps parameters whole and computes in the dtype they are stored in",
+                fix='leave engine at "auto", or use dp_shard=1 and precision=None',
+            )
+        return "ddp", 'asked for by Sharding(engine="ddp")'
+    if layout.dp_shard > 1:
+        return "fsdp2", f"dp_shard={layout.dp_shard} cuts parameters"
+    if casts or precision.reduce not in (None, precision.storage) or precision.output:
+        return "fsdp2", "compute, reduce or output dtype differs from the stored one, which DDP cannot do"
+    return "ddp", "dp_shard=1 and storage dtype = compute dtype: nothing to gather"
+
+
+def _param(fact: TensorFact, unit: str, engine: str, precision: Precision, notes: list[Note], name: str) -> Param:
+    cut = engine == "fsdp2" and len(fact.shape) > 0
+    if engine == "fsdp2" and not fact.shape:
+        notes.append(Note(name=name, why="0-dim: replicated, since there is nothing to cut"))
+    floating = fact.dtype in FLOATING
+    storage = (precision.storage if floating and fact.trainable else None) or fact.dtype
+    compute = (precision.compute if floating else None) or storage
+    return Param(
+        shape=fact.shape,
+        dtype=fact.dtype,
+        trainable=fact.trainable,
+        aliases=fact.aliases,
+        unit=unit,
+        cuts=(Cut(axis="fsdp", dim=0),) if cut else (),
+        storage=storage,
+        compute=compute,
+        reduce=(precision.reduce if floating else None) or compute,
+    )
+
+
+def _buffer(fact: TensorFact) -> Buffer:
+    return Buffer(shape=fact.shape, dtype=fact.dtype, persistent=fact.persistent, aliases=fact.aliases)
+
+
+def _refuse_mixed_dtypes(recipe: Recipe) -> None:
+    if recipe.engine != "fsdp2":
+        return
+    first: dict[str, str] = {}
+    for name, param in recipe.params.items():
+        if not (param.trainable and param.cuts):
+            continue
+        other = first.setdefault(param.unit, name)
+        if recipe.params[other].storage != param.storage:
+            raise UnsupportedError(
+                f"{other!r} is stored in {recipe.params[other].storage}, {name!r} in {param.storage}",
+                why=f"both are trained in unit {param.unit!r}, and a unit reduces its gradients in one dtype",
+                fix='store them alike (model.float(), or precision="bf16" keeps all in float32), or freeze one',
+                name=name,
+            )

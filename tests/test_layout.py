@@ -1,0 +1,112 @@
+"""Layouts as pure data: for every world size to 64 the grid is a grid."""
+
+import math
+
+import pytest
+
+from shardwise.errors import LayoutError, UnsupportedError
+from shardwise.layout import AXES, DERIVED_AXES, Layout, layout_of, parse_layout
+
+
+def _all_layouts(size: int):
+    """Every way to write ``size`` as a product of five degrees."""
+
+    def factor(rest: int, axes: int):
+        if axes == 1:
+            yield (rest,)
+            return
+        for d in range(1, rest + 1):
+            if rest % d == 0:
+                for tail in factor(rest // d, axes - 1):
+                    yield (d, *tail)
+
+    for degrees in factor(size, len(AXES)):
+        yield Layout(**dict(zip(AXES, degrees, strict=True)))
+
+
+@pytest.mark.parametrize("size", range(1, 65))
+def test_grid_is_a_bijection_and_groups_partition_the_ranks(size):
+    for layout in _all_layouts(size):
+        assert layout.size == size
+        for rank in range(size):
+            coord = layout.coord(rank)
+            assert layout.rank_at(dict(zip(AXES, coord.indices, strict=True))) == rank
+        for axis in (*AXES, *DERIVED_AXES):
+            groups = layout.groups(axis)
+            assert sorted(rank for group in groups for rank in group) == list(range(size))
+            assert {len(group) for group in groups} == {layout.degree(axis)}
+            for group in groups:
+                assert [layout.coord(rank).index(axis) for rank in group] == list(range(len(group)))
+
+
+def test_groups_of_the_documented_grid():
+    """8 ranks, pp=2, dp=2, tp=2 with tp innermost: the groups every Megatron-style paper draws."""
+    layout = Layout(pp=2, dp_shard=2, tp=2)
+    assert layout.groups("tp") == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert layout.groups("pp") == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert layout.groups("dp") == ((0, 2), (1, 3), (4, 6), (5, 7))
+
+
+def test_fsdp_and_loss_join_cp():
+    layout = Layout(dp_replicate=2, dp_shard=2, cp=2)
+    assert layout.degree("fsdp") == 4 and layout.degree("loss") == 8 and layout.degree("dp") == 4
+    assert layout.groups("fsdp") == ((0, 1, 2, 3), (4, 5, 6, 7))
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "expected"),
+    [
+        ("dp_shard=-1", 4, Layout(dp_shard=4)),
+        ("dp_replicate=2,dp_shard=-1", 8, Layout(dp_replicate=2, dp_shard=4)),
+        (" dp_replicate = -1 ", 3, Layout(dp_replicate=3)),
+        ("", 1, Layout()),
+        ("dp_shard=2,tp=1", 2, Layout(dp_shard=2)),
+        ({"dp_shard": 2}, 2, Layout(dp_shard=2)),
+        (Layout(dp_replicate=2), 2, Layout(dp_replicate=2)),
+    ],
+)
+def test_layout_of(text, ranks, expected):
+    assert layout_of(text, ranks) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "words"),
+    [
+        ("dp_shard=3", 4, ["multiply to 3", '"dp_shard=4"', "or start 3 ranks"]),
+        ("dp_replicate=3,dp_shard=-1", 4, ["which does not divide 4", '"dp_replicate=2,dp_shard=2"']),
+        ("dp_shrad=2", 2, ["axis 'dp_shrad'", "did you mean 'dp_shard'"]),
+        ("dp_shard=0", 2, ["dp_shard=0", "1 or more, or -1"]),
+        ("dp_shard=-2", 2, ["dp_shard=-2"]),
+        ("dp_shard=-1,dp_replicate=-1", 4, ["only one axis"]),
+        ("dp_shard=2,dp_shard=2", 4, ["dp_shard twice"]),
+        ("4", 4, ["axis=degree"]),
+        ("dp_shard=two", 2, ["axis=degree"]),
+    ],
+)
+def test_impossible_layouts_are_refused_with_the_numbers(text, ranks, words):
+    with pytest.raises(LayoutError) as caught:
+        layout_of(text, ranks)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("axis", ["pp", "cp", "tp"])
+def test_axes_without_a_technique_are_refused_by_name(axis):
+    with pytest.raises(UnsupportedError, match=f"{axis}=2.*\n.*not built yet"):
+        layout_of(f"dp_shard=2,{axis}=2", 4)
+
+
+def test_the_nearest_layouts_offered_do_work():
+    for ranks in range(1, 65):
+        for shard in (2, 3, 5, 7, 48):
+            try:
+                layout_of(f"dp_shard={shard}", ranks)
+            except LayoutError as error:
+                offered = [part for part in error.fix.split('"') if "=" in part]
+                assert offered and all(math.prod(parse_layout(o).values()) == ranks for o in offered)
+                assert all(layout_of(o, ranks).size == ranks for o in offered)
+
+
+def test_str_round_trips():
+    for layout in _all_layouts(12):
+        assert Layout(**{**Layout().degrees, **parse_layout(str(layout))}) == layout
