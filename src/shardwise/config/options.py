@@ -70,6 +70,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def check(self) -> None:
         """Cross checks of a record's own fields. Raises :class:`ConfigError`."""
 
+    def computed(self) -> dict[tuple[str, str], Any]:
+        """Defaults that depend on other fields: (section, key) -> value. A record settles them in :meth:`check`."""
+        return {}
+
 
 class Precision(Options, frozen=True, kw_only=True):
     """Which dtype each thing has. ``None`` leaves it as the model has it.

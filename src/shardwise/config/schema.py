@@ -30,7 +30,7 @@ class Model(Options, frozen=True, kw_only=True):
         str | None,
         doc("function that returns the nn.Module: pkg.mod:fn or path/to/file.py:fn; null: the reference model"),
     ] = None
-    args: Annotated[dict[str, Any], doc("keyword arguments of that function")] = {}
+    args: Annotated[dict[str, Any], doc("keyword arguments of that function")] = msgspec.field(default_factory=dict)
 
     def check(self) -> None:
         if self.build is not None and not looks_like_target(self.build):
@@ -98,7 +98,9 @@ class Schedule(Options, frozen=True, kw_only=True):
     name: Annotated[Literal["cosine", "constant"], doc("after warm-up: cosine down to the floor, or constant")] = (
         "cosine"
     )
-    warmup_steps: Annotated[Count, doc("steps of linear rise from 0")] = 50
+    warmup_steps: Annotated[Count | None, doc("steps of linear rise from 0; null: a tenth of the run, at most 50")] = (
+        None
+    )
     min_lr_ratio: Annotated[Fraction, doc("floor of the cosine, as a part of optim.lr")] = 0.1
 
     def check(self) -> None:
@@ -159,10 +161,19 @@ class RunConfig(Options, frozen=True, kw_only=True):
     log: Annotated[Log, doc("where figures go, and how often")] = Log()
     launch: Annotated[Launch, doc("on what it runs")] = Launch()
 
+    def computed(self) -> dict[tuple[str, str], Any]:
+        return {("schedule", "warmup_steps"): min(50, self.train.steps // 10)}
+
     def check(self) -> None:
-        if self.schedule.warmup_steps > self.train.steps:
+        schedule, steps = self.schedule, self.train.steps
+        if schedule.warmup_steps is None:
+            # Settled here, so that everything after this sees a number, and --print-config shows it.
+            warmup = self.computed()["schedule", "warmup_steps"]
+            settled = msgspec.structs.replace(schedule, warmup_steps=warmup)
+            msgspec.structs.force_setattr(self, "schedule", settled)
+        elif schedule.warmup_steps > steps:
             raise ConfigError(
-                f"schedule.warmup_steps={self.schedule.warmup_steps} with train.steps={self.train.steps}",
+                f"schedule.warmup_steps={schedule.warmup_steps} with train.steps={steps}",
                 why="the run would end before the learning rate has risen",
-                fix=f"use warmup_steps={self.train.steps // 10}, or more steps",
+                fix=f"use warmup_steps={steps // 10}, or more steps",
             )

@@ -39,8 +39,10 @@ def did_you_mean(word: str, known: Sequence[str], *, what: str) -> str:
 
 
 def listing(names: Iterable[str]) -> str:
-    """Names for a sentence: ``a, b, c``, or ``(none)``."""
-    return ", ".join(names) or "(none)"
+    """Names for a sentence: ``a, b, c``, or ``(none)``; of very many, the first and how many more."""
+    known = list(names)
+    more = f" and {len(known) - 16} more" if len(known) > 20 else ""
+    return (", ".join(known[:16] if more else known) or "(none)") + more
 
 
 def _plain(name: str) -> str:

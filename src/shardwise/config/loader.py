@@ -1,0 +1,288 @@
+"""Load a configuration strictly: a file or a function, then overrides, then every value checked against its record.
+
+Layers, weakest first: the defaults, the file (or function), the overrides. A key nobody reads is an error that
+suggests the right one; a value of the wrong type is an error with file, line and dotted path. What is loaded remembers
+where each value came from.
+
+>>> loaded = load_config(None, ["train.steps=20"])
+>>> loaded.config.train.steps, loaded.origins["train.steps"], loaded.origins["train.seed"]
+(20, 'override --train.steps', 'default')
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin
+
+import msgspec
+
+from shardwise.config.check import checked, struct_in
+from shardwise.config.options import Options, default_of, hints_of
+from shardwise.config.schema import RunConfig
+from shardwise.config.sources import Keys, Layer, parse_yaml_value, read_file
+from shardwise.config.suggest import closest, did_you_mean
+from shardwise.config.target import load_target, looks_like_target
+from shardwise.errors import ConfigError, ShardwiseError
+
+__all__ = ["Loaded", "load_config"]
+
+C = TypeVar("C", bound=msgspec.Struct)
+_OVERRIDE = re.compile(r"(?:--)?([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded(Generic[C]):
+    """A configuration, and for each dotted path of a value where it came from.
+
+    Origins read ``default``, ``run.yaml:12``, ``pkg.mod:fn`` or ``override --train.steps``.
+    """
+
+    config: C
+    origins: dict[str, str]
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = (), cls: type[C] = RunConfig) -> Loaded[C]:
+    """Load, override and check a configuration.
+
+    Args:
+        path: a .yaml, .yml, .toml or .json file, ``pkg.mod:fn`` (a function that returns a mapping or a ``cls``), or
+            None for the defaults.
+        overrides: ``--train.steps=20`` or ``train.steps=20``; the value is YAML 1.2 (``3e-4``, ``null``, ``[1, 2]``)
+            and replaces what was there.
+        cls: the record to build.
+
+    Raises:
+        ConfigError: for anything that is missing, unknown, doubled, misspelled or of the wrong type.
+        UnsupportedError: for a value that is understood but not built.
+    """
+    layer = _read(path, cls)
+    for key, text in _split_overrides(overrides):
+        _apply_override(layer, key, text, cls)
+    origins: dict[str, str] = {}
+    config = _build(cls, layer.values, (), layer, origins)
+    return Loaded(config=config, origins=origins)
+
+
+def _read(path: str | Path | None, cls: type[C]) -> Layer:
+    if path is None:
+        return Layer(values={})
+    text = str(path)
+    if looks_like_target(text) and not Path(text).exists():
+        return _from_function(text, cls)
+    return read_file(Path(text))
+
+
+def _from_function(text: str, cls: type[C]) -> Layer:
+    """What ``pkg.mod:fn`` returns, with the function as the origin of each value it sets."""
+    result = load_target(text, what="configuration")
+    result = result() if callable(result) else result
+    if isinstance(result, cls):
+        values = _changed(result)
+    elif isinstance(result, Mapping):
+        values = _plain(result)
+    else:
+        raise ConfigError(
+            f"configuration={text!r}",
+            why=f"it returned {type(result).__name__}, and a configuration is a mapping or a {cls.__name__}",
+            fix=f"return {cls.__name__}(...), or a dictionary of sections",
+        )
+    layer = Layer(values=values)
+    _mark(layer, values, (), text)
+    return layer
+
+
+def _plain(value: Any) -> Any:
+    """Records and mappings as dictionaries; anything else stays, for the check of its key, which names the key."""
+    if isinstance(value, msgspec.Struct):
+        return {key: _plain(getattr(value, key)) for key in value.__struct_fields__}
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _changed(record: msgspec.Struct) -> dict[str, Any]:
+    """A record as plain values, without those that equal the default, written or computed."""
+    computed = record.computed() if isinstance(record, Options) else {}
+    found: dict[str, Any] = {}
+    for key in record.__struct_fields__:
+        value, default = getattr(record, key), default_of(type(record), key)
+        if isinstance(value, msgspec.Struct) and type(value) is type(default):
+            inner = _changed(value)
+            for (section, name), number in computed.items():
+                if section == key and inner.get(name) == number:
+                    del inner[name]
+            found |= {key: inner} if inner else {}
+        elif value != default:
+            found[key] = _plain(value)
+    return found
+
+
+def _mark(layer: Layer, values: Mapping[str, Any], path: Keys, origin: str) -> None:
+    for key, value in values.items():
+        layer.origins[(*path, key)] = origin
+        if isinstance(value, Mapping):
+            _mark(layer, value, (*path, key), origin)
+
+
+def _split_overrides(overrides: Sequence[str]) -> list[tuple[str, str]]:
+    pairs: dict[str, str] = {}
+    for text in overrides:
+        match = _OVERRIDE.fullmatch(text)
+        if match is None:
+            raise ConfigError(
+                f"override {text!r}",
+                why="an override is a dotted key, '=' and a value, in one word",
+                fix="write it as --train.steps=20",
+            )
+        key, value = match.groups()
+        if key in pairs:
+            raise ConfigError(
+                f"override --{key} is given twice, as {pairs[key]} and {value}",
+                why="only one of them could count",
+                fix="remove one of the two",
+            )
+        pairs[key] = value
+    return list(pairs.items())
+
+
+def _apply_override(layer: Layer, key: str, text: str, cls: type[msgspec.Struct]) -> None:
+    """Set one dotted key in ``layer``, making the mappings on its way."""
+    keys, origin = tuple(key.split(".")), f"override --{key}"
+    _refuse_unknown_override(key, text, keys, cls)
+    place = layer.values
+    for depth, part in enumerate(keys[:-1], start=1):
+        inner = place.setdefault(part, {})
+        layer.origins.setdefault(keys[:depth], origin)
+        if not isinstance(inner, dict):
+            above = ".".join(keys[:depth])
+            raise ConfigError(
+                f"{origin}={text}",
+                why=f"{above} is {inner!r} ({layer.origins[keys[:depth]]}), which has no keys",
+                fix=f"override {above} as a whole, or write it as a mapping",
+            )
+        place = inner
+    value = parse_yaml_value(text, f"{origin}={text}")
+    for known in [known for known in layer.origins if known[: len(keys)] == keys]:
+        del layer.origins[known]  # replaced as a whole
+    place[keys[-1]] = value
+    layer.origins[keys] = origin
+    if isinstance(value, dict):
+        _mark(layer, value, keys, origin)
+
+
+def _refuse_unknown_override(key: str, text: str, keys: Keys, cls: type[msgspec.Struct]) -> None:
+    """An unknown key is told against all dotted keys there are: ``--steps`` finds ``train.steps``."""
+    record: type[msgspec.Struct] | None = cls
+    for depth, part in enumerate(keys):
+        if record is None:
+            return  # inside a free mapping such as model.args, or told by the type check
+        hints = hints_of(record)
+        if part not in hints:
+            known = _dotted(cls)
+            near = closest(key, known)
+            raise ConfigError(
+                f"override --{key}={text}",
+                why=f"there is no key '{'.'.join(keys[: depth + 1])}'",
+                fix=f"did you mean --{near}={text}?" if near else did_you_mean(part, list(hints), what="keys there"),
+            )
+        record = struct_in(hints[part])
+
+
+def _dotted(cls: type[msgspec.Struct], prefix: str = "") -> list[str]:
+    found: list[str] = []
+    for key, hint in hints_of(cls).items():
+        inner = struct_in(hint)
+        found += [f"{prefix}{key}", *(_dotted(inner, f"{prefix}{key}.") if inner else [])]
+    return found
+
+
+def _build(cls: type[C], values: Mapping[str, Any], path: Keys, layer: Layer, origins: dict[str, str]) -> C:
+    """Build one record from plain values, checking key by key so that each error knows its line."""
+    hints = hints_of(cls)
+    for key in values:
+        if key not in hints:
+            raise _unknown_key(key, list(hints), path, layer)
+    built: dict[str, Any] = {}
+    for key, hint in hints.items():
+        here = (*path, key)
+        inner = struct_in(hint)
+        if key not in values:
+            _default_origins(default_of(cls, key), here, origins)
+        elif inner is not None and (isinstance(values[key], dict) or (values[key] is None and _is_section(hint))):
+            section = _section(values[key], here, inner, layer)
+            built[key] = _build(inner, section, here, layer, origins)
+        else:
+            where = f"{'.'.join(here)} = {_short(values[key])} ({_origin(layer, here)})"
+            built[key] = checked(values[key], hint, where=where, key=key)
+            _leaf_origins(values[key], here, layer, origins)
+    try:
+        return cls(**built)
+    except ShardwiseError as error:
+        raise _located(error, list(hints), path, layer) from None
+
+
+def _is_section(hint: Any) -> bool:
+    """Whether a field is a record and nothing else, as the sections are."""
+    bare = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    return isinstance(bare, type) and issubclass(bare, msgspec.Struct)
+
+
+def _section(value: Any, path: Keys, cls: type[msgspec.Struct], layer: Layer) -> dict[str, Any]:
+    if value is None:
+        raise ConfigError(
+            f"{'.'.join(path)} ({_origin(layer, path)})",
+            why="the section is empty",
+            fix=f"remove it, or give it keys: {', '.join(hints_of(cls))}",
+        )
+    return value
+
+
+def _unknown_key(key: str, known: list[str], path: Keys, layer: Layer) -> ConfigError:
+    section = ".".join(path)
+    return ConfigError(
+        f"{'.'.join((*path, key))} ({_origin(layer, (*path, key))})",
+        why=f"there is no key '{key}' in {section or 'a configuration'}",
+        fix=did_you_mean(key, known, what=f"keys of {section}" if section else "sections"),
+    )
+
+
+def _located(error: ShardwiseError, keys: list[str], path: Keys, layer: Layer) -> ShardwiseError:
+    """Add to a record's own complaint the lines of the keys it speaks of."""
+    mentioned = []
+    for full, origin in layer.origins.items():
+        names = [".".join(full), *([full[-1]] if full[:-1] == path and full[-1] in keys else [])]
+        if full[: len(path)] == path and any(re.search(rf"(?<![\w.]){re.escape(n)}=", error.given) for n in names):
+            mentioned.append(origin)
+    if mentioned:
+        error.given = f"{error.given} ({', '.join(dict.fromkeys(mentioned))})"
+        error.args = (error.given,)
+    return error
+
+
+def _origin(layer: Layer, path: Keys) -> str:
+    """Where a path was written; where only a mapping around it was (an inline table), that."""
+    while path and path not in layer.origins:
+        path = path[:-1]
+    return layer.origins.get(path, "unknown place")
+
+
+def _leaf_origins(value: Any, path: Keys, layer: Layer, origins: dict[str, str]) -> None:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            _leaf_origins(inner, (*path, key), layer, origins)
+    else:
+        origins[".".join(path)] = _origin(layer, path)
+
+
+def _default_origins(value: Any, path: Keys, origins: dict[str, str]) -> None:
+    if isinstance(value, msgspec.Struct):
+        for key in value.__struct_fields__:
+            _default_origins(getattr(value, key), (*path, key), origins)
+    else:
+        origins[".".join(path)] = "default"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,129 @@
+"""Write a configuration as YAML: to keep it, to show where each value came from, and to explain every key.
+
+The text of :func:`dump_config` loads back to an equal configuration. It is written here rather than by a YAML library
+because each line carries a comment of its own, and help should not wait for the library.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from shardwise.config.check import describe_type, doc_of, struct_in
+from shardwise.config.loader import Loaded
+from shardwise.config.options import default_of, hints_of
+
+__all__ = ["config_help", "dump_config", "print_config"]
+
+# Words a YAML 1.1 reader would take for something else are quoted too, so that other tools read the same text.
+_NOT_TEXT = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
+_PLAIN = re.compile(r"(?:[A-Za-z_/]|\.{1,2}/)[\w/.=+-]*", re.ASCII)
+
+
+def dump_config(config: msgspec.Struct) -> str:
+    """The configuration as YAML that loads back to an equal one."""
+    return "".join(f"{line}\n" for line, _ in _lines(config))
+
+
+def print_config(loaded: Loaded[Any]) -> str:
+    """The configuration as YAML; each line of a value ends in a comment that says where the value came from.
+
+    The line of a section ends in the description of the section.
+    """
+    lines = list(_lines(loaded.config))
+    width = min(48, max(len(line) for line, _ in lines))
+    return "".join(f"{line:<{width}}  # {_comment(path, loaded)}\n" for line, path in lines)
+
+
+def config_help(cls: type[msgspec.Struct]) -> str:
+    """Every key of a configuration with its default and its description, as ``--help`` shows it."""
+    out: list[str] = []
+    _help_lines(cls, "", out.append)
+    return "\n".join(out)
+
+
+def _help_lines(cls: type[msgspec.Struct], prefix: str, emit: Callable[[str], None]) -> None:
+    for key, hint in hints_of(cls).items():
+        default = default_of(cls, key)
+        if isinstance(default, msgspec.Struct):
+            emit(f"  {prefix}{key}: {doc_of(hint)}")
+            _help_lines(type(default), f"{prefix}{key}.", emit)
+            continue
+        emit(f"    {prefix}{key}={_flow(default)}")
+        emit(f"        {doc_of(hint)} [{describe_type(hint)}]")
+
+
+def _lines(value: Any, path: tuple[str, ...] = ()) -> list[tuple[str, tuple[str, ...]]]:
+    """Each line of the YAML text, with the path it shows."""
+    found: list[tuple[str, tuple[str, ...]]] = []
+    items = (
+        {key: getattr(value, key) for key in value.__struct_fields__} if isinstance(value, msgspec.Struct) else value
+    )
+    for key, inner in items.items():
+        here = (*path, key)
+        label = f"{'  ' * len(path)}{_text(key)}:"
+        if isinstance(inner, msgspec.Struct) or (isinstance(inner, dict) and inner):
+            found += [(label, here), *_lines(inner, here)]
+        else:
+            found.append((f"{label} {_flow(inner)}", here))
+    return found
+
+
+def _comment(path: tuple[str, ...], loaded: Loaded[Any]) -> str:
+    dotted = ".".join(path)
+    if dotted in loaded.origins:
+        return loaded.origins[dotted]
+    inside = {origin for known, origin in loaded.origins.items() if known.startswith(f"{dotted}.")}
+    return _section_doc(type(loaded.config), path) or ", ".join(sorted(inside))
+
+
+def _section_doc(cls: type[msgspec.Struct], path: tuple[str, ...]) -> str:
+    hint: Any = None
+    record: type[msgspec.Struct] | None = cls
+    for part in path:
+        if record is None or part not in hints_of(record):
+            return ""
+        hint = hints_of(record)[part]
+        record = struct_in(hint)
+    return doc_of(hint) if record else ""
+
+
+def _flow(value: Any) -> str:
+    """A value on one line."""
+    if isinstance(value, msgspec.Struct):
+        value = msgspec.structs.asdict(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_text(key)}: {_flow(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_flow(inner) for inner in value) + "]"
+    if isinstance(value, float):
+        return _number(value)
+    if value is None or isinstance(value, bool | int):
+        return (
+            {None: "null", True: "true", False: "false"}[value]
+            if value is None or value is True or value is False
+            else str(value)
+        )
+    return _text(str(value))
+
+
+def _number(value: float) -> str:
+    special = {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}
+    return special.get(repr(value), repr(value))
+
+
+def _text(text: str) -> str:
+    """A text, quoted unless every YAML reader would take it for this very text."""
+    if _PLAIN.fullmatch(text) and text.lower() not in _NOT_TEXT:
+        return text
+    return '"' + "".join(_escape(char) for char in text) + '"'
+
+
+def _escape(char: str) -> str:
+    if char in '"\\':
+        return f"\\{char}"
+    if char.isprintable():
+        return char
+    code = ord(char)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -1,0 +1,294 @@
+"""Read YAML, TOML and JSON into plain values, remembering the line of every key.
+
+One :class:`Layer` per source: nested dictionaries with text keys, and for each path of keys the words that say where
+it was written (``run.yaml:12``). Syntax errors carry line and column; duplicate keys are refused with both lines.
+YAML is 1.2: ``3e-4`` is a number, ``no`` is a text, ``010`` is ten; dates stay text; tags and merge keys are refused.
+"""
+
+import json
+import re
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwise.config.check import describe_value
+from shardwise.config.suggest import listing
+from shardwise.errors import ConfigError
+
+__all__ = ["EXTENSIONS", "Layer", "parse_yaml_value", "read_file"]
+
+Keys = tuple[str, ...]
+
+
+@dataclass(kw_only=True)
+class Layer:
+    """What one source says: nested values, and where each path of keys was written."""
+
+    values: dict[str, Any]
+    origins: dict[Keys, str] = field(default_factory=dict)
+
+
+def read_file(path: Path) -> Layer:
+    """Read a configuration file by its extension.
+
+    Raises:
+        ConfigError: when it is missing, of an unknown kind, not valid, or holds something other than a mapping.
+    """
+    if path.suffix.lower() not in EXTENSIONS:
+        raise ConfigError(
+            f"configuration file {path}",
+            why=f"files ending in '{path.suffix}' are not read" if path.suffix else "it has no extension",
+            fix=f"use one of {listing(EXTENSIONS)}, or a function that returns the configuration: pkg.mod:fn",
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"configuration file {path}", why=f"byte {error.start} is not UTF-8", fix="save the file as UTF-8"
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"configuration file {path}",
+            why=(error.strerror or "it cannot be read").lower(),
+            fix=f"check the path; the working directory is {Path.cwd()}",
+        ) from None
+    return EXTENSIONS[path.suffix.lower()](text, str(path))
+
+
+def parse_yaml_value(text: str, where: str) -> Any:
+    """The value of one YAML scalar or flow collection (``3e-4``, ``[1, 2]``, ``{a: 1}``), as overrides use."""
+    values, _ = _read_yaml_node(text, where, line=False)
+    return values
+
+
+def _read_yaml(text: str, file: str) -> Layer:
+    values, origins = _read_yaml_node(text, file, line=True)
+    if values is None:  # an empty file says nothing
+        return Layer(values={})
+    return Layer(values=_mapping(values, file), origins=origins)
+
+
+def _mapping(values: Any, file: str) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"configuration file {file}",
+            why=f"it holds {describe_value(values)}, not sections with keys",
+            fix="write sections, as in train: {steps: 500}",
+        )
+    return values
+
+
+def _read_yaml_node(text: str, file: str, *, line: bool) -> tuple[Any, dict[Keys, str]]:
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+    try:
+        node = YAML(typ="safe", pure=True).compose(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "unknown place"
+        context = f" {error.context}" if error.context else ""
+        if error.context_mark and mark and error.context_mark.line != mark.line:
+            context += f" that begins at line {error.context_mark.line + 1}, column {error.context_mark.column + 1}"
+        raise _broken(
+            "YAML", file, place if line else "", f"{error.problem}{context}", _yaml_hint(text, mark)
+        ) from None
+    except YAMLError as error:  # a character YAML does not allow
+        position = getattr(error, "position", 0)
+        place = f"line {text.count(chr(10), 0, position) + 1}" if line else ""
+        raise _broken("YAML", file, place, f"it holds the control character {text[position]!r}", "remove it") from None
+    reader = _YamlReader(file, line)
+    return (None if node is None else reader.value(node, ())), reader.origins
+
+
+def _yaml_hint(text: str, mark: Any) -> str:
+    lines = text.splitlines()
+    shown = lines[mark.line].strip() if mark and mark.line < len(lines) else ""
+    if mark and mark.line < len(lines) and "\t" in lines[mark.line]:
+        return "indent with spaces, not with tabs"
+    return f"look at: {shown}" if shown else "close what is open: a quote, a bracket or a brace"
+
+
+def _broken(kind: str, file: str, place: str, problem: str, fix: str) -> ConfigError:
+    return ConfigError(f"{file}, {place}" if place else file, why=f"not valid {kind}: {problem}", fix=fix)
+
+
+class _YamlReader:
+    """Turns composed YAML nodes into values, noting the line of each key."""
+
+    def __init__(self, file: str, line: bool):
+        self.file, self.line = file, line
+        self.origins: dict[Keys, str] = {}
+        self.open: list[int] = []
+
+    def value(self, node: Any, path: Keys) -> Any:
+        if id(node) in self.open:
+            raise ConfigError(
+                self.at(node), why=f"'{'.'.join(path)}' contains itself through an alias", fix="write the value out"
+            )
+        self.open.append(id(node))
+        kind = node.tag.rpartition(":")[2] if str(node.tag).startswith("tag:yaml.org,2002:") else str(node.tag)
+        if kind == "map":
+            result: Any = self.mapping(node, path)
+        elif kind == "seq":
+            result = [self.value(item, (*path, str(index))) for index, item in enumerate(node.value)]
+        else:
+            result = self.scalar(node, kind)
+        self.open.pop()
+        return result
+
+    def mapping(self, node: Any, path: Keys) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = self.key(key_node)
+            here = (*path, key)
+            if key in result:
+                raise _duplicate(here, f"{self.at(key_node)}", self.origins[here])
+            self.origins[here] = self.at(key_node)
+            result[key] = self.value(value_node, here)
+        return result
+
+    def key(self, node: Any) -> str:
+        kind = str(node.tag).rpartition(":")[2]
+        if kind == "merge":
+            raise ConfigError(
+                f"{self.at(node)}: key <<", why="merge keys are not part of YAML 1.2", fix="write the keys out"
+            )
+        if kind not in ("str", "timestamp"):
+            shown = node.value if isinstance(node.value, str) else kind
+            raise ConfigError(
+                f"{self.at(node)}: key {shown}", why="keys are text, and this is not", fix=f'quote it: "{shown}"'
+            )
+        return node.value
+
+    def scalar(self, node: Any, kind: str) -> Any:
+        text = node.value
+        if kind in ("str", "timestamp"):
+            return text
+        if kind == "null":
+            return None
+        if kind == "bool":
+            return text.lower() == "true"
+        if kind == "int":
+            digits = text.replace("_", "")
+            return int(digits, 0) if digits.lstrip("+-")[:2].lower() in ("0x", "0o", "0b") else int(digits)
+        if kind == "float":
+            return float(text.replace("_", "").replace(".inf", "inf").replace(".Inf", "inf").replace(".nan", "nan"))
+        raise ConfigError(
+            f"{self.at(node)}: tag {node.tag}",
+            why="a configuration holds plain values; tags, which could build objects, are refused",
+            fix="remove the tag",
+        )
+
+    def at(self, node: Any) -> str:
+        return f"{self.file}:{node.start_mark.line + 1}" if self.line else self.file
+
+
+def _duplicate(path: Keys, where: str, first: str) -> ConfigError:
+    return ConfigError(
+        f"{where}: '{'.'.join(path)}' is given twice",
+        why=f"it was given before, at {first}, and only one of them could count",
+        fix="remove one of the two",
+    )
+
+
+def _read_toml(text: str, file: str) -> Layer:
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        message = str(error)
+        found = re.search(r"\(at (?:line (\d+), column (\d+)|end of document)\)", message)
+        numbers = found.groups() if found else (None, None)
+        place = f"line {numbers[0]}, column {numbers[1]}" if numbers[0] else "at its end"
+        problem = (message[: found.start()] if found else message).strip()
+        shown = text.splitlines()[int(numbers[0]) - 1].strip() if numbers[0] else ""
+        fix = f"look at: {shown}" if shown else "close what is open: a quote or a bracket"
+        raise _broken("TOML", file, place, problem[:1].lower() + problem[1:], fix) from None
+    return Layer(values=values, origins={path: f"{file}:{number}" for path, number in _toml_lines(text)})
+
+
+def _toml_lines(text: str) -> Iterator[tuple[Keys, int]]:
+    """Where each key of a valid TOML text is written.
+
+    The standard parser keeps no lines, but a statement (a header, or a key with its value) is valid TOML by itself:
+    lines are collected until they parse, and what they hold was written at the first of them.
+    """
+    table: Keys = ()
+    start, pending = 1, ""
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
+        if not pending:
+            start = number
+        pending += line
+        try:
+            found = tomllib.loads(pending)
+        except tomllib.TOMLDecodeError:
+            continue
+        paths = list(_paths(found))
+        if pending.lstrip().startswith("["):
+            table = paths[-1]
+            yield from ((path, start) for path in paths)
+        else:
+            yield from (((*table, *path), start) for path in paths)
+        pending = ""
+
+
+def _paths(values: dict[str, Any], prefix: Keys = ()) -> Iterator[Keys]:
+    for key, value in values.items():
+        yield (*prefix, key)
+        if isinstance(value, dict):
+            yield from _paths(value, (*prefix, key))
+
+
+def _read_json(text: str, file: str) -> Layer:
+    if not text.strip():
+        return Layer(values={})
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        shown = error.doc.splitlines()[error.lineno - 1].strip() if error.lineno <= len(error.doc.splitlines()) else ""
+        fix = f"look at: {shown}" if shown else "close what is open: a quote, a bracket or a brace"
+        place = f"line {error.lineno}, column {error.colno}"
+        raise _broken("JSON", file, place, error.msg[:1].lower() + error.msg[1:], fix) from None
+    return Layer(values=_mapping(values, file), origins=_json_origins(text, file))
+
+
+_JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]|[^\s{}\[\]:,"]+')
+
+
+def _json_origins(text: str, file: str) -> dict[Keys, str]:
+    """Where each key of a valid JSON text is written; the standard parser keeps no lines and lets duplicates pass."""
+    origins: dict[Keys, str] = {}
+    stack: list[list[Any]] = []  # one [kind, key or index] per open object or list
+    expect_key = False
+    for match in _JSON_TOKEN.finditer(text):
+        token = match.group()
+        if token in "{[":
+            stack.append(["{", None] if token == "{" else ["[", 0])
+            expect_key = token == "{"
+        elif token in "}]":
+            stack.pop()
+            expect_key = False
+        elif token == ",":
+            expect_key = stack[-1][0] == "{"
+            if not expect_key:
+                stack[-1][1] += 1
+        elif expect_key and token.startswith('"'):
+            stack[-1][1] = json.loads(token)
+            path = tuple(str(part) for _, part in stack)
+            where = f"{file}:{text.count(chr(10), 0, match.start()) + 1}"
+            if path in origins:
+                raise _duplicate(path, where, origins[path])
+            origins[path] = where
+            expect_key = False
+    return origins
+
+
+EXTENSIONS: dict[str, Callable[[str, str], Layer]] = {
+    ".yaml": _read_yaml,
+    ".yml": _read_yaml,
+    ".toml": _read_toml,
+    ".json": _read_json,
+}
+"""The kinds of file that are read."""
