@@ -1,0 +1,112 @@
+"""Micro-batches: the mapping a model and a loss read, how samples become one, and how labels are made."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.errors import ConfigError
+
+__all__ = ["IGNORED", "MicroBatch", "default_collate", "shift_labels"]
+
+IGNORED = -100
+"""The label of a position whose prediction does not count."""
+
+
+class MicroBatch(dict[str, Tensor]):
+    """One micro-batch: a mapping from names to tensors that knows its place in the window.
+
+    Args:
+        tensors: the mapping, as the model and the loss read it.
+        index: index of this global micro-batch within its window, the same under every data-parallel degree. Paddings
+            count on from the last real one, so that no two of a window share an index.
+        padding: True for a copy that is only there so that every rank has equally many; its sums count as 0.
+    """
+
+    index: int
+    padding: bool
+
+    def __init__(self, tensors: Mapping[str, Tensor], *, index: int = 0, padding: bool = False):
+        super().__init__(tensors)
+        self.index, self.padding = index, padding
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name}{list(value.shape)}" for name, value in self.items())
+        return f"MicroBatch(index={self.index}, padding={self.padding}, {shapes})"
+
+
+def shift_labels(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Turns sequences of T+1 tokens into T inputs and the T tokens that follow them.
+
+    ``input_ids`` [B, T+1] becomes ``input_ids`` [B, T] and ``labels`` [B, T], where ``labels[b, t]`` is the target of
+    ``logits[b, t]``. Other tensors whose first two dims are [B, T+1] (masks, positions) lose their last column too. A
+    target that ``attention_mask`` hides gets the label -100, which no loss counts. A batch that has ``labels``
+    already, or has no ``input_ids``, passes through unchanged.
+
+    Raises:
+        ConfigError: ``input_ids`` is not [B, T+1] with T >= 1.
+    """
+    if "labels" in batch or "input_ids" not in batch:
+        return dict(batch)
+    ids = batch["input_ids"]
+    if ids.dim() != 2 or ids.shape[1] < 2:
+        raise ConfigError(
+            f"input_ids of shape {list(ids.shape)}",
+            why="labels are made by shifting sequences [B, T+1] by one, and need at least two tokens a sequence",
+            fix="give samples of seq_len + 1 tokens, or add aligned labels to the batch (prepare=None)",
+        )
+    out = {name: value[:, :-1] if value.shape[:2] == ids.shape else value for name, value in batch.items()}
+    labels = ids[:, 1:].long()
+    if "attention_mask" in batch and batch["attention_mask"].shape == ids.shape:
+        labels = labels.masked_fill(batch["attention_mask"][:, 1:] == 0, IGNORED)
+    out["labels"] = labels
+    return {name: value.contiguous() for name, value in out.items()}
+
+
+def default_collate(samples: Sequence[Any]) -> dict[str, Tensor]:
+    """Stacks samples of one kind into a batch: a new first dim of ``len(samples)``.
+
+    A sample is a mapping of tensors, numbers or arrays (its keys stay), one tensor, or a tuple ``(input, labels)``. A
+    tensor of integers [T] is called ``input_ids``, any other ``input``.
+
+    Raises:
+        ConfigError: samples of unequal shapes or keys, or of a kind this function does not know.
+    """
+    rows = [_as_mapping(sample) for sample in samples]
+    names = list(rows[0])
+    for row in rows:
+        if row.keys() != rows[0].keys():
+            raise ConfigError(
+                f"samples with the keys {names} and {list(row)} in one micro-batch",
+                why="a batch needs the same keys in every sample",
+                fix="return the same keys from dataset[i], or give collate=",
+            )
+    return {name: _stack(name, [torch.as_tensor(row[name]) for row in rows]) for name in names}
+
+
+def _as_mapping(sample: Any) -> Mapping[str, Any]:
+    if isinstance(sample, Mapping):
+        return sample
+    parts = sample if isinstance(sample, tuple) else (sample,)
+    if len(parts) in (1, 2) and all(isinstance(part, (Tensor, np.ndarray, int, float)) for part in parts):
+        first = torch.as_tensor(parts[0])
+        tokens = first.dim() == 1 and not (first.is_floating_point() or first.is_complex())
+        return dict(zip(("input_ids" if tokens else "input", "labels"), (first, *parts[1:]), strict=False))
+    raise ConfigError(
+        f"a sample of type {type(sample).__name__}" + (f" with {len(sample)} parts" if sample is parts else ""),
+        why="the default collate knows mappings of tensors, one tensor, and a tuple (input, labels)",
+        fix="return a dict of tensors from dataset[i], or give collate=, a function from a list of samples to a dict",
+    )
+
+
+def _stack(name: str, values: list[Tensor]) -> Tensor:
+    shapes = {tuple(value.shape) for value in values}
+    if len(shapes) > 1:
+        raise ConfigError(
+            f"{name!r} has the shapes {sorted(shapes)} in one micro-batch",
+            why="samples of unequal shapes cannot be stacked",
+            fix=f"cut or pad the samples to one length (label {IGNORED} is ignored), or give collate=",
+        )
+    return torch.stack(values)

@@ -1,0 +1,197 @@
+"""Token sequences from files: text as bytes, ``.npy`` and ``.bin`` arrays; and a text that every Python has.
+
+A file is one long row of tokens, cut into windows of ``seq_len + 1``. Neighbours share one token, the last target of
+the one and the first input of the other, so that every token but the first is predicted exactly once an epoch.
+Arrays are memory-mapped: a file larger than memory is fine, and the ranks of one machine share its pages.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.errors import ConfigError
+
+__all__ = ["BYTES", "TokenFile", "TokenWindows", "pydoc_text"]
+
+BYTES = 256
+"""Size of the vocabulary when the tokens are bytes."""
+
+_SCANNED = 1 << 26  # tokens looked at when a file is opened; what lies behind is checked as it is read
+
+
+def pydoc_text() -> str:
+    """The English text behind Python's ``help()`` topics (about 0.7 MB), in alphabetical order of the topics.
+
+    Raises:
+        ConfigError: this Python was installed without ``pydoc_data``.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise ConfigError(
+            "the built-in text (no data.path)",
+            why=f"this Python was installed without its help topics ({error})",
+            fix="name a text file: data.path=my.txt",
+        ) from error
+    return "\n\n".join(topics[name].strip() for name in sorted(topics)) + "\n"
+
+
+class TokenWindows:
+    """A dataset of windows over one row of tokens: ``[i]`` is ``{"input_ids": int64 [seq_len + 1]}``.
+
+    Args:
+        tokens: integers [n], in memory or memory-mapped.
+        seq_len: positions predicted per window.
+        vocab: tokens must lie in ``[0, vocab)``.
+        name: what errors call it.
+
+    Raises:
+        ConfigError: fewer than ``seq_len + 1`` tokens, not a row of integers, or a token outside the vocabulary.
+    """
+
+    def __init__(self, tokens: np.ndarray, seq_len: int, *, vocab: int = BYTES, name: str = "tokens"):
+        _check_row(tokens, name)
+        self.tokens, self.seq_len, self.vocab, self.name = tokens, seq_len, vocab, name
+        if seq_len < 1:
+            raise ConfigError(f"seq_len={seq_len}", why="it counts the positions of a window", fix="give seq_len >= 1")
+        if len(tokens) < seq_len + 1:
+            raise ConfigError(
+                f"{name} with {len(tokens)} tokens",
+                why=f"one window of seq_len={seq_len} needs {seq_len + 1} tokens",
+                fix=f"use more data or seq_len={max(1, len(tokens) - 1)} or less",
+            )
+        self._check_range(tokens[:_SCANNED], 0)
+
+    @classmethod
+    def from_text(cls, text: str, seq_len: int, *, name: str = "text") -> "TokenWindows":
+        """Windows over the UTF-8 bytes of ``text``."""
+        return cls(np.frombuffer(text.encode(), dtype=np.uint8), seq_len, name=name)
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.seq_len
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)} of {self.name}")
+        start = index * self.seq_len
+        window = np.asarray(self.tokens[start : start + self.seq_len + 1])
+        self._check_range(window, start)
+        return {"input_ids": torch.from_numpy(window.astype(np.int64))}
+
+    def split(self, val_fraction: float) -> "tuple[TokenWindows, TokenWindows]":
+        """Cuts by position: the last ``val_fraction`` of the tokens is for validation, and shares none with training.
+
+        Raises:
+            ConfigError: a fraction outside (0, 1), or a part shorter than one window.
+        """
+        if not 0.0 < val_fraction < 1.0:
+            raise ConfigError(
+                f"val_fraction={val_fraction}",
+                why="it is the share of the tokens kept for validation",
+                fix="give a number between 0 and 1, such as 0.1",
+            )
+        cut = len(self.tokens) - max(1, round(val_fraction * len(self.tokens)))
+        options = {"vocab": self.vocab}
+        return (
+            TokenWindows(self.tokens[:cut], self.seq_len, name=f"{self.name} (training part)", **options),
+            TokenWindows(self.tokens[cut:], self.seq_len, name=f"{self.name} (validation part)", **options),
+        )
+
+    def _check_range(self, tokens: np.ndarray, start: int) -> None:
+        for worst, at in ((tokens.max(), tokens.argmax), (tokens.min(), tokens.argmin)):
+            if not 0 <= int(worst) < self.vocab:
+                raise ConfigError(
+                    f"token {int(worst)} at position {start + int(at())} of {self.name}",
+                    why=f"the vocabulary has {self.vocab} tokens, 0 to {self.vocab - 1}",
+                    fix="check the dtype of the file, or give the model the vocabulary these tokens were made with",
+                )
+
+
+class TokenFile(TokenWindows):
+    """A :class:`TokenWindows` over a file: bytes of a text, or an array of tokens that was saved before.
+
+    Args:
+        path: ``.npy`` (a one-dimensional integer array), ``.bin`` (raw integers of ``dtype``), or any text file, whose
+            bytes are the tokens.
+        seq_len: positions predicted per window.
+        dtype: of the integers in a ``.bin`` file ("uint16"); the other kinds know theirs.
+        vocab: tokens must lie in ``[0, vocab)``.
+
+    Raises:
+        ConfigError: the file is missing or unreadable, or is not what its name says; and as :class:`TokenWindows`.
+    """
+
+    def __init__(self, path: str | Path, seq_len: int, *, dtype: str | None = None, vocab: int = BYTES):
+        file = Path(path)
+        if not file.is_file():
+            raise ConfigError(
+                f"data file {str(file)!r}",
+                why="it is a directory" if file.is_dir() else f"there is no such file (looked from {Path.cwd()})",
+                fix="give the path of a text file, or of tokens as .npy or .bin",
+            )
+        if dtype is not None and file.suffix != ".bin":
+            raise ConfigError(
+                f"dtype={dtype!r} for {str(file)!r}",
+                why="a .npy file states its own dtype, and a text is read as bytes: the option would have no effect",
+                fix="leave dtype out; it is for .bin files",
+            )
+        super().__init__(_open_tokens(file, dtype), seq_len, vocab=vocab, name=str(file))
+
+
+def _open_tokens(file: Path, dtype: str | None) -> np.ndarray:
+    if file.stat().st_size == 0:
+        raise ConfigError(f"data file {str(file)!r}", why="it is empty", fix="give a file with text or tokens")
+    try:
+        if file.suffix == ".npy":
+            return np.load(file, mmap_mode="r", allow_pickle=False)
+        if file.suffix == ".bin":
+            return _open_bin(file, dtype)
+        tokens = np.memmap(file, dtype=np.uint8, mode="r")
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"data file {str(file)!r}",
+            why=f"it cannot be read: {error}",
+            fix="check that it is readable, and that a .npy file was written by numpy.save with integers",
+        ) from error
+    if (tokens[: 1 << 16] == 0).any():
+        raise ConfigError(
+            f"data file {str(file)!r} as text",
+            why="it holds zero bytes, so it is not a text",
+            fix="give a text file, or save the tokens as .npy (numpy.save) or .bin (tokens.tofile)",
+        )
+    return tokens
+
+
+def _open_bin(file: Path, dtype: str | None) -> np.ndarray:
+    kinds = "uint8, uint16, uint32, int32 or int64"
+    try:
+        kind = np.dtype(dtype)
+    except TypeError:
+        kind = np.dtype(object)
+    if dtype is None or kind.kind not in "iu":
+        raise ConfigError(
+            f"dtype={dtype!r} for {str(file)!r}",
+            why="a .bin file does not say which integers it holds",
+            fix=f"give dtype as {kinds}",
+        )
+    size = file.stat().st_size
+    if size % kind.itemsize:
+        raise ConfigError(
+            f"{str(file)!r} of {size} bytes as {kind.name}",
+            why=f"the size is not a multiple of {kind.itemsize} bytes, so these are other integers",
+            fix=f"give the dtype the file was written with: {kinds}",
+        )
+    return np.memmap(file, dtype=kind, mode="r")
+
+
+def _check_row(tokens: np.ndarray, name: str) -> None:
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ConfigError(
+            f"{name} of dtype {tokens.dtype} and shape {list(tokens.shape)}",
+            why="tokens are one long row of integers",
+            fix="save them as numpy.save(path, numpy.concatenate(documents).astype('uint16'))",
+        )

@@ -1,0 +1,227 @@
+"""Windows of micro-batches, cut from one global order of samples, so that every data-parallel degree sees the same.
+
+The order of an epoch is a permutation that depends on (seed, epoch) alone. A *window* is the next ``global_batch``
+samples of that order: what one optimizer step sees. It is cut into micro-batches of ``micro_batch`` samples, and
+micro-batch ``g`` goes to data-parallel rank ``g % dp``::
+
+    order    7 2 9 4 | 0 5 1 8 | 3 6        global_batch=4, micro_batch=1, dp=2, ten samples
+    window   0         1         2
+    rank 0   7 9       0 1       3
+    rank 1   2 4       5 8       6
+
+The position is counted in samples of the global order, never in batches of a rank: a run may stop with four ranks and
+go on with two, and no sample is seen twice or missed.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.errors import ConfigError, UsageError
+from shardwise.train.batch import IGNORED, MicroBatch, default_collate, shift_labels
+from shardwise.train.order import sample_order
+
+__all__ = ["IGNORED", "Loader", "MicroBatch", "default_collate", "sample_order", "shift_labels"]
+
+
+class DataAxis(Protocol):
+    """What the loader asks of the ``dp`` axis."""
+
+    rank: int
+    size: int
+
+
+class DataWorld(Protocol):
+    """What the loader asks of a world: its data-parallel axis, its seed, its device."""
+
+    seed: int
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def axis(self, name: str) -> Any: ...
+
+
+class Loader:
+    """Iterates over the windows of one epoch, as lists of this rank's micro-batches on the world's device.
+
+    Each ``iter()`` runs to the end of the current epoch, from the current position: from its start, unless a loop was
+    left early or a position was loaded. Each sample is seen once an epoch; the last window of an epoch may be smaller.
+    Every rank gets equally many micro-batches of a window; a rank that has fewer gets paddings, copies marked
+    ``.padding``. Each rank reads only its own samples. No communication: the ranks agree because the order is a
+    function of the seed.
+
+    Args:
+        dataset: anything with ``len()`` and ``[i]``; the length must not change.
+        world: gives the data-parallel rank and size, the seed and the device.
+        global_batch: samples of one window, over all ranks.
+        micro_batch: samples of one forward of one rank; divides ``global_batch``.
+        collate: list of samples -> mapping of tensors; default :func:`default_collate`.
+        prepare: mapping -> mapping, applied to each micro-batch; default :func:`shift_labels`; None leaves it as it is.
+        shuffle: False keeps the dataset's own order in every epoch.
+
+    Raises:
+        ConfigError: sizes that do not fit, an empty dataset.
+        UsageError: a dataset without a length or without ``[i]``.
+
+    Example::
+
+        loader = Loader(dataset, world, global_batch=64, micro_batch=4)
+        for window in loader:       # one epoch
+            out = step(window)
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        world: DataWorld,
+        *,
+        global_batch: int,
+        micro_batch: int,
+        collate: Callable[[list[Any]], Mapping[str, Tensor]] | None = None,
+        prepare: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = shift_labels,
+        shuffle: bool = True,
+    ):
+        _check_sizes(global_batch, micro_batch)
+        self.dataset, self.world = dataset, world
+        self.global_batch, self.micro_batch = global_batch, micro_batch
+        self.collate, self.prepare, self.shuffle = collate or default_collate, prepare, shuffle
+        self.num_samples = _length(dataset)
+        self.seed = int(world.seed)
+        self.epoch = 0
+        self._position = 0
+        self._turn = 0  # counts iterators and loaded positions, so that an iterator notices it is no longer the one
+
+    def __len__(self) -> int:
+        """Windows in one whole epoch."""
+        return -(-self.num_samples // self.global_batch)
+
+    def __iter__(self) -> Iterator[list[MicroBatch]]:
+        self._turn += 1
+        turn = self._turn
+        if self._position >= self.num_samples:
+            self._next_epoch()
+        while self._position < self.num_samples:
+            window = self._window(self._position)
+            # Before the yield: while the caller holds a window, the position is behind it.
+            self._position = min(self._position + self.global_batch, self.num_samples)
+            yield window
+            if turn != self._turn:
+                raise UsageError(
+                    "a loop over a Loader that was started or positioned anew inside the loop",
+                    why="a loader has one position, and two loops would share the samples between them",
+                    fix="finish or leave the loop first, or make a second Loader",
+                )
+        self._next_epoch()
+
+    def _next_epoch(self) -> None:
+        self.epoch, self._position = self.epoch + 1, 0
+
+    def _window(self, start: int) -> list[MicroBatch]:
+        axis = self.world.axis("dp")
+        stop = min(start + self.global_batch, self.num_samples)
+        num_micro = -(-(stop - start) // self.micro_batch)
+        per_rank = -(-num_micro // axis.size)
+        mine: list[MicroBatch] = []
+        for index in range(axis.rank, per_rank * axis.size, axis.size):
+            if index < num_micro:
+                mine.append(self._micro_batch(index, start, stop))
+            else:
+                # A rank without a micro-batch of its own copies the first one of the window.
+                source = mine[0] if mine else self._micro_batch(0, start, stop)
+                mine.append(MicroBatch(source, index=index, padding=True))
+        return mine
+
+    def _micro_batch(self, index: int, start: int, stop: int) -> MicroBatch:
+        first = start + index * self.micro_batch
+        samples = np.arange(first, min(first + self.micro_batch, stop))
+        if self.shuffle:
+            samples = sample_order(samples, self.num_samples, seed=self.seed, epoch=self.epoch)
+        batch = _mapping(self.collate([self.dataset[int(i)] for i in samples]), "collate")
+        if self.prepare is not None:
+            batch = _mapping(self.prepare(batch), "prepare")
+        return MicroBatch({name: value.to(self.world.device) for name, value in batch.items()}, index=index)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last window handed out; plain numbers, the same on every rank."""
+        epoch, position = self.epoch, self._position
+        if position >= self.num_samples:
+            epoch, position = epoch + 1, 0
+        return {
+            "epoch": epoch,
+            "position": position,
+            "seed": self.seed,
+            "num_samples": self.num_samples,
+            "shuffle": self.shuffle,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a position, under any data-parallel degree, global batch and micro-batch.
+
+        The order of samples is that of the run that wrote the position: its seed replaces the world's.
+
+        Raises:
+            ConfigError: the position belongs to another dataset or another order.
+        """
+        missing = [key for key in self.state_dict() if key not in state]
+        if missing:
+            raise ConfigError(
+                f"a loader position without {', '.join(missing)}",
+                why=f"it has {', '.join(map(str, state)) or 'nothing'}",
+                fix="give what Loader.state_dict() returned",
+            )
+        for key, mine in (("num_samples", self.num_samples), ("shuffle", self.shuffle)):
+            if state[key] != mine:
+                raise ConfigError(
+                    f"a loader position with {key}={state[key]} for a loader with {key}={mine}",
+                    why="the position counts samples of one order; in another, samples would be repeated or missed",
+                    fix=f"use the dataset and options of the interrupted run ({key}={state[key]}), or start anew",
+                )
+        self.epoch, self._position, self.seed = int(state["epoch"]), int(state["position"]), int(state["seed"])
+        self._turn += 1
+
+
+def _check_sizes(global_batch: int, micro_batch: int) -> None:
+    for name, value in (("global_batch", global_batch), ("micro_batch", micro_batch)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name}={value!r}", why="it counts samples", fix=f"give {name} as an integer >= 1")
+    if global_batch % micro_batch:
+        near = max(d for d in range(1, min(micro_batch, global_batch) + 1) if global_batch % d == 0)
+        raise ConfigError(
+            f"global_batch={global_batch} with micro_batch={micro_batch}",
+            why=f"a window of {global_batch} samples cannot be cut into micro-batches of {micro_batch}",
+            fix=f"use micro_batch={near}, or global_batch={-(-global_batch // micro_batch) * micro_batch}",
+        )
+
+
+def _length(dataset: Any) -> int:
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise UsageError(
+            f"a dataset of type {type(dataset).__name__} without len() and [i]",
+            why="each sample must be found by its number, so that every rank count and every resume sees the same",
+            fix="give a dataset with __len__ and __getitem__; a stream can be written to a .npy file first",
+        )
+    length = len(dataset)
+    if length < 1:
+        raise ConfigError(
+            f"an empty dataset ({type(dataset).__name__})",
+            why="there is no sample to make a window of",
+            fix="check the path and the filters that made the dataset",
+        )
+    return length
+
+
+def _mapping(batch: Any, source: str) -> Mapping[str, Tensor]:
+    if isinstance(batch, Mapping) and all(isinstance(value, Tensor) for value in batch.values()):
+        return batch
+    found = type(batch).__name__
+    if isinstance(batch, Mapping):
+        found = "a mapping with " + ", ".join(f"{k}: {type(v).__name__}" for k, v in batch.items())
+    raise ConfigError(
+        f"{source} returned {found}",
+        why="a micro-batch is a mapping from names to tensors",
+        fix=f"let {source}= return a dict such as {{'input_ids': tensor, 'labels': tensor}}",
+    )

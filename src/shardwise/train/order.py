@@ -1,0 +1,44 @@
+"""The shuffled order of an epoch, as a function of the position."""
+
+import hashlib
+
+import numpy as np
+
+__all__ = ["sample_order"]
+
+_ROUNDS = 6
+
+
+def sample_order(positions: np.ndarray, num_samples: int, *, seed: int, epoch: int) -> np.ndarray:
+    """The samples at ``positions`` of the shuffled order of an epoch; over all positions, a permutation.
+
+    A keyed permutation computed position by position (a Feistel network on the smallest square power of two, walked
+    until the value falls inside), so it needs no memory for the rest of the order, and it is defined here rather than
+    by a random generator of a library that may change it between versions.
+
+    Args:
+        positions: int64 [n], each in ``[0, num_samples)``.
+        num_samples: length of the dataset.
+        seed: with ``epoch`` the key of the permutation.
+
+    Returns:
+        int64 [n], indices into the dataset.
+    """
+    half = max(1, ((num_samples - 1).bit_length() + 1) // 2)
+    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+    keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+    out = _permute(positions.astype(np.uint64), half, keys)
+    # A value outside is permuted again: each cycle returns to the inside, and two positions never meet.
+    while (outside := out >= num_samples).any():
+        out[outside] = _permute(out[outside], half, keys)
+    return out.astype(np.int64)
+
+
+def _permute(x: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
+    bits, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    left, right = x >> bits, x & mask
+    for key in keys:
+        mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)  # odd: wraps around modulo 2**64 without collisions
+        mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
+        left, right = right, left ^ ((mixed >> np.uint64(32)) & mask)
+    return (left << bits) | right
