@@ -25,7 +25,7 @@ from shardwise.config.suggest import closest, did_you_mean
 from shardwise.config.target import load_target, looks_like_target
 from shardwise.errors import ConfigError, ShardwiseError
 
-__all__ = ["Loaded", "load_config"]
+__all__ = ["Loaded", "dotted_keys", "load_config"]
 
 C = TypeVar("C", bound=msgspec.Struct)
 _OVERRIDE = re.compile(r"(?:--)?([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
@@ -179,7 +179,7 @@ def _refuse_unknown_override(key: str, text: str, keys: Keys, cls: type[msgspec.
             return  # inside a free mapping such as model.args, or told by the type check
         hints = hints_of(record)
         if part not in hints:
-            known = _dotted(cls)
+            known = dotted_keys(cls)
             near = closest(key, known)
             raise ConfigError(
                 f"override --{key}={text}",
@@ -189,11 +189,12 @@ def _refuse_unknown_override(key: str, text: str, keys: Keys, cls: type[msgspec.
         record = struct_in(hints[part])
 
 
-def _dotted(cls: type[msgspec.Struct], prefix: str = "") -> list[str]:
+def dotted_keys(cls: type[msgspec.Struct], prefix: str = "") -> list[str]:
+    """Every key of a configuration, sections too, as overrides name them."""
     found: list[str] = []
     for key, hint in hints_of(cls).items():
         inner = struct_in(hint)
-        found += [f"{prefix}{key}", *(_dotted(inner, f"{prefix}{key}.") if inner else [])]
+        found += [f"{prefix}{key}", *(dotted_keys(inner, f"{prefix}{key}.") if inner else [])]
     return found
 
 

@@ -34,31 +34,33 @@ def looks_like_target(text: str) -> bool:
     return bool(colon) and name.isidentifier() and (place.endswith(".py") or bool(_MODULE.fullmatch(place)))
 
 
-def check_target(text: str, *, what: str = "target") -> None:
+def check_target(text: str, *, what: str = "target", origin: str = "") -> None:
     """Refuse a target whose file, module or function is certainly missing. Runs none of its code.
 
     Args:
         text: ``pkg.mod:fn`` or ``path/to/file.py:fn``.
         what: what it was given as, for the message (``model.build``).
+        origin: where it was given (``run.yaml:3``), for the message.
 
     Raises:
         ConfigError: naming the part that is missing, and names like it.
     """
-    place, name = _split(text, what)
-    file = _existing(place, text, what) if place.endswith(".py") else _module_file(place, text, what)
+    given = f"{what}={text!r}" + (f" ({origin})" if origin else "")
+    place, name = _split(text, given)
+    file = _existing(place, name, given) if place.endswith(".py") else _module_file(place, given)
     if file is None or file.suffix != ".py":
         return  # a built-in or compiled module: only importing tells
     try:
         tree = ast.parse(file.read_bytes(), filename=str(file))
     except SyntaxError as error:
         raise ConfigError(
-            f"{what}={text!r}",
+            given,
             why=f"{file}, line {error.lineno}, is not valid Python: {error.msg}",
             fix="correct that line",
         ) from None
     names, certain = _names_in(tree)
     if certain and name not in names:
-        raise _missing_name(text, what, name, str(file), names)
+        raise _missing_name(given, name, str(file), names)
 
 
 def load_target(text: str, *, what: str = "target") -> Any:
@@ -72,22 +74,23 @@ def load_target(text: str, *, what: str = "target") -> Any:
         ConfigError: when the file, the module or the name is missing. An error inside the imported code is passed on.
     """
     check_target(text, what=what)
-    place, name = _split(text, what)
+    given = f"{what}={text!r}"
+    place, name = _split(text, given)
     if place.endswith(".py"):
-        module = _load_file(_existing(place, text, what))
+        module = _load_file(_existing(place, name, given))
     else:
         _search_in(os.getcwd())
         module = importlib.import_module(place)
     if not hasattr(module, name):
         public = [key for key in vars(module) if not key.startswith("_")]
-        raise _missing_name(text, what, name, place, public)
+        raise _missing_name(given, name, place, public)
     return getattr(module, name)
 
 
-def _split(text: str, what: str) -> tuple[str, str]:
+def _split(text: str, given: str) -> tuple[str, str]:
     if not looks_like_target(text):
         raise ConfigError(
-            f"{what}={text!r}",
+            given,
             why="it does not name a function",
             fix="write pkg.mod:fn, or path/to/file.py:fn",
         )
@@ -95,22 +98,20 @@ def _split(text: str, what: str) -> tuple[str, str]:
     return place, name
 
 
-def _existing(place: str, text: str, what: str) -> Path:
+def _existing(place: str, name: str, given: str) -> Path:
     file = Path(place).expanduser()
     if file.is_file():
         return file.resolve()
     beside = sorted(path.name for path in file.parent.glob("*.py")) if file.parent.is_dir() else []
     near = closest(file.name, beside)
     raise ConfigError(
-        f"{what}={text!r}",
+        given,
         why=f"there is no file {place} (looked in {file.absolute().parent})",
-        fix=f"did you mean '{file.parent / near}:{text.rpartition(':')[2]}'?"
-        if near
-        else "give the path of a file that exists",
+        fix=f"did you mean '{file.parent / near}:{name}'?" if near else "give the path of a file that exists",
     )
 
 
-def _module_file(place: str, text: str, what: str) -> Path | None:
+def _module_file(place: str, given: str) -> Path | None:
     """The source file of a dotted module, found part by part so that no parent package is run."""
     search: Sequence[str] | None = [os.getcwd(), *sys.path]
     spec: ModuleSpec | None = None
@@ -123,10 +124,10 @@ def _module_file(place: str, text: str, what: str) -> Path | None:
         if spec is None and index == 0:
             spec = _by_other_finders(part)
         if spec is None:
-            raise _missing_module(text, what, parts[: index + 1], search)
+            raise _missing_module(given, parts[: index + 1], search)
         search = spec.submodule_search_locations
         if search is None and index + 1 < len(parts):
-            raise _missing_module(text, what, parts[: index + 2], ())
+            raise _missing_module(given, parts[: index + 2], ())
     return Path(spec.origin) if spec and spec.has_location and spec.origin else None
 
 
@@ -138,12 +139,12 @@ def _by_other_finders(name: str) -> ModuleSpec | None:
         return None
 
 
-def _missing_module(text: str, what: str, parts: Sequence[str], search: Sequence[str] | None) -> ConfigError:
+def _missing_module(given: str, parts: Sequence[str], search: Sequence[str] | None) -> ConfigError:
     beside = sorted({path.stem for folder in (search or ()) for path in _modules_in(Path(folder))})
     near = closest(parts[-1], beside)
     hint = f"did you mean '{'.'.join([*parts[:-1], near])}'? " if near else ""
     return ConfigError(
-        f"{what}={text!r}",
+        given,
         why=f"there is no module {'.'.join(parts)} (looked in the working directory and sys.path)",
         fix=f"{hint}install it, start from the folder that holds it, or name the file: path/to/file.py:fn",
     )
@@ -155,10 +156,10 @@ def _modules_in(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()]
 
 
-def _missing_name(text: str, what: str, name: str, place: str, names: Sequence[str]) -> ConfigError:
+def _missing_name(given: str, name: str, place: str, names: Sequence[str]) -> ConfigError:
     public = [known for known in names if not known.startswith("_")]
     return ConfigError(
-        f"{what}={text!r}",
+        given,
         why=f"{place} has no '{name}'",
         fix=did_you_mean(name, public, what="it has"),
     )

@@ -1,0 +1,109 @@
+"""Read a command's arguments: argparse for options, our own words for mistakes, and dotted overrides picked out.
+
+``train run.yaml --train.steps=20 --nproc 2`` has a file, an override and an option. Overrides are taken out before
+argparse sees them, so they may stand anywhere.
+"""
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import NoReturn
+
+from shardwise.config.suggest import closest, listing
+from shardwise.errors import ConfigError
+
+__all__ = ["Parser", "read_arguments"]
+
+_OVERRIDE = re.compile(r"(?:--)?[A-Za-z_][\w-]*(?:\.[\w-]+)+=.*", re.DOTALL)
+_OVERRIDE_WITHOUT_VALUE = re.compile(r"--[A-Za-z_][\w-]*(?:\.[\w-]+)+")
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser whose mistakes are :class:`ConfigError`, and whose long help is made only when asked for."""
+
+    def __init__(self, *, prog: str, description: str):
+        super().__init__(
+            prog=prog,
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,  # an abbreviation would change its meaning when an option is added
+        )
+        self.more_help: Callable[[], str] | None = None
+
+    def format_help(self) -> str:
+        text = super().format_help()
+        return f"{text}\n{self.more_help()}\n" if self.more_help else text
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(self.prog, why=message, fix=f"see {self.prog} --help")
+
+    def option_names(self) -> list[str]:
+        """The long options there are."""
+        return [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+
+
+def read_arguments(command: ModuleType, parser: Parser, words: Sequence[str]) -> argparse.Namespace:
+    """The arguments of one command, with ``overrides`` where it takes them.
+
+    Raises:
+        ConfigError: for an unknown option, a missing or surplus argument, an override without a value.
+    """
+    takes_overrides = getattr(command, "OVERRIDES", False)
+    overrides, rest = _split(words, parser) if takes_overrides else ([], list(words))
+    args, extra = parser.parse_known_args(rest)
+    if takes_overrides:
+        sections = _sections()
+        overrides += [word for word in extra if word.startswith("--") and word[2:].partition("=")[0] in sections]
+        extra = [word for word in extra if word not in overrides]
+        args.overrides = overrides
+    if extra:
+        raise _surplus(extra[0], parser, takes_overrides)
+    return args
+
+
+def _split(words: Sequence[str], parser: Parser) -> tuple[list[str], list[str]]:
+    """Overrides, and the other words."""
+    overrides: list[str] = []
+    rest: list[str] = []
+    for index, word in enumerate(words):
+        if _OVERRIDE_WITHOUT_VALUE.fullmatch(word):
+            value = words[index + 1] if index + 1 < len(words) else "VALUE"
+            raise ConfigError(
+                f"{parser.prog} {word}",
+                why="an override is one word, its value behind an '='",
+                fix=f"write {word}={value}",
+            )
+        (overrides if _OVERRIDE.fullmatch(word) else rest).append(word)
+    return overrides, rest
+
+
+def _surplus(word: str, parser: Parser, takes_overrides: bool) -> ConfigError:
+    if not word.startswith("-"):
+        return ConfigError(
+            f"{parser.prog} ... {word}",
+            why=f"'{word}' is one argument more than {parser.prog} takes",
+            fix=parser.format_usage().strip(),
+        )
+    name, equals, value = word.partition("=")
+    options = parser.option_names()
+    near = closest(name, options) or (closest(name, _keys()) if takes_overrides else None)
+    shown = f"{near}{equals}{value}" if near in options else f"{near}={value or 'VALUE'}"
+    return ConfigError(
+        f"{parser.prog} {word}",
+        why=f"there is no option {name}",
+        fix=f"did you mean {shown}?" if near else f"options: {listing(options)}",
+    )
+
+
+def _sections() -> list[str]:
+    from shardwise.config.schema import RunConfig
+
+    return list(RunConfig.__struct_fields__)
+
+
+def _keys() -> list[str]:
+    from shardwise.config.loader import dotted_keys
+    from shardwise.config.schema import RunConfig
+
+    return [f"--{key}" for key in dotted_keys(RunConfig)]

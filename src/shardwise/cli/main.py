@@ -1,0 +1,122 @@
+"""``shardwise <command>``: find the command, read its arguments, run it, and turn errors into sentences.
+
+A command is one file of this folder with ``add_arguments(parser)`` and ``run(args) -> int``. With ``OVERRIDES = True``
+it also takes ``--a.b=c`` (in ``args.overrides``), and with ``more_help() -> str`` adds to its ``--help``. Only the
+command that is called is imported, so that help and mistakes answer at once.
+
+Exit status: 0 done, 1 failed, 2 not understood (a :class:`~shardwise.errors.ConfigError`), 130 interrupted.
+``SHARDWISE_TRACEBACK=1`` shows where in the code an error came from.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import TextIO
+
+from shardwise.cli.arguments import Parser, read_arguments
+from shardwise.config.suggest import did_you_mean
+from shardwise.errors import ConfigError, ShardwiseError
+
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS = {
+    "train": ("shardwise.cli.train", "train a model over local processes (with no file: a small model, in a minute)"),
+    "verify": ("shardwise.cli.verify", "run your model sharded and in one process, and compare every gradient"),
+}
+"""Command -> (module, one line of help)."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: arguments without the program's name; None: those of this process.
+
+    Returns:
+        The exit status.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(words)
+    except ShardwiseError as error:
+        if os.environ.get("SHARDWISE_TRACEBACK") == "1":
+            raise
+        print(error_text(error, sys.stderr), file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def error_text(error: ShardwiseError, stream: TextIO) -> str:
+    """An error as it is shown: its kind, what was given, why, fix; in colour where ``stream`` is a terminal."""
+    kind, text = type(error).__name__, str(error)
+    if not stream.isatty() or os.environ.get("NO_COLOR"):
+        return f"{kind}: {text}"
+    for label in ("why:", "fix:"):
+        text = text.replace(f"\n  {label}", f"\n  \033[1m{label}\033[0m", 1)
+    return f"\033[1;31m{kind}:\033[0m {text}"
+
+
+def _run(words: list[str]) -> int:
+    first = words[0] if words else "--help"
+    if first in ("-h", "--help"):
+        print(_help())
+        return 0
+    if first == "--version":
+        print(f"shardwise {_version()}")
+        return 0
+    if first not in COMMANDS:
+        raise _unknown(first)
+    command = importlib.import_module(COMMANDS[first][0])
+    return command.run(read_arguments(command, _parser(first, command), words[1:]))
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {line}" for name, (_, line) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: shardwise [--version] [--help] <command> ...",
+            "",
+            "Any PyTorch model, any layout, the same training.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "Each command explains itself: shardwise train --help",
+        ]
+    )
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("shardwise")
+    except PackageNotFoundError:  # run from a source tree that is only on the path
+        return "(not installed)"
+
+
+def _unknown(word: str) -> ConfigError:
+    if word.startswith("-"):
+        return ConfigError(
+            f"shardwise {word}",
+            why="options go after the command, and this is none of shardwise's own",
+            fix=did_you_mean(word, ["--help", "--version"], what="own options"),
+        )
+    return ConfigError(
+        f"shardwise {word}",
+        why=f"there is no command '{word}'",
+        fix=did_you_mean(word, list(COMMANDS), what="commands"),
+    )
+
+
+def _parser(name: str, command: ModuleType) -> Parser:
+    description = COMMANDS[name][1]
+    parser = Parser(prog=f"shardwise {name}", description=f"{description[:1].upper()}{description[1:]}.")
+    parser.more_help = getattr(command, "more_help", None)
+    command.add_arguments(parser)
+    return parser
