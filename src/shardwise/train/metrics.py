@@ -1,0 +1,215 @@
+"""What a run writes down and shows: metrics as JSON lines, speed, time left, and memory of a rank."""
+
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.errors import CheckpointError, UsageError
+
+__all__ = ["MemoryUse", "MetricsWriter", "Pace", "local_bytes", "memory_of", "read_metrics", "rss_bytes"]
+
+
+class MetricsWriter:
+    """Appends one JSON object a line; what was written survives the death of the process.
+
+    Each line goes to the system in one write, so a reader never sees half of one while the run lives, and a killed
+    run loses nothing it has written. A file whose last line was cut off (a full disk) is continued on a new line.
+    NaN and infinities, which JSON cannot hold, are written as the strings "nan", "inf" and "-inf". One rank writes.
+
+    Args:
+        path: the file; folders on the way are made.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            size = os.fstat(self._file).st_size
+            if size and os.pread(self._file, 1, size - 1) != b"\n":
+                os.write(self._file, b"\n")
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def write(self, **fields: Any) -> None:
+        """Writes one line: the fields in the order given; values are numbers, strings, None, lists and mappings."""
+        if self._file < 0:
+            raise UsageError(
+                f"write() on the closed metrics file {self.path}",
+                why="the writer was closed before",
+                fix="write before close(), or open a new MetricsWriter",
+            )
+        line = json.dumps(_plain(fields), allow_nan=False) + "\n"
+        try:
+            data = line.encode()
+            while data:  # a full disk may take a part only, and says so at the next write
+                data = data[os.write(self._file, data) :]
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def close(self) -> None:
+        """Closes the file; a second time does nothing."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _unwritable(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"metrics file {str(self.path)!r}",
+            why=f"it cannot be written: {error.strerror or error}",
+            fix="give another folder (log.dir=...), or free space and permissions there",
+        )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Tensor):
+        return _plain(value.item() if value.dim() == 0 else value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """Reads what a :class:`MetricsWriter` wrote; a line that was cut off by a crash is left out."""
+    rows = []
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue  # a torn line: the only kind of broken line the writer can leave
+    return rows
+
+
+class Pace:
+    """Tokens per second and time left, over the last steps rather than the whole run, so that a slow start passes.
+
+    Args:
+        num_steps: steps of the whole run.
+        span: steps to look back.
+        clock: seconds, always rising.
+    """
+
+    def __init__(self, num_steps: int, *, span: int = 50, clock: Callable[[], float] = time.perf_counter):
+        self.num_steps, self._clock = num_steps, clock
+        self._marks: deque[tuple[float, int, int]] = deque([(clock(), 0, 0)], maxlen=span + 1)
+
+    def step(self, step: int, num_tokens: int) -> None:
+        """Notes that optimizer step number ``step`` (from 1) is done, with the tokens of all ranks in its window."""
+        self._marks.append((self._clock(), step, self._marks[-1][2] + num_tokens))
+
+    def pause(self) -> None:
+        """Leaves out the time since the last step (a validation): the next steps are measured from here."""
+        last = self._marks[-1]
+        idle = self._clock() - last[0]
+        moved = [(when + idle, step, tokens) for when, step, tokens in self._marks]
+        self._marks.clear()
+        self._marks.extend(moved)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second of all ranks; 0.0 before the first step."""
+        seconds, _, tokens = self._since()
+        return tokens / seconds if seconds > 0 else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until the last step; None before the first."""
+        seconds, steps, _ = self._since()
+        return seconds / steps * (self.num_steps - self._marks[-1][1]) if steps else None
+
+    def _since(self) -> tuple[float, int, int]:
+        first, last = self._marks[0], self._marks[-1]
+        return last[0] - first[0], last[1] - first[1], last[2] - first[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryUse:
+    """Bytes of one rank. ``rss`` is the whole process now; the next three are what the rank's shards hold.
+
+    ``cuda_peak`` is the most the CUDA allocator had handed out so far, 0 without a device.
+    """
+
+    rss: int
+    params: int
+    grads: int
+    optim: int
+    cuda_peak: int
+
+    @property
+    def state(self) -> int:
+        """Bytes of parameters, gradients and optimizer state: what sharding divides."""
+        return self.params + self.grads + self.optim
+
+    def as_dict(self) -> dict[str, int]:
+        return {**asdict(self), "state": self.state}
+
+
+def memory_of(model: nn.Module, optim: torch.optim.Optimizer | None = None) -> MemoryUse:
+    """Measures this rank, with no communication. Shared (tied) tensors count once.
+
+    Gradients count where they are: after ``zero_grad`` there are none. To see the most a step holds, call it between
+    backward and ``zero_grad``.
+    """
+    params = {id(p): p for p in model.parameters()}.values()
+    grads = [p.grad for p in params if p.grad is not None]
+    state = [] if optim is None else list(_tensors(optim.state))
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() and torch.cuda.is_initialized() else 0
+    return MemoryUse(
+        rss=rss_bytes(),
+        params=sum(map(local_bytes, params)),
+        grads=sum(map(local_bytes, grads)),
+        optim=sum(map(local_bytes, state)),
+        cuda_peak=peak,
+    )
+
+
+def local_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor on this rank: of its local shard, if it is sharded."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, dict):
+        for value in state.values():
+            yield from _tensors(value)
+    elif isinstance(state, (list, tuple)):
+        for value in state:
+            yield from _tensors(value)
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process in bytes: now, where the system tells; else the most it has been."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB

@@ -1,0 +1,100 @@
+"""Completions of a prompt, and how many of their words are real: a training run one can read."""
+
+import re
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import ConfigError
+
+__all__ = ["complete_text", "generate", "vocabulary", "word_share"]
+
+_WORD = re.compile(r"[A-Za-z]+(?:'[a-z]+)?")
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompt: Tensor,
+    num_tokens: int,
+    *,
+    context: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    on_token: Callable[[int], None] | None = None,
+) -> Tensor:
+    """Continues token sequences, one token at a time; every rank must call it, with the same arguments.
+
+    Each token is one call of the module itself, so that a sharded model gathers its parameters as in training, and
+    all ranks make equally many calls. The choice is made on the CPU from a generator of its own: the same on every
+    rank, and the training's random numbers are left alone. The module returns to the mode (training or not) it was in.
+
+    Args:
+        model: ``model(input_ids [B, T]) -> logits [B, T, V]``.
+        prompt: integers [B, T], T >= 1, on the model's device.
+        num_tokens: tokens to add.
+        context: most positions the model may see at once; the last ones are kept.
+        temperature: 0 takes the most likely token; larger values draw from softmax(logits / temperature).
+        seed: of the draws.
+        on_token: called with the number of tokens made so far.
+
+    Returns:
+        integers [B, T + num_tokens], the prompt included.
+
+    Raises:
+        ConfigError: an empty prompt, a negative temperature, or no context.
+    """
+    if prompt.dim() != 2 or prompt.shape[1] < 1 or temperature < 0 or context < 1:
+        raise ConfigError(
+            f"generate() with a prompt of shape {list(prompt.shape)}, temperature={temperature}, context={context}",
+            why="it continues sequences [B, T] of at least one token, with temperature >= 0 and context >= 1",
+            fix="give at least one token as prompt, and temperature=0.0 for the most likely continuation",
+        )
+    draws = torch.Generator().manual_seed(seed)
+    was_training = model.training
+    model.eval()
+    try:
+        for made in range(num_tokens):
+            logits = model(prompt[:, -context:])[:, -1].float().cpu()
+            if temperature == 0:
+                token = logits.argmax(-1, keepdim=True)
+            else:
+                token = torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=draws)
+            prompt = torch.cat((prompt, token.to(prompt)), dim=1)
+            if on_token is not None:
+                on_token(made + 1)
+    finally:
+        model.train(was_training)
+    return prompt
+
+
+def complete_text(model: nn.Module, prompt: str, num_bytes: int, *, device: torch.device, **options: object) -> str:
+    """Continues a text with a byte-level model; every rank must call it.
+
+    Returns:
+        the continuation alone; bytes that are no UTF-8, and tokens that are no bytes, appear as the replacement
+        character.
+    """
+    data = prompt.encode()
+    ids = torch.tensor([list(data)], dtype=torch.long, device=device)
+    out = generate(model, ids, num_bytes, **options)[0].tolist()  # type: ignore[arg-type]
+    # 0xFF occurs in no UTF-8 text: a model with a larger vocabulary than bytes shows where it left them.
+    return bytes(min(token, 0xFF) for token in out[len(data) :]).decode(errors="replace")
+
+
+def vocabulary(text: str) -> frozenset[str]:
+    """The words of a text: runs of letters, in lower case."""
+    return frozenset(word.lower() for word in _WORD.findall(text))
+
+
+def word_share(completion: str, words: Iterable[str]) -> float:
+    """The share of a completion's words that are in ``words``, from 0.0 to 1.0; 0.0 where it has none.
+
+    The last word is left out where the completion may have stopped in the middle of it. Words of one letter count
+    only as "a" and "i": any letter stands alone somewhere in a text, and noise is full of them.
+    """
+    known = words if isinstance(words, (set, frozenset)) else frozenset(words)
+    found = [match.group().lower() for match in _WORD.finditer(completion) if match.end() < len(completion)]
+    real = sum(word in known and (len(word) > 1 or word in ("a", "i")) for word in found)
+    return real / len(found) if found else 0.0
