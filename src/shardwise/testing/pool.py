@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import wait
 
 from shardwise.errors import RankError, UsageError
@@ -26,6 +27,7 @@ from shardwise.testing.processes import Worker, Zygote
 __all__ = ["RankPool"]
 
 _SETTLE_S = 0.5
+_HEAD_START_S = 0.004
 
 
 class RankPool:
@@ -77,25 +79,17 @@ class RankPool:
                 be rebuilt here, the text holds its traceback. Of several failures, the one that caused the others.
             UsageError: the function cannot be sent to a rank.
         """
-        module, name, file = call_of(fn)
+        call = _call(fn, args, kwargs)
         if world_size < 1:
             raise UsageError(f"world_size={world_size}", why="a run needs at least one rank", fix="use 1 or more")
-        payload = pickle.dumps((args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
         with self._lock, held_port() as port:
             workers = self._ready(world_size)
             try:
                 for rank, worker in enumerate(workers):
-                    worker.send(
-                        Call(
-                            module=module,
-                            qualname=name,
-                            file=file,
-                            env=_rank_env(rank, world_size, port),
-                            path=tuple(sys.path),
-                            cwd=os.getcwd(),
-                            payload=payload,
-                        )
-                    )
+                    if rank == 1:
+                        # Rank 0 opens the store; a peer that is quicker waits in a retry of half a second.
+                        time.sleep(_HEAD_START_S)
+                    worker.send(replace(call, env=_rank_env(rank, world_size, port)))
                 answers = self._collect(workers, timeout_s)
             except BaseException:
                 # Ctrl-C or a test's own time limit: what runs now must not meet the next run.
@@ -155,6 +149,12 @@ class RankPool:
         for rank in late:
             answers[rank] = _left_behind(rank) if failed else workers[rank].hung(rank, timeout_s)
         return answers
+
+
+def _call(fn: Callable[..., object], args: tuple, kwargs: dict) -> Call:
+    module, name, file = call_of(fn)
+    payload = pickle.dumps((args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
+    return Call(module=module, qualname=name, file=file, env={}, path=tuple(sys.path), cwd=os.getcwd(), payload=payload)
 
 
 def _rank_env(rank: int, world_size: int, port: int) -> dict[str, str]:

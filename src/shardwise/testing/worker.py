@@ -101,6 +101,7 @@ class _State:
         torch.set_num_threads(1)
         self._env = dict(os.environ)
         self._filters = list(warnings.filters)
+        self._modules = len(sys.modules)
         self._precision = torch.get_float32_matmul_precision()
 
     def restore(self) -> None:
@@ -113,7 +114,9 @@ class _State:
             del os.environ[name]
         os.environ.update(self._env)
         warnings.filters[:] = self._filters
-        torch.use_deterministic_algorithms(False)
+        if torch.are_deterministic_algorithms_enabled():
+            # Only where needed: the call imports the compiler, which takes longer than everything else here.
+            torch.use_deterministic_algorithms(False)
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
         torch.set_grad_enabled(True)
@@ -125,3 +128,7 @@ class _State:
         if "torch._dynamo" in sys.modules:
             torch.compiler.reset()
         gc.collect()
+        if len(sys.modules) != self._modules:
+            # What was imported stays; the collector need not look at it after every run.
+            gc.freeze()
+            self._modules = len(sys.modules)
