@@ -1,0 +1,92 @@
+"""The shape of the house: imports point down, torch-free rooms stay torch-free, private torch names have one home."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SRC = ROOT / "src"
+
+spec = importlib.util.spec_from_file_location("house", ROOT / "tools" / "house.py")
+house = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(house)
+
+
+def test_the_house_stands():
+    assert house.faults(SRC / "shardwise") == []
+
+
+def torch_free_modules():
+    paths = [path for path in sorted((SRC / "shardwise").rglob("*.py")) if path.name != "__main__.py"]
+    modules = [path.relative_to(SRC).with_suffix("").parts for path in paths]
+    return [".".join(parts).removesuffix(".__init__") for parts in modules if parts[1] in house.TORCH_FREE]
+
+
+@pytest.mark.parametrize("heavy", ["torch", "numpy"])
+def test_importing_the_torch_free_rooms_leaves_it_out(heavy):
+    code = (
+        f"import importlib, sys\nfor name in {torch_free_modules()!r}:\n    importlib.import_module(name)\n"
+        f"    assert {heavy!r} not in sys.modules, name\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_pytest_plugin_does_not_import_torch():
+    code = "import sys, shardwise.testing.plugin\nassert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def build(tmp_path, file, text):
+    path = tmp_path / "shardwise" / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return house.faults(tmp_path / "shardwise")
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "fault"),
+    [
+        ("config/a.py", "import shardwise.layout\n", "config imports layout"),
+        ("config/a.py", "def f():\n    from shardwise.train import step\n", "config imports train"),
+        ("recipe/a.py", "from shardwise import cli\n", "recipe imports cli"),
+        ("recipe/a.py", "from shardwise import init\n", "the package's face"),
+        ("recipe/a.py", "import shardwise as sw\n", "the package's face"),
+        ("recipe/__init__.py", "from ..world import init\n", "recipe imports world"),
+        ("recipe/deep/a.py", "from ...world import init\n", "recipe imports world"),
+        ("layout.py", "import torch\n", "at module level"),
+        ("launch/a.py", "try:\n    from torch import nn\nexcept ImportError:\n    nn = None\n", "at module level"),
+        ("plan/a.py", "class A:\n    import torch.nn\n", "at module level"),
+        ("cli/a.py", "import numpy as np\n", "at module level"),
+        ("world/a.py", "from torch.distributed import _functional_collectives\n", "belong in _compat.py"),
+        ("world/a.py", "import torch.distributed._tensor\n", "belong in _compat.py"),
+        ("world/a.py", "import torch.distributed as dist\ndist._get_default_group()\n", "belong in _compat.py"),
+        ("world/a.py", "import torch\ndef f():\n    return torch.distributed.fsdp._x.y\n", "belong in _compat.py"),
+        ("attic/a.py", "", "has no place in the order"),
+    ],
+)
+def test_the_checker_sees_a_fault(tmp_path, file, text, fault):
+    found = build(tmp_path, file, text)
+    assert len(found) == 1
+    assert fault in found[0]
+    assert found[0].startswith(f"shardwise/{file}:")
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("train/a.py", "from shardwise.config import options\nfrom shardwise import layout\nfrom ..errors import X\n"),
+        ("train/a.py", "from . import step\nfrom shardwise.train.loss import f\n"),
+        ("launch/a.py", "def f():\n    import torch\n"),
+        ("config/a.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from shardwise.train import x\n"),
+        ("world/a.py", "import torch\nprint(torch.__version__)\nself._x = torch.nn.Module\n"),
+        ("_compat.py", "from torch.distributed import _x\nfrom shardwise.errors import UsageError\n"),
+        ("__init__.py", "from shardwise.cli import main\n"),
+    ],
+)
+def test_the_checker_lets_good_code_through(tmp_path, file, text):
+    assert build(tmp_path, file, text) == []

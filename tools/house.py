@@ -1,0 +1,165 @@
+"""Check the shape of the house: imports point down, torch-free rooms stay so, private torch names have one home.
+
+The source is parsed, not run. A *room* is a module or folder right under the package; rooms are ordered, and a room
+imports only rooms before it, wherever the import stands. ``if TYPE_CHECKING:`` imports cost nothing at run time and are
+let through::
+
+    python tools/house.py            # exit 1, with a line per fault
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["ORDER", "TORCH_FREE", "faults", "main"]
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Lowest first; rooms that shared a row could not import each other.
+ORDER: tuple[tuple[str, ...], ...] = (
+    ("errors",),
+    ("_compat",),
+    ("config",),
+    ("layout",),
+    ("recipe",),
+    ("launch",),
+    ("world",),
+    ("anatomy",),
+    ("parallel",),
+    ("state",),
+    ("train",),
+    ("verify",),
+    ("plan",),
+    ("testing",),
+    ("cli",),
+)
+TORCH_FREE = ("errors", "config", "layout", "recipe", "launch", "plan", "cli")
+FACES = ("__init__", "__main__")  # of the package itself: they stand before the house and open into any room
+
+
+def faults(package: Path) -> list[str]:
+    """Every fault of a package folder, each with file and line."""
+    level = {room: number for number, row in enumerate(ORDER) for room in row}
+    found: list[str] = []
+    for path in sorted(package.rglob("*.py")):
+        module = path.relative_to(package.parent).with_suffix("").parts
+        room = module[1]
+        place = path.relative_to(package.parent).as_posix()
+        tree = ast.parse(path.read_bytes(), filename=str(path))
+        if room not in level and room not in FACES:
+            found.append(f"{place}: room '{room}' has no place in the order of tools/house.py")
+            continue
+        found += [f"{place}:{line}: {text}" for line, text in _private_torch(tree) if room != "_compat"]
+        if room in FACES:
+            continue
+        found += [f"{place}:{line}: {text}" for line, text in _upward(tree, module, level)]
+        if room in TORCH_FREE:
+            found += [f"{place}:{line}: {text}" for line, text in _torch_at_module_level(tree)]
+    return found
+
+
+def _upward(tree: ast.Module, module: tuple[str, ...], level: dict[str, int]) -> Iterator[tuple[int, str]]:
+    """Imports of a room that does not stand before this one."""
+    room = module[1]
+    for node in _nodes(tree):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        for target in _imported(node, module):
+            parts = target.split(".")
+            if parts[0] != module[0] or parts[1:2] == [room]:
+                continue
+            other = parts[1] if len(parts) > 1 else ""
+            if other not in level:
+                yield node.lineno, f"imports {target}: the package's face stands above every room; import the room"
+            elif level[other] >= level[room]:
+                yield node.lineno, f"{room} imports {other}, which does not stand before it"
+
+
+def _torch_at_module_level(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in _nodes(tree, into_functions=False):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        else:
+            continue
+        for name in names:
+            if name.partition(".")[0] in ("torch", "numpy", "safetensors", "transformers"):
+                yield node.lineno, f"imports {name} at module level in a torch-free room"
+
+
+def _private_torch(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Private names under torch: in an import, or as an attribute of a name that an import bound to torch."""
+    bound: dict[str, str] = {}
+    nodes = list(_nodes(tree))
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] == "torch":
+                    bound[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+                    if _is_private(alias.name):
+                        yield node.lineno, f"imports {alias.name}: private names of torch belong in _compat.py"
+        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").partition(".")[0] == "torch":
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                bound[alias.asname or alias.name] = full
+                if _is_private(full):
+                    yield node.lineno, f"imports {full}: private names of torch belong in _compat.py"
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and _is_private(node.attr):
+            root = _root_name(node)
+            if root in bound:
+                yield node.lineno, f"uses {ast.unparse(node)}: private names of torch belong in _compat.py"
+
+
+def _is_private(dotted: str) -> bool:
+    return any(part.startswith("_") and not part.endswith("__") for part in dotted.split("."))
+
+
+def _root_name(node: ast.expr) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _nodes(tree: ast.AST, *, into_functions: bool = True) -> Iterator[ast.AST]:
+    """All nodes but those that only a type checker sees (and, if asked, those inside functions)."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and _last_part(node.test) == "TYPE_CHECKING":
+            for other in node.orelse:
+                yield other
+                yield from _nodes(other, into_functions=into_functions)
+            continue
+        if not into_functions and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        yield node
+        yield from _nodes(node, into_functions=into_functions)
+
+
+def _last_part(node: ast.expr) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def _imported(node: ast.Import | ast.ImportFrom, module: tuple[str, ...]) -> list[str]:
+    """Dotted names an import statement brings in, relative ones made absolute."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    base = node.module or ""
+    if node.level:
+        # `module` ends in __init__ for a package, so one level up from it is the package itself, as for a plain file.
+        base = ".".join([*module[: len(module) - node.level], *([base] if base else [])])
+    # `from shardwise import layout` names a room in its second half.
+    return [f"{base}.{alias.name}" if base == module[0] else base for alias in node.names]
+
+
+def main() -> int:
+    """Check this repository. Returns the exit status."""
+    found = faults(ROOT / "src" / "shardwise")
+    for fault in found:
+        print(fault, file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
