@@ -53,9 +53,6 @@ def read_arguments(command: ModuleType, parser: Parser, words: Sequence[str]) ->
     overrides, rest = _split(words, parser) if takes_overrides else ([], list(words))
     args, extra = parser.parse_known_args(rest)
     if takes_overrides:
-        sections = _sections()
-        overrides += [word for word in extra if word.startswith("--") and word[2:].partition("=")[0] in sections]
-        extra = [word for word in extra if word not in overrides]
         args.overrides = overrides
     if extra:
         raise _surplus(extra[0], parser, takes_overrides)
@@ -74,8 +71,21 @@ def _split(words: Sequence[str], parser: Parser) -> tuple[list[str], list[str]]:
                 why="an override is one word, its value behind an '='",
                 fix=f"write {word}={value}",
             )
-        (overrides if _OVERRIDE.fullmatch(word) else rest).append(word)
+        (overrides if _is_override(word, parser) else rest).append(word)
     return overrides, rest
+
+
+def _is_override(word: str, parser: Parser) -> bool:
+    """``--a.b=c``, ``a.b=c``, or a whole section, ``--train={...}``."""
+    name, equals, _ = word.partition("=")
+    if _OVERRIDE.fullmatch(word):
+        return True
+    if not equals or not name.startswith("--") or name in parser.option_names():
+        return False
+    if name[2:] not in _sections():
+        # Told here: argparse would take a word with a blank in it for a file.
+        raise _surplus(word, parser, True)
+    return True
 
 
 def _surplus(word: str, parser: Parser, takes_overrides: bool) -> ConfigError:

@@ -179,8 +179,7 @@ def _refuse_unknown_override(key: str, text: str, keys: Keys, cls: type[msgspec.
             return  # inside a free mapping such as model.args, or told by the type check
         hints = hints_of(record)
         if part not in hints:
-            known = dotted_keys(cls)
-            near = closest(key, known)
+            near = _near_key(keys, depth, list(hints), cls)
             raise ConfigError(
                 f"override --{key}={text}",
                 why=f"there is no key '{'.'.join(keys[: depth + 1])}'",
@@ -189,12 +188,23 @@ def _refuse_unknown_override(key: str, text: str, keys: Keys, cls: type[msgspec.
         record = struct_in(hints[part])
 
 
+def _near_key(keys: Keys, depth: int, beside: list[str], cls: type[msgspec.Struct]) -> str | None:
+    """The key probably meant: one beside the unknown part, else one of that name anywhere."""
+    values = dotted_keys(cls)
+    same = [key for key in values if key.rpartition(".")[2] == keys[-1]] if len(keys) == 1 else []
+    near = closest(keys[depth], beside)
+    if near and not same:
+        return ".".join([*keys[:depth], near, *keys[depth + 1 :]])
+    return same[0] if same else closest(".".join(keys[depth:]), values)
+
+
 def dotted_keys(cls: type[msgspec.Struct], prefix: str = "") -> list[str]:
-    """Every key of a configuration, sections too, as overrides name them."""
+    """Every key of a configuration that holds a value, as overrides name them."""
     found: list[str] = []
     for key, hint in hints_of(cls).items():
         inner = struct_in(hint)
-        found += [f"{prefix}{key}", *(dotted_keys(inner, f"{prefix}{key}.") if inner else [])]
+        found += [] if _is_section(hint) else [f"{prefix}{key}"]
+        found += dotted_keys(inner, f"{prefix}{key}.") if inner else []
     return found
 
 

@@ -1,0 +1,120 @@
+"""Option records: short words, checks at construction from Python, no torch."""
+
+import msgspec
+import pytest
+
+from shardwise.config.options import DTYPE_WORDS, Parallel, Precision, Sharding, precision_of
+from shardwise.errors import ConfigError, UnsupportedError
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        (None, (None, None, None, None, "root")),
+        ("", (None, None, None, None, "root")),
+        ("fp32", ("float32", "float32", "float32", None, "root")),
+        ("bf16", ("float32", "bfloat16", "float32", None, "root")),
+        ("fp64", ("float64", "float64", "float64", None, "root")),
+    ],
+)
+def test_precision_words(word, expected):
+    assert msgspec.structs.astuple(precision_of(word)) == expected
+
+
+def test_a_precision_record_passes_through():
+    record = Precision(compute="bf16", cast_inputs="none")
+    assert precision_of(record) is record
+
+
+@pytest.mark.parametrize("word", ["fp16", "half", "float16"])
+def test_fp16_is_refused_by_name_until_there_is_a_scaler(word):
+    with pytest.raises(UnsupportedError, match=r"(?s)gradient scaler.*bf16"):
+        precision_of(word)
+    with pytest.raises(UnsupportedError):
+        Parallel(precision=word)
+
+
+@pytest.mark.parametrize("word", ["int8", "FP32", "float8", 16])
+def test_other_precision_words_are_refused(word):
+    with pytest.raises(ConfigError, match=r"(?s)precision=.*float32.*fp64"):
+        precision_of(word)
+
+
+@pytest.mark.parametrize("word", list(DTYPE_WORDS))
+def test_dtype_words_become_torchs_names(word):
+    torch = pytest.importorskip("torch")
+    name = Precision(storage=word).storage
+    assert getattr(torch, name) is getattr(torch, word, getattr(torch, DTYPE_WORDS[word]))
+
+
+def test_an_empty_dtype_is_none():
+    assert Precision(storage="", reduce=None) == Precision()
+
+
+@pytest.mark.parametrize("key", ["storage", "compute", "reduce", "output"])
+def test_an_unknown_dtype_lists_those_there_are(key):
+    with pytest.raises(ConfigError) as caught:
+        Precision(**{key: "int4"})
+    assert str(caught.value) == (
+        f"Precision({key}='int4')\n"
+        "  why: that is not a dtype Shardwise knows\n"
+        "  fix: use one of float32, float16, bfloat16, float64, double, half, fp32, fp16, bf16, fp64"
+    )
+
+
+@pytest.mark.parametrize("reshard", [True, False, 2, 8])
+def test_reshard_takes_switches_and_numbers_from_two(reshard):
+    kept = Sharding(reshard_after_forward=reshard).reshard_after_forward
+    assert kept == reshard
+    assert type(kept) is type(reshard)  # 1 and True are equal, and mean different things
+
+
+@pytest.mark.parametrize("reshard", [1, 0, -1])
+def test_reshard_over_less_than_two_ranks_is_refused(reshard):
+    with pytest.raises(ConfigError, match="2 or more"):
+        Sharding(reshard_after_forward=reshard)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"min_unit_bytes": -1}, "expected a whole number >= 0; got the whole number -1"),
+        ({"min_unit_bytes": True}, "got the switch true"),
+        ({"min_unit_bytes": "16MiB"}, "got the text '16MiB'"),
+        ({"engine": "fsdp"}, "did you mean 'fsdp2'"),
+        ({"buffers": "rank1"}, "did you mean 'rank0'"),
+        ({"units": "blocks"}, "expected one of 'auto', 'none', or a list (each: text)"),
+        ({"units": ["a", 3]}, "the whole number 3 at place 2 of the list"),
+        ({"units": [""]}, "an empty pattern matches no module"),
+        ({"engine": "ddp", "min_unit_bytes": 0}, "min_unit_bytes would have no effect"),
+        ({"engine": "ddp", "units": "none"}, "units would have no effect"),
+        ({"engine": "ddp", "reshard_after_forward": False}, "reshard_after_forward would have no effect"),
+    ],
+)
+def test_sharding_refuses(options, words):
+    with pytest.raises(ConfigError) as caught:
+        Sharding(**options)
+    assert words in str(caught.value)
+
+
+def test_patterns_may_come_as_a_list():
+    assert Sharding(units=["Block*"]).units == ("Block*",)
+
+
+def test_records_are_frozen_and_take_keywords_only():
+    with pytest.raises(AttributeError):
+        Sharding().engine = "ddp"
+    with pytest.raises(TypeError):
+        Sharding("ddp")
+    with pytest.raises(TypeError, match="egine"):
+        Sharding(egine="ddp")
+
+
+def test_records_of_another_kind_are_refused():
+    with pytest.raises(ConfigError, match="an object of type Precision"):
+        Parallel(sharding=Precision())
+
+
+def test_a_layout_needs_an_axis():
+    with pytest.raises(ConfigError, match="names at least one axis"):
+        Parallel(layout=" ")
