@@ -111,6 +111,12 @@ def test_pickled_arrays_are_never_executed(tmp_path):
         TokenFile(tmp_path / "t.npy", 8)
 
 
+def test_an_unknown_vocabulary_refuses_only_negative_tokens():
+    assert len(TokenWindows(np.full(40, 60_000), 8, vocab=None)) == 4
+    with pytest.raises(ConfigError, match="tokens are numbered from 0"):
+        TokenWindows(np.full(40, -1), 8, vocab=None)
+
+
 def test_a_bad_token_behind_the_part_looked_at_is_found_when_read(monkeypatch):
     monkeypatch.setattr("shardwise.train.corpus._SCANNED", 20)
     tokens = np.zeros(100, np.int64)

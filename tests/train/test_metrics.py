@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from shardwise.errors import CheckpointError, UsageError
-from shardwise.train.metrics import MetricsWriter, Pace, memory_of, read_metrics, rss_bytes
+from shardwise.train.memory import memory_of, rss_bytes, state_bytes
+from shardwise.train.metrics import MetricsWriter, Pace, read_metrics
 from shardwise.train.plot import plot_losses
 from shardwise.train.sample import vocabulary, word_share
 
@@ -115,11 +116,13 @@ def _sharded_bytes() -> tuple[int, int]:
     model(torch.ones(1, 10)).sum().backward()
     optim.step()
     use = memory_of(model, optim)
-    return use.params, use.grads
+    return use.params, use.grads, *state_bytes(model, optim)
 
 
 def test_memory_of_a_sharded_model_is_that_of_the_rank(ranks):
-    assert ranks.run(_sharded_bytes, 2) == [(200, 200), (200, 200)]
+    for params, grads, here, alone in ranks.run(_sharded_bytes, 2):
+        assert (params, grads) == (200, 200)
+        assert 800 <= here <= 804 and 1600 <= alone <= 1608  # and the optimizer's step counter
 
 
 def test_word_share():

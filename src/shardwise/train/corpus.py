@@ -44,14 +44,14 @@ class TokenWindows:
     Args:
         tokens: integers [n], in memory or memory-mapped.
         seq_len: positions predicted per window.
-        vocab: tokens must lie in ``[0, vocab)``.
+        vocab: tokens must lie in ``[0, vocab)``; None: only negative ones are refused.
         name: what errors call it.
 
     Raises:
         ConfigError: fewer than ``seq_len + 1`` tokens, not a row of integers, or a token outside the vocabulary.
     """
 
-    def __init__(self, tokens: np.ndarray, seq_len: int, *, vocab: int = BYTES, name: str = "tokens"):
+    def __init__(self, tokens: np.ndarray, seq_len: int, *, vocab: int | None = BYTES, name: str = "tokens"):
         _check_row(tokens, name)
         self.tokens, self.seq_len, self.vocab, self.name = tokens, seq_len, vocab, name
         if seq_len < 1:
@@ -93,18 +93,18 @@ class TokenWindows:
                 fix="give a number between 0 and 1, such as 0.1",
             )
         cut = len(self.tokens) - max(1, round(val_fraction * len(self.tokens)))
-        options = {"vocab": self.vocab}
         return (
-            TokenWindows(self.tokens[:cut], self.seq_len, name=f"{self.name} (training part)", **options),
-            TokenWindows(self.tokens[cut:], self.seq_len, name=f"{self.name} (validation part)", **options),
+            TokenWindows(self.tokens[:cut], self.seq_len, vocab=self.vocab, name=f"{self.name} (training part)"),
+            TokenWindows(self.tokens[cut:], self.seq_len, vocab=self.vocab, name=f"{self.name} (validation part)"),
         )
 
     def _check_range(self, tokens: np.ndarray, start: int) -> None:
         for worst, at in ((tokens.max(), tokens.argmax), (tokens.min(), tokens.argmin)):
-            if not 0 <= int(worst) < self.vocab:
+            if int(worst) < 0 or (self.vocab is not None and int(worst) >= self.vocab):
+                size = f"the vocabulary has {self.vocab} tokens, 0 to {self.vocab - 1}" if self.vocab else ""
                 raise ConfigError(
                     f"token {int(worst)} at position {start + int(at())} of {self.name}",
-                    why=f"the vocabulary has {self.vocab} tokens, 0 to {self.vocab - 1}",
+                    why=size or "tokens are numbered from 0",
                     fix="check the dtype of the file, or give the model the vocabulary these tokens were made with",
                 )
 
@@ -117,13 +117,13 @@ class TokenFile(TokenWindows):
             bytes are the tokens.
         seq_len: positions predicted per window.
         dtype: of the integers in a ``.bin`` file ("uint16"); the other kinds know theirs.
-        vocab: tokens must lie in ``[0, vocab)``.
+        vocab: tokens must lie in ``[0, vocab)``; None: only negative ones are refused.
 
     Raises:
         ConfigError: the file is missing or unreadable, or is not what its name says; and as :class:`TokenWindows`.
     """
 
-    def __init__(self, path: str | Path, seq_len: int, *, dtype: str | None = None, vocab: int = BYTES):
+    def __init__(self, path: str | Path, seq_len: int, *, dtype: str | None = None, vocab: int | None = BYTES):
         file = Path(path)
         if not file.is_file():
             raise ConfigError(

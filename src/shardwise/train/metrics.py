@@ -1,24 +1,17 @@
-"""What a run writes down and shows: metrics as JSON lines, speed, time left, and memory of a rank."""
+"""What a run writes down and shows: metrics as JSON lines, speed, and time left. Torch-free: launchers read it too."""
 
 import json
 import math
 import os
-import resource
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-
 from shardwise.errors import CheckpointError, UsageError
 
-__all__ = ["MemoryUse", "MetricsWriter", "Pace", "local_bytes", "memory_of", "read_metrics", "rss_bytes"]
+__all__ = ["MetricsWriter", "Pace", "read_metrics"]
 
 
 class MetricsWriter:
@@ -87,8 +80,8 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    if isinstance(value, Tensor):
-        return _plain(value.item() if value.dim() == 0 else value.tolist())
+    if hasattr(value, "tolist"):  # tensors and arrays, of any number of dims
+        return _plain(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
@@ -145,71 +138,3 @@ class Pace:
     def _since(self) -> tuple[float, int, int]:
         first, last = self._marks[0], self._marks[-1]
         return last[0] - first[0], last[1] - first[1], last[2] - first[2]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryUse:
-    """Bytes of one rank. ``rss`` is the whole process now; the next three are what the rank's shards hold.
-
-    ``cuda_peak`` is the most the CUDA allocator had handed out so far, 0 without a device.
-    """
-
-    rss: int
-    params: int
-    grads: int
-    optim: int
-    cuda_peak: int
-
-    @property
-    def state(self) -> int:
-        """Bytes of parameters, gradients and optimizer state: what sharding divides."""
-        return self.params + self.grads + self.optim
-
-    def as_dict(self) -> dict[str, int]:
-        return {**asdict(self), "state": self.state}
-
-
-def memory_of(model: nn.Module, optim: torch.optim.Optimizer | None = None) -> MemoryUse:
-    """Measures this rank, with no communication. Shared (tied) tensors count once.
-
-    Gradients count where they are: after ``zero_grad`` there are none. To see the most a step holds, call it between
-    backward and ``zero_grad``.
-    """
-    params = {id(p): p for p in model.parameters()}.values()
-    grads = [p.grad for p in params if p.grad is not None]
-    state = [] if optim is None else list(_tensors(optim.state))
-    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() and torch.cuda.is_initialized() else 0
-    return MemoryUse(
-        rss=rss_bytes(),
-        params=sum(map(local_bytes, params)),
-        grads=sum(map(local_bytes, grads)),
-        optim=sum(map(local_bytes, state)),
-        cuda_peak=peak,
-    )
-
-
-def local_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor on this rank: of its local shard, if it is sharded."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.numel() * local.element_size()
-
-
-def _tensors(state: Any) -> Iterator[Tensor]:
-    if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, dict):
-        for value in state.values():
-            yield from _tensors(value)
-    elif isinstance(state, (list, tuple)):
-        for value in state:
-            yield from _tensors(value)
-
-
-def rss_bytes() -> int:
-    """Resident memory of this process in bytes: now, where the system tells; else the most it has been."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB

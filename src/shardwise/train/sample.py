@@ -56,7 +56,9 @@ def generate(
     model.eval()
     try:
         for made in range(num_tokens):
-            logits = model(prompt[:, -context:])[:, -1].float().cpu()
+            out = model(prompt[:, -context:])
+            # Hugging Face models return a record.
+            logits = getattr(out, "logits", out)[:, -1].float().cpu()
             if temperature == 0:
                 token = logits.argmax(-1, keepdim=True)
             else:

@@ -1,0 +1,99 @@
+"""Memory of one rank: its process, and what its shards of parameters, gradients and optimizer state take."""
+
+import resource
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+__all__ = ["MemoryUse", "local_bytes", "memory_of", "rss_bytes", "state_bytes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryUse:
+    """Bytes of one rank. ``rss`` is the whole process now; the next three are what the rank's shards hold.
+
+    ``cuda_peak`` is the most the CUDA allocator had handed out so far, 0 without a device.
+    """
+
+    rss: int
+    params: int
+    grads: int
+    optim: int
+    cuda_peak: int
+
+    @property
+    def state(self) -> int:
+        """Bytes of parameters, gradients and optimizer state: what sharding divides."""
+        return self.params + self.grads + self.optim
+
+    def as_dict(self) -> dict[str, int]:
+        return {**asdict(self), "state": self.state}
+
+
+def memory_of(model: nn.Module, optim: torch.optim.Optimizer | None = None) -> MemoryUse:
+    """Measures this rank, with no communication. Shared (tied) tensors count once.
+
+    Gradients count where they are: after ``zero_grad`` there are none. To see the most a step holds, call it between
+    backward and ``zero_grad``.
+    """
+    params = {id(p): p for p in model.parameters()}.values()
+    grads = [p.grad for p in params if p.grad is not None]
+    state = [] if optim is None else list(_tensors(optim.state))
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() and torch.cuda.is_initialized() else 0
+    return MemoryUse(
+        rss=rss_bytes(),
+        params=sum(map(local_bytes, params)),
+        grads=sum(map(local_bytes, grads)),
+        optim=sum(map(local_bytes, state)),
+        cuda_peak=peak,
+    )
+
+
+def state_bytes(model: nn.Module, optim: torch.optim.Optimizer) -> tuple[int, int]:
+    """Bytes of parameters, gradients and optimizer state: (on this rank, in one process that holds all); no communication.
+
+    Call it after the first step, when the optimizer has its state. A gradient is counted for every trained parameter,
+    as during a step. What one process would hold follows from the full shapes, with as much optimizer state per
+    parameter as this rank has.
+    """
+    params = list({id(p): p for p in model.parameters()}.values())
+    trained = [p for p in params if p.requires_grad]
+    optim_bytes = memory_of(model, optim).optim
+    mine = sum(map(local_bytes, trained))
+    whole = sum(p.numel() * p.element_size() for p in trained)  # a sharded parameter's numel is that of the whole
+    frozen = [p for p in params if not p.requires_grad]
+    here = 2 * mine + optim_bytes + sum(map(local_bytes, frozen))
+    alone = 2 * whole + round(optim_bytes * whole / max(1, mine)) + sum(p.numel() * p.element_size() for p in frozen)
+    return here, alone
+
+
+def local_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor on this rank: of its local shard, if it is sharded."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, dict):
+        for value in state.values():
+            yield from _tensors(value)
+    elif isinstance(state, (list, tuple)):
+        for value in state:
+            yield from _tensors(value)
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process in bytes: now, where the system tells; else the most it has been."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
