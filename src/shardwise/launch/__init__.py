@@ -1,5 +1,8 @@
 """Starts, watches and ends the ranks of one machine."""
 
-from shardwise.launch.process import free_port
+from shardwise.launch.devices import default_nproc
+from shardwise.launch.events import send_event
+from shardwise.launch.local import launch_local
+from shardwise.launch.process import free_port, held_port
 
-__all__ = ["free_port"]
+__all__ = ["default_nproc", "free_port", "held_port", "launch_local", "send_event"]

@@ -67,8 +67,15 @@ def signal_name(number: int) -> str:
         return "unknown"
 
 
-def describe_exit(rank: int, code: int, *, detail: str = "") -> Failure:
-    """Turns the exit code of a rank that reported nothing into a :class:`Failure`; ``code < 0`` is a signal."""
+def describe_exit(rank: int, code: int, *, detail: str = "", finished: bool = False) -> Failure:
+    """Turns the exit code of a rank that reported no error into a :class:`Failure`.
+
+    Args:
+        rank: the rank.
+        code: its exit code; below 0 it is a signal.
+        detail: what it last wrote.
+        finished: it had returned its result, so what failed came after (exit handlers, the end of threads).
+    """
     if code == -signal.SIGABRT:
         return Failure(
             rank=rank,
@@ -87,21 +94,25 @@ def describe_exit(rank: int, code: int, *, detail: str = "") -> Failure:
         return Failure(rank=rank, what=f"was killed by signal {-code} ({signal_name(-code)})", detail=detail, fix=fix)
     return Failure(
         rank=rank,
-        what=f"exited with code {code} without a result",
+        what=f"exited with code {code} {'after its result' if finished else 'without a result'}",
         detail=detail,
         fix="look for sys.exit or os._exit in the code of that rank",
     )
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:
-    """Describes an exception raised on ``rank``, with its traceback, so that it can travel to another process."""
+    """Describes an exception raised on ``rank``, with its traceback, so that it can travel to another process.
+
+    The first frame, which is the caller's own ``try``, is left out.
+    """
     text = str(error)
     summary = text.strip().splitlines()[0] if text.strip() else ""
     name = type(error).__name__
+    frames = error.__traceback__.tb_next if error.__traceback__ else None
     return Failure(
         rank=rank,
         what=f"raised {name}: {summary}" if summary else f"raised {name}",
-        detail="".join(traceback.format_exception(error)).rstrip(),
+        detail="".join(traceback.format_exception(type(error), error, frames)).rstrip(),
         weight=_weight(error, text),
         error=_dump(error),
         reported=True,
@@ -147,7 +158,7 @@ def rank_error(failure: Failure, *, others: Iterable[int] = ()) -> RankError:
         others: ranks that failed as well; named, not shown.
     """
     also = ", ".join(str(rank) for rank in sorted(others))
-    why = f"rank {failure.rank} {failure.what}" if not failure.detail else failure.detail
+    why = failure.detail or "its process ended without reporting an error"
     if also:
         why += f"\n  (then also failed: rank {also})"
     cause = load_error(failure)

@@ -49,20 +49,31 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def kill_group(pid: int, number: int = signal.SIGKILL) -> None:
-    """Sends a signal to a process and its group (its own children included). One that is gone already is fine."""
+def kill_group(pid: int, number: int = signal.SIGKILL, *, alone: bool = True) -> None:
+    """Sends a signal to a process and its group (its own children included). One that is gone already is fine.
+
+    Args:
+        pid: of the process that leads the group.
+        number: the signal.
+        alone: also signal the process itself, which has no group until it called setsid. False once it was waited
+            for, because its id is then free for others.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
-    # The group exists only once the child has called setsid; until then the process itself is what there is.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
+        return
+    if alone:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal (state T of /proc/<pid>/stat); False where there is no /proc."""
+    """Whether a process was stopped by a signal (state T of /proc/<pid>/stat); False where there is no /proc.
+
+    One that a debugger holds (state t) is not: whoever attached it knows.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False
     # The name in brackets may itself hold brackets and blanks: the state follows the last one.
-    return text.rpartition(")")[2].split()[:1] in (["T"], ["t"])
+    return text.rpartition(")")[2].split()[:1] == ["T"]

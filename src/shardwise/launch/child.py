@@ -1,0 +1,119 @@
+"""What each rank started by ``launch_local`` runs: load the target, call it, report how it ended.
+
+Run as ``python -m shardwise.launch CONTROL EVENTS PARENT``: two file descriptors and a process id. The job comes
+in over CONTROL as a pickle, the result or the failure goes back the same way; the rank itself prints no traceback, so
+that the parent can show the one that matters, once.
+"""
+
+import contextlib
+import difflib
+import faulthandler
+import importlib
+import importlib.util
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from shardwise.errors import ConfigError
+from shardwise.launch.events import open_channel
+from shardwise.launch.failure import Failure, failure_of
+from shardwise.launch.process import die_with_parent
+
+__all__ = ["DUMP_SIGNAL", "Job", "load_target", "main"]
+
+DUMP_SIGNAL = signal.SIGUSR2
+"""A rank that gets this signal writes the stack of every thread to stderr and goes on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a rank is asked to do.
+
+    Args:
+        target: "pkg.mod:fn" or "path.py:fn".
+        args: pickled arguments; unpickled once ``path`` is set.
+        path: ``sys.path`` of the parent.
+        pythonpath: the user's own PYTHONPATH; the one this process was started with had to find this package.
+    """
+
+    target: str
+    args: bytes
+    path: tuple[str, ...]
+    pythonpath: str | None
+
+
+def main(argv: list[str]) -> int:
+    """Serves one job; the exit status is 0 when a result was sent."""
+    control, events, parent = (int(word) for word in argv)
+    die_with_parent(parent)
+    for descriptor in (control, events):
+        os.set_inheritable(descriptor, False)
+    open_channel(events)
+    faulthandler.enable()
+    faulthandler.register(DUMP_SIGNAL, all_threads=True)
+    for stream in (sys.stdout, sys.stderr):
+        # Line by line: the parent shows a line when it is written, and has it if this rank is killed.
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    connection = Connection(control)
+    kind, answer = _run(connection.recv())
+    # Without a parent there is nobody to tell, and this process is about to be killed.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        connection.send((kind, answer))
+    return 0 if kind == "result" else 1
+
+
+def _run(job: Job) -> tuple[str, bytes | Failure]:
+    sys.path[:] = job.path
+    if job.pythonpath is None:
+        os.environ.pop("PYTHONPATH", None)
+    else:
+        os.environ["PYTHONPATH"] = job.pythonpath
+    try:
+        return "result", pickle.dumps(load_target(job.target)(*pickle.loads(job.args)))
+    except SystemExit as end:
+        if not end.code:
+            return "result", pickle.dumps(None)
+        return "error", failure_of(int(os.environ["RANK"]), end)
+    except BaseException as error:
+        return "error", failure_of(int(os.environ["RANK"]), error)
+
+
+def load_target(target: str) -> Callable[..., object]:
+    """The function a target names.
+
+    Raises:
+        ConfigError: the module, the file or the function does not exist; similar names are shown.
+    """
+    place, _, name = target.rpartition(":")
+    if place.endswith(".py"):
+        path = Path(place).resolve()
+        if not path.is_file():
+            raise ConfigError(f"target {target!r}", why=f"there is no file {path}", fix="check the path")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+        # Registered, so that what it defines can be pickled.
+        sys.modules.setdefault(path.stem, module)
+        spec.loader.exec_module(module)  # type: ignore[union-attr]
+    else:
+        try:
+            module = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            # Only a module that is itself missing is the user's typing; one it imports is a fault of that module.
+            if error.name is None or not (place + ".").startswith(error.name + "."):
+                raise
+            raise ConfigError(
+                f"target {target!r}",
+                why=f"there is no module {error.name!r} on sys.path",
+                fix="write pkg.mod:fn for an importable module, or path/to/file.py:fn",
+            ) from error
+    found = getattr(module, name, None)
+    if callable(found):
+        return found
+    near = difflib.get_close_matches(name, [key for key in vars(module) if not key.startswith("_")], n=1)
+    fix = f"did you mean {place}:{near[0]}?" if near else f"define a function {name} there"
+    raise ConfigError(f"target {target!r}", why=f"{place} has no function {name!r}", fix=fix)

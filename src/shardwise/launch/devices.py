@@ -1,0 +1,39 @@
+"""How many ranks to start when nobody says."""
+
+import os
+from pathlib import Path
+
+from shardwise.errors import ConfigError
+
+__all__ = ["default_nproc"]
+
+_MAX_CPU_RANKS = 2
+
+
+def default_nproc(device: str = "auto") -> int:
+    """All visible accelerators, else ``min(2, cores)`` ranks on the CPU.
+
+    torch is imported only on a machine that has an accelerator's device file, to count what this process may use.
+
+    Args:
+        device: "auto", "cpu" or "cuda".
+
+    Raises:
+        ConfigError: "cuda" where torch sees no device, or another word.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device={device!r}", why="it is not a kind of device", fix="use auto, cpu or cuda")
+    count = 0 if device == "cpu" else _num_cuda()
+    if device == "cuda" and not count:
+        raise ConfigError(
+            "device='cuda'", why="torch sees no CUDA device here", fix="use device='cpu', or a CUDA build"
+        )
+    return count or min(_MAX_CPU_RANKS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+
+
+def _num_cuda() -> int:
+    if not any(Path("/dev").glob("nvidia[0-9]*")) and not any(Path(p).exists() for p in ("/dev/kfd", "/dev/dxg")):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()

@@ -1,0 +1,45 @@
+"""Events from a rank to the process that launched it: one JSON object a line, on a pipe of its own.
+
+They carry what a display or a log needs while the job runs (step, loss, memory); results and errors do not travel here.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Mapping
+
+__all__ = ["open_channel", "send_event"]
+
+_lock = threading.Lock()
+_channel: int | None = None
+
+
+def open_channel(descriptor: int) -> None:
+    """Makes ``descriptor`` the channel of this process; called once, before the rank's own code."""
+    global _channel
+    _channel = descriptor
+
+
+def send_event(event: Mapping[str, object]) -> bool:
+    """Sends one event to the launching process; any rank may call it, at any time, from any thread.
+
+    Args:
+        event: JSON data (numbers, strings, lists, mappings); tensors and arrays are not, pass ``.item()``.
+
+    Returns:
+        False where nobody listens: this process was not started by ``launch_local``, or its parent is gone.
+
+    Raises:
+        TypeError: the event is not JSON data; also raised where nobody listens, so that it is found early.
+    """
+    data = json.dumps(dict(event)).encode() + b"\n"
+    if _channel is None:
+        return False
+    try:
+        # One event at a time: a long line is written in several pieces.
+        with _lock:
+            while data:
+                data = data[os.write(_channel, data) :]
+    except BrokenPipeError:
+        return False
+    return True

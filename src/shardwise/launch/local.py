@@ -1,0 +1,307 @@
+"""Starts the ranks of one machine, watches them, and ends them: all of them, always.
+
+    results = launch_local("my_package.job:main", nproc=2, args=("config.yaml",))
+
+The parent reads what every rank writes and passes it on with the rank before each line. When a rank fails the others
+are ended, and the failure that caused the rest is raised. However the parent ends (return, exception, Ctrl-C, SIGTERM,
+even SIGKILL), no rank and no child of a rank outlives it.
+"""
+
+import contextlib
+import os
+import pickle
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.launch.child import Job
+from shardwise.launch.failure import Failure, load_error, rank_error, root_cause
+from shardwise.launch.process import held_port
+from shardwise.launch.rank import Callbacks, RankProcess
+
+__all__ = ["launch_local"]
+
+_TICK_S = 0.05
+_SETTLE_S = 0.7
+_DRAIN_S = 1.0
+_DUMP_S = 0.5
+_GUARD = str(Path(__file__).with_name("guard.py"))
+
+
+def launch_local(
+    target: str,
+    *,
+    nproc: int,
+    args: Sequence[object] = (),
+    env: Mapping[str, str] | None = None,
+    on_event: Callable[[int, dict], None] | None = None,
+    on_line: Callable[[int, str, str], None] | None = None,
+    grace_s: float = 5.0,
+    timeout_s: float | None = None,
+    stopped_s: float = 10.0,
+) -> list:
+    """Runs ``target(*args)`` in ``nproc`` fresh processes and returns their results in rank order.
+
+    Each rank has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, unless you set it,
+    OMP_NUM_THREADS=1. Arguments and results are pickled, events are JSON. Call it from the main thread if SIGTERM to
+    this process shall end the ranks in order; from other threads they are killed instead.
+
+    Args:
+        target: "pkg.mod:fn" or "path/to/file.py:fn".
+        nproc: number of ranks.
+        args: positional arguments of the function, the same on every rank.
+        env: variables on top of this process's own; MASTER_ADDR and MASTER_PORT given here are used as they are.
+        on_event: called with ``(rank, event)`` for each ``send_event``.
+        on_line: called with ``(rank, "stdout" | "stderr", line)``; by default lines are printed as "[rank 1] line".
+        grace_s: seconds between SIGTERM and SIGKILL when ranks have to be ended.
+        timeout_s: seconds after which the ranks are ended; None: no limit.
+        stopped_s: seconds after which a rank that is stopped (SIGSTOP) counts as failed.
+
+    Raises:
+        RankError: a rank failed; ``.ranks`` names it, the text holds its traceback.
+        ShardwiseError: a rank raised one; it is raised again here, with its rank and traceback as a note.
+        ConfigError: ``target`` or ``nproc`` cannot be meant.
+        KeyboardInterrupt, SystemExit(143): Ctrl-C or SIGTERM came; the ranks have ended.
+    """
+    _check(target, nproc)
+    callbacks = Callbacks(on_line or _print_line, on_event or _ignore_event)
+    job = Job(target=target, args=pickle.dumps(tuple(args)), path=tuple(sys.path), pythonpath=_pythonpath(env))
+    with held_port() as port, _terminable(), _Guard() as guard:
+        base = {"OMP_NUM_THREADS": "1", **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        watch = _Watch(guard, grace_s, timeout_s, stopped_s)
+        try:
+            for rank in range(nproc):
+                watch.add(RankProcess(rank, job, {**base, **(env or {}), **_rank_env(rank, nproc)}, callbacks))
+            watch.run()
+        finally:
+            watch.close()
+    failures = [rank.failure for rank in watch.ranks if rank.failure is not None]
+    if failures or watch.blamed:
+        raise _error(failures, watch.blamed)
+    return [pickle.loads(rank.result) for rank in watch.ranks]  # type: ignore[arg-type]
+
+
+class _Watch:
+    """The loop that reads, notices ends, and ends the rest."""
+
+    def __init__(self, guard: "_Guard", grace_s: float, timeout_s: float | None, stopped_s: float):
+        self.ranks: list[RankProcess] = []
+        self.blamed: list[Failure] = []
+        self._guard, self._grace_s, self._timeout_s, self._stopped_s = guard, grace_s, timeout_s, stopped_s
+        self._selector = selectors.DefaultSelector()
+        self._started = time.monotonic()
+
+    def add(self, rank: RankProcess) -> None:
+        """Takes over a started rank and lets it begin."""
+        self.ranks.append(rank)
+        self._guard.add(rank.pid)
+        for descriptor in rank.streams():
+            self._selector.register(descriptor, selectors.EVENT_READ, rank)
+        rank.begin()
+
+    def run(self) -> None:
+        """Until every rank has ended by itself, or the first failure is understood."""
+        failed_at: float | None = None
+        while self._alive():
+            self._turn()
+            now = time.monotonic()
+            if failed_at is None and (self._look() or any(rank.failure for rank in self.ranks)):
+                failed_at = now
+            # A moment for the others to report: the first to be heard is not always the one that caused it.
+            if failed_at is not None and (self.blamed or now - failed_at > _SETTLE_S):
+                return
+        self._drain()
+
+    def _alive(self) -> bool:
+        return not all(rank.poll() for rank in self.ranks)
+
+    def _turn(self, wait_s: float = _TICK_S) -> bool:
+        ready = self._selector.select(wait_s)
+        for key, _ in ready:
+            key.data.read(key.fd)
+            if key.fd not in key.data.streams():
+                self._selector.unregister(key.fd)
+        for rank in self.ranks:
+            if rank.poll() and rank.failure is None and (rank.code or rank.result is None):
+                # Its report may still be in the pipe; without one, how it ended is all there is.
+                for descriptor in rank.streams():
+                    self._drain_one(rank, descriptor)
+                rank.settle()
+        return bool(ready)
+
+    def _drain_one(self, rank: RankProcess, descriptor: int) -> None:
+        deadline = time.monotonic() + _DRAIN_S
+        with selectors.DefaultSelector() as one:
+            one.register(descriptor, selectors.EVENT_READ)
+            while descriptor in rank.streams() and time.monotonic() < deadline:
+                if not one.select(_TICK_S):
+                    break
+                rank.read(descriptor)
+        if descriptor not in rank.streams():
+            self._selector.unregister(descriptor)
+
+    def _drain(self) -> None:
+        # A pipe ends when its last writer does; one kept open by a process that left the rank's session is given up.
+        deadline = time.monotonic() + _DRAIN_S
+        while self._selector.get_map() and time.monotonic() < deadline:
+            self._turn()
+
+    def _look(self) -> bool:
+        """Notices what no exit tells: a stopped rank, and the time limit."""
+        running = [rank for rank in self.ranks if not rank.poll()]
+        stopped = [rank for rank in running if rank.stopped_for() > self._stopped_s]
+        if stopped:
+            self.blamed = [_stopped(rank.rank, rank.pid, self._stopped_s) for rank in stopped]
+        elif self._timeout_s is not None and time.monotonic() - self._started > self._timeout_s:
+            self.blamed = [_late(rank.rank, self._timeout_s) for rank in running]
+            for rank in running:
+                rank.dump_stacks()
+            deadline = time.monotonic() + _DUMP_S
+            while time.monotonic() < deadline:
+                self._turn()
+        return bool(self.blamed)
+
+    def close(self) -> None:
+        """Ends whatever still runs: SIGTERM, ``grace_s`` to leave in order, SIGKILL."""
+        blamed = {rank: rank.failure for rank in self.ranks}
+        try:
+            self._end(signal.SIGTERM, self._grace_s)
+        finally:
+            # A second Ctrl-C, or a callback that fails, comes here at once.
+            for rank in self.ranks:
+                rank.signal(signal.SIGKILL)
+            while self._alive():
+                time.sleep(0.01)
+            for rank in self.ranks:
+                # What ended because we ended it is no failure.
+                rank.failure = blamed[rank]
+                self._guard.remove(rank.pid)
+                rank.close()
+            self._selector.close()
+
+    def _end(self, number: int, grace_s: float) -> None:
+        if not self._alive():
+            return
+        for rank in self.ranks:
+            rank.signal(number)
+        deadline = time.monotonic() + grace_s
+        while self._alive() and time.monotonic() < deadline:
+            self._turn()
+        self._drain()
+
+
+class _Guard:
+    """The process that ends the ranks should this one be killed; see :mod:`shardwise.launch.guard`."""
+
+    def __enter__(self) -> "_Guard":
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", _GUARD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()  # type: ignore[union-attr]
+        self._process.wait()
+
+    def add(self, group: int) -> None:
+        """Puts a process group on the list."""
+        self._say(group)
+
+    def remove(self, group: int) -> None:
+        """Takes a process group off the list."""
+        self._say(-group)
+
+    def _say(self, number: int) -> None:
+        # Somebody may have killed the guard itself; the ranks then still have the system's own parent-death signal.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(f"{number}\n".encode())  # type: ignore[union-attr]
+            self._process.stdin.flush()  # type: ignore[union-attr]
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Turns SIGTERM into SystemExit(143) for a while, so that the ranks are ended on the way out.
+
+    Left alone where the application has a handler of its own, and off the main thread, where Python allows none.
+    """
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, _leave)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def _check(target: str, nproc: int) -> None:
+    if nproc < 1:
+        raise ConfigError(f"nproc={nproc}", why="a job needs at least one rank", fix="use 1 or more")
+    place, colon, name = target.rpartition(":")
+    if not colon or not place or not name:
+        fix = "write pkg.mod:fn or path/to/file.py:fn"
+        raise ConfigError(f"target {target!r}", why="it names no function", fix=fix)
+    if place.endswith(".py") and not Path(place).is_file():
+        raise ConfigError(f"target {target!r}", why=f"there is no file {Path(place).resolve()}", fix="check the path")
+
+
+def _pythonpath(env: Mapping[str, str] | None) -> str | None:
+    return {**os.environ, **(env or {})}.get("PYTHONPATH")
+
+
+def _rank_env(rank: int, nproc: int) -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": str(nproc), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(nproc)}
+
+
+def _print_line(rank: int, stream: str, line: str) -> None:
+    print(f"[rank {rank}] {line}", file=sys.stderr if stream == "stderr" else sys.stdout, flush=True)
+
+
+def _ignore_event(rank: int, event: dict) -> None:
+    """Events nobody asked for are read and dropped, so that a rank never waits for a reader."""
+
+
+def _stopped(rank: int, pid: int, limit_s: float) -> Failure:
+    return Failure(
+        rank=rank,
+        what="is stopped",
+        detail=f"process {pid} has been in state T for more than {limit_s:g} s, and its peers wait for it",
+        fix="it was sent SIGSTOP or SIGTSTP: find who sent it",
+    )
+
+
+def _late(rank: int, timeout_s: float) -> Failure:
+    return Failure(
+        rank=rank,
+        what=f"did not finish within {timeout_s:g} s",
+        detail="it was still running; the lines 'most recent call first' on its stderr show where",
+        fix="raise timeout_s if it was only slow",
+    )
+
+
+def _error(failures: list[Failure], blamed: list[Failure]) -> ShardwiseError:
+    cause = root_cause(blamed or failures)
+    error = load_error(cause)
+    if isinstance(error, ShardwiseError):
+        error.add_note(f"raised on rank {cause.rank}:\n{cause.detail}")
+        return error
+    ours = rank_error(cause, others=[failure.rank for failure in failures if failure.rank != cause.rank])
+    if blamed:
+        ours.ranks = tuple(sorted(failure.rank for failure in blamed))
+    return ours

@@ -1,0 +1,175 @@
+"""The parent's handle of one rank: its process, what it writes, what it reports."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from pathlib import Path
+
+from shardwise.launch.child import DUMP_SIGNAL, Job
+from shardwise.launch.failure import Failure, describe_exit
+from shardwise.launch.process import is_stopped, kill_group
+
+__all__ = ["Callbacks", "RankProcess"]
+
+_CHUNK = 1 << 16
+_TAIL_LINES = 30
+_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """Where lines ``(rank, "stdout" | "stderr", line)`` and events ``(rank, event)`` go."""
+
+    on_line: Callable[[int, str, str], None]
+    on_event: Callable[[int, dict], None]
+
+
+class RankProcess:
+    """One started rank. ``streams`` maps a file descriptor to the method that reads it; all of them are non-blocking
+    in effect, because the launcher calls them only when there is something to read.
+    """
+
+    def __init__(self, rank: int, job: Job, env: Mapping[str, str], callbacks: Callbacks):
+        self.rank, self._callbacks = rank, callbacks
+        self.result: bytes | None = None
+        self.failure: Failure | None = None
+        self.code: int | None = None
+        self._stopped_since: float | None = None
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._control, control = Pipe()
+        self._events, events = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "shardwise.launch", str(control.fileno()), str(events), str(os.getpid())],
+                env={**env, "PYTHONPATH": os.pathsep.join(filter(None, [_PACKAGE_ROOT, env.get("PYTHONPATH")]))},
+                pass_fds=[control.fileno(), events],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                # A session of its own: Ctrl-C is the parent's to handle, and a signal reaches the rank's children too.
+                start_new_session=True,
+            )
+        except BaseException:
+            self._control.close()
+            os.close(self._events)
+            raise
+        finally:
+            control.close()
+            os.close(events)
+        self._partial = {"stdout": b"", "stderr": b"", "event": b""}
+        self._open = {
+            self._process.stdout.fileno(): "stdout",  # type: ignore[union-attr]
+            self._process.stderr.fileno(): "stderr",  # type: ignore[union-attr]
+            self._events: "event",
+            self._control.fileno(): "control",
+        }
+        self._job = job
+
+    @property
+    def pid(self) -> int:
+        """Process id, and id of the group that holds the rank and its children."""
+        return self._process.pid
+
+    def begin(self) -> None:
+        """Sends the job; a rank that is gone already is found by :meth:`poll`."""
+        try:
+            self._control.send(self._job)
+        except (BrokenPipeError, ConnectionResetError):
+            self._open.pop(self._control.fileno(), None)
+
+    def streams(self) -> list[int]:
+        """File descriptors that may still bring something."""
+        return list(self._open)
+
+    def read(self, descriptor: int) -> None:
+        """Takes in what ``descriptor`` has, and passes on whole lines and events."""
+        kind = self._open.get(descriptor)
+        if kind is None:
+            return
+        if kind == "control":
+            self._read_control(descriptor)
+            return
+        data = os.read(descriptor, _CHUNK)
+        if not data:
+            del self._open[descriptor]
+        *lines, rest = (self._partial[kind] + data).split(b"\n")
+        if rest and (not data or (len(rest) >= _CHUNK and kind != "event")):
+            # The end, or a line that never ends (a progress bar): pass on what there is.
+            lines, rest = [*lines, rest], b""
+        self._partial[kind] = rest
+        for line in lines:
+            self._deliver(kind, line)
+
+    def _deliver(self, kind: str, line: bytes) -> None:
+        if kind == "event":
+            try:
+                event = json.loads(line)
+            except ValueError:
+                # A rank killed in the middle of a line; the end of the rank is what gets reported.
+                return
+            self._callbacks.on_event(self.rank, event)
+            return
+        text = line.decode("utf-8", "replace").rstrip("\r")
+        if kind == "stderr":
+            self._tail.append(text)
+        self._callbacks.on_line(self.rank, kind, text)
+
+    def _read_control(self, descriptor: int) -> None:
+        del self._open[descriptor]
+        try:
+            kind, answer = self._control.recv()
+        except (EOFError, ConnectionResetError, pickle.UnpicklingError):
+            return
+        if kind == "result":
+            self.result = answer
+        else:
+            self.failure = answer
+
+    def poll(self) -> bool:
+        """Whether the process has ended; at that moment its children are killed and its last output is read."""
+        if self.code is None and self._process.poll() is not None:
+            self.code = self._process.returncode
+            kill_group(self.pid, alone=False)
+        return self.code is not None
+
+    def settle(self) -> None:
+        """Called once it has ended and has been read to the end: turns a silent end into a failure."""
+        if self.failure is None and (self.result is None or self.code):
+            self.failure = describe_exit(
+                self.rank, self.code or 0, detail="\n".join(self._tail), finished=self.result is not None
+            )
+
+    def stopped_for(self) -> float:
+        """Seconds for which the process has been seen stopped (SIGSTOP); 0 for one that runs."""
+        if not is_stopped(self.pid):
+            self._stopped_since = None
+            return 0.0
+        now = time.monotonic()
+        if self._stopped_since is None:
+            self._stopped_since = now
+        return now - self._stopped_since
+
+    def dump_stacks(self) -> None:
+        """Makes the rank write the stack of each thread to its stderr."""
+        if not self.poll():
+            self._process.send_signal(DUMP_SIGNAL)
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the rank and its children."""
+        if not self.poll():
+            kill_group(self.pid, number)
+
+    def close(self) -> None:
+        """Gives back the file descriptors; the process has ended."""
+        self._open.clear()
+        self._control.close()
+        os.close(self._events)
+        for stream in (self._process.stdout, self._process.stderr):
+            stream.close()  # type: ignore[union-attr]

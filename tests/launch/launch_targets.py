@@ -1,0 +1,153 @@
+"""What the ranks of the launch tests run; plain Python, so that a launch takes a tenth of a second."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from shardwise.errors import LayoutError, RankError
+from shardwise.launch import send_event
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+class UnpicklableError(Exception):
+    def __init__(self, first, second):
+        super().__init__(first)
+
+
+def add(a, b):
+    return a + b + RANK
+
+
+def environment(*names):
+    return [os.environ.get(name) for name in names]
+
+
+def write():
+    print("to stdout")
+    print("to stderr", file=sys.stderr)
+    sys.stdout.write("no newline")
+
+
+def events(count):
+    return [send_event({"step": step, "text": "x" * 10000}) for step in range(count)]
+
+
+def bad_event():
+    send_event({"value": object()})
+
+
+def fail_on(rank):
+    if rank == RANK:
+        raise ValueError("boom")
+    time.sleep(60)
+
+
+def fail_everywhere():
+    raise ValueError("boom")
+
+
+def fail_with_layout():
+    raise LayoutError("dp_shard=3 on 4 ranks", why="it does not divide", fix="use dp_shard=4")
+
+
+def fail_unpicklable():
+    raise UnpicklableError("one", "two")
+
+
+def echo_first(text):
+    """Rank 0 reports the loss of its peer before rank 1 reports why it left."""
+    if RANK == 0:
+        if text:
+            raise RuntimeError(text)
+        raise RankError("rank 1 was lost", why="it left", fix="see its log", ranks=(1,))
+    time.sleep(0.3)
+    raise KeyError("the cause")
+
+
+def echo_first_of_a_kill():
+    if RANK == 0:
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def signal_self(rank, number, directory=None):
+    if directory:
+        note_pid(directory)
+    if rank == RANK:
+        print("last words", file=sys.stderr)
+        os.kill(os.getpid(), number)
+    time.sleep(60)
+
+
+def exit_with(code, hard):
+    if hard:
+        os._exit(code)
+    sys.exit(code)
+
+
+def fail_at_exit():
+    import atexit
+
+    atexit.register(os._exit, 7)
+    return "result"
+
+
+def ignore_sigterm_and_fail(directory):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    note_pid(directory)
+    if RANK == 1:
+        raise ValueError("boom")
+    time.sleep(60)
+
+
+def note_pid(directory):
+    with open(os.path.join(directory, f"rank{RANK}.{os.getpid()}"), "w"):
+        pass
+
+
+def sleep_with_child(directory):
+    child = subprocess.Popen(["sleep", "60"])
+    with open(os.path.join(directory, f"child{RANK}.{child.pid}"), "w"):
+        pass
+    note_pid(directory)
+    time.sleep(60)
+
+
+def leave_child(directory):
+    child = subprocess.Popen(["sleep", "60"])
+    with open(os.path.join(directory, f"child{RANK}.{child.pid}"), "w"):
+        pass
+    return "left"
+
+
+def store_is_reachable():
+    """A rendezvous as torch's own store makes it: rank 0 listens on MASTER_PORT with SO_REUSEADDR."""
+    import socket
+
+    where = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    if RANK == 0:
+        with socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind(where)
+            server.listen()
+            server.settimeout(20)
+            connection, _ = server.accept()
+            connection.close()
+        return True
+    for _ in range(400):
+        try:
+            socket.create_connection(where, timeout=5).close()
+            return True
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+    return False
+
+
+def deaf(directory):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    note_pid(directory)
+    time.sleep(60)
