@@ -1,0 +1,63 @@
+# Commands for working on Shardwise. `make` alone lists them.
+# They make their own environment in .venv; to use one of yours as it is: make test PYTHON=/path/to/python
+
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+# Processes of pytest. 0: one; tests that start ranks share a warm pool then, which is the quickest on few cores.
+WORKERS ?= 0
+# More words for the command behind a target: make demo ARGS=--train.steps=50, make test ARGS="-k layout"
+ARGS ?=
+
+# Ranks are processes: threads inside each would only fight over the cores.
+export OMP_NUM_THREADS ?= 1
+
+ifeq ($(origin PYTHON),command line)
+  ENV :=
+  export PYTHONPATH := src
+else
+  PYTHON := $(VENV)/bin/python
+  ENV := $(VENV)/.ready
+endif
+
+PYTEST = $(PYTHON) -m pytest -q -n $(WORKERS)
+PURE = tests/config tests/cli/test_main.py tests/recipe $(wildcard tests/test_*.py)
+CODE = src tests tools $(wildcard examples benchmarks)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check soak gpu lint
+
+help:  ## list these commands
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+demo: $(ENV)  ## train a small model on 2 local processes, about a minute, and prove its gradients
+	@$(PYTHON) -m shardwise train $(ARGS)
+
+test: $(ENV)  ## the whole suite, on a clean checkout too (minutes)
+	@echo "error index: does docs/errors.md say what the code says?"
+	@$(PYTHON) tools/error_index.py --check
+	@echo "tests: a dot each; the first that uses ranks waits some seconds for PyTorch"
+	@$(PYTEST) -m "not soak and not gpu" $(ARGS)
+
+check: $(ENV)  ## format, lint, types and the tests without PyTorch (under a minute)
+	@echo "format" && $(PYTHON) -m ruff format --check $(CODE)
+	@echo "lint" && $(PYTHON) -m ruff check $(CODE)
+	@echo "types" && $(PYTHON) -m pyrefly check --python-interpreter-path $$(command -v $(PYTHON))
+	@echo "house" && $(PYTHON) tools/house.py
+	@echo "pure tests" && $(PYTEST) -m "not soak and not gpu" $(PURE) $(ARGS)
+
+soak: $(ENV)  ## the long matrices (an hour and more)
+	@echo "the long matrices: a dot each, some take minutes"
+	@$(PYTEST) -m soak --timeout 3600 $(ARGS)
+
+gpu: $(ENV)  ## what makes sense on one CUDA device; says so if there is none
+	@echo "looking for a CUDA device"
+	@$(PYTHON) tools/find_gpu.py
+	@$(PYTEST) -m gpu $(ARGS)
+	@$(PYTHON) -m shardwise train --launch.device=cuda --launch.nproc=1
+
+lint: $(ENV)  ## format the code and mend what the linter can mend
+	@$(PYTHON) -m ruff format $(CODE)
+	@$(PYTHON) -m ruff check --fix $(CODE)
+
+$(VENV)/.ready: pyproject.toml tools/setup_env.py
+	@python=$$(sh tools/find_python.sh) && "$$python" tools/setup_env.py $(VENV) --torch '$(TORCH)'

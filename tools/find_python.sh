@@ -1,0 +1,15 @@
+#!/bin/sh
+# Print the path of a Python that can run Shardwise; say what to do if there is none.
+# 3.11 comes first: it is the oldest that is supported, and the one whose wheels are most often at hand.
+for name in python3.11 python3.12 python3.13 python3.14 python3 python; do
+    # A launcher may exist without the version behind it (pyenv), so it is run, not only looked for.
+    path=$("$name" -c 'import sys; print(sys.executable) if sys.version_info >= (3, 11) else sys.exit(1)' 2>/dev/null) &&
+        [ -n "$path" ] && echo "$path" && exit 0
+done
+cat >&2 <<'MESSAGE'
+No Python 3.11 or newer was found on the PATH.
+  why: Shardwise and PyTorch 2.13 need it
+  fix: install one (Debian, Ubuntu: apt install python3.11 python3.11-venv; macOS: brew install python@3.11),
+       or name an environment that has Shardwise's dependencies: make test PYTHON=/path/to/python
+MESSAGE
+exit 1
