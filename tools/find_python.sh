@@ -6,10 +6,10 @@ for name in python3.11 python3.12 python3.13 python3.14 python3 python; do
     path=$("$name" -c 'import sys; print(sys.executable) if sys.version_info >= (3, 11) else sys.exit(1)' 2>/dev/null) &&
         [ -n "$path" ] && echo "$path" && exit 0
 done
-cat >&2 <<'MESSAGE'
-No Python 3.11 or newer was found on the PATH.
-  why: Shardwise and PyTorch 2.13 need it
-  fix: install one (Debian, Ubuntu: apt install python3.11 python3.11-venv; macOS: brew install python@3.11),
-       or name an environment that has Shardwise's dependencies: make test PYTHON=/path/to/python
-MESSAGE
+{
+    echo "No Python 3.11 or newer was found on the PATH."
+    echo "  why: Shardwise and PyTorch 2.13 need it"
+    echo "  fix: install one (Debian, Ubuntu: apt install python3.11 python3.11-venv; macOS: brew install python@3.11),"
+    echo "       or name an environment that has Shardwise's dependencies: make test PYTHON=/path/to/python"
+} >&2
 exit 1
