@@ -121,6 +121,8 @@ def _lines_or_beats(process: "subprocess.Popen[str]") -> Iterator[str | None]:
 def _headline(line: str) -> str:
     """What is worth showing of a line of pip."""
     text = line.strip()
+    if text.startswith("Installing collected packages:"):
+        return f"writing {text.count(',') + 1} packages, then their bytecode"
     known = ("Collecting", "Downloading", "Processing", "Building", "Installing", "Preparing", "Obtaining", "Using")
     return text[:90] if text.startswith(known) else ""
 
