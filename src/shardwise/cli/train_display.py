@@ -1,0 +1,226 @@
+"""How a training run looks while it runs: a live bar on a terminal, plain lines elsewhere; never two silent seconds.
+
+A display is fed events (see :mod:`shardwise.train.job`) and lines that ranks wrote. It knows nothing of processes.
+On a terminal the last lines are redrawn in place; in a pipe or a log file a thread repeats where the run stands
+whenever nothing was printed for a while.
+"""
+
+import os
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TextIO
+
+__all__ = ["Display", "bytes_text", "seconds_text"]
+
+_QUIET_S = 1.8
+_QUIET_LATER_S = 30.0
+_EARLY_S = 300.0
+_INDENT = " " * 11
+
+
+class Display:
+    """Shows a run. Use it as a context manager: leaving it gives the terminal back.
+
+    Args:
+        stream: where to write.
+        unit: of the loss ("nats/byte").
+        live: redraw in place; None: where ``stream`` is a terminal that can move its cursor.
+        clock: seconds, always rising.
+    """
+
+    def __init__(
+        self,
+        *,
+        stream: TextIO | None = None,
+        unit: str = "nats/token",
+        live: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.stream = stream or sys.stdout
+        self.unit, self._clock = unit, clock
+        able = self.stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+        self.live = able if live is None else live
+        self.phase = "starting"
+        self.latest: dict[str, Any] = {}
+        self._state = 0
+        self._started = self._spoken = self._phase_since = clock()
+        self._lock = threading.RLock()
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._screen: Any = None
+
+    def __enter__(self) -> "Display":
+        if self.live:
+            from rich.console import Console
+            from rich.live import Live
+
+            console = Console(file=self.stream, highlight=False, soft_wrap=True)
+            self._screen = Live(
+                console=console,
+                get_renderable=self._render,
+                refresh_per_second=8,
+                transient=True,
+                redirect_stdout=False,
+            )
+            self._screen.start()
+        else:
+            self._thread = threading.Thread(target=self._keep_talking, name="shardwise-display", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        if self._screen is not None:
+            self._screen.stop()
+            self._screen = None
+        if self._thread is not None:
+            self._thread.join()
+
+    # ---- what is fed in ----------------------------------------------------------------------------------------
+
+    def say(self, text: str = "") -> None:
+        """Prints a line for good."""
+        with self._lock:
+            self._spoken = self._clock()
+            if self._screen is not None:
+                self._screen.console.print(text, markup=False)
+            else:
+                print(text, file=self.stream, flush=True)
+
+    def row(self, label: str, text: str) -> None:
+        """Prints a labelled line for good; a long text goes on below itself."""
+        width = max(40, min(110, _width(self.stream)) - len(_INDENT))
+        lines = [part for line in text.splitlines() for part in textwrap.wrap(line, width) or [""]] or [""]
+        self.say("\n".join(f"{label if n == 0 else '':<9}  {line}" for n, line in enumerate(lines)))
+
+    def on_phase(self, text: str) -> None:
+        """A new thing is being done; it is shown until the next."""
+        known = text in (self.phase, "training", "validating")
+        self.phase, self._phase_since = text, self._clock()
+        if not self.live and not known:
+            self.say(f"... {text}")
+
+    def on_line(self, rank: int, stream: str, line: str) -> None:
+        """A line that a rank wrote itself."""
+        self.say(f"[rank {rank}] {line}")
+
+    def on_event(self, rank: int, event: dict[str, Any]) -> None:
+        """An event of the run; kinds this display does not know are left to others."""
+        fields = {key: value for key, value in event.items() if key != "kind"}
+        show = getattr(self, f"_show_{event.get('kind')}", None)
+        if show is not None:
+            show(**fields)
+
+    def _show_phase(self, *, text: str) -> None:
+        self.on_phase(text)
+
+    def _show_world(self, *, device: str, layout: str, why: str) -> None:
+        self.row("device", device)
+        self.row("layout", f"{layout}: {why}")
+
+    def _show_data(self, *, name: str, train_samples: int, val_samples: int, tokens_per_step: int) -> None:
+        self.row(
+            "data",
+            f"{name}: {train_samples:,} samples to train on, {val_samples:,} to validate; "
+            f"{tokens_per_step:,} tokens a step",
+        )
+
+    def _show_model(self, *, name: str, num_params: int, why: str, **_: Any) -> None:
+        self.row("model", f"{name}, {num_params:,} parameters; {why}")
+
+    def _show_sample(self, *, when: str, prompt: str, text: str, word_share: float) -> None:
+        self.row(when, f"{100 * word_share:.0f}% real words: {prompt}|{_printable(text)}")
+
+    def _show_memory(self, *, per_rank: list[int], one_process: int, **_: Any) -> None:
+        self._state = max(per_rank)
+        share = f"{self._state / max(1, one_process):.0%} of it"
+        self.row(
+            "memory",
+            f"{bytes_text(self._state)} of parameters, gradients and optimizer state per rank; "
+            f"one process alone: {bytes_text(one_process)} ({share})",
+        )
+
+    def _show_step(self, **figures: Any) -> None:
+        self.latest = figures
+        self.phase = "training"
+
+    def _show_val(self, *, step: int, loss: float, **_: Any) -> None:
+        self.say(f"{'':<9}  step {step}: validation loss {loss:.4f} {self.unit}")
+
+    def _show_weights(self, *, path: str) -> None:
+        """Named in the report."""
+
+    # ---- what is drawn -----------------------------------------------------------------------------------------
+
+    def status(self) -> str:
+        """Where the run stands, in one line."""
+        if not self.latest or self.phase != "training":
+            return f"{self.phase} ({self._clock() - self._phase_since:.0f} s)"
+        now = self.latest
+        parts = [f"step {now['step']}/{now['steps']}", f"loss {now['loss']:.4f}"]
+        if now.get("grad_norm") is not None:
+            parts.append(f"grad norm {now['grad_norm']:.3f}")
+        parts.append(f"{now['tokens_per_s']:,.0f} tokens/s")
+        if self._state:
+            parts.append(f"{bytes_text(self._state)}/rank")
+        if now.get("skipped"):
+            parts.append("SKIPPED: not finite")
+        if now["seconds_left"] is not None:
+            parts.append(f"{seconds_text(now['seconds_left'])} left")
+        return "  ".join(parts)
+
+    def _render(self) -> Any:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.spinner import Spinner
+        from rich.text import Text
+
+        if not hasattr(self, "_spinner"):
+            self._spinner = Spinner("dots")
+        self._spinner.update(text=Text(self.status()))
+        if not self.latest:
+            return self._spinner
+        bar = ProgressBar(total=self.latest["steps"], completed=self.latest["step"], width=60)
+        return Group(self._spinner, bar)
+
+    def _keep_talking(self) -> None:
+        while not self._end.wait(0.2):
+            now = self._clock()
+            # A run of hours shall not fill its log with what nobody reads.
+            quiet = _QUIET_S if now - self._started < _EARLY_S else _QUIET_LATER_S
+            if now - self._spoken >= quiet:
+                self.say(f"{'':<9}  {self.status()}")
+
+
+def bytes_text(size: float) -> str:
+    """A number of bytes for people: "6.1 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def seconds_text(seconds: float) -> str:
+    """A time for people: "48 s", "3 min 20 s", "2 h 5 min"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def _printable(text: str) -> str:
+    """Text of a model in one line: whatever a terminal could take for a command becomes a blank."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
+def _width(stream: TextIO) -> int:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):  # no terminal, or no file at all
+        return 110

@@ -1,0 +1,165 @@
+"""The display of a run: every event has its words, a quiet run keeps talking, and a terminal is redrawn in place."""
+
+import io
+import time
+
+import pytest
+
+from shardwise.cli.train_display import Display, bytes_text, seconds_text
+
+STEP = {
+    "kind": "step",
+    "step": 12,
+    "steps": 500,
+    "loss": 2.34567,
+    "grad_norm": 0.5,
+    "lr": 1e-3,
+    "tokens": 2048,
+    "tokens_per_s": 41234.5,
+    "seconds_left": 200.2,
+    "skipped": False,
+    "epoch": 0,
+}
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def shown(*events: dict, **options) -> str:
+    stream = io.StringIO()
+    display = Display(stream=stream, unit="nats/byte", **options)
+    for event in events:
+        display.on_event(0, event)
+    return stream.getvalue()
+
+
+def test_memory_says_per_rank_against_one_process():
+    text = shown(
+        {"kind": "memory", "per_rank": [6 << 20, 5 << 20], "one_process": 12 << 20, "rss": [1], "cuda_peak": [0]}
+    )
+    assert "6.0 MiB of parameters, gradients and optimizer state per rank" in text
+    assert "one process alone: 12.0 MiB (50% of it)" in " ".join(text.split())
+
+
+def test_rows_of_the_start():
+    text = shown(
+        {"kind": "world", "device": "cpu, over gloo", "layout": "dp_shard=2", "why": "cut over 2 ranks"},
+        {"kind": "data", "name": "a.txt", "train_samples": 3000, "val_samples": 300, "tokens_per_step": 2048},
+        {"kind": "model", "name": "M", "num_params": 803968, "why": "engine fsdp2"},
+        {"kind": "val", "step": 100, "loss": 1.5, "num_tokens": 4},
+    )
+    lines = text.splitlines()
+    assert lines[0] == "device     cpu, over gloo"
+    assert lines[1] == "layout     dp_shard=2: cut over 2 ranks"
+    assert "3,000 samples to train on, 300 to validate; 2,048 tokens a step" in lines[2]
+    assert lines[3] == "model      M, 803,968 parameters; engine fsdp2"
+    assert lines[4].strip() == "step 100: validation loss 1.5000 nats/byte"
+
+
+def test_a_completion_is_one_line_and_cannot_command_the_terminal():
+    text = shown({"kind": "sample", "when": "before", "prompt": "The ", "text": "a\x1b[2J\nb\x07", "word_share": 0.256})
+    assert text.split() == ["before", "26%", "real", "words:", "The", "|a", "[2J", "b"]
+    assert "\x1b" not in text and text.count("\n") == 1
+
+
+def test_status_of_a_step_has_everything_asked_for():
+    display = Display(stream=io.StringIO())
+    display.on_event(0, {"kind": "memory", "per_rank": [6 << 20], "one_process": 12 << 20})
+    display.on_event(0, STEP)
+    assert display.status() == (
+        "step 12/500  loss 2.3457  grad norm 0.500  41,234 tokens/s  6.0 MiB/rank  3 min 20 s left"
+    )
+    display.on_event(0, {**STEP, "skipped": True, "grad_norm": None, "seconds_left": None, "loss": float("nan")})
+    assert display.status() == "step 12/500  loss nan  41,234 tokens/s  6.0 MiB/rank  SKIPPED: not finite"
+
+
+def test_status_of_a_phase_has_its_age():
+    clock = Clock()
+    display = Display(stream=io.StringIO(), clock=clock)
+    display.on_event(0, {"kind": "phase", "text": "building the model"})
+    clock.now = 7.2
+    assert display.status() == "building the model (7 s)"
+
+
+def test_a_phase_is_printed_once_and_changes_between_training_and_validating_are_not():
+    stream = io.StringIO()
+    display = Display(stream=stream)
+    for text in ("reading", "reading", "training", "validating", "training"):
+        display.on_phase(text)
+    assert stream.getvalue() == "... reading\n"
+
+
+def test_unknown_events_are_left_to_others():
+    assert shown({"kind": "brand new", "x": 1}, {"x": 1}) == ""
+
+
+def test_lines_of_ranks_carry_the_rank():
+    stream = io.StringIO()
+    Display(stream=stream).on_line(1, "stderr", "a warning [bold]")
+    assert stream.getvalue() == "[rank 1] a warning [bold]\n"
+
+
+@pytest.mark.timeout(30)
+def test_a_quiet_run_keeps_talking():
+    """With a clock that a test moves: two silent seconds of the run bring a line, again and again."""
+    clock, stream = Clock(), io.StringIO()
+    with Display(stream=stream, live=False, clock=clock) as display:
+        display.on_phase("loading torch")
+        for expected in (2, 3, 4):
+            clock.now += 2.0
+            while len(stream.getvalue().splitlines()) < expected:
+                time.sleep(0.01)
+    assert stream.getvalue().splitlines()[1:] == [f"{'':<11}loading torch ({n} s)" for n in (2, 4, 6)]
+
+
+@pytest.mark.timeout(30)
+def test_a_run_that_talks_is_not_talked_over():
+    clock, stream = Clock(), io.StringIO()
+    with Display(stream=stream, live=False, clock=clock) as display:
+        for _ in range(10):
+            clock.now += 1.0
+            display.say("busy")
+            time.sleep(0.05)
+    assert stream.getvalue().splitlines() == ["busy"] * 10
+
+
+@pytest.mark.timeout(30)
+def test_a_terminal_is_redrawn_in_place_and_given_back(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    with Display(stream=stream) as display:
+        display.row("ranks", "2 [not markup]")
+        display.on_event(0, STEP)
+        while "step 12/500" not in stream.getvalue():
+            time.sleep(0.01)
+    text = stream.getvalue()
+    assert "2 [not markup]" in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor comes back
+
+
+def test_a_terminal_that_cannot_be_redrawn_gets_plain_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    assert not Display(stream=stream).live
+
+
+def test_units_for_people():
+    assert [bytes_text(n) for n in (12, 2048, 3 << 20, 5 << 30, 7 << 40)] == [
+        "12 B",
+        "2.0 KiB",
+        "3.0 MiB",
+        "5.0 GiB",
+        "7.0 TiB",
+    ]
+    assert [seconds_text(n) for n in (0.4, 59.4, 200, 7500)] == ["0 s", "59 s", "3 min 20 s", "2 h 5 min"]
