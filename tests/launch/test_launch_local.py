@@ -179,6 +179,14 @@ def test_kill_is_named_though_its_echo_was_heard_first():
     assert caught.value.ranks == (1,)
 
 
+def test_lost_peer_without_another_failure_shows_where_the_peers_are(capfd):
+    with pytest.raises(RankError, match="Timed out waiting") as caught:
+        launch("give_up_on_a_peer", grace_s=1)
+    assert caught.value.ranks == (0,)
+    assert "a rank that took another path" in caught.value.fix
+    assert "in give_up_on_a_peer" in capfd.readouterr().err
+
+
 def test_weights_of_failures():
     own, abort, lost = (Failure(rank=rank, what="", weight=rank) for rank in (0, 1, 3))
     assert root_cause([lost, abort, own]) is own
@@ -207,7 +215,7 @@ def test_stopped_rank_is_named_and_ended(tmp_path):
 
 
 def test_time_limit_names_the_ranks_and_shows_their_stacks(capfd):
-    with pytest.raises(RankError, match="did not finish within 1 s") as caught:
+    with pytest.raises(RankError, match="rank 0, 1 did not finish within 1 s") as caught:
         launch("fail_on", 7, timeout_s=1)
     assert caught.value.ranks == (0, 1)
     assert capfd.readouterr().err.count("in fail_on") == 2

@@ -33,6 +33,9 @@ _LOST_PEER = (
     "gloo/transport",
 )
 
+_FIX_OWN = "read the traceback of that rank; the other ranks were ended because of it"
+_FIX_LOST = "a peer left or did not answer in time: look for a rank that took another path, at its lines and its stack"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
@@ -54,7 +57,7 @@ class Failure:
     detail: str = ""
     weight: int = 0
     error: bytes | None = field(default=None, repr=False)
-    fix: str = "read the traceback of that rank; the other ranks were ended because of it"
+    fix: str = _FIX_OWN
     reported: bool = False
     hung: bool = False
 
@@ -108,12 +111,14 @@ def failure_of(rank: int, error: BaseException) -> Failure:
     text = str(error)
     summary = text.strip().splitlines()[0] if text.strip() else ""
     name = type(error).__name__
+    weight = _weight(error, text)
     frames = error.__traceback__.tb_next if error.__traceback__ else None
     return Failure(
         rank=rank,
         what=f"raised {name}: {summary}" if summary else f"raised {name}",
         detail="".join(traceback.format_exception(type(error), error, frames)).rstrip(),
-        weight=_weight(error, text),
+        weight=weight,
+        fix=_FIX_LOST if weight else _FIX_OWN,
         error=_dump(error),
         reported=True,
     )
@@ -150,19 +155,22 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
     return min(failures, key=lambda failure: failure.weight)
 
 
-def rank_error(failure: Failure, *, others: Iterable[int] = ()) -> RankError:
+def rank_error(failure: Failure, *, others: Iterable[int] = (), alike: Iterable[int] = ()) -> RankError:
     """The error raised in the parent; ``__cause__`` is the rank's own exception where that could be rebuilt.
 
     Args:
         failure: the root cause.
         others: ranks that failed as well; named, not shown.
+        alike: ranks of which the same is true (stopped, late); they are in ``.ranks`` with that of ``failure``.
     """
-    also = ", ".join(str(rank) for rank in sorted(others))
+    ranks = tuple(sorted({failure.rank, *alike}))
     why = failure.detail or "its process ended without reporting an error"
+    also = ", ".join(str(rank) for rank in sorted(set(others) - set(ranks)))
     if also:
         why += f"\n  (then also failed: rank {also})"
+    who = f"rank {', '.join(map(str, ranks))}"
     cause = load_error(failure)
     fix = cause.fix if isinstance(cause, ShardwiseError) else failure.fix
-    error = RankError(f"rank {failure.rank} {failure.what}", why=why, fix=fix, ranks=(failure.rank,))
+    error = RankError(f"{who} {failure.what}", why=why, fix=fix, ranks=ranks)
     error.__cause__ = cause
     return error

@@ -12,7 +12,6 @@ import os
 import pickle
 import selectors
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -23,7 +22,7 @@ from types import FrameType
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.launch.child import Job
 from shardwise.launch.failure import Failure, load_error, rank_error, root_cause
-from shardwise.launch.process import held_port
+from shardwise.launch.process import Guard, held_port
 from shardwise.launch.rank import Callbacks, RankProcess
 
 __all__ = ["launch_local"]
@@ -32,7 +31,6 @@ _TICK_S = 0.05
 _SETTLE_S = 0.7
 _DRAIN_S = 1.0
 _DUMP_S = 0.5
-_GUARD = str(Path(__file__).with_name("guard.py"))
 
 
 def launch_local(
@@ -73,7 +71,7 @@ def launch_local(
     _check(target, nproc)
     callbacks = Callbacks(on_line or _print_line, on_event or _ignore_event)
     job = Job(target=target, args=pickle.dumps(tuple(args)), path=tuple(sys.path), pythonpath=_pythonpath(env))
-    with held_port() as port, _terminable(), _Guard() as guard:
+    with held_port() as port, _terminable(), Guard() as guard:
         base = {"OMP_NUM_THREADS": "1", **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         watch = _Watch(guard, grace_s, timeout_s, stopped_s)
         try:
@@ -91,7 +89,7 @@ def launch_local(
 class _Watch:
     """The loop that reads, notices ends, and ends the rest."""
 
-    def __init__(self, guard: "_Guard", grace_s: float, timeout_s: float | None, stopped_s: float):
+    def __init__(self, guard: Guard, grace_s: float, timeout_s: float | None, stopped_s: float):
         self.ranks: list[RankProcess] = []
         self.blamed: list[Failure] = []
         self._guard, self._grace_s, self._timeout_s, self._stopped_s = guard, grace_s, timeout_s, stopped_s
@@ -116,6 +114,7 @@ class _Watch:
                 failed_at = now
             # A moment for the others to report: the first to be heard is not always the one that caused it.
             if failed_at is not None and (self.blamed or now - failed_at > _SETTLE_S):
+                self._explain()
                 return
         self._drain()
 
@@ -161,12 +160,17 @@ class _Watch:
             self.blamed = [_stopped(rank.rank, rank.pid, self._stopped_s) for rank in stopped]
         elif self._timeout_s is not None and time.monotonic() - self._started > self._timeout_s:
             self.blamed = [_late(rank.rank, self._timeout_s) for rank in running]
-            for rank in running:
-                rank.dump_stacks()
-            deadline = time.monotonic() + _DUMP_S
-            while time.monotonic() < deadline:
-                self._turn()
         return bool(self.blamed)
+
+    def _explain(self) -> None:
+        """Lets ranks that still run show where they are, when nobody failed on its own account."""
+        if any(rank.failure is not None and not rank.failure.weight for rank in self.ranks):
+            return
+        for rank in self.ranks:
+            rank.dump_stacks()
+        deadline = time.monotonic() + _DUMP_S
+        while time.monotonic() < deadline:
+            self._turn()
 
     def close(self) -> None:
         """Ends whatever still runs: SIGTERM, ``grace_s`` to leave in order, SIGKILL."""
@@ -195,39 +199,6 @@ class _Watch:
         while self._alive() and time.monotonic() < deadline:
             self._turn()
         self._drain()
-
-
-class _Guard:
-    """The process that ends the ranks should this one be killed; see :mod:`shardwise.launch.guard`."""
-
-    def __enter__(self) -> "_Guard":
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", _GUARD],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()  # type: ignore[union-attr]
-        self._process.wait()
-
-    def add(self, group: int) -> None:
-        """Puts a process group on the list."""
-        self._say(group)
-
-    def remove(self, group: int) -> None:
-        """Takes a process group off the list."""
-        self._say(-group)
-
-    def _say(self, number: int) -> None:
-        # Somebody may have killed the guard itself; the ranks then still have the system's own parent-death signal.
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(f"{number}\n".encode())  # type: ignore[union-attr]
-            self._process.stdin.flush()  # type: ignore[union-attr]
 
 
 @contextlib.contextmanager
@@ -301,7 +272,4 @@ def _error(failures: list[Failure], blamed: list[Failure]) -> ShardwiseError:
     if isinstance(error, ShardwiseError):
         error.add_note(f"raised on rank {cause.rank}:\n{cause.detail}")
         return error
-    ours = rank_error(cause, others=[failure.rank for failure in failures if failure.rank != cause.rank])
-    if blamed:
-        ours.ranks = tuple(sorted(failure.rank for failure in blamed))
-    return ours
+    return rank_error(cause, others=[failure.rank for failure in failures], alike=[failure.rank for failure in blamed])

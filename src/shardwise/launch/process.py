@@ -5,13 +5,15 @@ import ctypes
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["die_with_parent", "free_port", "held_port", "is_stopped", "kill_group"]
+__all__ = ["Guard", "die_with_parent", "free_port", "held_port", "is_stopped", "kill_group"]
 
 _PR_SET_PDEATHSIG = 1
+_GUARD_SCRIPT = str(Path(__file__).with_name("guard.py"))
 
 
 def free_port() -> int:
@@ -77,3 +79,36 @@ def is_stopped(pid: int) -> bool:
         return False
     # The name in brackets may itself hold brackets and blanks: the state follows the last one.
     return text.rpartition(")")[2].split()[:1] == ["T"]
+
+
+class Guard:
+    """The process that ends the ranks should this one be killed; see :mod:`shardwise.launch.guard`."""
+
+    def __enter__(self) -> "Guard":
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", _GUARD_SCRIPT],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()  # type: ignore[union-attr]
+        self._process.wait()
+
+    def add(self, group: int) -> None:
+        """Puts a process group on the list."""
+        self._say(group)
+
+    def remove(self, group: int) -> None:
+        """Takes a process group off the list."""
+        self._say(-group)
+
+    def _say(self, number: int) -> None:
+        # Somebody may have killed the guard itself; the ranks then still have the system's own parent-death signal.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(f"{number}\n".encode())  # type: ignore[union-attr]
+            self._process.stdin.flush()  # type: ignore[union-attr]

@@ -180,9 +180,6 @@ def _results(answers: dict[int, bytes | Failure]) -> list:
     failures = [answer for answer in answers.values() if isinstance(answer, Failure)]
     if failures:
         cause = root_cause(failures)
-        error = rank_error(cause, others=[f.rank for f in failures if f.reported and f.rank != cause.rank])
-        hung = tuple(sorted(f.rank for f in failures if f.hung))
-        if cause.hung:
-            error.ranks = hung
-        raise error
+        alike = [failure.rank for failure in failures if failure.hung and cause.hung]
+        raise rank_error(cause, others=[failure.rank for failure in failures if failure.reported], alike=alike)
     return [pickle.loads(answers[rank]) for rank in sorted(answers)]  # type: ignore[arg-type]

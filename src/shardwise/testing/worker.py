@@ -14,6 +14,7 @@ import signal
 import sys
 import warnings
 from multiprocessing.connection import Connection
+from typing import cast
 
 from shardwise.launch.failure import Failure, failure_of
 from shardwise.launch.process import die_with_parent
@@ -113,7 +114,9 @@ class _State:
         for name in set(os.environ) - set(self._env):
             del os.environ[name]
         os.environ.update(self._env)
-        warnings.filters[:] = self._filters
+        # The reset tells the module that its list has changed; assigning to the list alone would not.
+        warnings.resetwarnings()
+        cast(list, warnings.filters)[:] = self._filters
         if torch.are_deterministic_algorithms_enabled():
             # Only where needed: the call imports the compiler, which takes longer than everything else here.
             torch.use_deterministic_algorithms(False)

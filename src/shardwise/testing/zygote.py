@@ -70,9 +70,8 @@ def _fork(connection: Connection) -> int:
         code = 0
     except BaseException:
         traceback.print_exc()
-    finally:
-        # Never back into the zygote's own loop, and no exit handlers of the zygote.
-        os._exit(code)
+    # Never back into the zygote's own loop, and no exit handlers of the zygote.
+    os._exit(code)
 
 
 if __name__ == "__main__":
