@@ -14,12 +14,14 @@ export OMP_NUM_THREADS ?= 1
 ifeq ($(origin PYTHON),command line)
   ENV :=
   export PYTHONPATH := src
+  # Where the package is not installed, pytest does not find its plugin by itself.
+  PLUGIN := $(shell PYTHONPATH=src $(PYTHON) tools/plugin_flag.py)
 else
   PYTHON := $(VENV)/bin/python
   ENV := $(VENV)/.ready
 endif
 
-PYTEST = $(PYTHON) -m pytest -q -n $(WORKERS)
+PYTEST = $(PYTHON) -m pytest -q $(PLUGIN) -n $(WORKERS)
 PURE = tests/config tests/cli/test_main.py tests/recipe $(wildcard tests/test_*.py)
 CODE = src tests tools $(wildcard examples benchmarks)
 

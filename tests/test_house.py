@@ -90,3 +90,48 @@ def test_the_checker_sees_a_fault(tmp_path, file, text, fault):
 )
 def test_the_checker_lets_good_code_through(tmp_path, file, text):
     assert build(tmp_path, file, text) == []
+
+
+# --- the outer files ------------------------------------------------------------------------------------------------
+
+
+def load_tool(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_make_alone_lists_every_command():
+    done = subprocess.run(["make", "-C", str(ROOT)], capture_output=True, text=True, timeout=60)
+    for target in ("demo", "test", "check", "soak", "gpu", "lint"):
+        assert f"  make {target} " in done.stdout
+
+
+def test_a_machine_without_python_is_told_what_to_install(tmp_path):
+    done = subprocess.run(
+        ["/bin/sh", str(ROOT / "tools" / "find_python.sh")],
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "No Python 3.11 or newer was found on the PATH." in done.stderr
+
+
+def test_waiting_for_the_installer_is_never_silent(monkeypatch, capsys, tmp_path):
+    setup_env = load_tool("setup_env")
+    monkeypatch.setattr(setup_env, "BEAT_S", 0.0)
+    code = "import time; print('Collecting torch', flush=True); time.sleep(1.2)"
+    assert setup_env.run_visibly([sys.executable, "-c", code], "installing", tmp_path / "log") == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) >= 2  # one for the line, the others while nothing came
+    assert shown[-1].endswith("s  installing: Collecting torch")
+    assert (tmp_path / "log").read_text() == "Collecting torch\n"
+
+
+def test_a_failed_step_shows_its_output_and_its_status(capsys):
+    setup_env = load_tool("setup_env")
+    assert setup_env.run_visibly([sys.executable, "-c", "print('no room'); raise SystemExit(3)"], "making", None) == 3
+    assert "no room" in capsys.readouterr().err

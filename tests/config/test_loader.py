@@ -345,6 +345,12 @@ def test_an_override_replaces_what_was_there(write):
     assert "model.args.dim" not in loaded.origins
 
 
+def test_what_an_override_replaced_is_not_blamed(write):
+    file = write("run.yaml", "data:\n  global_batch: 10\n  micro_batch: 5\n")
+    said = failure(file, ["--data={micro_batch: 3}"])
+    assert said.startswith("data.micro_batch=3 with data.global_batch=16 (override --data)\n")
+
+
 def test_an_override_into_a_record(write):
     loaded = load_config(None, ["--parallel.sharding={units: [Block], buffers: mean}"])
     assert loaded.config.parallel.sharding == Sharding(units=("Block",), buffers="mean")
