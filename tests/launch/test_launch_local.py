@@ -257,6 +257,16 @@ def test_signal_to_the_parent_ends_ranks_and_their_children(parent, number, code
     assert still_alive(pids) == []
 
 
+def test_handler_of_the_application_stays_in_charge():
+    seen = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    try:
+        launch("signal_parent")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert set(seen) == {signal.SIGTERM}
+
+
 def test_second_ctrl_c_does_not_wait_for_the_grace(parent):
     process, pids = parent(grace_s=1000.0, function="deaf", count=2)
     process.send_signal(signal.SIGINT)

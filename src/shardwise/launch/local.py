@@ -253,7 +253,7 @@ def _stopped(rank: int, pid: int, limit_s: float) -> Failure:
         rank=rank,
         what="is stopped",
         detail=f"process {pid} has been in state T for more than {limit_s:g} s, and its peers wait for it",
-        fix="it was sent SIGSTOP or SIGTSTP: find who sent it",
+        fix="it was sent SIGSTOP: find who sent it",
     )
 
 
