@@ -85,6 +85,8 @@ def run_visibly(command: Sequence[str], label: str, log: Path | None) -> int:
         process.wait()
         raise
     finally:
+        if process.stdout is not None:
+            process.stdout.close()
         if sys.stdout.isatty():
             print("\r\033[K", end="", flush=True)
         if log is not None and log.parent.is_dir():
