@@ -180,16 +180,19 @@ class Sharding(Options, frozen=True, kw_only=True):
                 why="an empty pattern matches no module",
                 fix='remove it, or use units="none" for one single unit',
             )
+        if self.units == "none":
+            self._refuse_without_effect("units", ("min_unit_bytes",), "the model is one unit whatever its size")
         if self.engine == "ddp":
-            self._refuse_without_effect()
+            keys = ("units", "min_unit_bytes", "reshard_after_forward")
+            self._refuse_without_effect("engine", keys, "ddp keeps whole copies")
 
-    def _refuse_without_effect(self) -> None:
-        for key in ("units", "min_unit_bytes", "reshard_after_forward"):
+    def _refuse_without_effect(self, chosen: str, keys: tuple[str, ...], because: str) -> None:
+        for key in keys:
             if getattr(self, key) != default_of(Sharding, key):
                 raise ConfigError(
-                    f"Sharding(engine='ddp', {key}={getattr(self, key)!r})",
-                    why=f"ddp keeps whole copies, so {key} would have no effect",
-                    fix=f"remove {key}, or use engine='fsdp2'",
+                    f"Sharding({chosen}={getattr(self, chosen)!r}, {key}={getattr(self, key)!r})",
+                    why=f"{because}, so {key} would have no effect",
+                    fix=f"remove {key}, or use another {chosen}",
                 )
 
 
