@@ -45,7 +45,7 @@ class _Finder:
     def _child(self, child: nn.Module, name: str, path: Path, entered: Entered, doubt: str | None) -> None:
         if not _has_parameters(child):
             return
-        if isinstance(child, _CONTAINERS) or (path + (EACH,)) in entered.sure | entered.maybe.keys():
+        if isinstance(child, _CONTAINERS) or (*path, EACH) in entered.sure | entered.maybe.keys():
             self._list(child, name, path, entered, doubt)
             return
         below = {known[len(path) :] for known in entered.sure if known[: len(path)] == path and len(known) > len(path)}

@@ -116,8 +116,9 @@ class _Reader:
                 self._body([*node.body, *node.orelse, *node.finalbody], doubt)
                 for handler in node.handlers:
                     self._body(handler.body, doubt or self._where("an except clause", handler))
-            case ast.Assign(targets=[ast.Name(id=name)], value=value) | ast.AnnAssign(
-                target=ast.Name(id=name), value=value
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=value)
             ) if value is not None:
                 self._expression(value, doubt)
                 self._bind(name, value)
@@ -217,10 +218,9 @@ class _Reader:
             else:
                 self._enter(called, doubt)
             return
-        if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Call):
-            if _is_super(node.func.value):
-                self._follow(self._super_method(node.func.attr), node, doubt, bound=True)
-                return
+        if isinstance(node.func, ast.Attribute) and _is_super(node.func.value):
+            self._follow(self._super_method(node.func.attr), node, doubt, bound=True)
+            return
         name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
         passed = [path for argument in arguments if (path := self._path(_strip_call(argument)))]
         if not passed or name in _NOT_ENTERING | _SAME_ITEMS | _VIEW_METHODS | {"zip"}:
@@ -406,7 +406,7 @@ class _Reader:
         name = getattr(node.func, "id", getattr(node.func, "attr", ""))
         if name in {"isinstance", "hasattr", "callable", "issubclass"} or name in _RANK_FREE:
             return True
-        if name in {"len", "getattr", "int", "bool", "range", "min", "max", "str", "getattr"}:
+        if name in {"len", "getattr", "int", "bool", "range", "min", "max", "str"}:
             return all(map(self._is_steady, node.args))
         return not node.args and not node.keywords and name.startswith("is_")
 
@@ -426,8 +426,8 @@ def _strip_call(node: ast.expr) -> ast.expr:
     return node
 
 
-def _is_super(node: ast.Call) -> bool:
-    return isinstance(node.func, ast.Name) and node.func.id == "super"
+def _is_super(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
 
 
 def _own_nodes(statements: list[ast.stmt]):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from shardwise.errors import RankError, ShardwiseError
 
-__all__ = ["Failure", "describe_exit", "failure_of", "load_error", "rank_error", "root_cause", "signal_name"]
+__all__ = ["Failure", "describe_exit", "failure_of", "is_lost_peer", "load_error", "rank_error", "root_cause", "signal_name"]
 
 # What gloo, NCCL and torch's stores say when the other end is gone: an echo of a failure, seldom the cause.
 _LOST_PEER = (
@@ -124,10 +124,16 @@ def failure_of(rank: int, error: BaseException) -> Failure:
     )
 
 
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether ``error`` is what a collective or a store says when its other end is gone."""
+    text = str(error).lower()
+    return isinstance(error, (ConnectionError, RuntimeError)) and any(sign in text for sign in _LOST_PEER)
+
+
 def _weight(error: BaseException, text: str) -> int:
     if isinstance(error, RankError):
         return 2
-    lost = isinstance(error, (ConnectionError, RuntimeError)) and any(sign in text.lower() for sign in _LOST_PEER)
+    lost = is_lost_peer(error)
     return 3 if lost else 0
 
 

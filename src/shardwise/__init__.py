@@ -1,0 +1,122 @@
+"""Shardwise: any PyTorch model, any layout, the same training.
+
+    import torch, shardwise as sw
+
+    world = sw.init("dp_shard=2")
+    model = sw.parallelize(build_model, world)
+    optim = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    step = sw.TrainStep(model, optim, loss=sw.next_token_loss, max_grad_norm=1.0)
+    for window in sw.Loader(dataset, world, global_batch=64, micro_batch=4):
+        out = step(window)
+
+Names are loaded when first used, so that importing the package costs milliseconds.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.config.options import Parallel, Precision, Sharding
+    from shardwise.errors import (
+        CheckpointError,
+        ConfigError,
+        LayoutError,
+        NonFiniteError,
+        PlanError,
+        RankError,
+        ShardwiseError,
+        UnsupportedError,
+        UsageError,
+        VerifyError,
+    )
+    from shardwise.layout import Layout
+    from shardwise.parallel import apply_recipe, describe, parallelize, recipe_of, world_of
+    from shardwise.recipe import Recipe
+    from shardwise.state import full_state_dict, save_weights
+    from shardwise.train.batch import MicroBatch, shift_labels
+    from shardwise.train.data import Loader
+    from shardwise.train.evaluate import evaluate
+    from shardwise.train.loss import TaskModel, next_token_loss
+    from shardwise.train.optim import clip_grad_norm_, clip_grad_value_, local_optimizer
+    from shardwise.train.step import StepOutput, TrainStep
+    from shardwise.train.window import accumulate, count_tokens, window
+    from shardwise.verify import verify
+    from shardwise.world import Axis, World, init
+
+_HOME = {
+    "shardwise.config.options": ("Parallel", "Precision", "Sharding"),
+    "shardwise.errors": (
+        "CheckpointError", "ConfigError", "LayoutError", "NonFiniteError", "PlanError", "RankError", "ShardwiseError",
+        "UnsupportedError", "UsageError", "VerifyError",
+    ),
+    "shardwise.layout": ("Layout",),
+    "shardwise.parallel": ("apply_recipe", "describe", "parallelize", "recipe_of", "world_of"),
+    "shardwise.recipe": ("Recipe",),
+    "shardwise.state": ("full_state_dict", "save_weights"),
+    "shardwise.train.batch": ("MicroBatch", "shift_labels"),
+    "shardwise.train.data": ("Loader",),
+    "shardwise.train.evaluate": ("evaluate",),
+    "shardwise.train.loss": ("TaskModel", "next_token_loss"),
+    "shardwise.train.optim": ("clip_grad_norm_", "clip_grad_value_", "local_optimizer"),
+    "shardwise.train.step": ("StepOutput", "TrainStep"),
+    "shardwise.train.window": ("accumulate", "count_tokens", "window"),
+    "shardwise.verify": ("verify",),
+    "shardwise.world": ("Axis", "World", "init"),
+}  # fmt: skip
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__version__ = "0.1.0"
+__all__ = [
+    "Axis",
+    "CheckpointError",
+    "ConfigError",
+    "Layout",
+    "LayoutError",
+    "Loader",
+    "MicroBatch",
+    "NonFiniteError",
+    "Parallel",
+    "PlanError",
+    "Precision",
+    "RankError",
+    "Recipe",
+    "ShardwiseError",
+    "Sharding",
+    "StepOutput",
+    "TaskModel",
+    "TrainStep",
+    "UnsupportedError",
+    "UsageError",
+    "VerifyError",
+    "World",
+    "accumulate",
+    "apply_recipe",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "count_tokens",
+    "describe",
+    "evaluate",
+    "full_state_dict",
+    "init",
+    "local_optimizer",
+    "next_token_loss",
+    "parallelize",
+    "recipe_of",
+    "save_weights",
+    "shift_labels",
+    "verify",
+    "window",
+    "world_of",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    value = getattr(import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

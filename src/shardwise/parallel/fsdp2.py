@@ -1,0 +1,165 @@
+"""Sharded data parallelism: torch's ``fully_shard`` applied unit by unit, as the recipe says.
+
+Set here, on every unit, so that the numbers are those of one process: gradients are summed, never averaged (divide factor 1,
+plain sums; gloo has no pre-multiplied sum), and a parameter that this rank did not use adds zeros, so that
+ranks always reduce the same tensors. Which parameters were used at all is recorded before the reduction.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from shardwise._compat import drop_partial_gradients, on_unit_backward, unit_gradients, unit_groups
+from shardwise.anatomy import canonical_modules, canonical_tensors, dtype_of
+from shardwise.errors import UnsupportedError
+from shardwise.recipe import ROOT, Recipe
+from shardwise.world import World
+
+__all__ = ["FSDP2Engine", "apply_fsdp2"]
+
+
+def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine":
+    """Shards ``module`` in place. Parameters may be on meta; they stay there until they are given values."""
+    modules = dict(canonical_modules(module))
+    mesh = world.mesh if world.layout.dp_replicate > 1 else world.mesh["dp_shard"]
+    whole = {
+        owner._parameters[attr]
+        for name, owner, attr in canonical_tensors(module, "_parameters")
+        if name in recipe.params and not recipe.params[name].cuts
+    }
+    for unit in (*(unit for unit in recipe.units if unit.name != ROOT), _root_unit(recipe)):
+        targets = [modules[name] for name in unit.modules]
+        _refuse_containers(unit.modules, targets)
+        fully_shard(
+            targets if len(targets) > 1 else targets[0],
+            mesh=mesh,
+            reshard_after_forward=unit.reshard,
+            mp_policy=_precision(recipe, unit.name),
+            ignored_params=whole,
+        )
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.set_gradient_divide_factor(1.0)
+            child.set_force_sum_reduction_for_comms(True)
+            child.set_reduce_scatter_unused_params(True, recurse=False)
+    _cast_root(module, recipe)
+    return FSDP2Engine(module, recipe)
+
+
+def _root_unit(recipe: Recipe) -> Any:
+    return next(unit for unit in recipe.units if unit.name == ROOT)
+
+
+def _refuse_containers(names: tuple[str, ...], targets: list[nn.Module]) -> None:
+    for name, target in zip(names, targets, strict=True):
+        if isinstance(target, nn.ModuleList | nn.ModuleDict):
+            raise UnsupportedError(
+                f"a {type(target).__name__} as a unit",
+                why="it has no forward, so nothing would gather its parameters",
+                fix=f"name its children: units=({name + '.*'!r},)",
+                name=name,
+            )
+
+
+def _precision(recipe: Recipe, unit: str) -> MixedPrecisionPolicy:
+    """The unit's dtypes as FSDP2 takes them. Inputs are cast at the root only: its own casting of every unit's inputs
+    would round fp32 positions (by up to 8 at position 4096)."""
+    params = [p for p in recipe.params.values() if p.unit == unit and p.cuts and p.trainable] or [
+        p for p in recipe.params.values() if p.unit == unit and p.cuts
+    ]
+    if not params:
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    first = params[0]
+    return MixedPrecisionPolicy(
+        param_dtype=dtype_of(first.compute) if first.compute != first.storage else None,
+        reduce_dtype=dtype_of(first.reduce) if first.reduce != first.compute else None,
+        cast_forward_inputs=False,
+    )
+
+
+def _cast_root(module: nn.Module, recipe: Recipe) -> None:
+    computes = {dtype_of(p.compute) for p in recipe.params.values() if p.compute != p.storage}
+    if recipe.cast_inputs == "root" and len(computes) == 1:
+        compute = computes.pop()
+        module.register_forward_pre_hook(
+            lambda _m, args, kwargs: (_cast(args, compute), _cast(kwargs, compute)), with_kwargs=True
+        )
+    if recipe.output is not None:
+        output = dtype_of(recipe.output)
+        module.register_forward_hook(lambda _m, _a, result: _cast(result, output))
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return torch.utils._pytree.tree_map(
+        lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, value
+    )
+
+
+class FSDP2Engine:
+    """Handles on a module sharded by :func:`apply_fsdp2`."""
+
+    def __init__(self, module: nn.Module, recipe: Recipe):
+        self.root = module
+        trainable = [name for name, param in recipe.params.items() if param.trainable]
+        self._position = {name: i for i, name in enumerate(trainable)}
+        self._used = torch.zeros(len(trainable), dtype=torch.uint8)
+        self._entered: list[str] = []
+        self._groups: list[Any] = []
+        self._watch_units(module)
+        self._watch_replicated(module, recipe)
+
+    def set_sync(self, sync: bool) -> None:
+        self.root.set_requires_gradient_sync(sync)  # type: ignore[operator]
+
+    def used(self) -> Tensor:
+        return self._used
+
+    def entered(self) -> list[str]:
+        return self._entered
+
+    def begin(self) -> None:
+        self._used.zero_()
+        self._entered = []
+
+    def abandon(self) -> None:
+        self.set_sync(True)
+        self.root.reset_iter_state()  # type: ignore[operator]
+        for group in self._groups:
+            drop_partial_gradients(group)
+
+    def _watch_units(self, root: nn.Module) -> None:
+        names = {
+            id(t): n for n, o, a in reversed(list(canonical_tensors(root, "_parameters"))) for t in [o._parameters[a]]
+        }
+        for prefix, child in canonical_modules(root):
+            for group in unit_groups(child):
+                if any(group is known for known in self._groups):
+                    continue
+                self._groups.append(group)
+                positions = [self._position.get(names[id(param)], -1) for param, _, _ in unit_gradients(group)]
+                on_unit_backward(group, self._recorder(positions))
+            if unit_groups(child):
+                child.register_forward_pre_hook(self._entry_recorder(prefix))
+
+    def _recorder(self, positions: list[int]) -> Any:
+        def seen(used: list[int]) -> None:
+            for i in used:
+                self._used[positions[i]] = 1
+
+        return seen
+
+    def _entry_recorder(self, name: str) -> Any:
+        def entered(_module: nn.Module, _args: Any) -> None:
+            if torch.is_grad_enabled():
+                self._entered.append(name)
+
+        return entered
+
+    def _watch_replicated(self, root: nn.Module, recipe: Recipe) -> None:
+        for name, owner, attr in canonical_tensors(root, "_parameters"):
+            position = self._position.get(name)
+            if position is not None and not recipe.params[name].cuts:
+                seen = self._recorder([position])
+                owner._parameters[attr].register_post_accumulate_grad_hook(lambda _p, seen=seen: seen([0]))

@@ -1,0 +1,155 @@
+"""The one run-time object that hangs on a sharded module: its recipe, its world, and handles on the engine."""
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shardwise._compat import local_tensor
+from shardwise.anatomy import canonical_modules
+from shardwise.errors import UsageError
+from shardwise.layout import Coord
+from shardwise.parallel.tensors import hidden_tensors, tensors_of
+from shardwise.recipe import RankView, Recipe, Slice, extents
+from shardwise.world import World
+
+__all__ = ["Engine", "Runtime", "attach", "has_runtime", "norm_power_sum", "runtime_of"]
+
+_KEY = "_shardwise_runtime"  # in the module's __dict__: neither a child, a parameter nor a buffer
+
+
+class Engine(Protocol):
+    """What a data-parallel engine (DDP, FSDP2) can do while training."""
+
+    def set_sync(self, sync: bool) -> None:
+        """Whether the next backward reduces gradients over the ranks."""
+
+    def used(self) -> Tensor | None:
+        """uint8 flag per trainable parameter, in the order of ``Runtime.trainable``: got a gradient on this rank since
+        :meth:`begin`. None where the engine leaves gradients of unused parameters None by itself."""
+
+    def entered(self) -> list[str]:
+        """Modules of units entered since :meth:`begin`, in order: the same on every rank, or collectives cross."""
+
+    def begin(self) -> None:
+        """A window starts."""
+
+    def abandon(self) -> None:
+        """A window ended in an exception: forget what it left half done."""
+
+
+class Runtime:
+    """What Shardwise knows about one sharded module on this rank."""
+
+    def __init__(self, module: nn.Module, recipe: Recipe, world: World, engine: Engine):
+        self.module, self.recipe, self.world, self.engine = module, recipe, world, engine
+        self.view: RankView = recipe.at(world.rank)
+        self.parameters: dict[str, nn.Parameter] = tensors_of(module, "_parameters")  # type: ignore[assignment]
+        self.trainable = [name for name, param in recipe.params.items() if param.trainable]
+        cut_engine = recipe.engine == "fsdp2"
+        self.replicated = [n for n in self.trainable if cut_engine and not recipe.params[n].cuts]
+        self.step = 0  # optimizer steps begun: part of every random stream's name
+        self.in_window = False
+        self._structure = self._count()
+
+    # ---- tensors ---------------------------------------------------------------------------------------------
+
+    def local_tensors(self) -> dict[str, Tensor]:
+        """Name -> what this rank stores: local shards of parameters, whole buffers, whole plain tensor attributes."""
+        found = {name: local_tensor(param).detach() for name, param in self.parameters.items()}
+        found |= tensors_of(self.module, "_buffers")
+        for name, owner, attr in hidden_tensors(self.module):
+            found.setdefault(name, getattr(owner, attr))
+        return found
+
+    def pieces(self, name: str, tensor: Tensor, coord: Coord | None = None) -> tuple[Slice, ...]:
+        """The pieces of ``name`` held at ``coord`` (None: by this rank); one whole piece for what is not a parameter."""
+        if name in self.recipe.params:
+            return extents(self.recipe.params[name], coord or self.view.coord)
+        zeros = (0,) * tensor.dim()
+        return (Slice(zeros, tuple(tensor.shape), zeros),)
+
+    def owned(self, name: str, local: Tensor) -> list[Tensor]:
+        """The pieces of ``local`` that this rank counts when something is summed over the whole parameter: those of
+        which it is the first owner. Views."""
+        slices, holders = self.view.extents(name), self.view.owners(name)
+        mine = [piece for piece, ranks in zip(slices, holders, strict=True) if ranks[0] == self.world.rank]
+        if len(mine) == len(slices):
+            return [local] if local.numel() else []
+        return [local[piece.local_index] for piece in mine]
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Name -> local gradient of every parameter that has one."""
+        return {name: local_tensor(grad) for name, p in self.parameters.items() if (grad := p.grad) is not None}
+
+    # ---- checks ----------------------------------------------------------------------------------------------
+
+    def check_unchanged(self) -> None:
+        """Raises UsageError if parameters were added, removed, frozen or unfrozen since the module was sharded: FSDP2
+        and DDP would go on without them, and the replicas would drift apart."""
+        if self._count() == self._structure:
+            return
+        now = tensors_of(self.module, "_parameters")
+        changed = [n for n in now if n not in self.parameters] + [n for n in self.parameters if n not in now]
+        changed += [n for n, p in now.items() if n in self.parameters and p is not self.parameters[n]]
+        changed += [
+            n for n, p in now.items() if n in self.recipe.params and p.requires_grad != self.recipe.params[n].trainable
+        ]
+        raise UsageError(
+            "the module changed after it was sharded",
+            why="a parameter added, replaced, frozen or unfrozen later is not reduced over the ranks as the recipe says",
+            fix="change the module first, then call parallelize on it",
+            name=changed[0] if changed else None,
+        )
+
+    def _count(self) -> tuple[int, int, int]:
+        modules = self._modules if hasattr(self, "_modules") else None
+        if modules is None:
+            modules = self._modules = [child for _, child in canonical_modules(self.module)]
+        entries = sum(len(m._parameters) + len(m._modules) for m in modules)
+        frozen = sum(not p.requires_grad for p in self.parameters.values())
+        identity = sum(id(p) for m in modules for p in m._parameters.values() if p is not None)
+        return entries, frozen, identity if self.recipe.engine == "ddp" else 0
+
+
+def attach(module: nn.Module, runtime: Runtime) -> None:
+    """Hangs ``runtime`` on ``module``."""
+    module.__dict__[_KEY] = runtime
+
+
+def runtime_of(module: nn.Module) -> Runtime:
+    """The run-time object of a sharded module.
+
+    Raises:
+        UsageError: the module was not sharded by Shardwise.
+    """
+    runtime = module.__dict__.get(_KEY)
+    if runtime is None:
+        raise UsageError(
+            f"a {type(module).__name__} that was not sharded",
+            why="this call needs the recipe that parallelize hangs on the root module",
+            fix="call model = sw.parallelize(model, world) first, and pass its result",
+        )
+    return runtime
+
+
+def has_runtime(module: nn.Module) -> bool:
+    """Whether ``module`` is the root of a sharded model."""
+    return _KEY in module.__dict__
+
+
+def norm_power_sum(tensors: Iterable[Tensor], norm_type: float) -> Any:
+    """Sum over ``tensors`` of ``sum(|x|^p)`` as a float64 0-dim CPU tensor; for p = inf the largest ``|x|``."""
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    total = torch.zeros((), dtype=torch.float64)
+    for dtype, group in groups.items():
+        wide = dtype if dtype == torch.float64 else torch.float32
+        norms = torch.stack(list(torch._foreach_norm(group, norm_type, dtype=wide))).double().cpu()
+        if norm_type == float("inf"):
+            total = torch.maximum(total, norms.max())
+        else:
+            total = total + (norms**norm_type).sum()
+    return total

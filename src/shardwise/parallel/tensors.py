@@ -1,0 +1,56 @@
+"""A module's tensors by canonical name: reading them, moving them to meta, making them anew; ties are kept throughout."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.anatomy import canonical_modules, canonical_tensors
+
+__all__ = ["hidden_tensors", "replace_tensors", "tensors_of", "to_meta"]
+
+
+def tensors_of(module: nn.Module, kind: str) -> dict[str, Tensor]:
+    """Canonical name -> parameter (``kind="_parameters"``) or buffer (``"_buffers"``), each tensor under its first name."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, owner, attr in canonical_tensors(module, kind):
+        tensor = getattr(owner, kind)[attr]
+        found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())
+
+
+def hidden_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """``(name, owner, attribute)`` of tensors kept as plain attributes: neither parameters nor buffers, yet used."""
+    for prefix, owner in canonical_modules(module):
+        for attr, value in vars(owner).items():
+            if isinstance(value, Tensor):
+                yield (f"{prefix}.{attr}" if prefix else attr), owner, attr
+
+
+def replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
+    """Puts ``make(tensor)`` in the place of every parameter, buffer and plain tensor attribute; tied ones are made once
+    and stay tied."""
+    made: dict[int, Any] = {}
+    kept: list[Tensor] = []  # alive until the end, so that no identity is used twice
+
+    def new(tensor: Tensor) -> Any:
+        if id(tensor) not in made:
+            kept.append(tensor)
+            value = make(tensor.detach())
+            if isinstance(tensor, nn.Parameter):
+                value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+                value.__dict__.update(vars(tensor))  # marks a library left on a parameter, such as "no weight decay"
+            made[id(tensor)] = value
+        return made[id(tensor)]
+
+    for kind in ("_parameters", "_buffers"):
+        for _, owner, attr in list(canonical_tensors(module, kind)):
+            getattr(owner, kind)[attr] = new(getattr(owner, kind)[attr])
+    for _, owner, attr in list(hidden_tensors(module)):
+        object.__setattr__(owner, attr, new(getattr(owner, attr)))
+
+
+def to_meta(module: nn.Module) -> None:
+    """Drops all values of ``module``, keeping shapes, dtypes, ties and marks."""
+    replace_tensors(module, lambda tensor: torch.empty_like(tensor, device="meta"))

@@ -1,0 +1,194 @@
+"""The loss contract: a sum over this micro-batch's valid tokens, and a count that depends on the batch alone.
+
+Means cannot be combined: a mean of means weights a short micro-batch as much as a long one (measured: gradients
+off by half). So losses are sums, the tokens of all ranks and micro-batches of a window are counted first, and each
+sum is divided by that one number.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.errors import ConfigError, UsageError
+from shardwise.train.batch import IGNORED
+
+__all__ = ["TaskModel", "as_sums", "call", "count_of", "next_token_loss", "refuse_mean", "refuse_parameters"]
+
+Batch = Mapping[str, Tensor]
+Loss = Callable[[Any, Batch], Tensor | Mapping[str, Tensor]]
+
+
+def next_token_loss(output: Any, batch: Batch) -> Tensor:
+    """Cross entropy summed over the valid tokens of a micro-batch, in float32 or wider; 0-dim.
+
+    Args:
+        output: logits [B, T, V], or an object with ``.logits`` (Hugging Face).
+        batch: with ``labels`` [B, T] aligned to the logits: ``labels[b, t]`` is the target of ``logits[b, t]``; -100 is
+            ignored.
+    """
+    logits = output if isinstance(output, Tensor) else output.logits
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    labels = batch["labels"]
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def _count_aligned(batch: Batch) -> Tensor:
+    """Valid labels of a micro-batch; refuses labels that were not shifted."""
+    labels, tokens = batch.get("labels"), batch.get("input_ids")
+    if labels is None:
+        raise _no_count(batch)
+    if tokens is not None and tokens.shape == labels.shape and torch.equal(tokens, labels) and _varies(labels):
+        raise ConfigError(
+            "labels that equal input_ids",
+            why="labels[b, t] must be the token after input_ids[b, t]; as they are, the model learns to copy",
+            fix="shift them once: sw.Loader does it (prepare=shift_labels), or labels = ids[:, 1:], input_ids = ids[:, :-1]",
+        )
+    return (labels != IGNORED).sum()
+
+
+next_token_loss.count = _count_aligned  # type: ignore[attr-defined]
+
+
+def _varies(tokens: Tensor) -> bool:
+    return bool((tokens != tokens[..., :1]).any())  # a run of one token equals itself shifted
+
+
+def count_of(loss: Any, count: Callable[[Batch], Any] | None) -> Callable[[Batch], Any]:
+    """The function that counts a micro-batch: ``loss.count``, else ``count``, else valid labels.
+
+    The returned function raises ConfigError for a batch it has nothing to count in.
+    """
+    own = getattr(loss, "count", None)
+    if callable(own):
+        return own
+    if count is not None:
+        return count
+
+    def valid_labels(batch: Batch) -> Tensor:
+        if "labels" not in batch:
+            raise _no_count(batch)
+        return (batch["labels"] != IGNORED).sum()
+
+    return valid_labels
+
+
+def _no_count(batch: Batch) -> ConfigError:
+    return ConfigError(
+        f"a batch with the keys {sorted(batch)} and no count=",
+        why="the loss is divided by the number of valid tokens (or samples) of all ranks, and nothing says how many "
+        "this batch has",
+        fix='pass count=lambda batch: batch["x"].shape[0] (what one sum of your loss runs over), or give labels',
+    )
+
+
+def call(model: nn.Module, batch: Batch) -> Any:
+    """``model(**batch)`` without the labels; where the signature asks for one tensor, the batch's first one.
+
+    Raises:
+        UsageError: the signature takes neither; pass ``forward=``.
+    """
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    parameters = inspect.signature(model.forward).parameters
+    kinds = [parameter.kind for parameter in parameters.values()]
+    if inspect.Parameter.VAR_KEYWORD in kinds or set(inputs) <= set(parameters):
+        return model(**inputs)
+    required = [p for p in parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    if len(required) == 1 and inputs:
+        return model(next(iter(inputs.values())))
+    raise UsageError(
+        f"a batch with {sorted(inputs)} for {type(model).__name__}.forward({', '.join(parameters)})",
+        why="the names do not match, and the forward takes more than one tensor",
+        fix="pass forward=lambda model, batch: model(batch[...], ...), or name the batch's keys as the forward does",
+    )
+
+
+def as_sums(result: Any) -> dict[str, Tensor]:
+    """A loss's result as name -> 0-dim sum, ``"loss"`` first.
+
+    Raises:
+        ConfigError: not a 0-dim tensor, nor a mapping of them with the key ``"loss"``.
+    """
+    sums = dict(result) if isinstance(result, Mapping) else {"loss": result}
+    if "loss" not in sums:
+        raise ConfigError(
+            f"a loss that returns the keys {sorted(sums)}",
+            why='the key "loss" is the one that is differentiated',
+            fix='return {"loss": total, ...}',
+        )
+    for name, value in sums.items():
+        if not isinstance(value, Tensor) or value.dim() != 0:
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ConfigError(
+                f"a loss whose {name!r} is {shape}",
+                why="every entry is the sum over this micro-batch: one number",
+                fix='use reduction="sum", or .sum()',
+            )
+    return sums
+
+
+def refuse_parameters(loss: Any) -> None:
+    """Raises UsageError for a loss with parameters: nothing would shard or reduce them."""
+    if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
+        name = next(iter(dict(loss.named_parameters())))
+        raise UsageError(
+            f"loss={type(loss).__name__}, which owns parameters",
+            why="only the model's parameters are sharded and reduced over the ranks",
+            fix="put it in the model: model = sw.TaskModel(model, loss), and TrainStep(..., loss=None)",
+            name=name,
+        )
+
+
+def refuse_mean(loss: Loss, output: Any, batch: Batch, value: Tensor) -> ConfigError | None:
+    """An error if ``loss`` takes a mean: on the micro-batch put twice behind itself a sum doubles, a mean stays.
+
+    Args:
+        loss: the loss function.
+        output: the model's output for ``batch``; tensors in it that have the batch's first dim are doubled with it.
+        batch: the micro-batch.
+        value: the loss of it, 0-dim.
+    """
+    size = next(iter(batch.values())).shape[0] if batch and next(iter(batch.values())).dim() else None
+    once = float(value.detach())
+    if size is None or once == 0.0 or once != once:
+        return None
+
+    def double(x: Any) -> Any:
+        return torch.cat([x, x]) if isinstance(x, Tensor) and x.dim() and x.shape[0] == size else x
+
+    with torch.no_grad():
+        twice_output = torch.utils._pytree.tree_map(double, output)
+        twice = as_sums(loss(twice_output, {key: double(tensor) for key, tensor in batch.items()}))["loss"]
+    if not 0.9 < float(twice) / once < 1.1:
+        return None
+    return ConfigError(
+        "a loss that takes a mean",
+        why=f"the micro-batch twice over gives {float(twice):.6g}, once {once:.6g}: a sum would double. Means of "
+        "unequal micro-batches and ranks cannot be combined into the right gradient",
+        fix='use reduction="sum"; Shardwise divides by the tokens of all ranks',
+    )
+
+
+class TaskModel(nn.Module):
+    """A model and its loss as one module, for a loss that owns parameters: ``forward(batch)`` returns the sum.
+
+    Use it with ``TrainStep(task, optim, loss=None, count=...)``.
+
+    Args:
+        model: gives the output.
+        loss: ``loss(output, batch)`` -> sum over the micro-batch, 0-dim, or a mapping of sums; may be a module.
+        forward: how to call the model on a batch.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss, *, forward: Callable[[nn.Module, Batch], Any] = call):
+        super().__init__()
+        self.model, self.loss, self.run = model, loss, forward
+        if callable(getattr(loss, "count", None)):
+            self.count = loss.count  # type: ignore[attr-defined]
+
+    def forward(self, batch: Batch) -> Tensor | Mapping[str, Tensor]:
+        return self.loss(self.run(self.model, batch), batch)

@@ -1,0 +1,199 @@
+"""Clipping, and optimizers that step on local shards.
+
+A stock optimizer on DTensor parameters spends most of a small model's step in DTensor's dispatch, although an
+elementwise update needs no communication: each shard's update is the shard of the update. :func:`local_optimizer`
+lets the optimizer step on the plain local tensors; outside ``step`` its parameter groups and state are what the user
+expects, keyed by the model's parameters, with DTensor values, so schedulers and checkpoint tools go on working.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise._compat import local_tensor
+from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.parallel import Runtime, norm_power_sum, runtime_of
+
+__all__ = [
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "is_elementwise",
+    "local_optimizer",
+    "owned_gradients",
+    "scale_gradients",
+]
+
+O = TypeVar("O", bound=torch.optim.Optimizer)
+
+_ELEMENTWISE = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
+    torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD,
+)  # fmt: skip
+
+
+def owned_gradients(runtime: Runtime, *, without: tuple[str, ...] = ()) -> list[Tensor]:
+    """The pieces of local gradients this rank counts, so that over all ranks every element is counted once."""
+    return [
+        piece
+        for name, grad in runtime.gradients().items()
+        if name not in without
+        for piece in runtime.owned(name, grad)
+    ]
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
+    """Scales all gradients so that their norm over the whole model is at most ``max_norm``; returns the norm before,
+    0-dim float64 on the CPU, equal on every rank. All ranks must call it, after the window.
+
+    Each element is counted once, whatever the mesh, ties or replicas. Gradients that are not finite are left so.
+
+    Args:
+        model: from ``parallelize``.
+        max_norm: above 0; ``inf`` only measures.
+        norm_type: p of the norm, above 0; ``inf`` for the largest element.
+    """
+    if not max_norm > 0 or not norm_type > 0:
+        raise ConfigError(
+            f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type})",
+            why="both are numbers above 0",
+            fix="use max_norm=1.0, norm_type=2.0",
+        )
+    runtime = runtime_of(model)
+    total = norm_power_sum(owned_gradients(runtime), norm_type)
+    if norm_type == float("inf"):
+        norm = total.to(runtime.world.agreement.device)
+        if runtime.world.size > 1:
+            dist.all_reduce(norm, op=dist.ReduceOp.MAX)
+        norm = norm.cpu()
+    else:
+        norm = runtime.world.agreement.sum({"norm": total}, "clipping")["norm"] ** (1.0 / norm_type)
+    scale_gradients(runtime, float(norm), max_norm)
+    return norm
+
+
+def clip_grad_value_(model: nn.Module, value: float) -> None:
+    """Clamps every gradient element to [-value, value]. No communication."""
+    if not value > 0:
+        raise ConfigError(f"clip_grad_value_(value={value})", why="it is a number above 0", fix="use value=1.0")
+    for grad in runtime_of(model).gradients().values():
+        grad.clamp_(-value, value)
+
+
+def scale_gradients(runtime: Runtime, norm: float, max_norm: float) -> None:
+    """Multiplies all local gradients by ``max_norm / (norm + 1e-6)`` if that is below 1 (torch's own formula)."""
+    factor = max_norm / (norm + 1e-6)
+    grads = [grad for grad in runtime.gradients().values() if grad.numel()]
+    if factor < 1.0 and grads:
+        torch._foreach_mul_(grads, factor)
+
+
+def is_elementwise(optim: torch.optim.Optimizer) -> bool:
+    """Whether an update of an element depends on that element's gradient and state only."""
+    return type(optim) in _ELEMENTWISE
+
+
+def local_optimizer(optim: O) -> O:
+    """The same optimizer, stepping on local shards. Idempotent. No communication, no copy.
+
+    Raises:
+        UnsupportedError: an optimizer that is not known to be elementwise (Muon, LBFGS, Adafactor, your own): its
+            update of a shard is not the shard of its update.
+    """
+    if not is_elementwise(optim):
+        raise UnsupportedError(
+            f"local_optimizer({type(optim).__name__})",
+            why="it is not known to update each element by itself, so stepping on shards may give other numbers",
+            fix=f"use one of {', '.join(cls.__name__ for cls in _ELEMENTWISE)}, or step it as it is",
+        )
+    if not getattr(optim.step, "_shardwise_local", False):
+        _LocalStep(optim).install()
+    return optim
+
+
+class _LocalStep:
+    """Swaps shards in before ``step`` and the model's parameters back after it."""
+
+    def __init__(self, optim: torch.optim.Optimizer):
+        self.optim = optim
+        self._locals: dict[nn.Parameter, nn.Parameter] = {}
+        self._local_state: dict[nn.Parameter, dict[str, Any]] = {}
+        self._known: dict[nn.Parameter, dict[str, Any]] = {}  # user-visible values the local ones stand for
+
+    def install(self) -> None:
+        inner = self.optim.step
+
+        def step(closure: Callable[[], Any] | None = None) -> Any:
+            if closure is not None:
+                raise UnsupportedError(
+                    "step(closure) on a local optimizer",
+                    why="a closure runs forward and backward in the middle of the step, on parameters that are swapped out",
+                    fix="run the window first, then call step() without a closure",
+                )
+            return self._run(inner)
+
+        step._shardwise_local = True  # type: ignore[attr-defined]
+        for mark in ("_wrapped_by_lr_sched",):
+            if hasattr(inner, mark):
+                setattr(step, mark, getattr(inner, mark))
+        self.optim.step = step  # type: ignore[method-assign]
+
+    def _run(self, inner: Callable[[], Any]) -> Any:
+        optim = self.optim
+        shown, given = optim.state, [group["params"] for group in optim.param_groups]
+        self._to_local(shown, given)
+        swapped: Any = defaultdict(dict)
+        swapped.update({self._locals[p]: state for p, state in self._local_state.items()})
+        try:
+            optim.state = swapped
+            for group, params in zip(optim.param_groups, given, strict=True):
+                group["params"] = [self._locals[p] for p in params]
+            return inner()
+        finally:
+            optim.state = shown
+            for group, params in zip(optim.param_groups, given, strict=True):
+                group["params"] = params
+            self._to_shown(shown, given, swapped)
+
+    def _to_local(self, shown: Any, given: list[list[nn.Parameter]]) -> None:
+        for param in (p for params in given for p in params):
+            shard, local = local_tensor(param), self._locals.get(param)
+            if local is None or local.data_ptr() != shard.data_ptr() or local.shape != shard.shape:
+                local = self._locals[param] = nn.Parameter(shard.detach(), requires_grad=param.requires_grad)
+            local.grad = None if param.grad is None else local_tensor(param.grad)
+            state = shown.get(param)
+            if state is not None and not _same_values(state, self._known.get(param)):  # loaded or edited by the user
+                self._local_state[param] = {key: local_tensor(value) for key, value in state.items()}
+                self._known[param] = dict(state)
+
+    def _to_shown(self, shown: Any, given: list[list[nn.Parameter]], swapped: Any) -> None:
+        for param in (p for params in given for p in params):
+            local = self._locals[param]
+            local.grad = None
+            state = swapped.get(local)
+            if not state:
+                continue
+            self._local_state[param] = state
+            known = self._known.get(param)
+            if known is None or any(local_tensor(known.get(key)) is not value for key, value in state.items()):
+                shown[param] = {key: _as_param(value, param) for key, value in state.items()}
+                self._known[param] = dict(shown[param])
+
+
+def _same_values(state: dict[str, Any], known: dict[str, Any] | None) -> bool:
+    return known is not None and state.keys() == known.keys() and all(state[key] is known[key] for key in state)
+
+
+def _as_param(value: Any, param: nn.Parameter) -> Any:
+    """State shaped like the shard becomes a DTensor like the parameter, over the same memory."""
+    if not isinstance(param, DTensor) or not isinstance(value, Tensor) or value.shape != local_tensor(param).shape:
+        return value
+    if value.dim() == 0:
+        return value
+    return DTensor.from_local(
+        value, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )

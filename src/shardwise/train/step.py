@@ -1,0 +1,199 @@
+"""``TrainStep``: one optimizer step on a window, with every decision taken by all ranks together."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import ConfigError, NonFiniteError, ShardwiseError, UsageError
+from shardwise.parallel import Runtime, norm_power_sum, runtime_of
+from shardwise.train.loss import Batch, Loss, as_sums, call, next_token_loss, refuse_mean, refuse_parameters
+from shardwise.train.optim import is_elementwise, local_optimizer, owned_gradients, scale_gradients
+from shardwise.train.window import Window
+
+__all__ = ["StepOutput", "TrainStep"]
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step did; equal on every rank.
+
+    Attributes:
+        step: windows run so far, this one included.
+        loss: sum over all ranks' valid tokens divided by their number (nats per token for a cross entropy).
+        grad_norm: 2-norm of the whole gradient before clipping.
+        num_tokens: valid tokens of the window, over all ranks.
+        skipped: True if the step was not taken because something was not finite.
+        metrics: the loss's other entries, divided alike.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    num_tokens: int
+    skipped: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class TrainStep:
+    """A stateful step: owns the step count and, if given, the scheduler. All ranks must call it alike.
+
+    ``step(window)`` counts the window's tokens over all ranks, runs forward and backward of each micro-batch on
+    ``loss_sum / tokens``, sums gradients over ranks, measures the norm, clips, and steps if everything is finite; then
+    the scheduler, then ``zero_grad``. Elementwise optimizers step on local shards (:func:`local_optimizer`).
+
+    Args:
+        model: from ``parallelize``.
+        optim: built from the model's parameters after ``parallelize``.
+        loss: ``loss(output, batch)`` -> sum over valid tokens, 0-dim, or a mapping of such sums with the key ``"loss"``;
+            None: the module's forward takes the batch and returns it (:class:`TaskModel`).
+        count: ``count(batch)`` -> valid tokens; default ``loss.count``, else labels that are not -100.
+        forward: how to call the model on a batch.
+        scheduler: stepped after each step that was taken.
+        max_grad_norm: clip to this 2-norm; None only measures it.
+        on_nonfinite: ``"raise"``, or ``"skip"`` the step on all ranks, when the loss or a gradient is NaN or infinite.
+
+    Raises (by the call):
+        NonFiniteError: naming the ranks and the first parameter.
+        RankError: a peer was lost or disagrees.
+        ConfigError: a loss that takes a mean, returns no 0-dim sum, or a batch nothing can be counted in.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        *,
+        loss: Loss | None = next_token_loss,
+        count: Callable[[Batch], Any] | None = None,
+        forward: Callable[[nn.Module, Batch], Any] = call,
+        scheduler: Any = None,
+        max_grad_norm: float | None = None,
+        on_nonfinite: str = "raise",
+    ):
+        if on_nonfinite not in ("raise", "skip"):
+            raise ConfigError(
+                f"on_nonfinite={on_nonfinite!r}", why="there is no such choice", fix='use "raise" or "skip"'
+            )
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ConfigError(
+                f"max_grad_norm={max_grad_norm}", why="it is a number above 0", fix="use 1.0, or None for no clipping"
+            )
+        refuse_parameters(loss)
+        self.model, self.optim, self.scheduler = model, optim, scheduler
+        self.loss, self.forward = loss, forward
+        self.count = count if count is not None or loss is not None else getattr(model, "count", None)
+        self.max_grad_norm, self.on_nonfinite = max_grad_norm, on_nonfinite
+        self.num_steps = self.num_skipped = 0
+        self._runtime: Runtime = runtime_of(model)
+        self._checked_sum = False
+        _refuse_foreign_parameters(self._runtime, optim)
+        if is_elementwise(optim):
+            local_optimizer(optim)
+
+    def __call__(self, window: Iterable[Batch]) -> StepOutput:
+        runtime = self._runtime
+        with Window(self.model, window, loss=self.loss, count=self.count) as w:
+            sums, problem = self._forward_backward(w)
+            names = sorted(sums)
+            grads = owned_gradients(runtime, without=tuple(runtime.replicated))
+            agreed = w.finish(
+                {
+                    "problem": float(problem is not None),
+                    "norm": norm_power_sum(grads, 2.0),
+                    "sums": torch.stack([sums[name] for name in names]),
+                }
+            )
+        if float(agreed["problem"]):
+            self._drop_gradients()
+            raise self._agreed_problem(problem)
+        whole = norm_power_sum((g for n, g in runtime.gradients().items() if n in runtime.replicated), 2.0)
+        norm = float((agreed["norm"] + whole).sqrt())
+        means = dict(zip(names, (agreed["sums"] / w.num_tokens).tolist(), strict=True))
+        self.num_steps += 1
+        skipped = not self._step(norm, means["loss"])
+        return StepOutput(self.num_steps, means.pop("loss"), norm, w.num_valid, skipped, means)
+
+    def _forward_backward(self, w: Window) -> tuple[dict[str, Tensor], ShardwiseError | None]:
+        """Forward and backward of every micro-batch of a window. Returns this rank's detached sums (float64, CPU), and
+        a fault of the loss that all ranks must hear of."""
+        totals: dict[str, Tensor] = {}
+        problem: ShardwiseError | None = None
+        for batch in w:
+            if self.loss is None:
+                output = result = self._run_task(batch)
+            else:
+                output = self.forward(self.model, batch)
+                result = self.loss(output, batch)
+            sums = as_sums(result)
+            if not self._checked_sum and not batch.padding:
+                problem = problem or self._refuse_mean(output, batch, sums["loss"])
+            (sums["loss"] / w.num_tokens).backward()
+            for name, value in sums.items():
+                value = value.detach().double()
+                value = torch.zeros_like(value) if batch.padding else value
+                totals[name] = totals[name] + value if name in totals else value
+        return {name: value.cpu() for name, value in totals.items()}, problem
+
+    def _run_task(self, batch: Batch) -> Any:
+        return self.model(batch)
+
+    def _refuse_mean(self, output: Any, batch: Batch, value: Tensor) -> ShardwiseError | None:
+        if self.loss is None:
+            return None
+        self._checked_sum = float(value.detach()) != 0.0
+        return refuse_mean(self.loss, output, batch, value)
+
+    def _step(self, norm: float, loss: float) -> bool:
+        """Clips and steps, or not; every rank decides alike, since the numbers are the same. True if taken."""
+        if not (torch.isfinite(torch.tensor([norm, loss]))).all():
+            error = self._nonfinite(norm, loss) if self.on_nonfinite == "raise" else None
+            self._drop_gradients()
+            if error is not None:
+                raise error
+            self.num_skipped += 1
+            return False
+        if self.max_grad_norm is not None:
+            scale_gradients(self._runtime, norm, self.max_grad_norm)
+        self.optim.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self._drop_gradients()
+        return True
+
+    def _drop_gradients(self) -> None:
+        for param in self._runtime.parameters.values():
+            param.grad = None
+
+    def _agreed_problem(self, problem: ShardwiseError | None) -> ShardwiseError:
+        found = self._runtime.world.agreement.gather(problem, "naming a fault of the loss")
+        return problem or next(error for error in found if error is not None)
+
+    def _nonfinite(self, norm: float, loss: float) -> NonFiniteError:
+        runtime = self._runtime
+        bad = next((name for name, grad in runtime.gradients().items() if not grad.isfinite().all()), None)
+        per_rank = runtime.world.agreement.gather(bad, "naming what is not finite")
+        ranks = tuple(rank for rank, name in enumerate(per_rank) if name is not None)
+        return NonFiniteError(
+            f"step {self.num_steps}: loss {loss:g}, gradient norm {norm:g}",
+            why="a loss or a gradient is NaN or infinite; parameters were left as they were"
+            + (f" (seen in the shards of rank {', '.join(map(str, ranks))})" if ranks else ""),
+            fix='lower the learning rate, look at the batch, or go on without such steps: on_nonfinite="skip"',
+            name=next((name for name in per_rank if name is not None), None),
+            ranks=ranks,
+        )
+
+
+def _refuse_foreign_parameters(runtime: Runtime, optim: torch.optim.Optimizer) -> None:
+    known = {id(param): name for name, param in runtime.parameters.items()}
+    held = [param for group in optim.param_groups for param in group["params"]]
+    strange = next((param for param in held if id(param) not in known), None)
+    if strange is not None:
+        raise UsageError(
+            f"{type(optim).__name__} holds a parameter of shape {tuple(strange.shape)} that the model does not have",
+            why="it was built before the module was sharded, or for another model: its steps would change nothing",
+            fix="build the optimizer from model.parameters() after parallelize",
+            name=getattr(strange, "_shardwise_replaced", None),
+        )

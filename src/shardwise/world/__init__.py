@@ -1,0 +1,27 @@
+"""The ranks of a run: who they are, how they talk, what they must agree on."""
+
+from shardwise.world.agreement import Agreement
+from shardwise.world.axis import Axis
+from shardwise.world.env import Env, is_distributed, read_env
+from shardwise.world.fingerprint import agree_on, package_versions
+from shardwise.world.init import World, init
+from shardwise.world.rng import derive_seed, forked_rng, seed_all
+from shardwise.world.watch import EXIT_PEER_LOST, Watch, fatal_hooks
+
+__all__ = [
+    "EXIT_PEER_LOST",
+    "Agreement",
+    "Axis",
+    "Env",
+    "Watch",
+    "World",
+    "agree_on",
+    "derive_seed",
+    "fatal_hooks",
+    "forked_rng",
+    "init",
+    "is_distributed",
+    "package_versions",
+    "read_env",
+    "seed_all",
+]

@@ -1,0 +1,129 @@
+"""What all ranks must agree on, exchanged twice per window, and nowhere else.
+
+An exchange is one sum over all ranks of a small float64 vector, made of named entries. Equality is told from the
+sums alone (n * sum(x^2) == sum(x)^2 exactly when all x are equal), so every rank sees the same numbers and
+takes the same decision without a second round. Waiting polls: an alarm raised elsewhere is seen at once, and a rank that does
+not come is named, with where it is, before the group's own timeout.
+"""
+
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.errors import RankError
+from shardwise.world.watch import Watch
+
+__all__ = ["Agreement"]
+
+_HASH_BITS = 20  # sums of squares of 8192 such numbers are still exact in float64 (2^53)
+
+
+class Agreement:
+    """Exchanges over the ranks of one world. Every rank must call :meth:`sum` in the same order."""
+
+    def __init__(
+        self, size: int, rank: int, *, group: Any, device: torch.device, timeout_s: float, watch: Watch | None
+    ):
+        self.size, self.rank, self.group, self.device = size, rank, group, device
+        self.timeout_s, self.watch = timeout_s, watch
+        self.num_exchanges = 0  # observable: two per window, whatever the features in use
+
+    def sum(self, entries: Mapping[str, Tensor | float], place: str) -> dict[str, Tensor]:
+        """Sums ``entries`` over all ranks: name -> float64 CPU tensor of the entry's shape, equal on every rank.
+
+        Args:
+            entries: names and values; every rank gives the same names and shapes.
+            place: what this exchange is ("window 3, before forward"), for messages.
+
+        Raises:
+            RankError: a peer was lost, or did not come in time.
+        """
+        tensors = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in entries.items()}
+        packed = torch.cat([tensor.reshape(-1).cpu() for tensor in tensors.values()])
+        self._all_reduce(packed, place)
+        pieces = packed.split([tensor.numel() for tensor in tensors.values()])
+        return {name: piece.view(tensor.shape) for (name, tensor), piece in zip(tensors.items(), pieces, strict=True)}
+
+    @staticmethod
+    def same(value: int) -> Tensor:
+        """An entry by which ranks find out whether they all gave the same 60-bit ``value``; see :meth:`all_same`."""
+        parts = [value >> shift & (1 << _HASH_BITS) - 1 for shift in (0, _HASH_BITS, 2 * _HASH_BITS)]
+        return torch.tensor([*parts, *(part * part for part in parts)], dtype=torch.float64)
+
+    def all_same(self, summed: Tensor) -> bool:
+        """Whether every rank gave :meth:`same` the same value."""
+        numbers = [int(x) for x in summed.tolist()]  # Python integers: the products below exceed float64's 2^53
+        sums, squares = numbers[:3], numbers[3:]
+        return all(self.size * square == total * total for total, square in zip(sums, squares, strict=True))
+
+    def gather(self, value: Any, place: str) -> list[Any]:
+        """Every rank's picklable ``value``, by rank. Slow path: for saying who differs once a difference is known."""
+        if self.size == 1:
+            return [value]
+        self._at(place)
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def _all_reduce(self, packed: Tensor, place: str) -> None:
+        self.num_exchanges += 1
+        if self.size == 1:
+            return
+        self._at(place)
+        wire = packed.to(self.device)
+        try:
+            work = dist.all_reduce(wire, group=self.group, async_op=True)
+            self._wait(work, place)
+        except RuntimeError as error:
+            if isinstance(error, RankError):
+                raise
+            raise self.explain(error, place) from error
+        packed.copy_(wire)
+
+    def _wait(self, work: Any, place: str) -> None:
+        if self.watch is None:
+            work.wait()
+            return
+        start, pause = time.monotonic(), 0.0
+        while not work.is_completed():
+            self.watch.check()
+            waited = time.monotonic() - start
+            if waited > 0.9 * self.timeout_s:
+                raise self._late(place, waited)
+            time.sleep(pause)
+            pause = min(
+                pause + 1e-5, 2e-3
+            )  # short at first: most waits are microseconds, and a nap costs a core nothing
+        work.wait(timedelta(seconds=self.timeout_s))
+
+    def _late(self, place: str, waited: float) -> RankError:
+        assert self.watch is not None
+        places = self.watch.places()
+        late = tuple(rank for rank, where in places.items() if where != place)
+        where = "; ".join(f"rank {rank} is at {places[rank]}" for rank in late) or "no rank says otherwise"
+        return RankError(
+            f"rank {self.rank} waited {waited:.0f} s at {place}",
+            why=f"not every rank came there: {where}",
+            fix="give every rank the same number of windows, and let every rank make the same calls",
+            ranks=late,
+        )
+
+    def explain(self, error: RuntimeError, place: str) -> RankError:
+        """The RankError behind a collective that broke: names the lost rank if word of it arrives in time."""
+        alarm = self.watch.wait_for_alarm(self.watch.silent_s + 1.5) if self.watch is not None else None
+        if alarm is not None:
+            return alarm
+        return RankError(
+            f"rank {self.rank} lost a peer at {place}",
+            why=(str(error).strip().splitlines() or ["the collective failed"])[0][:200],
+            fix="look at the other ranks' output: the first that failed is the cause",
+        )
+
+    def _at(self, place: str) -> None:
+        if self.watch is not None:
+            self.watch.at(place)

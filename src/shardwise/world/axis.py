@@ -1,0 +1,70 @@
+"""One axis of a world as a rank sees it: its peers, and what can be done with them."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.errors import UsageError
+
+__all__ = ["Axis"]
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+class Axis:
+    """A mesh or derived axis seen from one rank. Every rank of the axis must make the same calls; a degree of 1 is
+    the identity.
+
+    Attributes:
+        name: "dp_shard", "dp", ...
+        size: degree.
+        rank: this rank's index along the axis.
+        ranks: global ranks along the axis, in axis order.
+        group: the torch process group, or None at degree 1 of an axis that needs none.
+    """
+
+    def __init__(self, name: str, rank: int, ranks: tuple[int, ...], group: Any):
+        self.name, self.rank, self.ranks, self.group = name, rank, ranks, group
+        self.size = len(ranks)
+
+    def __repr__(self) -> str:
+        return f"Axis({self.name!r}, rank={self.rank}, ranks={self.ranks})"
+
+    def reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """A new tensor: ``tensor`` reduced over the axis by "sum", "mean", "max", "min" or "product"; same shape."""
+        if op != "mean" and op not in _OPS:
+            raise UsageError(
+                f"reduce(op={op!r})", why="there is no such reduction", fix=f"use one of {[*_OPS, 'mean']}"
+            )
+        result = tensor.detach().clone()
+        if self.size > 1:
+            dist.all_reduce(result, op=_OPS["sum" if op == "mean" else op], group=self.group)
+        return result / self.size if op == "mean" else result
+
+    def split(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """This rank's piece of ``tensor`` along ``dim``, cut as ``torch.chunk`` does; may be empty."""
+        pieces = tensor.chunk(self.size, dim)
+        return pieces[self.rank] if self.rank < len(pieces) else tensor.narrow(dim, 0, 0)
+
+    def gather(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """All ranks' ``tensor`` joined along ``dim``, in axis order; sizes along ``dim`` may differ."""
+        if self.size == 1:
+            return tensor
+        sizes: list[Any] = [None] * self.size
+        dist.all_gather_object(sizes, tensor.shape[dim], group=self.group)
+        longest = max(sizes)
+        padded = tensor.detach().contiguous()
+        if tensor.shape[dim] < longest:
+            shape = list(tensor.shape)
+            shape[dim] = longest - tensor.shape[dim]
+            padded = torch.cat([padded, padded.new_zeros(shape)], dim)
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(parts, padded, group=self.group)
+        return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)

@@ -1,0 +1,125 @@
+"""Who am I among how many: the environment of torchrun, SLURM, or nothing, read and checked without torch."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardwise.errors import ConfigError
+
+__all__ = ["Env", "is_distributed", "read_env"]
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Env:
+    """One process's place. ``source`` is ``"torchrun"``, ``"slurm"`` or ``"single"``; single has no address."""
+
+    source: str
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    master_addr: str = ""
+    master_port: int = 0
+
+
+def is_distributed(environ: Mapping[str, str] | None = None) -> bool:
+    """True where the environment describes a process group (also one of a single rank)."""
+    return read_env(environ).source != "single"
+
+
+def read_env(environ: Mapping[str, str] | None = None) -> Env:
+    """The environment's answer. A rank of "-1" counts as unset, as some launchers write it.
+
+    torchrun's variables come first; then those of a SLURM *step* (``srun``; a batch script alone has no step and is a
+    single process); with neither, a world of one.
+
+    Raises:
+        ConfigError: some of a launcher's variables are missing, not numbers, or contradict each other.
+    """
+    environ = os.environ if environ is None else environ
+    given = {name: environ[name] for name in _TORCHRUN if environ.get(name, "") not in ("", "-1")}
+    if "RANK" in given or ("WORLD_SIZE" in given and given["WORLD_SIZE"] != "1"):
+        return _torchrun(given)
+    if "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ:
+        return _slurm(environ)
+    return Env("single")
+
+
+def _torchrun(given: dict[str, str]) -> Env:
+    missing = [name for name in _REQUIRED if name not in given]
+    if missing:
+        raise ConfigError(
+            f"the environment has {', '.join(given)} but not {', '.join(missing)}",
+            why="a rank needs all four of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT to find its peers",
+            fix=f"start with torchrun or `shardwise train`, or set {', '.join(missing)}; unset RANK to run one process",
+        )
+    rank, size = _number("RANK", given["RANK"]), _number("WORLD_SIZE", given["WORLD_SIZE"])
+    local_size = _number("LOCAL_WORLD_SIZE", given.get("LOCAL_WORLD_SIZE", str(size)))
+    local_rank = _number("LOCAL_RANK", given.get("LOCAL_RANK", str(rank % max(local_size, 1))))
+    env = Env(
+        "torchrun",
+        rank,
+        size,
+        local_rank,
+        local_size,
+        given["MASTER_ADDR"],
+        _number("MASTER_PORT", given["MASTER_PORT"]),
+    )
+    _check_ranges(env)
+    return env
+
+
+def _slurm(environ: Mapping[str, str]) -> Env:
+    size = _number("SLURM_STEP_NUM_TASKS", environ["SLURM_STEP_NUM_TASKS"])
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_NTASKS_PER_NODE", str(size)))
+    local_size = _number("SLURM_STEP_TASKS_PER_NODE", tasks.split("(")[0].split(",")[0])
+    job = _number("SLURM_JOB_ID", environ.get("SLURM_JOB_ID", "0"))
+    env = Env(
+        "slurm",
+        _number("SLURM_PROCID", environ["SLURM_PROCID"]),
+        size,
+        _number("SLURM_LOCALID", environ.get("SLURM_LOCALID", "0")),
+        local_size,
+        environ.get("MASTER_ADDR") or _first_host(environ),
+        # One port per job, the same on every node without talking: two jobs on a node rarely share their last digits.
+        _number("MASTER_PORT", environ.get("MASTER_PORT") or str(20000 + job % 20000)),
+    )
+    _check_ranges(env)
+    return env
+
+
+def _first_host(environ: Mapping[str, str]) -> str:
+    """First host of a SLURM node list: ``node[03-07,12],other`` -> ``node03``."""
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    if not nodes:
+        return environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
+    prefix, bracket, rest = nodes.partition("[")
+    if not bracket or "," in prefix:
+        return nodes.split(",")[0]
+    return prefix + rest.split("]")[0].split(",")[0].split("-")[0]
+
+
+def _number(name: str, text: str) -> int:
+    if not text.strip().isdigit():
+        raise ConfigError(
+            f"{name}={text!r}", why="it must be a whole number, 0 or more", fix=f"correct {name} in the environment"
+        )
+    return int(text)
+
+
+def _check_ranges(env: Env) -> None:
+    if env.world_size < 1 or env.rank >= env.world_size:
+        raise ConfigError(
+            f"rank {env.rank} of world size {env.world_size}",
+            why="ranks are 0 to world size - 1",
+            fix="correct RANK and WORLD_SIZE in the environment",
+        )
+    if env.local_world_size < 1 or env.local_rank >= env.local_world_size or env.local_world_size > env.world_size:
+        raise ConfigError(
+            f"local rank {env.local_rank} of {env.local_world_size} on a node, world size {env.world_size}",
+            why="local ranks are 0 to local world size - 1, and a node has at most all ranks",
+            fix="correct LOCAL_RANK and LOCAL_WORLD_SIZE in the environment",
+        )
