@@ -48,8 +48,8 @@ def check_target(text: str, *, what: str = "target", origin: str = "") -> None:
     given = f"{what}={text!r}" + (f" ({origin})" if origin else "")
     place, name = _split(text, given)
     file = _existing(place, name, given) if place.endswith(".py") else _module_file(place, given)
-    if file is None or file.suffix != ".py":
-        return  # a built-in or compiled module: only importing tells
+    if file is None or file.suffix != ".py" or not file.is_file():
+        return  # built in, compiled or zipped: only importing tells
     try:
         tree = ast.parse(file.read_bytes(), filename=str(file))
     except SyntaxError as error:
