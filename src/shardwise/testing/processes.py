@@ -20,6 +20,13 @@ _START_S = 180.0
 _CLEAN_S = 10.0
 _DUMP_S = 0.3
 _TAIL = 8000
+_ENV = {
+    # One thread everywhere: ranks share the cores, and a process with threads must not be forked.
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    # torch's store asks the name server who ::ffff:127.0.0.1 is; an answer that gets lost costs 5 s by default.
+    "RES_OPTIONS": "timeout:1 attempts:1",
+}
 
 
 class Zygote:
@@ -27,12 +34,11 @@ class Zygote:
 
     def __init__(self, preload: Sequence[str], env: Mapping[str, str]):
         self._connection, theirs = Pipe()
-        # One thread everywhere: ranks share the cores, and a process with threads must not be forked.
-        threads = {name: os.environ.get(name, "1") for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+        defaults = {name: os.environ.get(name, value) for name, value in _ENV.items()}
         path = os.pathsep.join(entry for entry in sys.path if entry)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "shardwise.testing.zygote", str(theirs.fileno()), *preload],
-            env={**os.environ, "PYTHONPATH": path, **threads, **env},
+            env={**os.environ, "PYTHONPATH": path, **defaults, **env},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
