@@ -14,7 +14,16 @@ from dataclasses import dataclass, field
 
 from shardwise.errors import RankError, ShardwiseError
 
-__all__ = ["Failure", "describe_exit", "failure_of", "is_lost_peer", "load_error", "rank_error", "root_cause", "signal_name"]
+__all__ = [
+    "Failure",
+    "describe_exit",
+    "failure_of",
+    "is_lost_peer",
+    "load_error",
+    "rank_error",
+    "root_cause",
+    "signal_name",
+]
 
 # What gloo, NCCL and torch's stores say when the other end is gone: an echo of a failure, seldom the cause.
 _LOST_PEER = (
