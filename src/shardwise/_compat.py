@@ -6,18 +6,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable.replicate import DDP as DDPModule  # the class replicate() puts over a module's own
+from torch.distributed._composable.replicate import DDP as DDPModule  # noqa: N811 - a class: replicate() puts it over a module's own
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_any, tree_map
 
 __all__ = [
+    "BatchNormBase",
     "DDPModule",
+    "TorchDispatchMode",
     "default_store",
     "drop_partial_gradients",
-    "is_fake",
+    "foreach_norms",
+    "foreach_scale",
     "local_tensor",
+    "materialise",
     "on_unit_backward",
     "replicate",
+    "tree_any",
+    "tree_map",
     "unit_gradients",
     "unit_groups",
 ]
@@ -68,9 +77,20 @@ def drop_partial_gradients(group: Any) -> None:
             full.grad = None
 
 
-def is_fake(tensor: Tensor) -> bool:
-    """True for a tensor without values (meta)."""
-    return tensor.device.type == "meta" or isinstance(tensor, torch._subclasses.FakeTensor)
+def materialise(module: nn.Module, device: torch.device) -> None:
+    """Gives memory to what is still on meta of a sharded module. Unlike ``to_empty`` it leaves real tensors alone, so that
+    tied buffers stay tied."""
+    module._apply(lambda t: torch.empty_like(t, device=device) if t.device.type == "meta" else t)
+
+
+def foreach_norms(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
+    """The p-norm of each tensor, stacked, computed in ``dtype``."""
+    return torch.stack(list(torch._foreach_norm(tensors, norm_type, dtype=dtype)))
+
+
+def foreach_scale(tensors: list[Tensor], factor: float) -> None:
+    """Multiplies each tensor by ``factor``, in place."""
+    torch._foreach_mul_(tensors, factor)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

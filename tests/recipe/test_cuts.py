@@ -30,9 +30,7 @@ def assert_tiles(param: Param, layout: Layout) -> None:
         for piece, ranks in zip(pieces, holders, strict=True):
             assert rank in ranks and list(ranks) == sorted(set(ranks))
             for other in ranks:
-                assert (piece.starts, piece.sizes) in {
-                    (p.starts, p.sizes) for p in extents(param, layout.coord(other))
-                }
+                assert (piece.starts, piece.sizes) in {(p.starts, p.sizes) for p in extents(param, layout.coord(other))}
             local[piece.local_index] = full[piece.full_index]
             if rank == ranks[0]:
                 count[piece.full_index] += 1

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -21,7 +20,7 @@ from shardwise.parallel.fsdp2 import apply_fsdp2
 from shardwise.parallel.runtime import Runtime, attach, has_runtime, runtime_of
 from shardwise.parallel.stale import mark_stale
 from shardwise.parallel.tape import Tape, build_on_meta
-from shardwise.parallel.tensors import hidden_tensors, replace_tensors, tensors_of, to_meta
+from shardwise.parallel.tensors import give_memory, hidden_tensors, tensors_of, to_meta
 from shardwise.parallel.values import scatter_values, write_from_tape
 from shardwise.recipe import Note, Recipe, describe_recipe, fingerprint_of, make_recipe
 from shardwise.world import World, agree_on
@@ -95,13 +94,10 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
         )
     before = tensors_of(module, "_parameters")
     if recipe.engine == "ddp":
-        _materialise(module, world.device)
+        give_memory(module, world.device)
         engine: Any = apply_ddp(module, recipe, world)
     else:
         engine = apply_fsdp2(module, recipe, world)
-        if any(t.device.type == "meta" for t in (*module.parameters(), *module.buffers())):
-            module.to_empty(device=world.device)
-        _move_hidden(module, world.device)
     runtime = Runtime(module, recipe, world, engine)
     mark_stale(before, runtime.parameters)
     attach(module, runtime)
@@ -272,21 +268,6 @@ def _agree_on_recipe(recipe: Recipe, world: World) -> None:
         what="the ranks' modules",
         fix="build the same module with the same options on every rank",
     )
-
-
-def _materialise(module: nn.Module, device: torch.device) -> None:
-    """Memory on ``device`` for every tensor. Real tensors keep their identity where they can."""
-    if any(tensor.device.type == "meta" for tensor in _all_tensors(module).values()):
-        replace_tensors(module, lambda tensor: torch.empty_like(tensor, device=device))
-    elif device.type != "cpu":
-        module.to(device)
-
-
-def _move_hidden(module: nn.Module, device: torch.device) -> None:
-    for _, owner, attr in list(hidden_tensors(module)):
-        tensor = getattr(owner, attr)
-        if tensor.device.type == "meta":
-            object.__setattr__(owner, attr, torch.empty_like(tensor, device=device))
 
 
 def _with_note(recipe: Recipe, note: Note) -> Recipe:

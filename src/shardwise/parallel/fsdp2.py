@@ -11,9 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from shardwise._compat import drop_partial_gradients, on_unit_backward, unit_gradients, unit_groups
+from shardwise._compat import (
+    drop_partial_gradients,
+    materialise,
+    on_unit_backward,
+    tree_map,
+    unit_gradients,
+    unit_groups,
+)
 from shardwise.anatomy import canonical_modules, canonical_tensors, dtype_of
 from shardwise.errors import UnsupportedError
+from shardwise.parallel.tensors import give_memory, tensors_of
 from shardwise.recipe import ROOT, Recipe
 from shardwise.world import World
 
@@ -24,11 +32,10 @@ def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine
     """Shards ``module`` in place. Parameters may be on meta; they stay there until they are given values."""
     modules = dict(canonical_modules(module))
     mesh = world.mesh if world.layout.dp_replicate > 1 else world.mesh["dp_shard"]
-    whole = {
-        owner._parameters[attr]
-        for name, owner, attr in canonical_tensors(module, "_parameters")
-        if name in recipe.params and not recipe.params[name].cuts
-    }
+    cut = {name for name, param in recipe.params.items() if param.cuts}
+    parameters = tensors_of(module, "_parameters")
+    give_memory(module, world.device, without=[p for name, p in parameters.items() if name in cut])  # ties are kept
+    whole = {p for name, p in tensors_of(module, "_parameters").items() if name not in cut}
     for unit in (*(unit for unit in recipe.units if unit.name != ROOT), _root_unit(recipe)):
         targets = [modules[name] for name in unit.modules]
         _refuse_containers(unit.modules, targets)
@@ -44,6 +51,7 @@ def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine
             child.set_gradient_divide_factor(1.0)
             child.set_force_sum_reduction_for_comms(True)
             child.set_reduce_scatter_unused_params(True, recurse=False)
+    materialise(module, world.device)
     _cast_root(module, recipe)
     return FSDP2Engine(module, recipe)
 
@@ -92,9 +100,7 @@ def _cast_root(module: nn.Module, recipe: Recipe) -> None:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return torch.utils._pytree.tree_map(
-        lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, value
-    )
+    return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, value)
 
 
 class FSDP2Engine:

@@ -1,12 +1,13 @@
 """The one run-time object that hangs on a sharded module: its recipe, its world, and handles on the engine."""
 
+import math
 from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from shardwise._compat import local_tensor
+from shardwise._compat import foreach_norms, local_tensor
 from shardwise.anatomy import canonical_modules
 from shardwise.errors import UsageError
 from shardwise.layout import Coord
@@ -147,9 +148,6 @@ def norm_power_sum(tensors: Iterable[Tensor], norm_type: float) -> Any:
     total = torch.zeros((), dtype=torch.float64)
     for dtype, group in groups.items():
         wide = dtype if dtype == torch.float64 else torch.float32
-        norms = torch.stack(list(torch._foreach_norm(group, norm_type, dtype=wide))).double().cpu()
-        if norm_type == float("inf"):
-            total = torch.maximum(total, norms.max())
-        else:
-            total = total + (norms**norm_type).sum()
+        norms = foreach_norms(group, norm_type, wide).double().cpu()
+        total = torch.maximum(total, norms.max()) if math.isinf(norm_type) else total + (norms**norm_type).sum()
     return total

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.errors import UsageError
 
@@ -21,7 +22,7 @@ def mark_stale(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Non
         if after.get(name) is not tensor:
             setattr(tensor, _MARK, name)
     if not _installed:
-        torch.optim.optimizer.register_optimizer_step_pre_hook(_refuse_stale)
+        register_optimizer_step_pre_hook(_refuse_stale)
         _installed = True
 
 

@@ -24,9 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_any, tree_map
 
+from shardwise._compat import TorchDispatchMode, tree_any, tree_map
 from shardwise.world.rng import derive_seed
 
 __all__ = ["Tape", "build_on_meta"]

@@ -1,6 +1,6 @@
 """A module's tensors by canonical name: reading them, moving them to meta, making them anew; ties are kept throughout."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shardwise.anatomy import canonical_modules, canonical_tensors
 
-__all__ = ["hidden_tensors", "replace_tensors", "tensors_of", "to_meta"]
+__all__ = ["give_memory", "hidden_tensors", "replace_tensors", "tensors_of", "to_meta"]
 
 
 def tensors_of(module: nn.Module, kind: str) -> dict[str, Tensor]:
@@ -28,17 +28,31 @@ def hidden_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
                 yield (f"{prefix}.{attr}" if prefix else attr), owner, attr
 
 
+def give_memory(module: nn.Module, device: torch.device, *, without: Collection[Tensor] = ()) -> None:
+    """Memory on ``device`` for every tensor that is on meta, except those in ``without``; moves real ones there. Ties and,
+    where it can be, identities are kept."""
+    skipped = {id(tensor) for tensor in without}
+
+    def make(tensor: Tensor) -> Tensor:
+        if id(tensor) in skipped or tensor.device == device:
+            return tensor
+        return torch.empty_like(tensor, device=device) if tensor.device.type == "meta" else tensor.to(device)
+
+    replace_tensors(module, make)
+
+
 def replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
-    """Puts ``make(tensor)`` in the place of every parameter, buffer and plain tensor attribute; tied ones are made once
-    and stay tied."""
+    """Puts ``make(tensor)`` in the place of every parameter, buffer and plain tensor attribute, unless it is the same
+    object; tied ones are made once and stay tied."""
     made: dict[int, Any] = {}
     kept: list[Tensor] = []  # alive until the end, so that no identity is used twice
 
     def new(tensor: Tensor) -> Any:
         if id(tensor) not in made:
             kept.append(tensor)
-            value = make(tensor.detach())
-            if isinstance(tensor, nn.Parameter):
+            value = make(tensor)
+            if isinstance(tensor, nn.Parameter) and value is not tensor:
+                value = value.detach()
                 value = nn.Parameter(value, requires_grad=tensor.requires_grad)
                 value.__dict__.update(vars(tensor))  # marks a library left on a parameter, such as "no weight decay"
             made[id(tensor)] = value

@@ -45,13 +45,17 @@ def scatter_values(runtime: Runtime, source: Mapping[str, Tensor]) -> None:
     """
     world = runtime.world
     locals_ = runtime.local_tensors()
-    for local in locals_.values():
-        mark_unwritten(local)
     if world.rank == 0:
         for name, local in locals_.items():
             _check_written(name, source[name], "its values on rank 0 are NaN, or the smallest integer")
+            if local.data_ptr() == source[name].data_ptr() and local.numel():
+                continue  # DDP keeps the module's own tensors: rank 0's are in place
+            mark_unwritten(local)
             for piece in runtime.pieces(name, source[name]):
                 local[piece.local_index] = source[name][piece.full_index].to(local.device, local.dtype)
+    else:
+        for local in locals_.values():
+            mark_unwritten(local)
     for bucket in _buckets(locals_):
         for peer in range(1, world.size):
             if world.rank == 0:

@@ -3,8 +3,8 @@
 import hashlib
 
 import msgspec
-from shardwise.config.options import Precision, Sharding
 
+from shardwise.config.options import Precision, Sharding
 from shardwise.errors import UnsupportedError
 from shardwise.layout import Layout
 from shardwise.recipe.check import check_recipe

@@ -1,6 +1,7 @@
 """The pool's side of its processes: the helper that forks ranks, and one handle per rank."""
 
 import contextlib
+import fcntl
 import os
 import subprocess
 import sys
@@ -100,6 +101,9 @@ class Worker:
         self._zygote = zygote
         self.connection, theirs = Pipe()
         self._output = tempfile.TemporaryFile(mode="a+b", buffering=0)  # noqa: SIM115 - closed by kill()
+        # The mode does not reach the descriptor: without O_APPEND a rank writes on behind a truncated end, and a
+        # reader sees a block of zeros.
+        fcntl.fcntl(self._output, fcntl.F_SETFL, fcntl.fcntl(self._output, fcntl.F_GETFL) | os.O_APPEND)
         self.pid = zygote.fork(theirs.fileno(), self._output.fileno())
         theirs.close()
         self._awaits_ready = True

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise._compat import tree_map
 from shardwise.errors import ConfigError, UsageError
 from shardwise.train.batch import IGNORED
 
@@ -66,15 +67,13 @@ def count_of(loss: Any, count: Callable[[Batch], Any] | None) -> Callable[[Batch
     own = getattr(loss, "count", None)
     if callable(own):
         return own
-    if count is not None:
-        return count
+    return count if count is not None else _valid_labels
 
-    def valid_labels(batch: Batch) -> Tensor:
-        if "labels" not in batch:
-            raise _no_count(batch)
-        return (batch["labels"] != IGNORED).sum()
 
-    return valid_labels
+def _valid_labels(batch: Batch) -> Tensor:
+    if "labels" not in batch:
+        raise _no_count(batch)
+    return (batch["labels"] != IGNORED).sum()
 
 
 def _no_count(batch: Batch) -> ConfigError:
@@ -161,7 +160,7 @@ def refuse_mean(loss: Loss, output: Any, batch: Batch, value: Tensor) -> ConfigE
         return torch.cat([x, x]) if isinstance(x, Tensor) and x.dim() and x.shape[0] == size else x
 
     with torch.no_grad():
-        twice_output = torch.utils._pytree.tree_map(double, output)
+        twice_output = tree_map(double, output)
         twice = as_sums(loss(twice_output, {key: double(tensor) for key, tensor in batch.items()}))["loss"]
     if not 0.9 < float(twice) / once < 1.1:
         return None

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise._compat import local_tensor
+from shardwise._compat import foreach_scale, local_tensor
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.parallel import Runtime, norm_power_sum, runtime_of
 
@@ -28,7 +28,7 @@ __all__ = [
     "scale_gradients",
 ]
 
-O = TypeVar("O", bound=torch.optim.Optimizer)
+Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
 _ELEMENTWISE = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
@@ -89,7 +89,7 @@ def scale_gradients(runtime: Runtime, norm: float, max_norm: float) -> None:
     factor = max_norm / (norm + 1e-6)
     grads = [grad for grad in runtime.gradients().values() if grad.numel()]
     if factor < 1.0 and grads:
-        torch._foreach_mul_(grads, factor)
+        foreach_scale(grads, factor)
 
 
 def is_elementwise(optim: torch.optim.Optimizer) -> bool:
@@ -97,7 +97,7 @@ def is_elementwise(optim: torch.optim.Optimizer) -> bool:
     return type(optim) in _ELEMENTWISE
 
 
-def local_optimizer(optim: O) -> O:
+def local_optimizer(optim: Opt) -> Opt:
     """The same optimizer, stepping on local shards. Idempotent. No communication, no copy.
 
     Raises:

@@ -12,14 +12,14 @@ gradients left over.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise._compat import local_tensor
+from shardwise._compat import BatchNormBase, local_tensor
 from shardwise.errors import RankError, ShardwiseError, UsageError
 from shardwise.launch.failure import is_lost_peer
 from shardwise.parallel import Runtime, runtime_of
@@ -255,9 +255,9 @@ class _Exchange:
             found["used"] = used
         if runtime.replicated:
             found["whole"] = torch.stack([_gradient_or_zero(runtime.parameters[n]) for n in runtime.replicated])
-        changed = [float(b._version != self.versions.get(name, 0)) for name, b in self.buffers.items()]
-        if changed:
-            found["buffers"] = torch.tensor(changed)
+        if self.buffers:
+            changed = _changed_buffers(runtime, self.buffers, self.versions)
+            found["buffers"] = torch.tensor([float(name in changed) for name in self.buffers])
         return found
 
     def apply(self, summed: Mapping[str, Tensor]) -> None:
@@ -315,6 +315,19 @@ def _gradient_or_zero(param: nn.Parameter) -> Tensor:
 
 def _buffer_versions(runtime: Runtime) -> dict[str, int]:
     return {name: buffer._version for name, buffer in tensors_of(runtime.module, "_buffers").items()}
+
+
+def _changed_buffers(runtime: Runtime, buffers: Mapping[str, Tensor], versions: Mapping[str, int]) -> set[str]:
+    """Buffers written since the window began. Batch norm's kernels write running statistics without counting a version,
+    so those of a layer in training count as written."""
+    changed = {name for name, buffer in buffers.items() if buffer._version != versions.get(name)}
+    statistics = {
+        id(buffer)
+        for module in runtime.module.modules()
+        if isinstance(module, BatchNormBase) and module.training
+        for buffer in module.buffers(recurse=False)
+    }
+    return changed | {name for name, buffer in buffers.items() if id(buffer) in statistics}
 
 
 def _clone_buffers(runtime: Runtime) -> dict[str, Tensor]:

@@ -258,10 +258,7 @@ def _start_group(env: Env, backend: str | None, device: torch.device, timeout_s:
 
 
 def _has_cpu_backend() -> bool:
-    try:
-        return bool(dist.group.WORLD._get_backend(torch.device("cpu")))  # type: ignore[union-attr]
-    except RuntimeError:
-        return False
+    return "cpu:" in dist.get_backend_config()
 
 
 def _set_threads(local_world_size: int) -> None:

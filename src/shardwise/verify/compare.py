@@ -1,0 +1,219 @@
+"""Holds the ranks' pieces against the oracle's whole tensors, and names the first that differs.
+
+``err(p) = max|a - b| / max(max|b|, 1e-6 * M)`` with M the largest ``|b|`` over all tensors of its kind: gradients that are
+zero in exact arithmetic (a key's bias) would otherwise raise alarms. Pieces are put together by the recipe's
+``extents`` alone, and copies held by several ranks must be equal to the last bit.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import VerifyError
+from shardwise.recipe import Recipe, extents, owners
+from shardwise.verify.oracle import StepRecord, Task
+from shardwise.verify.sharded import RankRecord, RankStep
+
+__all__ = ["Difference", "Report", "assemble", "compare"]
+
+_FLOOR = 1e-6  # of the largest tensor: below it a relative error means nothing
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The worst of one kind: its error, where, and at which step (from 1)."""
+
+    kind: str
+    err: float
+    name: str
+    step: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of a comparison. ``worst`` has one entry per kind: loss, grad, grad_norm, param, buffer."""
+
+    layout: str
+    engine: str
+    num_ranks: int
+    num_steps: int
+    gate: float
+    worst: dict[str, Difference]
+    collectives: dict[str, int]  # of rank 0, in the last step
+    num_units: int
+    bytes_per_rank: tuple[int, ...]
+
+    @property
+    def err(self) -> float:
+        """The largest error of all kinds."""
+        return max(difference.err for difference in self.worst.values())
+
+    def __str__(self) -> str:
+        worst = max(self.worst.values(), key=lambda difference: difference.err)
+        at = f" ({worst.kind} of {worst.name}, step {worst.step})" if worst.err else ""
+        return (
+            f"{self.num_ranks} ranks, layout {self.layout}, {self.engine}, {self.num_units} units, "
+            f"{self.num_steps} steps: largest error {worst.err:.2e}{at}, gate {self.gate:.0e}"
+        )
+
+
+def compare(
+    task: Task,
+    oracle: Sequence[StepRecord],
+    ranks: Sequence[RankRecord],
+    *,
+    gate: float,
+    noise: Sequence[StepRecord] | None = None,
+) -> Report:
+    """Compares every step; raises VerifyError naming the first tensor that differs.
+
+    Args:
+        task: what was run.
+        oracle: its records in one process.
+        ranks: the ranks' records, in rank order.
+        gate: the largest error allowed.
+        noise: the oracle's records with its sums in another order. A tensor may be 8 times as far from the oracle as
+            the oracle is from itself (a bias before batch norm has a gradient of nothing but rounding).
+    """
+    recipe = Recipe.from_json(ranks[0].recipe)
+    worst: dict[str, Difference] = {}
+    own = _own_noise(task, oracle, noise or oracle)
+    for number, expected in enumerate(oracle, start=1):
+        steps = [rank.steps[number - 1] for rank in ranks]
+        for difference in _step_differences(task, recipe, expected, steps, number):
+            if difference.err > worst.get(difference.kind, Difference("", -1.0, "", 0)).err:
+                worst[difference.kind] = difference
+            allowed = max(gate, 8 * own.get((difference.kind, difference.name), 0.0))
+            if not difference.err <= allowed:
+                raise _error(difference, recipe, len(ranks), allowed)
+    return Report(
+        layout=str(recipe.grid),
+        engine=recipe.engine,
+        num_ranks=len(ranks),
+        num_steps=len(oracle),
+        gate=gate,
+        worst=worst,
+        collectives=ranks[0].steps[-1].collectives,
+        num_units=len(recipe.units),
+        bytes_per_rank=tuple(recipe.at(rank).num_bytes() for rank in range(len(ranks))),
+    )
+
+
+def assemble(recipe: Recipe, name: str, pieces: Sequence[Tensor | None]) -> Tensor | None:
+    """The whole tensor of ``name`` from every rank's local one; None if no rank has it.
+
+    Raises:
+        VerifyError: some ranks have it and others do not, or copies of one piece differ.
+    """
+    param = recipe.params[name]
+    if all(piece is None for piece in pieces):
+        return None
+    if any(piece is None for piece in pieces):
+        without = [rank for rank, piece in enumerate(pieces) if piece is None]
+        raise VerifyError(
+            f"no gradient on rank {without}, but on the others",
+            why="a parameter is used by a window, or not, on all ranks alike",
+            fix="this is a fault of Shardwise: please report it with the model",
+            name=name,
+        )
+    whole = torch.full(param.shape, float("nan"), dtype=pieces[0].dtype)  # type: ignore[union-attr]
+    for rank, local in enumerate(pieces):
+        coord = recipe.grid.coord(rank)
+        for piece, holders in zip(extents(param, coord), owners(param, coord), strict=True):
+            value = local[piece.local_index]  # type: ignore[index]
+            if rank == holders[0]:
+                whole[piece.full_index] = value
+            elif not torch.equal(whole[piece.full_index], value):
+                raise VerifyError(
+                    f"rank {rank} and rank {holders[0]} hold different values of the same piece",
+                    why="replicas must stay equal to the last bit, or they drift apart",
+                    fix="look for a collective that one of them missed",
+                    name=name,
+                )
+    return whole
+
+
+def _own_noise(task: Task, oracle: Sequence[StepRecord], noise: Sequence[StepRecord]) -> dict[tuple[str, str], float]:
+    """(kind, name) -> how far the oracle is from itself, over all steps."""
+    found: dict[tuple[str, str], float] = {}
+    for number, (expected, other) in enumerate(zip(oracle, noise, strict=True), start=1):
+        grads = _tensors("grad", other.grads, expected.grads, number)
+        params = _tensors("param", *_comparable(task, other.params, expected), number)
+        for difference in (*grads, *params):
+            key = (difference.kind, difference.name)
+            found[key] = max(found.get(key, 0.0), difference.err)
+    return found
+
+
+def _comparable(task: Task, params: Mapping[str, Tensor | None], expected: StepRecord):
+    """Parameters as they can be compared. AdamW's first steps are sign-like: rounding decides the direction where the
+    gradient is tiny, so only elements whose gradient counts are kept."""
+    return _where_gradients_count(params, expected) if task.optimizer == "adamw" else (params, expected.params)
+
+
+def _step_differences(task: Task, recipe: Recipe, expected: StepRecord, steps: list[RankStep], number: int):
+    for rank, step in enumerate(steps):
+        if step.num_tokens != expected.num_tokens:
+            yield Difference("num_tokens", float("inf"), f"rank {rank}", number)
+        yield Difference("loss", _relative(step.loss, expected.loss), f"rank {rank}", number)
+    grads = {name: assemble(recipe, name, [step.grads[name] for step in steps]) for name in recipe.params}
+    yield from _tensors("grad", grads, expected.grads, number)
+    for rank, step in enumerate(steps):
+        yield Difference("grad_norm", _relative(step.grad_norm, expected.grad_norm), f"rank {rank}", number)
+    params = {name: assemble(recipe, name, [step.params[name] for step in steps]) for name in recipe.params}
+    yield from _tensors("param", *_comparable(task, params, expected), number)
+    yield from _buffers(expected, steps, number)
+
+
+def _tensors(kind: str, found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None], number: int):
+    largest = max((float(t.abs().max()) for t in wanted.values() if t is not None and t.numel()), default=0.0)
+    for name, value in found.items():
+        reference = wanted[name]
+        if (value is None) != (reference is None):
+            yield Difference(f"{kind} (None on one side)", float("inf"), name, number)
+        elif value is not None and reference is not None and value.numel():
+            scale = max(float(reference.abs().max()), _FLOOR * largest)
+            diff = float((value.double() - reference.double()).abs().max())
+            yield Difference(kind, diff / scale if scale else diff, name, number)
+
+
+def _where_gradients_count(params: Mapping[str, Tensor | None], expected: StepRecord):
+    largest = max((float(g.abs().max()) for g in expected.grads.values() if g is not None), default=0.0)
+    found, wanted = {}, {}
+    for name, value in params.items():
+        grad = expected.grads[name]
+        mask = torch.ones_like(value, dtype=torch.bool) if grad is None else grad.abs() > _FLOOR * largest
+        found[name], wanted[name] = value[mask], expected.params[name][mask]
+    return found, wanted
+
+
+def _buffers(expected: StepRecord, steps: list[RankStep], number: int):
+    """Buffers are equal on all ranks; those that one process never changes are its own. Running statistics follow the
+    recipe's policy and are not the oracle's, which saw the micro-batches one after another."""
+    for name, reference in expected.buffers.items():
+        for rank, step in enumerate(steps):
+            same = torch.equal(step.buffers[name], steps[0].buffers[name])
+            yield Difference("buffer", 0.0 if same else float("inf"), f"{name} (rank {rank} against rank 0)", number)
+        if len(steps) == 1 or not _is_statistic(name):
+            diff = (steps[0].buffers[name].double() - reference.double()).abs()
+            err = float(diff.max()) / max(float(reference.double().abs().max()), 1e-30) if diff.numel() else 0.0
+            yield Difference("buffer", err, name, number)
+
+
+def _is_statistic(name: str) -> bool:
+    return name.rpartition(".")[2] in {"running_mean", "running_var", "num_batches_tracked"}
+
+
+def _relative(found: float, wanted: float) -> float:
+    return abs(found - wanted) / max(abs(wanted), 1e-30) if found != wanted else 0.0
+
+
+def _error(difference: Difference, recipe: Recipe, num_ranks: int, gate: float) -> VerifyError:
+    return VerifyError(
+        f"{difference.kind} differs at step {difference.step}: error {difference.err:.3e}, gate {gate:.0e}",
+        why=f"{num_ranks} ranks on layout {recipe.grid} ({recipe.engine}) did not compute what one process computes",
+        fix="do not train with this layout; if the model is deterministic, please report it",
+        name=difference.name,
+    )

@@ -1,0 +1,124 @@
+"""The oracle: one process, plain torch, none of our parallel code. What training is supposed to do.
+
+It runs the same micro-batches in the same order as the ranks together do, divides each loss sum by the window's count, clips
+with torch's own function and steps the same optimizer. It imports nothing of ``world``, ``parallel`` or the step.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.verify.lift import LiftFloat32
+
+__all__ = ["StepRecord", "Task", "make_optimizer", "run_oracle"]
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A short training run to be done twice, as data that can be sent to another process.
+
+    Attributes:
+        build: makes the module, called under ``torch.manual_seed(seed)``.
+        windows: per step, the micro-batches of all ranks in global order.
+        loss: ``loss(output, batch)`` -> sum, or a mapping of sums.
+        count: ``count(batch)`` -> valid tokens.
+        forward: ``forward(model, batch)`` -> output.
+        optimizer: "sgd" (with momentum), "adamw", or a callable taking parameters.
+        max_grad_norm: None = no clipping.
+        dtype: what the module is cast to; float64 lifts float32 islands too.
+    """
+
+    build: Callable[[], nn.Module]
+    windows: Sequence[Sequence[Batch]]
+    loss: Callable[[Any, Batch], Any]
+    count: Callable[[Batch], Any]
+    forward: Callable[[nn.Module, Batch], Any]
+    optimizer: Any = "sgd"
+    max_grad_norm: float | None = None
+    dtype: torch.dtype = torch.float64
+    lr: float = 0.05
+    seed: int = 0
+
+    def make(self, seed: int | None = None) -> nn.Module:
+        """The module with its first values, in the task's dtype."""
+        torch.manual_seed(self.seed if seed is None else seed)
+        module = self.build()
+        return module.to(self.dtype)
+
+    def lifted(self) -> contextlib.AbstractContextManager:
+        """Float64 from end to end, if that is the task's dtype."""
+        return LiftFloat32() if self.dtype == torch.float64 else contextlib.nullcontext()
+
+
+@dataclass
+class StepRecord:
+    """What one step computed, by canonical name; tensors are whole."""
+
+    loss: float
+    grad_norm: float
+    num_tokens: int
+    grads: dict[str, Tensor | None]
+    params: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+def make_optimizer(task: Task, params: Any) -> torch.optim.Optimizer:
+    """The task's optimizer; the same implementation on both sides."""
+    if task.optimizer == "sgd":
+        return torch.optim.SGD(params, lr=task.lr, momentum=0.9)
+    if task.optimizer == "adamw":
+        return torch.optim.AdamW(params, lr=task.lr * 0.1, weight_decay=0.1)
+    return task.optimizer(params)
+
+
+def run_oracle(task: Task, *, otherwise: bool = False) -> list[StepRecord]:
+    """One record per window.
+
+    Args:
+        task: what to run.
+        otherwise: do the same sums in another order (micro-batches backwards, divided at the end instead of before
+            backward): how far one process is from itself tells how much of a difference is rounding.
+    """
+    model = task.make()
+    optim = make_optimizer(task, [p for p in model.parameters() if p.requires_grad])
+    return [_step(task, model, optim, window, otherwise) for window in task.windows]
+
+
+def _step(
+    task: Task, model: nn.Module, optim: torch.optim.Optimizer, window: Sequence[Batch], otherwise: bool
+) -> StepRecord:
+    tokens = int(sum(int(task.count(batch)) for batch in window))
+    total = 0.0
+    divisor = max(tokens, 1)
+    for batch in reversed(window) if otherwise else window:
+        with task.lifted():
+            result = task.loss(task.forward(model, batch), batch)
+        loss = result["loss"] if isinstance(result, Mapping) else result
+        (loss if otherwise else loss / divisor).backward()
+        total += float(loss.detach())
+    params = dict(model.named_parameters())
+    if otherwise:
+        for param in params.values():
+            param.grad = None if param.grad is None else param.grad / divisor
+    grads = [p.grad for p in params.values() if p.grad is not None]
+    if task.max_grad_norm is not None:
+        norm = torch.nn.utils.clip_grad_norm_(params.values(), task.max_grad_norm)
+    else:
+        norm = torch.nn.utils.get_total_norm(grads)
+    kept = {name: None if p.grad is None else p.grad.clone() for name, p in params.items()}
+    optim.step()
+    optim.zero_grad()
+    return StepRecord(
+        loss=total / divisor,
+        grad_norm=float(norm),
+        num_tokens=tokens,
+        grads=kept,
+        params={name: p.detach().clone() for name, p in params.items()},
+        buffers={name: b.clone() for name, b in model.named_buffers()},
+    )

@@ -1,0 +1,90 @@
+"""``sw.verify``: the user's own model, sharded and in one process, compared number by number."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.config.options import Sharding
+from shardwise.errors import ConfigError
+from shardwise.launch import launch_local
+from shardwise.layout import layout_of, parse_layout
+from shardwise.train.loss import call, count_of, next_token_loss
+from shardwise.verify.compare import Report, compare
+from shardwise.verify.oracle import Task, run_oracle
+from shardwise.verify.sharded import RankRecord, run_sharded
+
+__all__ = ["GATES", "verify"]
+
+GATES = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+def verify(
+    build: Callable[[], nn.Module],
+    layout: str,
+    *,
+    batches: Sequence[Sequence[Mapping[str, Tensor]]],
+    loss: Any = next_token_loss,
+    count: Any = None,
+    forward: Any = call,
+    optimizer: Any = "sgd",
+    max_grad_norm: float | None = None,
+    sharding: Sharding | None = None,
+    dtype: torch.dtype = torch.float64,
+    gate: float | None = None,
+    num_ranks: int | None = None,
+    run: Callable[..., list[RankRecord]] | None = None,
+) -> Report:
+    """Trains a few steps twice, sharded over local CPU processes and in one plain process, and compares loss, every
+    gradient, the norm and every updated parameter. Call it from an ordinary process; it starts the ranks itself.
+
+    Args:
+        build: makes the module; a top-level function, called on every rank. Must be deterministic under a seed.
+        layout: such as ``"dp_shard=2"``; a ``-1`` needs ``num_ranks``.
+        batches: per step, the micro-batches of all ranks together, in global order. Give them unequal numbers of valid
+            tokens: equal ones hide the commonest faults.
+        loss, count, forward: as :class:`~shardwise.train.step.TrainStep` takes them; top-level functions.
+        optimizer: "sgd" (momentum 0.9), "adamw", or a top-level function of the parameters.
+        max_grad_norm: clip, or None.
+        sharding: options of ``parallelize``.
+        dtype: what both sides compute in; float64 shows faults that rounding would hide.
+        gate: the largest error allowed; default 1e-12 in float64, 1e-5 in float32.
+        num_ranks: needed where the layout has ``-1``.
+        run: ``run(function, num_ranks, *args)`` -> results by rank, such as a pool's; default: fresh processes.
+
+    Raises:
+        VerifyError: naming the first tensor that differs.
+
+    Example:
+        >>> report = verify(build, "dp_shard=2", batches=[[batch, other]])  # doctest: +SKIP
+    """
+    if not batches or not all(batches):
+        raise ConfigError("verify without batches", why="there is nothing to compare", fix="give at least one window")
+    degrees = parse_layout(layout)
+    size = num_ranks
+    if size is None:
+        if -1 in degrees.values():
+            raise ConfigError(f"verify(layout={layout!r})", why="-1 needs a number of ranks", fix="pass num_ranks=2")
+        size = 1
+        for degree in degrees.values():
+            size *= degree
+    layout_of(layout, size)
+    task = Task(
+        build=build,
+        windows=batches,
+        loss=loss,
+        count=count_of(loss, count),
+        forward=forward,
+        optimizer=optimizer,
+        max_grad_norm=max_grad_norm,
+        dtype=dtype,
+    )
+    oracle = run_oracle(task)
+    noise = run_oracle(task, otherwise=True)
+    ranks = (run or _in_fresh_processes)(run_sharded, size, task, layout, sharding)
+    return compare(task, oracle, ranks, noise=noise, gate=GATES[dtype] if gate is None else gate)
+
+
+def _in_fresh_processes(function: Any, num_ranks: int, *args: Any) -> list[RankRecord]:
+    return launch_local(f"{function.__module__}:{function.__qualname__}", nproc=num_ranks, args=args)

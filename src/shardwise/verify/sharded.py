@@ -1,0 +1,123 @@
+"""The other side of a comparison: the same task through Shardwise, run by every rank."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise._compat import TorchDispatchMode, local_tensor
+from shardwise.config.options import Sharding
+from shardwise.parallel import parallelize, recipe_of, runtime_of
+from shardwise.train.batch import MicroBatch
+from shardwise.train.step import TrainStep
+from shardwise.verify.oracle import Task, make_optimizer
+from shardwise.world import World, init
+
+__all__ = ["RankRecord", "RankStep", "run_sharded", "share_of"]
+
+
+@dataclass
+class RankStep:
+    """One step as one rank saw it: its own pieces only."""
+
+    loss: float
+    grad_norm: float
+    num_tokens: int
+    grads: dict[str, Tensor | None]
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    collectives: dict[str, int]
+
+
+@dataclass
+class RankRecord:
+    """What one rank brings home."""
+
+    rank: int
+    recipe: str
+    steps: list[RankStep]
+
+
+class _CountCollectives(TorchDispatchMode):
+    """Counts collectives by name, so that a comparison cannot pass on a model that was never sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func._schema.name.removeprefix("c10d::").rstrip("_")
+            self.counts[name] = self.counts.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def run_sharded(task: Task, layout: str, sharding: Sharding | None = None) -> RankRecord:
+    """Runs ``task`` on this rank of ``layout``. All ranks call it.
+
+    Every rank builds the module, ranks other than 0 with another seed: a rank that kept its own values would be seen.
+    """
+    with init(layout, device="cpu", timeout_s=60) as world:
+        module = task.make(task.seed + world.rank)
+        model = parallelize(module, world, sharding=sharding)
+        optim = make_optimizer(task, [p for p in model.parameters() if p.requires_grad])
+        step = TrainStep(
+            model,
+            optim,
+            loss=_Lifted(task, task.loss, task.count),
+            forward=_Lifted(task, task.forward),
+            max_grad_norm=task.max_grad_norm,
+        )
+        steps = [_run_step(step, optim, share_of(window, world)) for window in task.windows]
+        return RankRecord(world.rank, recipe_of(model).to_json(), steps)
+
+
+def share_of(window: Any, world: World) -> list[MicroBatch]:
+    """This rank's micro-batches of a global window, dealt in turn and padded as the loader does."""
+    axis = world.axis("dp")
+    rounds = -(-len(window) // axis.size)
+    mine = []
+    for i in range(axis.rank, rounds * axis.size, axis.size):
+        source: Mapping[str, Tensor] = window[i] if i < len(window) else (mine[0] if mine else window[0])
+        mine.append(MicroBatch(source, index=i, padding=i >= len(window)))
+    return mine
+
+
+def _run_step(step: TrainStep, optim: torch.optim.Optimizer, window: list[MicroBatch]) -> RankStep:
+    runtime = runtime_of(step.model)
+    grads: dict[str, Tensor | None] = {}
+
+    def keep(*_: Any) -> None:
+        for name, param in runtime.parameters.items():
+            grads[name] = None if param.grad is None else local_tensor(param.grad).detach().clone()
+
+    handle = optim.register_step_pre_hook(keep)
+    try:
+        with _CountCollectives() as counter:
+            out = step(window)
+    finally:
+        handle.remove()
+    return RankStep(
+        loss=out.loss,
+        grad_norm=out.grad_norm,
+        num_tokens=out.num_tokens,
+        grads=grads,
+        params={name: local_tensor(p).detach().clone() for name, p in runtime.parameters.items()},
+        buffers={name: b.clone() for name, b in runtime.module.named_buffers()},
+        collectives=counter.counts,
+    )
+
+
+class _Lifted:
+    """A function run in the task's arithmetic; carries a loss's count along."""
+
+    def __init__(self, task: Task, function: Any, count: Any = None):
+        self.task, self.function = task, function
+        if count is not None:
+            self.count = count
+
+    def __call__(self, *args: Any) -> Any:
+        with self.task.lifted():
+            return self.function(*args)
