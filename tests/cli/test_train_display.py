@@ -43,22 +43,22 @@ def test_memory_says_per_rank_against_one_process():
         {"kind": "memory", "per_rank": [6 << 20, 5 << 20], "one_process": 12 << 20, "rss": [1], "cuda_peak": [0]}
     )
     assert "6.0 MiB of parameters, gradients and optimizer state per rank" in text
-    assert "one process alone: 12.0 MiB (50% of it)" in " ".join(text.split())
+    assert "12.0 MiB in one process (50%)" in " ".join(text.split())
 
 
 def test_rows_of_the_start():
     text = shown(
         {"kind": "world", "device": "cpu, over gloo", "layout": "dp_shard=2", "why": "cut over 2 ranks"},
         {"kind": "data", "name": "a.txt", "train_samples": 3000, "val_samples": 300, "tokens_per_step": 2048},
-        {"kind": "model", "name": "M", "num_params": 803968, "why": "engine fsdp2"},
+        {"kind": "model", "name": "M", "num_params": 803968, "units": 2, "why": "fsdp2: because"},
         {"kind": "val", "step": 100, "loss": 1.5, "num_tokens": 4},
     )
     lines = text.splitlines()
     assert lines[0] == "device     cpu, over gloo"
     assert lines[1] == "layout     dp_shard=2: cut over 2 ranks"
     assert "3,000 samples to train on, 300 to validate; 2,048 tokens a step" in lines[2]
-    assert lines[3] == "model      M, 803,968 parameters; engine fsdp2"
-    assert lines[4].strip() == "step 100: validation loss 1.5000 nats/byte"
+    assert lines[3:5] == ["model      M, 803,968 parameters in 2 units", "engine     fsdp2: because"]
+    assert lines[5].strip() == "step 100: validation loss 1.5000 nats/byte"
 
 
 def test_a_completion_is_one_line_and_cannot_command_the_terminal():

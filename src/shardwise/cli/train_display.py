@@ -128,19 +128,20 @@ class Display:
             f"{tokens_per_step:,} tokens a step",
         )
 
-    def _show_model(self, *, name: str, num_params: int, why: str, **_: Any) -> None:
-        self.row("model", f"{name}, {num_params:,} parameters; {why}")
+    def _show_model(self, *, name: str, num_params: int, units: int, why: str) -> None:
+        self.row("model", f"{name}, {num_params:,} parameters in {units} unit{'s' if units > 1 else ''}")
+        self.row("engine", why)
 
     def _show_sample(self, *, when: str, prompt: str, text: str, word_share: float) -> None:
         self.row(when, f"{100 * word_share:.0f}% real words: {prompt}|{_printable(text)}")
 
     def _show_memory(self, *, per_rank: list[int], one_process: int, **_: Any) -> None:
         self._state = max(per_rank)
-        share = f"{self._state / max(1, one_process):.0%} of it"
+        share = f"{self._state / max(1, one_process):.0%}"
         self.row(
             "memory",
-            f"{bytes_text(self._state)} of parameters, gradients and optimizer state per rank; "
-            f"one process alone: {bytes_text(one_process)} ({share})",
+            f"{bytes_text(self._state)} of parameters, gradients and optimizer state per rank, "
+            f"{bytes_text(one_process)} in one process ({share})",
         )
 
     def _show_step(self, **figures: Any) -> None:

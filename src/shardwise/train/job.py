@@ -1,0 +1,356 @@
+"""What each rank of ``shardwise train`` runs, from an open world to exported weights.
+
+:func:`train` is the table of contents: data, model, optimizer, step, a completion before, the steps, a completion
+after, the weights. Every rank runs all of it, because every rank takes part in every forward; rank 0 alone writes
+files and speaks. It speaks in *events*, small dicts given to ``emit``; who started the ranks decides how they look.
+
+Events (``kind`` and its fields): ``phase`` text; ``data`` name, train_samples, val_samples, tokens_per_step; ``model``
+name, num_params, units, why; ``sample`` when, prompt, text, word_share; ``step`` step, steps, loss, grad_norm, lr,
+tokens_per_s, seconds_left, skipped, memory; ``memory`` per_rank, one_process, rss; ``val`` step, loss, num_tokens;
+``weights`` path.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.config.schema import Data, Optim, RunConfig, Schedule
+from shardwise.config.target import load_target
+from shardwise.errors import ConfigError
+from shardwise.parallel import describe, parallelize, recipe_of
+from shardwise.state import save_weights
+from shardwise.train.corpus import BYTES, TokenFile, TokenWindows, pydoc_text
+from shardwise.train.data import Loader
+from shardwise.train.evaluate import evaluate
+from shardwise.train.memory import memory_of, state_bytes
+from shardwise.train.metrics import MetricsWriter, Pace
+from shardwise.train.reference import build as build_reference
+from shardwise.train.sample import complete_text, vocabulary, word_share
+from shardwise.train.step import TrainStep
+from shardwise.world import World
+
+__all__ = [
+    "Corpus",
+    "build_model",
+    "build_plain",
+    "make_optimizer",
+    "make_scheduler",
+    "open_data",
+    "prompt_of",
+    "train",
+]
+
+Emit = Callable[..., None]
+
+SAMPLE_BYTES = 160
+SAMPLE_TEMPERATURE = 0.6
+_SENTENCE = re.compile(r"(?<=[.\n] )[A-Z][a-z]+(?:\s[a-z]+){7}(?=\s)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """What a run reads: windows to train and to validate on, and the training text, where the tokens are bytes."""
+
+    name: str
+    train: TokenWindows
+    val: TokenWindows | None
+    text: str | None
+
+
+def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
+    """Trains what ``config`` describes; every rank must call it, with the same config.
+
+    Args:
+        config: a whole run.
+        world: the open world; it stays open.
+        emit: called as ``emit(kind, **fields)`` on rank 0 with the events above.
+
+    Returns:
+        the last figures, equal on every rank but for memory: ``loss``, ``val_loss`` (None without validation data),
+        ``num_params``, ``steps``, ``seconds``.
+    """
+    emit = emit if world.is_main else _silent
+    emit("phase", text="reading the data")
+    corpus = open_data(config.data, vocab=vocab_of(config))
+    emit("phase", text="building the model")
+    model = build_model(config, world)
+    optim = make_optimizer(config.optim, model)
+    step = TrainStep(
+        model,
+        optim,
+        scheduler=make_scheduler(config.schedule, optim, config.train.steps),
+        max_grad_norm=config.train.max_grad_norm,
+        on_nonfinite=config.train.on_nonfinite,
+    )
+    run = _Run(config=config, world=world, corpus=corpus, model=model, optim=optim, step=step, emit=emit)
+    run.introduce()
+    run.complete("before")
+    run.all_steps()
+    run.complete("after")
+    run.export()
+    return run.last
+
+
+def open_data(data: Data, *, vocab: int | None) -> Corpus:
+    """Opens the data a config names and splits it into training and validation.
+
+    Args:
+        data: the section of the config.
+        vocab: size of the model's vocabulary, None where it is not known.
+
+    Raises:
+        ConfigError: see :class:`~shardwise.train.corpus.TokenFile`.
+    """
+    if data.path is None:
+        whole: TokenWindows = TokenWindows.from_text(pydoc_text(), data.seq_len, name="Python's help topics")
+    else:
+        raw = data.dtype if data.path.endswith(".bin") else None
+        whole = TokenFile(data.path, data.seq_len, dtype=raw, vocab=vocab)
+    is_text = data.path is None or not data.path.endswith((".npy", ".bin"))
+    parts = whole.split(data.val_fraction) if data.val_fraction > 0 else (whole, None)
+    text = bytes(parts[0].tokens[: 1 << 24]).decode(errors="replace") if is_text else None
+    return Corpus(name=whole.name, train=parts[0], val=parts[1], text=text)
+
+
+def vocab_of(config: RunConfig) -> int | None:
+    """The reference model says its vocabulary; another model's is its own business."""
+    return config.model.args.get("vocab", BYTES) if config.model.build is None else None
+
+
+def build_model(config: RunConfig, world: World) -> nn.Module:
+    """The model of a config, laid over the world; every rank must call it."""
+    parallel = config.parallel
+    return parallelize(
+        lambda: build_plain(config),
+        world,
+        init=parallel.init,
+        precision=parallel.precision,
+        sharding=parallel.sharding,
+    )
+
+
+def build_plain(config: RunConfig) -> nn.Module:
+    """The model of a config as its function returns it: the reference model where none is named.
+
+    Raises:
+        ConfigError: the arguments are none of the function's, or it returns no module.
+    """
+    model = config.model
+    args = dict(model.args)
+    if model.build is None:
+        args.setdefault("max_seq", max(256, config.data.seq_len))
+    function = build_reference if model.build is None else load_target(model.build, what="model.build")
+    name = model.build or "the reference model"
+    try:
+        module = function(**args)
+    except TypeError as error:
+        # Only a call that does not fit is the config's fault; a TypeError from inside the function is passed on.
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None and model.build is not None:
+            raise
+        raise ConfigError(
+            f"model.args={args} for {name}",
+            why=f"it cannot be called with them: {error}",
+            fix="give the keyword arguments the function takes",
+        ) from error
+    if not isinstance(module, nn.Module):
+        raise ConfigError(
+            f"model.build={model.build!r}",
+            why=f"it returned {type(module).__name__}, and training needs a torch.nn.Module",
+            fix="name a function that returns the module, or the module's class",
+        )
+    return module
+
+
+def make_optimizer(optim: Optim, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of a config over the trained parameters; fused unless the config says otherwise."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    fused = True if optim.fused is None else optim.fused
+    if optim.name == "sgd":
+        return torch.optim.SGD(
+            params, lr=optim.lr, momentum=optim.momentum, weight_decay=optim.weight_decay, fused=fused
+        )
+    return torch.optim.AdamW(params, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=fused)
+
+
+def make_scheduler(
+    schedule: Schedule, optim: torch.optim.Optimizer, num_steps: int
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """Linear rise over the warm-up, then a cosine down to the floor at the last step, or constant."""
+    warmup = schedule.warmup_steps or 0
+
+    def factor(done: int) -> float:
+        rise = (done + 1) / (warmup + 1) if done < warmup else 1.0
+        if schedule.name == "constant" or done < warmup:
+            return rise
+        through = (done - warmup) / max(1, num_steps - 1 - warmup)
+        low = schedule.min_lr_ratio
+        return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, through)))
+
+    return torch.optim.lr_scheduler.LambdaLR(optim, factor)
+
+
+@dataclass(kw_only=True)
+class _Run:
+    """One training run on one rank: the parts, and the stages of it."""
+
+    config: RunConfig
+    world: World
+    corpus: Corpus
+    model: nn.Module
+    optim: torch.optim.Optimizer
+    step: TrainStep
+    emit: Emit
+
+    def __post_init__(self) -> None:
+        data = self.config.data
+        self.folder = Path(self.config.log.dir)
+        self.loader = Loader(
+            self.corpus.train, self.world, global_batch=data.global_batch, micro_batch=data.micro_batch
+        )
+        self.last: dict[str, Any] = {
+            "num_params": sum(p.numel() for p in self.model.parameters()),
+            "steps": self.config.train.steps,
+            "val_loss": None,
+        }
+        self.metrics = MetricsWriter(self.folder / "metrics.jsonl") if self.world.is_main else None
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        """Writes a line of metrics and says it."""
+        if self.metrics is not None:
+            self.metrics.write(kind=kind, **fields)
+        self.emit(kind, **fields)
+
+    def introduce(self) -> None:
+        """Says what is trained on what."""
+        data, val = self.config.data, self.corpus.val
+        self.emit(
+            "data",
+            name=self.corpus.name,
+            train_samples=len(self.corpus.train),
+            val_samples=len(val) if val else 0,
+            tokens_per_step=data.global_batch * data.seq_len,
+        )
+        name = type(self.model).__name__ if self.config.model.build else "the reference model"
+        recipe = recipe_of(self.model)
+        why = next(note.why for note in recipe.notes if note.name == "engine")
+        self.emit("model", name=name, num_params=self.last["num_params"], units=len(recipe.units), why=why)
+        if self.metrics is not None:
+            (self.folder / "recipe.txt").write_text(describe(self.model), encoding="utf-8")
+
+    def complete(self, when: str) -> None:
+        """Completes the same prompt before and after; on every rank, since every rank takes part in each forward."""
+        if self.corpus.text is None:
+            return
+        self.emit("phase", text=f"completing a prompt {when} training")
+        prompt = prompt_of(self.corpus)
+        text = complete_text(
+            self.model,
+            prompt,
+            SAMPLE_BYTES,
+            device=self.world.device,
+            context=self.config.data.seq_len,
+            temperature=SAMPLE_TEMPERATURE,
+            seed=self.config.train.seed,
+        )
+        if self.metrics is not None:  # rank 0: collecting the words of a long text takes a moment
+            share = word_share(text, vocabulary(self.corpus.text))
+            self.tell("sample", when=when, prompt=prompt, text=text, word_share=share)
+
+    def all_steps(self) -> None:
+        """All optimizer steps, epoch after epoch, with validations between."""
+        train = self.config.train
+        pace = Pace(train.steps)
+        done = 0
+        self.emit("phase", text="training")
+        while done < train.steps:
+            for window in self.loader:
+                out, done = self.step(window), done + 1
+                pace.step(done, int(out.num_tokens))
+                self.report(done, out, pace)
+                if done == train.steps or (train.eval_every and done % train.eval_every == 0):
+                    self.validate(done)
+                    pace.pause()
+                if done == train.steps:
+                    return
+
+    def report(self, done: int, out: Any, pace: Pace) -> None:
+        """What a step gave: an event each, a line of metrics every ``log.every``, memory after the first."""
+        if done == 1:
+            self.measure()
+        figures = {
+            "step": done,
+            "steps": self.config.train.steps,
+            "loss": float(out.loss),
+            "grad_norm": None if out.grad_norm is None else float(out.grad_norm),
+            "lr": self.optim.param_groups[0]["lr"],
+            "tokens": int(out.num_tokens),
+            "tokens_per_s": pace.tokens_per_s,
+            "seconds_left": pace.seconds_left,
+            "skipped": bool(out.skipped),
+            "epoch": self.loader.epoch,
+            **{name: float(value) for name, value in (out.metrics or {}).items()},
+        }
+        self.last["loss"] = figures["loss"]
+        if done % self.config.log.every == 0 or done in (1, self.config.train.steps):
+            self.tell("step", **figures, memory=memory_of(self.model, self.optim).as_dict())
+        else:
+            self.emit("step", **figures)
+
+    def measure(self) -> None:
+        """Memory of every rank against one process; all ranks take part."""
+        here, alone = state_bytes(self.model, self.optim)
+        use = memory_of(self.model, self.optim)
+        rows = self.world.gather({"state": here, "rss": use.rss, "cuda_peak": use.cuda_peak})
+        self.tell(
+            "memory",
+            per_rank=[row["state"] for row in rows],
+            one_process=alone,
+            rss=[row["rss"] for row in rows],
+            cuda_peak=[row["cuda_peak"] for row in rows],
+        )
+
+    def validate(self, done: int) -> None:
+        """The mean loss over every validation token."""
+        if self.corpus.val is None:
+            return
+        self.emit("phase", text="validating")
+        micro = self.config.data.micro_batch
+        ranks = self.world.axis("dp").size
+        val = Loader(self.corpus.val, self.world, global_batch=micro * ranks, micro_batch=micro, shuffle=False)
+        figures: Mapping[str, Any] = evaluate(self.model, val)
+        self.last["val_loss"] = float(figures["loss"])
+        self.tell("val", step=done, **{name: float(value) for name, value in figures.items()})
+        self.emit("phase", text="training")
+
+    def export(self) -> None:
+        """Writes the final weights; all ranks take part."""
+        name = self.config.checkpoint.export
+        if name is not None:
+            self.emit("phase", text="writing the weights")
+            save_weights(self.model, self.folder / name)
+            self.tell("weights", path=str(self.folder / name))
+        if self.metrics is not None:
+            self.metrics.close()
+
+
+def prompt_of(corpus: Corpus) -> str:
+    """The first eight words of a sentence in the validation text; else the first words there are, about 40 bytes."""
+    source = corpus.val or corpus.train
+    text = bytes(source.tokens[: 1 << 16]).decode(errors="ignore")
+    if match := _SENTENCE.search(text):
+        return " ".join(match.group().split()) + " "
+    words = text[:400].split()[1:] or ["The"]  # the cut may stand in the middle of the first word
+    taken: list[str] = []
+    while words and sum(map(len, taken)) < 32:
+        taken.append(words.pop(0))
+    return " ".join(taken) + " "
+
+
+def _silent(kind: str, **fields: Any) -> None:
+    """What ranks other than 0 say."""

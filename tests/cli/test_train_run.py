@@ -1,0 +1,276 @@
+"""``shardwise train`` from end to end: what it says, what it leaves behind, how it fails, and under torchrun."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardwise.cli import main as cli
+from shardwise.cli.train import NEXT
+from shardwise.config import dump_config, load_config
+from shardwise.train.metrics import read_metrics
+
+TINY = (
+    "--model.args={dim: 32, num_layers: 2, ffn: 48}",
+    "--data.seq_len=32",
+    "--data.global_batch=8",
+    "--data.micro_batch=2",
+    "--train.steps=4",
+    "--train.eval_every=2",
+    "--log.every=1",
+)
+
+
+def start(folder: Path, *words: str, before: tuple[str, ...] = ("-m", "shardwise"), **env: str):
+    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return subprocess.run(
+        [sys.executable, *before, *words],
+        cwd=folder,
+        env={**clean, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **env},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """A text small enough to be validated in no time."""
+    file = tmp_path_factory.mktemp("data") / "text.txt"
+    file.write_text("The quick brown fox jumps over the lazy dog. She sells sea shells by the shore. " * 60)
+    return file
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, text):
+    """One whole run on two ranks: (folder, what it printed)."""
+    folder = tmp_path_factory.mktemp("run")
+    done = start(folder, "train", *TINY, f"--data.path={text}")
+    assert done.returncode == 0, done.stderr + done.stdout
+    return folder, done.stdout
+
+
+def test_it_says_what_it_chose_and_why(finished):
+    said = " ".join(finished[1].split())
+    assert re.search(r"ranks [12] local process(es)?: (no accelerator in use|one for each visible accelerator)", said)
+    assert re.search(r"layout dp_shard=\d: ", said)
+    assert re.search(
+        r"[\d.]+ KiB of parameters, gradients and optimizer state per rank, [\d.]+ KiB in one process", said
+    )
+    assert re.search(r"engine (fsdp2: )?dp_shard=2 cuts parameters", said) or "dp_shard=1" in said
+
+
+def test_it_shows_the_same_prompt_completed_before_and_after(finished):
+    rows = [row for row in read_metrics(finished[0] / "runs/latest/metrics.jsonl") if row["kind"] == "sample"]
+    assert [row["when"] for row in rows] == ["before", "after"]
+    assert rows[0]["prompt"] == rows[1]["prompt"] and rows[0]["text"] != rows[1]["text"]
+    for row in rows:
+        assert 0 <= row["word_share"] <= 1
+        assert f"{100 * row['word_share']:.0f}% real words" in finished[1]
+
+
+def test_metrics_hold_every_step_and_validation(finished):
+    rows = read_metrics(finished[0] / "runs/latest/metrics.jsonl")
+    steps = [row for row in rows if row["kind"] == "step"]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert {"loss", "grad_norm", "lr", "tokens", "tokens_per_s", "seconds_left", "memory"} <= steps[0].keys()
+    assert all(row["tokens"] == 8 * 32 for row in steps)
+    assert [row["step"] for row in rows if row["kind"] == "val"] == [2, 4]
+    (memory,) = [row for row in rows if row["kind"] == "memory"]
+    assert sum(memory["per_rank"]) == pytest.approx(memory["one_process"], rel=0.02)
+
+
+def test_it_leaves_config_picture_and_weights(finished):
+    folder = finished[0] / "runs/latest"
+    loaded = load_config(folder / "config.yaml").config
+    assert loaded.train.steps == 4 and loaded.data.seq_len == 32
+    assert (folder / "config.yaml").read_text() == dump_config(loaded)
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    from safetensors.torch import load_file
+
+    from shardwise.train.job import build_plain
+
+    weights = {
+        name: value for file in (folder / "weights").glob("*.safetensors") for name, value in load_file(file).items()
+    }
+    model = build_plain(loaded)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(weights)
+    assert any((before[name] != value).any() for name, value in weights.items())
+
+
+def test_the_proof_is_a_number_far_below_rounding_of_fp32(finished):
+    line = re.search(r"^proof +(.*)", finished[1], re.MULTILINE).group(1)
+    largest = float(re.search(r"(\d\.?\d*e-\d+|0\.0|\b0\b)", line).group(1))
+    assert largest < 1e-12, line
+
+
+def test_it_ends_with_commands_to_try(finished):
+    tail = finished[1].splitlines()[-len(NEXT) :]
+    for line, (command, shows) in zip(tail, NEXT, strict=True):
+        assert command.format(config="runs/latest/config.yaml") in line and line.endswith(f"# {shows}")
+
+
+@pytest.mark.parametrize("command", [command for command, _ in NEXT])
+def test_the_commands_to_try_run(finished, text, command):
+    words = shlex.split(command.format(config="runs/latest/config.yaml"))[1:]
+    words = [word for word in words if not word.startswith("--train.steps")]
+    done = start(finished[0], *words, *TINY, f"--data.path={text}")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "validation loss" in done.stdout or "train.steps" in command or "--print-config" in words
+
+
+def test_an_older_run_in_the_folder_is_kept_beside(finished, text):
+    folder = finished[0] / "runs/latest"
+    old = (folder / "metrics.jsonl").read_text()
+    assert start(finished[0], "train", "runs/latest/config.yaml", "--nproc", "1").returncode == 0
+    assert (folder / "metrics.previous.jsonl").read_text() == old
+    new = [row["step"] for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "step"]
+    assert new == [1, 2, 3, 4]
+
+
+def test_tokens_and_a_model_of_the_users(tmp_path):
+    np.save(tmp_path / "tokens.npy", np.arange(2000, dtype=np.uint16) % 300)
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\n"
+        "def build(vocab):\n"
+        "    return nn.Sequential(nn.Embedding(vocab, 16), nn.Linear(16, vocab))\n"
+    )
+    words = [
+        "--model.build=mine.py:build",
+        "--model.args={vocab: 300}",
+        "--data.path=tokens.npy",
+        "--data.val_fraction=0",
+    ]
+    done = start(tmp_path, "train", *words, *TINY[1:], "--checkpoint.export=null", "--log.plot=false")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert (
+        "training loss" in done.stdout and "nats/token" in done.stdout and "no picture: log.plot=false" in done.stdout
+    )
+    kinds = {row["kind"] for row in read_metrics(tmp_path / "runs/latest/metrics.jsonl")}
+    assert kinds == {"step", "memory"}
+    assert not (tmp_path / "runs/latest/weights").exists()
+
+
+def test_a_killed_rank_ends_the_others_and_is_named_and_metrics_are_kept(tmp_path, text):
+    (tmp_path / "mortal.py").write_text(
+        "import os, signal\n"
+        "from shardwise.train.reference import ReferenceConfig, ReferenceModel\n"
+        "class Mortal(ReferenceModel):\n"
+        "    calls = 0\n"
+        "    def forward(self, input_ids):\n"
+        "        Mortal.calls += self.training\n"
+        "        if Mortal.calls == 7 and os.environ.get('RANK') == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        return super().forward(input_ids)\n"
+        "def build(): return Mortal(ReferenceConfig(dim=32, num_layers=1, ffn=48))\n"
+    )
+    words = ["--model.build=mortal.py:build", f"--data.path={text}", "--nproc", "2", *TINY[1:], "--train.steps=50"]
+    words = [word for word in words if word not in ("--train.steps=4", "--train.eval_every=2")] + [
+        "--train.eval_every=0"
+    ]
+    done = start(tmp_path, "train", *words)
+    assert done.returncode == 1
+    assert "rank 1 was killed by signal 9 (SIGKILL)" in done.stderr
+    assert "kept       runs/latest/metrics.jsonl" in done.stdout
+    steps = [row["step"] for row in read_metrics(tmp_path / "runs/latest/metrics.jsonl") if row["kind"] == "step"]
+    assert steps == [1, 2, 3]  # two micro-batches a step on each rank: the seventh forward is in step 4
+
+
+def test_an_error_on_a_rank_is_told_once_as_a_sentence(tmp_path, text):
+    done = start(tmp_path, "train", *TINY, f"--data.path={text}", "--model.args={dmi: 3}", before=("-m", "shardwise"))
+    assert done.returncode == 2
+    assert "override --model.args is given twice" in done.stderr
+    words = [word for word in TINY if not word.startswith("--model")]
+    done = start(tmp_path, "train", *words, f"--data.path={text}", "--model.args={dmi: 3}")
+    assert done.returncode == 2
+    assert done.stderr.count("ConfigError") == 1 and "unexpected keyword argument 'dmi'" in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_torchrun_works_as_it_is(tmp_path, text):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardwise")
+    done = start(tmp_path, "train", *TINY, f"--data.path={text}", before=torchrun)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert done.stdout.count("ranks      2, as the launcher of this environment started them") == 1
+    assert done.stdout.count("\nresult ") == 1
+    assert (tmp_path / "runs/latest/loss.png").exists()
+
+
+# ---- told before any process starts ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_launch(monkeypatch):
+    """Starting a rank is a failure of the test."""
+
+    def started(*args, **kwargs):
+        raise AssertionError("a rank was started")
+
+    monkeypatch.setattr("shardwise.launch.launch_local", started)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--data.path=gone.txt"], "data.path='gone.txt' (override --data.path)\n  why: there is no such file"),
+        (["--data.path=."], "why: it is a directory"),
+        (["--parallel.layout=dp_shard=3", "--nproc", "2"], "layout 'dp_shard=3' on 2 ranks"),
+        (["--parallel.layout=tp=2", "--nproc", "2"], "tp=2"),
+        (["--log.dir=/proc/none"], "log.dir='/proc/none'\n  why: it cannot be written"),
+    ],
+)
+def test_mistakes_are_told_before_a_rank_starts(capsys, monkeypatch, tmp_path, no_launch, words, told):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", *words]) in (1, 2)
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_nproc_that_the_launcher_overrules_is_refused(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for key, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(key, value)
+    assert cli.main(["train", "--nproc", "4"]) == 2
+    assert "launch.nproc=4 (override --launch.nproc) on 2 ranks" in capsys.readouterr().err
+
+
+def test_the_parent_of_the_ranks_never_imports_torch(tmp_path):
+    code = (
+        "import sys, json\nfrom shardwise.cli import main\nimport shardwise.launch as launch\n"
+        "launch.launch_local = lambda *a, **k: [json.loads(sys.argv[1])]\n"
+        "status = main.main(['train', '--launch.device=cpu', '--log.plot=false'])\n"
+        "assert status == 0 and 'torch' not in sys.modules, sorted(m for m in sys.modules if 'torch' in m)[:5]\n"
+    )
+    result = {"val_loss": 1.0, "loss": 1.0, "steps": 1, "seconds": 1.0, "proof": {"text": "x"}}
+    done = start(tmp_path, code, json.dumps(result), before=("-c",))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.timeout(100)
+def test_interrupting_the_parent_ends_the_ranks(tmp_path, text):
+    words = [word for word in TINY if not word.startswith("--train.steps")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(
+        [sys.executable, "-m", "shardwise", "train", *words, f"--data.path={text}", "--train.steps=100000"],
+        cwd=tmp_path,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as run:
+        try:
+            first = next(line for line in run.stdout if re.search(r"step \d+", line))
+            run.send_signal(signal.SIGINT)
+            out, err = run.communicate(timeout=60)
+        finally:
+            run.kill()
+    assert first and run.returncode == 130 and "interrupted" in err
+    assert "kept       runs/latest/metrics.jsonl" in out
+    assert read_metrics(tmp_path / "runs/latest/metrics.jsonl")

@@ -1,0 +1,122 @@
+"""The parts of the main job: data, model, optimizer and schedule as a config names them."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from shardwise.config.schema import Data, Model, Optim, RunConfig, Schedule
+from shardwise.errors import ConfigError
+from shardwise.train.job import build_plain, make_optimizer, make_scheduler, open_data, prompt_of
+from shardwise.train.reference import ReferenceModel
+
+SMALL = {"dim": 32, "num_layers": 1, "ffn": 48}
+
+
+def test_no_path_is_the_help_text_cut_in_two():
+    corpus = open_data(Data(val_fraction=0.25), vocab=256)
+    assert corpus.name == "Python's help topics"
+    assert 2.8 < len(corpus.train) / len(corpus.val) < 3.2
+    assert corpus.text.startswith(bytes(corpus.train.tokens[:50]).decode())
+
+
+def test_text_files_are_bytes_and_arrays_have_no_text(tmp_path):
+    (tmp_path / "t.md").write_text("one two three " * 100)
+    assert open_data(Data(path=str(tmp_path / "t.md"), seq_len=16), vocab=256).text.startswith("one two")
+    np.save(tmp_path / "t.npy", np.arange(1000) % 300)
+    np.arange(1000, dtype=np.uint32).tofile(tmp_path / "t.bin")
+    assert open_data(Data(path=str(tmp_path / "t.npy"), seq_len=16), vocab=None).text is None
+    raw = open_data(Data(path=str(tmp_path / "t.bin"), dtype="uint32", seq_len=16), vocab=1000)
+    assert raw.train.tokens.dtype == np.uint32 and raw.text is None
+    with pytest.raises(ConfigError, match="the vocabulary has 256 tokens"):
+        open_data(Data(path=str(tmp_path / "t.npy"), seq_len=16), vocab=256)
+
+
+def test_without_validation_everything_is_trained_on():
+    corpus = open_data(Data(val_fraction=0), vocab=256)
+    assert corpus.val is None and len(corpus.train) > 3500
+
+
+def test_the_prompt_is_a_sentence_of_text_that_was_not_trained_on():
+    corpus = open_data(Data(), vocab=256)
+    prompt = prompt_of(corpus)
+    assert prompt.endswith(" ") and len(prompt.split()) == 8 and prompt[0].isupper()
+    held_out = " ".join(bytes(corpus.val.tokens).decode(errors="ignore").split())
+    assert prompt.strip() in held_out
+
+
+def test_the_prompt_of_a_text_without_sentences(tmp_path):
+    (tmp_path / "t.txt").write_text("a1 b2 c3 " * 100)
+    assert prompt_of(open_data(Data(path=str(tmp_path / "t.txt"), seq_len=16), vocab=256)).startswith(
+        ("b2", "c3", "a1")
+    )
+
+
+def test_no_model_is_the_reference_model_long_enough_for_the_data():
+    model = build_plain(RunConfig(data=Data(seq_len=300), model=Model(args=SMALL)))
+    assert isinstance(model, ReferenceModel)
+    assert model.config.max_seq == 300 and model.config.dim == 32
+
+
+def test_a_model_of_the_users(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from torch import nn\n"
+        "def build(width=3): return nn.Linear(width, width)\n"
+        "def broken(): return None + 1\n"
+        "def nothing(): return 'a model'\n"
+    )
+
+    def build(name, **args):
+        return build_plain(RunConfig(model=Model(build=f"{file}:{name}", args=args)))
+
+    assert isinstance(build("build", width=5), nn.Linear)
+    with pytest.raises(ConfigError, match=r"model.args=\{'widht': 5\} .*\n  why: it cannot be called with them"):
+        build("build", widht=5)
+    with pytest.raises(TypeError, match="NoneType"):  # a fault of the function itself is not the config's
+        build("broken")
+    with pytest.raises(ConfigError, match="it returned str, and training needs"):
+        build("nothing")
+
+
+def test_the_reference_model_refuses_unknown_sizes():
+    with pytest.raises(ConfigError, match=r"model\.args=.*'dmi'.* for the reference model"):
+        build_plain(RunConfig(model=Model(args={"dmi": 3})))
+
+
+def test_optimizers_have_the_settings_of_the_config_and_leave_frozen_parameters():
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    adamw = make_optimizer(Optim(lr=0.1, betas=(0.5, 0.6), weight_decay=0.2), model)
+    group = adamw.param_groups[0]
+    assert isinstance(adamw, torch.optim.AdamW)
+    assert (group["lr"], group["betas"], group["weight_decay"], group["fused"]) == (0.1, (0.5, 0.6), 0.2, True)
+    assert group["params"] == [model.weight]
+    sgd = make_optimizer(Optim(name="sgd", lr=0.1, momentum=0.7, fused=False), model)
+    assert isinstance(sgd, torch.optim.SGD)
+    assert (sgd.param_groups[0]["momentum"], sgd.param_groups[0]["fused"]) == (0.7, False)
+
+
+def rates(schedule: Schedule, steps: int) -> list[float]:
+    optim = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    scheduler = make_scheduler(schedule, optim, steps)
+    found = []
+    for _ in range(steps):
+        found.append(optim.param_groups[0]["lr"])
+        optim.step()
+        scheduler.step()
+    return found
+
+
+def test_cosine_rises_over_the_warm_up_and_ends_at_the_floor():
+    lr = rates(Schedule(warmup_steps=4, min_lr_ratio=0.25), 20)
+    assert lr[:5] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])
+    assert lr[4] == max(lr) and lr[-1] == pytest.approx(0.5)
+    assert lr[4:] == sorted(lr[4:], reverse=True)
+    assert lr[12] == pytest.approx(0.5 + 1.5 * 0.5 * (1 + np.cos(np.pi * 8 / 15)))
+
+
+def test_constant_and_no_warm_up():
+    assert rates(Schedule(name="constant", warmup_steps=0), 5) == [2.0] * 5
+    assert rates(Schedule(name="constant", warmup_steps=1), 3) == [1.0, 2.0, 2.0]
+    assert rates(Schedule(warmup_steps=0, min_lr_ratio=0.0), 1) == [2.0]
