@@ -141,6 +141,37 @@ def test_generate_cuts_to_the_context_restores_the_mode_and_calls_the_module(mod
     assert not model.training
 
 
+def _generate_between_updates() -> list[list[int]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = ReferenceModel(SMALL)
+    fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    shards, found = list(model.parameters()), []  # what an optimizer holds
+    for _ in range(2):
+        found.append(generate(model, torch.tensor([[1, 2, 3]]), 3, context=8)[0].tolist())
+        with torch.no_grad():
+            for param in shards:
+                param.neg_()
+    return found
+
+
+def test_generate_on_shards_sees_each_update(ranks):
+    """The same as one process: gathered values must not outlive the call."""
+    torch.manual_seed(0)
+    model = ReferenceModel(SMALL)
+    expected = []
+    for _ in range(2):
+        expected.append(generate(model, torch.tensor([[1, 2, 3]]), 3, context=8)[0].tolist())
+        with torch.no_grad():
+            for param in model.parameters():
+                param.neg_()
+    assert expected[0] != expected[1]
+    assert ranks.run(_generate_between_updates, 2) == [expected] * 2
+
+
 @pytest.mark.parametrize(
     ("prompt", "options"),
     [

@@ -117,7 +117,8 @@ def _launch(loaded: "Loaded[RunConfig]") -> int:
         except BaseException:
             _keep(config, display)
             raise
-        _report(config, results[0], _draw(config, display), display)
+        no_picture = _draw(config, display)
+    _report(config, results[0], no_picture, display)
     return 0
 
 
@@ -168,7 +169,8 @@ def _be_a_rank(loaded: "Loaded[RunConfig]") -> int:
         except BaseException:
             _keep(config, display)
             raise
-        _report(config, result, _draw(config, display), display)
+        no_picture = _draw(config, display)
+    _report(config, result, no_picture, display)
     return 0
 
 

@@ -222,6 +222,6 @@ def _printable(text: str) -> str:
 
 def _width(stream: TextIO) -> int:
     try:
-        return os.get_terminal_size(stream.fileno()).columns
+        return os.get_terminal_size(stream.fileno()).columns or 110  # some terminals do not know their size
     except (OSError, ValueError):  # no terminal, or no file at all
         return 110

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from shardwise.errors import ConfigError
 
@@ -68,6 +69,8 @@ def generate(
                 on_token(made + 1)
     finally:
         model.train(was_training)
+        if isinstance(model, FSDPModule):
+            model.reshard()  # no backward follows that would: the next forward must not see these values again
     return prompt
 
 
