@@ -208,6 +208,32 @@ class ExpertModel(nn.Module):
         return self.head(x)
 
 
+class InPlace(nn.Module):
+    """The parent works in place on what a unit returns, which for a Linear on 3-D input is a view."""
+
+    def __init__(self, dim: int = 10):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, dim)
+        self.layers = nn.ModuleList([nn.Linear(dim, dim) for _ in range(3)])
+        self.head = nn.Linear(dim, VOCAB)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            y = layer(x)
+            y += x
+            x = torch.tanh(y)
+        logits = self.head(x)
+        logits *= 0.5
+        return logits
+
+
+def halved_in_place(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(batch["input_ids"])
+    logits *= 0.5  # on the root's own output
+    return logits
+
+
 # ---- transformers -----------------------------------------------------------------------------------------------
 
 _SMALL = {"vocab_size": VOCAB, "num_hidden_layers": 3, "num_attention_heads": 2, "pad_token_id": 0}
@@ -248,6 +274,7 @@ CASES = {
         Case("odd", Odd, tokens),
         Case("branches", Branches, tokens),
         Case("experts", ExpertModel, tokens),
+        Case("inplace", InPlace, tokens, forward=halved_in_place),
         Case("llama", _hf("LlamaConfig", "LlamaForCausalLM", **_LLAMA), tokens),
         Case("gpt2", _hf("GPT2Config", "GPT2LMHeadModel", **_GPT2), tokens),
         Case("qwen3", _hf("Qwen3Config", "Qwen3ForCausalLM", **_LLAMA, head_dim=6), tokens),

@@ -1,5 +1,6 @@
 """The only file that touches private names of torch; each with what it is for, checked against torch 2.13."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ __all__ = [
     "materialise",
     "on_unit_backward",
     "replicate",
+    "start_replica",
     "tree_any",
     "tree_map",
     "unit_gradients",
@@ -35,6 +37,15 @@ __all__ = [
 def default_store() -> dist.Store:
     """The store of the default process group: a peer can leave word there while its main thread is blocked."""
     return dist.distributed_c10d._get_default_store()
+
+
+def start_replica(module: nn.Module) -> None:
+    """Builds the reducer of a replicated module now instead of at its first forward, without torch's deprecation note: of
+    the two ways to leave buffers alone, ``broadcast_buffers=False`` is the one that also does so at the start."""
+    state = replicate.state(module)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+        state.lazy_init()
 
 
 def unit_groups(module: nn.Module) -> list[Any]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise._compat import replicate
+from shardwise._compat import replicate, start_replica
 from shardwise.recipe import Recipe
 from shardwise.world import World
 
@@ -31,6 +31,7 @@ def apply_ddp(module: nn.Module, recipe: Recipe, world: World) -> "DDPEngine":
             init_sync=False,  # values were scattered from rank 0 already
         )
         module.register_comm_hook(group, _sum_over_ranks)  # type: ignore[operator]
+        start_replica(module)
     return DDPEngine(module, trains=any(param.trainable for param in recipe.params.values()))
 
 

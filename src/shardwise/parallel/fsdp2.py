@@ -39,6 +39,8 @@ def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine
     for unit in (*(unit for unit in recipe.units if unit.name != ROOT), _root_unit(recipe)):
         targets = [modules[name] for name in unit.modules]
         _refuse_containers(unit.modules, targets)
+        for target in targets:
+            target.register_forward_hook(_whole_outputs)  # before FSDP2's own hook, which is added next
         fully_shard(
             targets if len(targets) > 1 else targets[0],
             mesh=mesh,
@@ -54,6 +56,29 @@ def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine
     materialise(module, world.device)
     _cast_root(module, recipe)
     return FSDP2Engine(module, recipe)
+
+
+class _NotAView(torch.autograd.Function):
+    """Identity whose result is no view: same memory, a graph node of its own."""
+
+    @staticmethod
+    def forward(_ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+def _whole_outputs(_module: nn.Module, _args: Any, output: Any) -> Any:
+    """FSDP2 gathers a unit for backward from a hook on its outputs, and an in-place operation on a view throws that hook
+    away: backward then fails, or reduces nothing without a word. A Linear on 3-D input returns a view, and
+    ``y = block(x); y += x`` is common, so units hand out tensors that are not views; nothing is copied."""
+    if not torch.is_grad_enabled():
+        return output
+    return tree_map(
+        lambda t: _NotAView.apply(t) if isinstance(t, Tensor) and t.requires_grad and t._is_view() else t, output
+    )
 
 
 def _root_unit(recipe: Recipe) -> Any:

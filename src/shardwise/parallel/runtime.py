@@ -64,6 +64,10 @@ class Runtime:
             found.setdefault(name, getattr(owner, attr))
         return found
 
+    def local_tensors_of(self, name: str) -> Tensor:
+        """What this rank stores of parameter ``name``."""
+        return local_tensor(self.parameters[name]).detach()
+
     def pieces(self, name: str, tensor: Tensor, coord: Coord | None = None) -> tuple[Slice, ...]:
         """The pieces of ``name`` held at ``coord`` (None: by this rank); one whole piece for what is not a parameter."""
         if name in self.recipe.params:

@@ -1,0 +1,89 @@
+"""The whole state of a sharded module on rank 0, put together from the ranks' pieces.
+
+Each piece is sent once, by its first owner, straight to rank 0: nothing is gathered on ranks that do not need it. Names are
+canonical; which rank holds what is asked of the recipe alone.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.anatomy import canonical_modules
+from shardwise.parallel import Runtime, runtime_of
+from shardwise.recipe import Slice, extents, owners
+
+__all__ = ["full_state_dict", "gather_parameter"]
+
+
+def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[str, Tensor]:
+    """Every parameter and persistent buffer, whole, on rank 0's CPU; ``{}`` on the other ranks. All ranks must call it.
+
+    The keys are those of the unsharded module's ``state_dict()``, in its order; tied names map to one tensor.
+
+    Args:
+        model: from ``parallelize``.
+        trainable_only: leave out frozen parameters and buffers.
+    """
+    runtime = runtime_of(model)
+    found: dict[str, Tensor] = {}
+    for name, param in runtime.recipe.params.items():
+        if trainable_only and not param.trainable:
+            continue
+        whole = gather_parameter(runtime, name)
+        if whole is not None:
+            found.update(dict.fromkeys((name, *param.aliases), whole))
+    if not runtime.world.is_main:
+        return {}
+    if not trainable_only:
+        local = runtime.local_tensors()
+        for name, buffer in runtime.recipe.buffers.items():
+            if buffer.persistent:
+                found.update(dict.fromkeys((name, *buffer.aliases), local[name].detach().cpu().clone()))
+    return {name: found[name] for name in _order(model, found) if name in found}
+
+
+def gather_parameter(runtime: Runtime, name: str) -> Tensor | None:
+    """One parameter, whole, on rank 0's CPU; None elsewhere. All ranks must call it."""
+    world, param = runtime.world, runtime.recipe.params[name]
+    local = runtime.local_tensors_of(name)
+    if not world.is_main:
+        mine = _pieces_to_send(runtime, name, world.rank)
+        if mine:
+            packed = torch.cat([local[piece.local_index].reshape(-1) for piece in mine])
+            dist.send(packed.view(torch.uint8), dst=0)
+        return None
+    whole = torch.empty(param.shape, dtype=local.dtype)
+    for piece in runtime.view.extents(name):
+        whole[piece.full_index] = local[piece.local_index].cpu()
+    for rank in range(1, world.size):
+        pieces = _pieces_to_send(runtime, name, rank)
+        if not pieces:
+            continue
+        counts = [torch.Size(piece.sizes).numel() for piece in pieces]
+        packed = torch.empty(sum(counts), dtype=local.dtype, device=world.device)
+        dist.recv(packed.view(torch.uint8), src=rank)
+        for piece, part in zip(pieces, packed.cpu().split(counts), strict=True):
+            whole[piece.full_index] = part.view(piece.sizes)
+    return whole
+
+
+def _pieces_to_send(runtime: Runtime, name: str, rank: int) -> list[Slice]:
+    """Pieces that ``rank`` is the first to hold: those rank 0 does not have and gets from it."""
+    param, coord = runtime.recipe.params[name], runtime.recipe.grid.coord(rank)
+    return [
+        piece for piece, holders in zip(extents(param, coord), owners(param, coord), strict=True) if holders[0] == rank
+    ]
+
+
+def _order(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Names in the order of the module's own state dict: by module, then parameters before buffers."""
+    wanted = set(names)
+    found = []
+    for prefix, module in canonical_modules(model):
+        for attr in (*module._parameters, *module._buffers):
+            name = f"{prefix}.{attr}" if prefix else attr
+            if name in wanted:
+                found.append(name)
+    return found

@@ -1,0 +1,52 @@
+"""Weights out: a plain safetensors file that any tool opens."""
+
+import os
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import nn
+
+from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.parallel import runtime_of
+from shardwise.state.full import full_state_dict
+
+__all__ = ["save_weights"]
+
+WEIGHTS = "model.safetensors"
+
+
+def save_weights(model: nn.Module, dest: str | os.PathLike[str]) -> Path:
+    """Writes every parameter and persistent buffer to ``dest/model.safetensors``; returns that path. All ranks must call.
+
+    The file holds canonical names; a tied tensor is stored once, under its first name. It appears whole or not at all:
+    written beside its place, then renamed. Rank 0 writes, and holds the model once on its host meanwhile.
+
+    Raises:
+        CheckpointError: on every rank, if rank 0 cannot write.
+    """
+    runtime, path = runtime_of(model), Path(dest) / WEIGHTS
+    state = full_state_dict(model)
+    problem: ShardwiseError | None = None
+    if runtime.world.is_main:
+        aliases = {
+            alias
+            for fact in (*runtime.recipe.params.values(), *runtime.recipe.buffers.values())
+            for alias in fact.aliases
+        }
+        stored = {name: tensor.contiguous() for name, tensor in state.items() if name not in aliases}
+        part = path.with_name(f".{WEIGHTS}.{os.getpid()}.part")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file(stored, part, metadata={"format": "pt"})
+            os.replace(part, path)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            problem = CheckpointError(
+                f"weights to {path}",
+                why=f"writing failed: {error.strerror or error}",
+                fix="free space or choose a directory you can write to; an older file there is as it was",
+            )
+    problem = runtime.world.broadcast(problem)
+    if problem is not None:
+        raise problem
+    return path

@@ -1,0 +1,102 @@
+"""Token-weighted evaluation over all ranks, with unequal numbers of batches."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardwise.errors import UsageError
+from shardwise.parallel import Runtime, runtime_of
+from shardwise.train.loss import Batch, Loss, as_sums, call, count_of, next_token_loss
+
+__all__ = ["evaluate"]
+
+
+def evaluate(
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    loss: Loss | None = next_token_loss,
+    count: Callable[[Batch], Any] | None = None,
+    forward: Callable[[nn.Module, Batch], Any] = call,
+) -> dict[str, float]:
+    """Sums of the loss over all ranks' batches divided by all their valid tokens; equal on every rank.
+
+    All ranks must call it. They may have different numbers of batches: under FSDP every forward is collective, so before
+    each one the ranks tell whether any has a batch left, and one without runs a copy that counts as nothing.
+
+    Args:
+        model: from ``parallelize``; put in eval mode, and back afterwards.
+        loader: yields micro-batches (``str -> Tensor``) or windows (lists of them, as :class:`Loader` does).
+        loss, count, forward: as :class:`~shardwise.train.step.TrainStep` takes them.
+
+    Returns:
+        ``{"loss": ..., "num_tokens": ..., other entries of the loss}``.
+
+    Raises:
+        UsageError: no rank has a batch.
+    """
+    runtime = runtime_of(model)
+    counter = count_of(loss, count if count is not None or loss is not None else getattr(model, "count", None))
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    totals: dict[str, Tensor] = {}
+    tokens = torch.zeros((), dtype=torch.float64)
+    try:
+        with torch.no_grad():
+            for batch, counts in _in_step(runtime, _flat(loader)):
+                result = forward(model, batch) if loss is not None else model(batch)
+                sums = as_sums(loss(result, batch) if loss is not None else result)
+                for name, value in sums.items():
+                    value = value.double().cpu() if counts else torch.zeros((), dtype=torch.float64)
+                    totals[name] = totals.get(name, torch.zeros((), dtype=torch.float64)) + value
+                if counts:
+                    tokens += float(torch.as_tensor(counter(batch)))
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        if isinstance(model, FSDPModule):
+            model.reshard()  # the root stays gathered after a forward that no backward follows
+    names = sorted(totals)
+    agreed = runtime.world.agreement.sum(
+        {"tokens": tokens, "sums": torch.stack([totals[name] for name in names])}, "evaluation, adding up"
+    )
+    num_tokens = float(agreed["tokens"])
+    means = dict(zip(names, (agreed["sums"] / max(num_tokens, 1.0)).tolist(), strict=True))
+    return {"loss": means.pop("loss"), "num_tokens": num_tokens, **means}
+
+
+def _flat(loader: Iterable[Any]) -> Iterator[tuple[Batch, bool]]:
+    for item in loader:
+        for batch in [item] if isinstance(item, Mapping) else item:
+            yield batch, not getattr(batch, "padding", False)
+
+
+def _in_step(runtime: Runtime, batches: Iterator[tuple[Batch, bool]]) -> Iterator[tuple[Batch, bool]]:
+    """Batches until no rank has one left; a rank without repeats its last, or one of another rank, uncounted."""
+    agreement, last = runtime.world.agreement, None
+    while True:
+        item = next(batches, None)
+        have = agreement.sum(
+            {"have": float(item is not None), "seen": float(last is not None or item is not None)},
+            "evaluation, a batch",
+        )
+        if not float(have["have"]):
+            if last is None:
+                raise UsageError(
+                    "an evaluation without batches", why="no rank's loader gave one", fix="give the loader samples"
+                )
+            return
+        if float(have["seen"]) < runtime.world.size:  # a rank that never had a batch needs one to run
+            offered = agreement.gather(None if item is None else dict(item[0]), "evaluation, lending a batch")
+            if last is None and item is None:
+                lent = next(batch for batch in offered if batch is not None)
+                last = {key: value.to(runtime.world.device) for key, value in lent.items()}
+        if item is not None:
+            last = item[0]
+            yield item
+        else:
+            assert last is not None
+            yield last, False
