@@ -1,0 +1,72 @@
+"""The proof line: right for a right model, red for one that computes differently on its ranks, left out when too large."""
+
+import pytest
+
+from shardwise.config.schema import Data, Model, Optim, Parallel, RunConfig
+from shardwise.errors import RankError
+
+SIZES = {"dim": 32, "num_layers": 2, "ffn": 48}
+
+
+def _config(layout: str, **model) -> RunConfig:
+    return RunConfig(
+        model=Model(**(model or {"args": SIZES})),
+        data=Data(seq_len=16, global_batch=6, micro_batch=1),
+        optim=Optim(name="adamw"),
+        parallel=Parallel(layout=layout),
+    )
+
+
+def _prove(config: RunConfig, most: int | None = None) -> dict:
+    from shardwise.cli import train_proof
+    from shardwise.world import init
+
+    limit = train_proof.MOST_PARAMS
+    train_proof.MOST_PARAMS = limit if most is None else most
+    try:
+        with init(config.parallel.layout, device="cpu") as world:
+            return train_proof.prove(config, world)
+    finally:
+        train_proof.MOST_PARAMS = limit
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_ranks"),
+    [("dp_shard=1", 1), ("dp_shard=2", 2), ("dp_replicate=2", 2), ("dp_replicate=2,dp_shard=2", 4)],
+)
+def test_every_rank_gets_one_small_number_and_where(ranks, layout, num_ranks):
+    first, *others = ranks.run(_prove, num_ranks, _config(layout))
+    assert all(other == first for other in others)
+    assert 0 <= first["largest"] < 1e-12
+    assert first["name"] in first["text"] and f"{first['largest']:.1e}" in first["text"]
+    assert f"layout {layout} against one plain process" in first["text"]
+
+
+def test_a_model_that_computes_otherwise_on_another_rank_is_named(ranks, tmp_path):
+    file = tmp_path / "rankish.py"
+    file.write_text(
+        "import os\n"
+        "from shardwise.train.reference import ReferenceConfig, ReferenceModel\n"
+        "class Rankish(ReferenceModel):\n"
+        "    def forward(self, input_ids):\n"
+        "        return super().forward(input_ids) * (1 + 1e-6 * int(os.environ['RANK']))\n"
+        f"def build(): return Rankish(ReferenceConfig(**{SIZES}))\n"
+    )
+    with pytest.raises(RankError, match=r"raised VerifyError: [\w.]+: grad differs at step 1"):
+        ranks.run(_prove, 2, _config("dp_shard=2", build=f"{file}:build"))
+
+
+def test_dropout_does_not_disturb_the_comparison(ranks, tmp_path):
+    file = tmp_path / "dropping.py"
+    file.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "def build(): return nn.Sequential(nn.Embedding(256, 8), nn.Dropout(0.5), nn.Linear(8, 256))\n"
+    )
+    assert ranks.run(_prove, 2, _config("dp_shard=2", build=f"{file}:build"))[0]["largest"] < 1e-12
+
+
+def test_a_model_too_large_to_gather_is_left_out_with_the_reason(ranks):
+    result = ranks.run(_prove, 2, _config("dp_shard=2"), most=1000)[1]
+    assert result["largest"] is None
+    assert result["text"].startswith("left out: ") and "(at most 1,000)" in result["text"]
