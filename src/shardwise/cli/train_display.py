@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 __all__ = ["Display", "bytes_text", "seconds_text"]
 
-_QUIET_S = 1.8
+_QUIET_S = 1.5
 _QUIET_LATER_S = 30.0
 _EARLY_S = 300.0
 _INDENT = " " * 11
