@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from shardwise.cli import main as cli
-from shardwise.cli.train import NEXT
+from shardwise.cli.train import NEXT, _started_by_others
 from shardwise.config import dump_config, load_config
 from shardwise.train.metrics import read_metrics
 
@@ -274,3 +274,21 @@ def test_interrupting_the_parent_ends_the_ranks(tmp_path, text):
     assert first and run.returncode == 130 and "interrupted" in err
     assert "kept       runs/latest/metrics.jsonl" in out
     assert read_metrics(tmp_path / "runs/latest/metrics.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("environ", "a_rank"),
+    [
+        ({}, False),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, True),
+        ({"RANK": "-1"}, False),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}, True),
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, False),  # an interactive shell: local ranks are started
+    ],
+)
+def test_it_knows_whether_it_is_a_rank(monkeypatch, environ, a_rank):
+    for key in ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"):
+        monkeypatch.delenv(key, raising=False)
+    for key, value in environ.items():
+        monkeypatch.setenv(key, value)
+    assert _started_by_others() is a_rank
