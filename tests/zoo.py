@@ -155,7 +155,7 @@ class BranchBlock(nn.Module):
         self.a, self.b, self.out = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        branch = self.a if float(x.sum()) > 0 else self.b
+        branch = self.a if float(x.detach().sum()) > 0 else self.b
         return x + torch.tanh(self.out(branch(x)))
 
 

@@ -154,17 +154,16 @@ def _comparable(task: Task, params: Mapping[str, Tensor | None], expected: StepR
 
 
 def _step_differences(task: Task, recipe: Recipe, expected: StepRecord, steps: list[RankStep], number: int):
-    for rank, step in enumerate(steps):
-        if step.num_tokens != expected.num_tokens:
-            yield Difference("num_tokens", float("inf"), f"rank {rank}", number)
-        yield Difference("loss", _relative(step.loss, expected.loss), f"rank {rank}", number)
     grads = {name: assemble(recipe, name, [step.grads[name] for step in steps]) for name in recipe.params}
     yield from _tensors("grad", grads, expected.grads, number)
-    for rank, step in enumerate(steps):
-        yield Difference("grad_norm", _relative(step.grad_norm, expected.grad_norm), f"rank {rank}", number)
     params = {name: assemble(recipe, name, [step.params[name] for step in steps]) for name in recipe.params}
     yield from _tensors("param", *_comparable(task, params, expected), number)
     yield from _buffers(expected, steps, number)
+    for rank, step in enumerate(steps):  # after the tensors: a tensor's name says more than a rank's
+        if step.num_tokens != expected.num_tokens:
+            yield Difference("num_tokens", float("inf"), f"rank {rank}", number)
+        yield Difference("loss", _relative(step.loss, expected.loss), f"rank {rank}", number)
+        yield Difference("grad_norm", _relative(step.grad_norm, expected.grad_norm), f"rank {rank}", number)
 
 
 def _tensors(kind: str, found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None], number: int):

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from shardwise._compat import tree_map
-
 __all__ = ["LiftFloat32"]
 
 
@@ -20,5 +18,5 @@ class LiftFloat32(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
             return args[0].double()
-        args, kwargs = tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        args = tuple(torch.float64 if x is torch.float32 else x for x in args)
+        return func(*args, **{key: torch.float64 if x is torch.float32 else x for key, x in (kwargs or {}).items()})

@@ -1,0 +1,96 @@
+"""What ``shardwise verify`` runs: a named model against one plain process, over local CPU ranks."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.config.options import Sharding
+from shardwise.config.target import load_target
+from shardwise.errors import ConfigError
+from shardwise.layout import parse_layout
+from shardwise.train.loss import next_token_loss
+from shardwise.verify.run import verify
+
+__all__ = ["main"]
+
+_LENGTH, _BATCH = 16, 2
+
+
+@dataclass(frozen=True)
+class _Named:
+    """A function known by its name, so that every rank can load it for itself."""
+
+    text: str
+    what: str
+
+    def __call__(self, *args: Any) -> Any:
+        return load_target(self.text, what=self.what)(*args)
+
+
+def main(
+    model: str,
+    layout: str,
+    *,
+    batch: str | None = None,
+    loss: str | None = None,
+    steps: int = 3,
+    accumulate: int = 2,
+    min_unit_bytes: int = 0,
+) -> int:
+    """Compares and prints the outcome; 0 if equal. Raises VerifyError, which names the first tensor that differs.
+
+    Args:
+        model: "pkg.mod:fn", returns the module.
+        layout: without -1.
+        batch: "pkg.mod:fn", takes the index of a micro-batch and returns it (``str -> Tensor``); None: random tokens, for
+            a module that takes ``input_ids`` and has an embedding.
+        loss: "pkg.mod:fn", as TrainStep takes it; None: cross entropy of aligned labels.
+        steps: optimizer steps.
+        accumulate: micro-batches per rank and step.
+        min_unit_bytes: 0 makes every block a unit, the hardest case.
+    """
+    build = _Named(model, "MODEL")
+    num_ranks = 1
+    for degree in parse_layout(layout).values():
+        num_ranks *= degree
+    make: Callable[[int], dict[str, Tensor]] = _Named(batch, "--batch") if batch else _tokens_for(build())
+    windows = [[make(s * 1000 + i) for i in range(num_ranks * accumulate)] for s in range(steps)]
+    print(
+        f"comparing {num_ranks} ranks ({layout}) with one process: {steps} steps, {accumulate} micro-batches per rank"
+    )
+    report = verify(
+        build,
+        layout,
+        batches=windows,
+        loss=_Named(loss, "--loss") if loss else next_token_loss,
+        sharding=Sharding(min_unit_bytes=min_unit_bytes),
+    )
+    for kind, worst in report.worst.items():
+        where = f" in {worst.name}, step {worst.step}" if worst.err else ""
+        print(f"  {kind:<10} largest difference {worst.err:.1e}{where}")
+    print(f"equal: {report}")
+    return 0
+
+
+def _tokens_for(module: nn.Module) -> Callable[[int], dict[str, Tensor]]:
+    embedding = next((m for m in module.modules() if isinstance(m, nn.Embedding)), None)
+    if embedding is None or "input_ids" not in inspect.signature(module.forward).parameters:
+        raise ConfigError(
+            f"{type(module).__name__} without --batch",
+            why="its forward takes no input_ids, or it has no embedding, so there is nothing to guess a batch from",
+            fix="pass --batch pkg.mod:fn, a function of an index that returns a mapping of tensors with labels",
+        )
+    vocab = embedding.num_embeddings
+
+    def tokens(index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        ids = torch.randint(0, vocab, (_BATCH, _LENGTH + 1), generator=generator)
+        labels = ids[:, 1:].clone()
+        labels[0, : index % _LENGTH] = -100  # unequal token counts: equal ones hide the commonest faults
+        return {"input_ids": ids[:, :-1].contiguous(), "labels": labels}
+
+    return tokens

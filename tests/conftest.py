@@ -1,0 +1,25 @@
+"""What all tests share: warm ranks that have the zoo's imports behind them."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardwise.testing import RankPool
+
+_PRELOAD = (
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "shardwise.verify",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "qwen3", "t5", "bert", "vit")),
+)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """The plugin's pool with more imported once: transformers takes seconds in every rank that must import it itself."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    with RankPool(preload=_PRELOAD) as pool:
+        yield pool

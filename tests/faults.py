@@ -1,0 +1,106 @@
+"""Deliberate faults, made by patching functions of the library on every rank before the very same comparison runs."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+import shardwise.parallel.ddp
+import shardwise.train.optim
+import shardwise.train.step
+import shardwise.train.window
+from shardwise.parallel import norm_power_sum, runtime_of
+from shardwise.verify import run_sharded
+
+
+def averaged() -> Any:
+    """FSDP2 left at its default: gradients averaged over the ranks."""
+    return mock.patch.object(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None)
+
+
+def averaged_ddp() -> Any:
+    def average(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0] / group.size())
+
+    return mock.patch.object(shardwise.parallel.ddp, "_sum_over_ranks", average)
+
+
+def all_reduce_dropped() -> Any:
+    """The replicas of HSDP do not add up their gradients."""
+    original = FSDPModule.set_requires_gradient_sync
+
+    def without(self: Any, sync: bool, **kwargs: Any) -> None:
+        original(self, sync, **kwargs)
+        self.set_requires_all_reduce(False)
+
+    return mock.patch.object(FSDPModule, "set_requires_gradient_sync", without)
+
+
+def local_norm() -> Any:
+    """Each rank clips by the norm of its own shards."""
+    scale = shardwise.train.optim.scale_gradients
+
+    def by_own(runtime: Any, norm: float, max_norm: float) -> None:
+        own = float(norm_power_sum(runtime.gradients().values(), 2.0).sqrt())
+        scale(runtime, own, max_norm)
+
+    return mock.patch.object(shardwise.train.step, "scale_gradients", by_own)
+
+
+def mean_of_means() -> Any:
+    """Each rank divides by its own tokens, and the ranks are averaged."""
+    count = shardwise.train.window.count_tokens
+
+    def own(model: Any, batches: Any, **kwargs: Any) -> int:
+        count(model, batches, **kwargs)
+        tokens = sum(int(kwargs["count"](batch)) for batch in batches)
+        return tokens * runtime_of(model).world.size
+
+    return mock.patch.object(shardwise.train.window, "count_tokens", own)
+
+
+def stale_buffer() -> Any:
+    """Running statistics are left as each rank has them."""
+    return mock.patch.object(shardwise.train.window, "_same_buffers", lambda runtime, changed: None)
+
+
+def whole_parameters_not_summed() -> Any:
+    """0-dim parameters keep the gradient of their own rank."""
+    return mock.patch.object(shardwise.train.window._Exchange, "_set_replicated", lambda *args: None)
+
+
+def unused_as_zero() -> Any:
+    """A parameter that no rank used gets zeros instead of None."""
+
+    def used(self: Any) -> Tensor:
+        return torch.ones_like(self._used)
+
+    from shardwise.parallel.fsdp2 import FSDP2Engine
+
+    return mock.patch.object(FSDP2Engine, "used", used)
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    fault.__name__: fault
+    for fault in (
+        averaged,
+        averaged_ddp,
+        all_reduce_dropped,
+        local_norm,
+        mean_of_means,
+        stale_buffer,
+        whole_parameters_not_summed,
+        unused_as_zero,
+    )
+}
+
+
+def run_with_fault(fault: str, *args: Any) -> Any:
+    """What a rank runs instead of ``run_sharded``."""
+    with FAULTS[fault]():
+        return run_sharded(*args)

@@ -1,0 +1,85 @@
+"""The parity matrix: every model of the zoo under every layout, accumulation, clipping and unit size."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from zoo import CASES
+
+from shardwise.config.options import Sharding
+from shardwise.verify import Report, verify
+
+LAYOUTS = {  # name -> (layout, ranks, engine)
+    "one": ("dp_shard=1", 1, "auto"),
+    "ddp-2": ("dp_replicate=2", 2, "auto"),
+    "ddp-4": ("dp_replicate=4", 4, "auto"),
+    "fsdp-2": ("dp_shard=2", 2, "auto"),
+    "fsdp-4": ("dp_shard=4", 4, "auto"),
+    "hsdp-1x2": ("dp_replicate=1,dp_shard=2", 2, "fsdp2"),
+    "hsdp-2x2": ("dp_replicate=2,dp_shard=2", 4, "auto"),
+    "fsdp2-2x1": ("dp_replicate=2", 2, "fsdp2"),
+}
+DEFAULT_UNIT = 16 << 20
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One comparison."""
+
+    case: str
+    layout: str
+    accumulate: int
+    clip: bool
+    min_unit_bytes: int
+
+    def __str__(self) -> str:
+        unit = "blocks" if self.min_unit_bytes == 0 else "default"
+        return f"{self.case}-{self.layout}-acc{self.accumulate}-{'clip' if self.clip else 'noclip'}-{unit}"
+
+    def run(self, run: Callable[..., Any], **changes: Any) -> Report:
+        """Compares this cell; ``run`` is a pool's. Raises VerifyError."""
+        case = CASES[self.case]
+        layout, num_ranks, engine = LAYOUTS[self.layout]
+        options = {
+            "batches": case.windows(3, num_ranks * self.accumulate),
+            "loss": case.loss,
+            "count": case.count,
+            "forward": case.forward,
+            "max_grad_norm": 0.5 if self.clip else None,
+            "sharding": Sharding(engine=engine, min_unit_bytes=self.min_unit_bytes),
+            "run": run,
+        }
+        return verify(case.build, layout, **{**options, **changes})
+
+    def assert_sharded(self, report: Report) -> None:
+        """A comparison of a model that was never sharded would pass too: the collectives of a step are counted."""
+        layout, num_ranks, _ = LAYOUTS[self.layout]
+        counts, units = report.collectives, report.num_units
+        exchanges = counts.get("allreduce", 0)
+        if report.engine == "ddp":
+            assert exchanges >= (2 if num_ranks == 1 else 3) and "_reduce_scatter_base" not in counts
+            return
+        if self.min_unit_bytes == 0:
+            assert units >= 3
+        if "dp_shard" in layout and num_ranks > 1:
+            assert counts["_reduce_scatter_base"] == units
+            assert counts["_allgather_base"] == self.accumulate * (2 * (units - 1) + 1)
+            whole = report.bytes_per_rank
+            assert max(whole) < sum(whole)
+        if "dp_replicate=2" in layout:
+            assert exchanges == 2 + units
+
+
+def all_cells() -> Iterator[Cell]:
+    """The whole matrix."""
+    for cell in itertools.product(CASES, LAYOUTS, (1, 3), (True, False), (0, DEFAULT_UNIT)):
+        yield Cell(*cell)
+
+
+def sample_cells() -> Iterator[Cell]:
+    """Every pair (model, layout), with the other choices dealt so that every pair of values of any two occurs."""
+    for i, case in enumerate(CASES):
+        for j, layout in enumerate(LAYOUTS):
+            k = (i + 3 * j) % 8 if j % 2 else (3 * i + j) % 8
+            yield Cell(case, layout, 3 if k & 1 else 1, bool(k & 2), 0 if k & 4 else DEFAULT_UNIT)

@@ -1,0 +1,89 @@
+"""Loss, every gradient, the norm and every updated parameter equal those of one plain process, in float64."""
+
+import functools
+from pathlib import Path
+
+import pytest
+from faults import FAULTS, run_with_fault
+from matrix import DEFAULT_UNIT, LAYOUTS, Cell, all_cells, sample_cells
+from zoo import CASES
+
+from shardwise.errors import VerifyError
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def _parity(ranks, cell: Cell, run=None, **changes) -> None:
+    """The one parity test: the sample, the whole matrix and the faults all go through it."""
+    report = cell.run(run or ranks.run, **changes)
+    cell.assert_sharded(report)
+    assert report.num_steps == 3
+
+
+@pytest.mark.parametrize("cell", list(sample_cells()), ids=str)
+def test_sharded_equals_one_process(ranks, cell):
+    _parity(ranks, cell)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("cell", list(all_cells()), ids=str)
+def test_sharded_equals_one_process_everywhere(ranks, cell):
+    _parity(ranks, cell)
+
+
+@pytest.mark.parametrize("layout", ["ddp-2", "fsdp-2", "hsdp-2x2"])
+@pytest.mark.parametrize("case", ["reference", "odd", "llama"])
+def test_adamw_equals_where_gradients_count(ranks, case, layout):
+    _parity(ranks, Cell(case, layout, 3, True, 0), optimizer="adamw")
+
+
+@pytest.mark.parametrize(
+    ("fault", "case", "layout"),
+    [
+        ("averaged", "reference", "fsdp-2"),
+        ("averaged", "conv", "hsdp-2x2"),
+        ("averaged_ddp", "reference", "ddp-2"),
+        ("all_reduce_dropped", "reference", "hsdp-2x2"),
+        ("local_norm", "reference", "fsdp-2"),
+        ("mean_of_means", "reference", "fsdp-2"),
+        ("mean_of_means", "gpt2", "ddp-2"),
+        ("stale_buffer", "conv", "fsdp-2"),
+        ("stale_buffer", "conv", "ddp-2"),
+        ("whole_parameters_not_summed", "odd", "fsdp-2"),
+        ("unused_as_zero", "odd", "fsdp-2"),
+    ],
+)
+def test_the_same_test_turns_red_for_a_faulty_library_and_names_the_tensor(ranks, fault, case, layout):
+    cell = Cell(case, layout, 3, True, 0)
+    _parity(ranks, cell)  # green as it is
+    faulty = functools.partial(_run_faulty, ranks, fault)
+    with pytest.raises(VerifyError) as caught:
+        _parity(ranks, cell, run=faulty)
+    module = CASES[case].build()
+    names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    assert caught.value.name is not None and caught.value.name.split(" ")[0] in names
+
+
+def _run_faulty(ranks, fault, function, num_ranks, *args):
+    assert function.__name__ == "run_sharded"
+    return ranks.run(run_with_fault, num_ranks, fault, *args)
+
+
+def test_the_sample_covers_every_pair():
+    cells = list(sample_cells())
+    values = [(c.case, c.layout, c.accumulate, c.clip, c.min_unit_bytes) for c in cells]
+    domains = [list(CASES), list(LAYOUTS), [1, 3], [True, False], [0, DEFAULT_UNIT]]
+    missing = [
+        (a, b)
+        for i in range(5)
+        for j in range(i)
+        for a in domains[i]
+        for b in domains[j]
+        if not any(v[i] == a and v[j] == b for v in values)
+    ]
+    assert not missing
+
+
+def test_every_fault_is_tried():
+    source = Path(__file__).read_text()
+    assert all(f'("{name}"' in source for name in FAULTS)

@@ -1,0 +1,82 @@
+"""``shardwise verify`` and ``sw.verify`` as a user meets them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.errors import ConfigError
+from shardwise.verify import verify
+
+ROOT = Path(__file__).parents[2]
+MODEL = '''
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.head = nn.Linear(8, 11)
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+def build():
+    return Net()
+
+class Forgetful(Net):
+    """Not deterministic: no two runs of it are alike, sharded or not."""
+    def forward(self, input_ids):
+        return super().forward(input_ids) + torch.rand(1).double() * self.head.bias
+
+def forgetful():
+    return Forgetful()
+
+def plain():
+    return nn.Linear(3, 3)
+'''
+
+
+@pytest.fixture
+def model_file(tmp_path):
+    (tmp_path / "net.py").write_text(MODEL)
+    return tmp_path / "net.py"
+
+
+def _verify(*args, cwd):
+    command = [sys.executable, "-m", "shardwise", "verify", *args]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=110, check=False)
+
+
+def test_a_right_model_is_equal(model_file):
+    done = _verify(f"{model_file}:build", "--layout", "dp_shard=2", cwd=model_file.parent)
+    assert done.returncode == 0, done.stderr
+    assert "equal: 2 ranks, layout dp_shard=2, fsdp2, 4 units" in done.stdout
+
+
+def test_a_difference_names_the_tensor(model_file):
+    done = _verify(f"{model_file}:forgetful", "--layout", "dp_replicate=2", cwd=model_file.parent)
+    assert done.returncode == 1
+    assert "VerifyError" in done.stderr and "differs at step 1" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_model_nothing_can_be_guessed_for(model_file):
+    done = _verify(f"{model_file}:plain", cwd=model_file.parent)
+    assert done.returncode == 2 and "Linear without --batch" in done.stderr and "--batch pkg.mod:fn" in done.stderr
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=-1", "tp=2", "dp_shrad=2"])
+def test_layouts_are_refused_before_anything_starts(model_file, layout):
+    done = _verify(f"{model_file}:build", "--layout", layout, cwd=model_file.parent)
+    assert done.returncode in (1, 2) and "fix:" in done.stderr and "comparing" not in done.stdout
+
+
+def test_verify_without_batches():
+    with pytest.raises(ConfigError, match="without batches"):
+        verify(torch.nn.Identity, "dp_shard=2", batches=[])
