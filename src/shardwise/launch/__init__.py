@@ -1,8 +1,8 @@
 """Starts, watches and ends the ranks of one machine."""
 
 from shardwise.launch.devices import default_nproc
-from shardwise.launch.events import send_event
+from shardwise.launch.events import report_failure, send_event
 from shardwise.launch.local import launch_local
 from shardwise.launch.process import free_port, held_port
 
-__all__ = ["default_nproc", "free_port", "held_port", "launch_local", "send_event"]
+__all__ = ["default_nproc", "free_port", "held_port", "launch_local", "report_failure", "send_event"]

@@ -14,13 +14,14 @@ import os
 import pickle
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from shardwise.errors import ConfigError
-from shardwise.launch.events import open_channel
+from shardwise.launch.events import open_channel, open_report
 from shardwise.launch.failure import Failure, failure_of
 from shardwise.launch.process import die_with_parent
 
@@ -59,10 +60,16 @@ def main(argv: list[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         # Line by line: the parent shows a line when it is written, and has it if this rank is killed.
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    connection = Connection(control)
+    connection, lock = Connection(control), threading.Lock()
+
+    def report(error: BaseException) -> None:
+        with lock:
+            connection.send(("error", failure_of(int(os.environ["RANK"]), error)))
+
+    open_report(report)
     kind, answer = _run(connection.recv())
     # Without a parent there is nobody to tell, and this process is about to be killed.
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+    with lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
         connection.send((kind, answer))
     return 0 if kind == "result" else 1
 

@@ -12,10 +12,13 @@ import pickle
 import random
 import signal
 import sys
+import threading
 import warnings
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import cast
 
+from shardwise.launch.events import open_report
 from shardwise.launch.failure import Failure, failure_of
 from shardwise.launch.process import die_with_parent
 from shardwise.testing.calls import Call, resolve
@@ -41,12 +44,20 @@ def serve(connection: Connection, output: int, parent: int) -> None:
     _redirect(output)
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
-    state = _State()
+    state, lock = _State(), threading.Lock()
+
+    def report(error: BaseException) -> None:
+        # The process ends right after this, so unlike a failure of the function it is not one to use again.
+        with lock:
+            connection.send(("error", replace(failure_of(int(os.environ["RANK"]), error), reported=False)))
+
+    open_report(report)
     connection.send("ready")
     while True:
         try:
-            call = connection.recv()
-            connection.send(_answer(call))
+            answer = _answer(connection.recv())
+            with lock:
+                connection.send(answer)
             if connection.recv() != "clean":
                 return
         except (EOFError, BrokenPipeError, ConnectionResetError):

@@ -6,7 +6,7 @@ from shardwise.world.env import Env, is_distributed, read_env
 from shardwise.world.fingerprint import agree_on, package_versions
 from shardwise.world.init import World, init
 from shardwise.world.rng import derive_seed, forked_rng, seed_all
-from shardwise.world.watch import EXIT_PEER_LOST, Watch, fatal_hooks
+from shardwise.world.watch import EXIT_PEER_LOST, Watch
 
 __all__ = [
     "EXIT_PEER_LOST",
@@ -17,7 +17,6 @@ __all__ = [
     "World",
     "agree_on",
     "derive_seed",
-    "fatal_hooks",
     "forked_rng",
     "init",
     "is_distributed",

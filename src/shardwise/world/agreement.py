@@ -2,10 +2,12 @@
 
 An exchange is one sum over all ranks of a small float64 vector, made of named entries. Equality is told from the
 sums alone (n * sum(x^2) == sum(x)^2 exactly when all x are equal), so every rank sees the same numbers and
-takes the same decision without a second round. Waiting polls: an alarm raised elsewhere is seen at once, and a rank that does
-not come is named, with where it is, before the group's own timeout.
+takes the same decision without a second round. Each exchange carries a digest of what it is: ranks that come to different
+ones are told so, instead of adding one's token count to another's norm. Waiting polls: an alarm raised elsewhere is
+seen at once, and a rank that does not come is named, with where it is, before the group's own timeout.
 """
 
+import hashlib
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -18,9 +20,11 @@ from torch import Tensor
 from shardwise.errors import RankError
 from shardwise.world.watch import Watch
 
-__all__ = ["Agreement"]
+__all__ = ["Agreement", "digest_of"]
 
 _HASH_BITS = 20  # sums of squares of 8192 such numbers are still exact in float64 (2^53)
+_SMALLEST = 64  # numbers on the wire: small exchanges have one size, since ranks that come with two are aborted by gloo
+_LEFT_S = 2.0  # how long an exchange that all ranks have joined may still take after one of them has left
 
 
 class Agreement:
@@ -41,12 +45,17 @@ class Agreement:
             place: what this exchange is ("window 3, before forward"), for messages.
 
         Raises:
-            RankError: a peer was lost, or did not come in time.
+            RankError: a peer was lost, did not come in time, or came to something else.
         """
         tensors = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in entries.items()}
-        packed = torch.cat([tensor.reshape(-1).cpu() for tensor in tensors.values()])
+        head = self.same(digest_of(place))
+        sizes = [len(head), *(tensor.numel() for tensor in tensors.values())]
+        packed = torch.zeros(max(_SMALLEST, sum(sizes)), dtype=torch.float64)
+        torch.cat([head, *(tensor.reshape(-1).cpu() for tensor in tensors.values())], out=packed[: sum(sizes)])
         self._all_reduce(packed, place)
-        pieces = packed.split([tensor.numel() for tensor in tensors.values()])
+        summed_head, *pieces = packed[: sum(sizes)].split(sizes)
+        if not self.all_same(summed_head):
+            raise self._elsewhere(place)
         return {name: piece.view(tensor.shape) for (name, tensor), piece in zip(tensors.items(), pieces, strict=True)}
 
     @staticmethod
@@ -93,6 +102,9 @@ class Agreement:
         while not work.is_completed():
             self.watch.check()
             waited = time.monotonic() - start
+            left = self.watch.left_since
+            if left is not None and time.monotonic() - max(left, start) > _LEFT_S:
+                raise self._departed(place)
             if waited > 0.9 * self.timeout_s:
                 raise self._late(place, waited)
             time.sleep(pause)
@@ -113,11 +125,36 @@ class Agreement:
             ranks=late,
         )
 
+    def _departed(self, place: str) -> RankError:
+        assert self.watch is not None
+        gone = self.watch.gone()
+        return RankError(
+            f"rank {', '.join(map(str, gone))} left while rank {self.rank} waited at {place}",
+            why="it closed its world, or its program ended, and will not come any more",
+            fix="give every rank the same number of windows, and let every rank make the same calls",
+            ranks=gone,
+        )
+
+    def _elsewhere(self, place: str) -> RankError:
+        places = self.gather(place, place)
+        usual = max(places, key=places.count)
+        ranks = tuple(rank for rank, other in enumerate(places) if other != usual)
+        who = "; ".join(f"rank {rank} came to {places[rank]}" for rank in ranks)
+        return RankError(
+            "ranks that came to different exchanges",
+            why=f"{who}, the others to {usual}",
+            fix="let every rank make the same calls in the same order",
+            ranks=ranks,
+        )
+
     def explain(self, error: RuntimeError, place: str) -> RankError:
         """The RankError behind a collective that broke: names the lost rank if word of it arrives in time."""
-        alarm = self.watch.wait_for_alarm(self.watch.silent_s + 1.5) if self.watch is not None else None
-        if alarm is not None:
-            return alarm
+        if self.watch is not None:
+            alarm = self.watch.wait_for_alarm(self.watch.silent_s + 1.5)
+            if alarm is not None:
+                return alarm
+            if self.watch.left_since is not None:
+                return self._departed(place)
         return RankError(
             f"rank {self.rank} lost a peer at {place}",
             why=(str(error).strip().splitlines() or ["the collective failed"])[0][:200],
@@ -127,3 +164,8 @@ class Agreement:
     def _at(self, place: str) -> None:
         if self.watch is not None:
             self.watch.at(place)
+
+
+def digest_of(text: str) -> int:
+    """A 60-bit digest of ``text``, the same in every process."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 4

@@ -43,7 +43,7 @@ class Axis:
             raise UsageError(
                 f"reduce(op={op!r})", why="there is no such reduction", fix=f"use one of {[*_OPS, 'mean']}"
             )
-        result = tensor.detach().clone()
+        result = tensor.detach().clone(memory_format=torch.contiguous_format)
         if self.size > 1:
             dist.all_reduce(result, op=_OPS["sum" if op == "mean" else op], group=self.group)
         return result / self.size if op == "mean" else result
@@ -54,11 +54,16 @@ class Axis:
         return pieces[self.rank] if self.rank < len(pieces) else tensor.narrow(dim, 0, 0)
 
     def gather(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        """All ranks' ``tensor`` joined along ``dim``, in axis order; sizes along ``dim`` may differ."""
+        """All ranks' ``tensor`` joined along ``dim``, in axis order; sizes along ``dim`` may differ.
+
+        Raises:
+            UsageError: on every rank, for tensors that cannot be joined: 0-dim, or of other shapes or dtypes elsewhere.
+        """
         if self.size == 1:
             return tensor
-        sizes: list[Any] = [None] * self.size
-        dist.all_gather_object(sizes, tensor.shape[dim], group=self.group)
+        kinds: list[Any] = [None] * self.size
+        dist.all_gather_object(kinds, (tuple(tensor.shape), str(tensor.dtype)), group=self.group)
+        sizes = self._sizes(kinds, dim)
         longest = max(sizes)
         padded = tensor.detach().contiguous()
         if tensor.shape[dim] < longest:
@@ -68,3 +73,17 @@ class Axis:
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded, group=self.group)
         return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
+
+    def _sizes(self, kinds: list[tuple[tuple[int, ...], str]], dim: int) -> list[int]:
+        """Each rank's size along ``dim``; the backend would abort the process on tensors that do not fit together."""
+        rests = {(shape[:dim], shape[dim:][1:], dtype) for shape, dtype in kinds if -len(shape) <= dim < len(shape)}
+        if len(rests) != 1 or any(not -len(shape) <= dim < len(shape) for shape, _ in kinds):
+            shown = "; ".join(
+                f"rank {rank}: {list(shape)} {dtype}" for rank, (shape, dtype) in zip(self.ranks, kinds, strict=True)
+            )
+            raise UsageError(
+                f"gather(dim={dim}) over {self.name} of tensors that cannot be joined",
+                why=f"apart from dim {dim} they must have the same shape and dtype: {shown}",
+                fix="give tensors of one shape and dtype, at least 1-dim, or use world.gather for objects",
+            )
+        return [shape[dim] for shape, _ in kinds]

@@ -1,6 +1,7 @@
 """Who am I among how many: the environment of torchrun, SLURM, or nothing, read and checked without torch."""
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -74,8 +75,7 @@ def _torchrun(given: dict[str, str]) -> Env:
 
 def _slurm(environ: Mapping[str, str]) -> Env:
     size = _number("SLURM_STEP_NUM_TASKS", environ["SLURM_STEP_NUM_TASKS"])
-    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_NTASKS_PER_NODE", str(size)))
-    local_size = _number("SLURM_STEP_TASKS_PER_NODE", tasks.split("(")[0].split(",")[0])
+    local_size = _tasks_on_node(environ, size)
     job = _number("SLURM_JOB_ID", environ.get("SLURM_JOB_ID", "0"))
     env = Env(
         "slurm",
@@ -91,15 +91,26 @@ def _slurm(environ: Mapping[str, str]) -> Env:
     return env
 
 
+def _tasks_on_node(environ: Mapping[str, str], size: int) -> int:
+    """Tasks of this node, from a list such as ``2(x3),1``: three nodes with two, one with one."""
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_NTASKS_PER_NODE") or str(size)
+    per_node: list[int] = []
+    for entry in text.split(","):
+        num_tasks, _, times = entry.rstrip(")").partition("(x")
+        per_node += [_number("SLURM_STEP_TASKS_PER_NODE", num_tasks)] * _number(
+            "SLURM_STEP_TASKS_PER_NODE", times or "1"
+        )
+    node = _number("SLURM_NODEID", environ.get("SLURM_NODEID", "0"))
+    return per_node[node] if node < len(per_node) else per_node[0]
+
+
 def _first_host(environ: Mapping[str, str]) -> str:
-    """First host of a SLURM node list: ``node[03-07,12],other`` -> ``node03``."""
+    """First host of a SLURM node list: ``node[03-07,12]-ib,other`` -> ``node03-ib``."""
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     if not nodes:
         return environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
-    prefix, bracket, rest = nodes.partition("[")
-    if not bracket or "," in prefix:
-        return nodes.split(",")[0]
-    return prefix + rest.split("]")[0].split(",")[0].split("-")[0]
+    # Each bracket becomes its first number, then what follows the first comma is other hosts.
+    return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", nodes).split(",")[0]
 
 
 def _number(name: str, text: str) -> int:
@@ -116,6 +127,10 @@ def _check_ranges(env: Env) -> None:
             f"rank {env.rank} of world size {env.world_size}",
             why="ranks are 0 to world size - 1",
             fix="correct RANK and WORLD_SIZE in the environment",
+        )
+    if not 0 < env.master_port < 1 << 16:
+        raise ConfigError(
+            f"MASTER_PORT={env.master_port}", why="a port is a number from 1 to 65535", fix="correct MASTER_PORT"
         )
     if env.local_world_size < 1 or env.local_rank >= env.local_world_size or env.local_world_size > env.world_size:
         raise ConfigError(

@@ -1,8 +1,11 @@
 """``sw.init``: from an environment to a :class:`World` of ranks laid out on a mesh."""
 
+import atexit
 import contextlib
-import itertools
+import math
 import os
+import sys
+import weakref
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -11,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
-from shardwise.errors import ConfigError, UsageError
+from shardwise._compat import default_store
+from shardwise.errors import ConfigError, RankError, UsageError
 from shardwise.layout import AXES, DERIVED_AXES, Layout, layout_of
 from shardwise.world.agreement import Agreement
 from shardwise.world.axis import Axis
@@ -23,7 +28,8 @@ from shardwise.world.watch import Watch
 
 __all__ = ["World", "init"]
 
-_generation = itertools.count()  # worlds opened by this process so far: the same on every rank, so keys do not collide
+_open_worlds: set["World"] = set()  # kept alive: one that was made in a function still owes its peers a last word
+_store: tuple[tuple[str, int], dist.Store] | None = None  # of the last rendezvous: see _join
 
 
 def init(
@@ -50,16 +56,17 @@ def init(
     Raises:
         LayoutError: the layout does not fit the number of ranks (raised before any process group starts).
         ConfigError: an environment that contradicts itself, a device that is not there.
-        RankError: ranks that were started with different layouts, seeds or package versions.
+        RankError: ranks that were started with different layouts, seeds or package versions; nobody to meet at
+            the address.
     """
     existing = dist.is_initialized()
     env = _env_of_group() if existing else read_env()
     resolved = layout_of(layout, env.world_size)
-    if not timeout_s > 0:
+    if not 0 < timeout_s < math.inf:
         raise ConfigError(f"timeout_s={timeout_s}", why="it is a number of seconds above 0", fix="use timeout_s=600")
     chosen = _device(device, env)
     if not existing:
-        _start_group(env, backend or os.environ.get("TORCH_DISTRIBUTED_BACKEND"), chosen, timeout_s)
+        _start_group(env, backend, chosen, timeout_s)
     try:
         return World(resolved, env, chosen, timeout_s=timeout_s, seed=seed, owns_group=not existing)
     except BaseException:
@@ -93,9 +100,8 @@ class World:
         self._owns_group, self.closed = owns_group, False
         self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.size)): dist.group.WORLD}
         self.watch: Watch | None = None
-        prefix = f"shardwise/{next(_generation)}"
         if self.size > 1:
-            self.watch = Watch(self.rank, self.size, timeout_s=timeout_s, prefix=prefix)
+            self.watch = _watch(self.rank, self.size, timeout_s, self.source)
         try:
             small = torch.device("cpu") if _has_cpu_backend() else device
             self.agreement = Agreement(
@@ -110,6 +116,7 @@ class World:
             raise
         _set_threads(self._local_size)
         seed_all(seed, self.rank)
+        _remember(self)
 
     def __repr__(self) -> str:
         return f"World(layout={str(self.layout)!r}, rank={self.rank}, size={self.size}, device={str(self.device)!r})"
@@ -136,19 +143,25 @@ class World:
         self.agreement.sum({"barrier": 0.0}, "a barrier")
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
-        """Rank ``src``'s ``value`` on every rank: tensors into a tensor of the same shape on this rank's device, other
-        objects by pickling (peers are trusted). All ranks must call it; a tensor must be given as a tensor everywhere."""
+        """Rank ``src``'s ``value`` on every rank: a tensor as a new tensor on this rank's device, another object by
+        pickling (peers are trusted). All ranks must call it; what the others give is not looked at."""
         if not 0 <= src < self.size:
             raise UsageError(f"broadcast(src={src})", why=f"ranks are 0 to {self.size - 1}", fix="use one of them")
         if self.size == 1:
             return value
-        if isinstance(value, Tensor):
-            result = value.detach().clone().to(self.device)
-            dist.broadcast(result, src=src)
-            return result
-        box = [value]
+        is_tensor = isinstance(value, Tensor)
+        box = [(is_tensor, (value.shape, value.dtype) if is_tensor else value)]
         dist.broadcast_object_list(box, src=src)
-        return box[0]
+        is_tensor, content = box[0]
+        if not is_tensor:
+            return content
+        shape, dtype = content
+        if self.rank == src:
+            result = value.detach().to(self.device).clone(memory_format=torch.contiguous_format)
+        else:
+            result = torch.empty(shape, dtype=dtype, device=self.device)
+        dist.broadcast(result, src=src)
+        return result
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's ``value``, by rank, on every rank. All ranks must call it."""
@@ -173,12 +186,25 @@ class World:
         try:
             if self.watch is not None and error is not None:
                 self.watch.failed(error)
-            elif self.size > 1:
-                self.agreement.sum({"close": 0.0}, "closing the world")
+            elif self.watch is not None:
+                self._leave(self.watch)
         finally:
-            self._stop_watch()
-            if self._owns_group and dist.is_initialized():
-                dist.destroy_process_group()
+            self._end_group()
+
+    def _leave(self, watch: Watch) -> None:
+        """By the store, not by a collective: a rank that closes while others are in a window must not meet theirs."""
+        try:
+            watch.leave(0.9 * self.timeout_s)
+        except RuntimeError as error:
+            if isinstance(error, RankError):
+                raise
+            raise self.agreement.explain(error, "closing the world") from error
+
+    def _end_group(self) -> None:
+        _open_worlds.discard(self)
+        self._stop_watch()
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
 
     def _stop_watch(self) -> None:
         if self.watch is not None:
@@ -215,11 +241,13 @@ def _env_of_group() -> Env:
 
 
 def _device(device: str | torch.device | None, env: Env) -> torch.device:
-    wanted = (
-        torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    )
-    if wanted.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device={str(wanted)!r}", why="only cpu and cuda are tested", fix='use "cpu" or "cuda"')
+    text = str(device) if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    if text.partition(":")[0] not in ("cpu", "cuda"):
+        raise ConfigError(f"device={text!r}", why="only cpu and cuda are tested", fix='use "cpu" or "cuda"')
+    try:
+        wanted = torch.device(text)
+    except RuntimeError as error:
+        raise ConfigError(f"device={text!r}", why=str(error).splitlines()[0], fix='use "cpu" or "cuda:0"') from error
     if wanted.type == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()
@@ -235,26 +263,103 @@ def _device(device: str | torch.device | None, env: Env) -> torch.device:
 
 
 def _start_group(env: Env, backend: str | None, device: torch.device, timeout_s: float) -> None:
-    backend = backend or ("cpu:gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo")
+    named = os.environ.get("TORCH_DISTRIBUTED_BACKEND")
+    chosen = backend or named or ("gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo")
     timeout = timedelta(seconds=timeout_s)
-    device_id = device if "nccl" in backend else None
     try:
-        if env.source == "single":
-            store = dist.HashStore()  # no port: many worlds of one can live on a machine
-            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
-            return
+        # A world of one has no port: many of them can live on a machine.
+        store = dist.HashStore() if env.source == "single" else _join(env, timeout)
         dist.init_process_group(
-            backend,
-            init_method=f"tcp://{env.master_addr}:{env.master_port}" if env.source == "slurm" else "env://",
+            chosen,
+            store=store,
             rank=env.rank,
             world_size=env.world_size,
             timeout=timeout,
-            device_id=device_id,
+            device_id=device if "nccl" in chosen else None,
         )
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+            raise RankError(
+                f"rank {env.rank} of {env.world_size} could not meet the others at {env.master_addr}:{env.master_port}",
+                why=why,
+                fix="look whether rank 0 runs there and every rank was started; or take another MASTER_PORT",
+            ) from error
+        where = "" if backend or not named else " from TORCH_DISTRIBUTED_BACKEND"
         raise ConfigError(
-            f"backend={backend!r}", why=str(error).splitlines()[0], fix='use "gloo", "nccl" or "cuda:nccl,cpu:gloo"'
+            f"backend={chosen!r}{where} on {device.type}", why=why, fix='use "gloo", "nccl" or "cuda:nccl,cpu:gloo"'
         ) from error
+
+
+def _join(env: Env, timeout: timedelta) -> dist.Store:
+    """A store that the ranks share, with keys of this world only.
+
+    torch uses the same keys for each group of a process, so a second one on the store of a launcher would read the first
+    one's addresses. Here each world counts itself. The connection is kept for the next world: rank 0 may be the one that
+    serves it, and would end it just when a quicker peer comes back.
+    """
+    global _store
+    address = (env.master_addr, env.master_port)
+    if _store is not None and _store[0] == address:
+        with contextlib.suppress(RuntimeError):  # served by a process that has ended: meet anew
+            return _with_own_keys(_store[1], env.rank)
+    _store = None
+    url = "env://" if env.source == "torchrun" else f"tcp://{env.master_addr}:{env.master_port}"
+    found, _, _ = next(rendezvous(url, env.rank, env.world_size, timeout=timeout))
+    _store = (address, found)
+    return _with_own_keys(found, env.rank)
+
+
+def _with_own_keys(store: dist.Store, rank: int) -> dist.Store:
+    number = store.add(f"shardwise/worlds/{rank}", 1)  # how many this rank has opened here: the same on every rank
+    return dist.PrefixStore(f"shardwise/{number}", store)
+
+
+def _watch(rank: int, size: int, timeout_s: float, source: str) -> Watch:
+    group = weakref.ref(dist.group.WORLD)
+    served_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or source == "process group"
+    return Watch(
+        rank,
+        size,
+        store=_with_own_keys(default_store(), rank),
+        timeout_s=timeout_s,
+        keeper=None if served_by_launcher else 0,
+        is_current=lambda: dist.is_initialized() and dist.group.WORLD is group(),
+    )
+
+
+_has_last_words = False
+
+
+def _remember(world: World) -> None:
+    """Sees to it that a program that ends by an exception, or without closing its world, says so to its peers."""
+    global _has_last_words
+    _open_worlds.difference_update([w for w in _open_worlds if w.watch is None or not w.watch.is_current()])
+    _open_worlds.add(world)
+    if _has_last_words:
+        return
+    _has_last_words = True
+    shown = sys.excepthook
+
+    def tell(kind: Any, error: BaseException, trace: Any) -> None:
+        shown(kind, error, trace)  # first: peers that hear of it may end this process's launcher
+        for world in list(_open_worlds):
+            if world.watch is not None and not world.closed:
+                world.closed = True
+                world.watch.failed(error)
+
+    sys.excepthook = tell
+    atexit.register(_leave_open_worlds)
+
+
+def _leave_open_worlds() -> None:
+    for world in list(_open_worlds):
+        if world.watch is not None and not world.closed and dist.is_initialized():
+            world.closed = True
+            # The group first: a peer that waits in a collective for this rank is let go, and then reads why.
+            if world._owns_group:
+                dist.destroy_process_group()
+            world.watch.leave_unannounced()
 
 
 def _has_cpu_backend() -> bool:
