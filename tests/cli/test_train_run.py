@@ -95,7 +95,7 @@ def test_it_leaves_config_picture_and_weights(finished):
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     from safetensors.torch import load_file
 
-    from shardwise.train.job import build_plain
+    from shardwise.train.parts import build_plain
 
     weights = {
         name: value for file in (folder / "weights").glob("*.safetensors") for name, value in load_file(file).items()

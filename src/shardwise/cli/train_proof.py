@@ -31,7 +31,7 @@ def prove(config: "RunConfig", world: "World") -> dict[str, Any]:
     Raises:
         VerifyError: something differs by more than rounding; on every rank.
     """
-    from shardwise.train.job import build_plain
+    from shardwise.train.parts import build_plain
     from shardwise.verify import GATES, compare, run_oracle, run_sharded
 
     task = _task(config, world)
@@ -61,8 +61,8 @@ def _task(config: "RunConfig", world: "World") -> Any:
     import torch
 
     from shardwise.train.data import Loader
-    from shardwise.train.job import build_plain, open_data, vocab_of
     from shardwise.train.loss import call, count_of, next_token_loss
+    from shardwise.train.parts import build_plain, open_data, vocab_of
     from shardwise.verify import Task
 
     data = config.data

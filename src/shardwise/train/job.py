@@ -10,8 +10,6 @@ tokens_per_s, seconds_left, skipped, memory; ``memory`` per_rank, one_process, r
 ``weights`` path.
 """
 
-import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,47 +18,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.config.schema import Data, Optim, RunConfig, Schedule
-from shardwise.config.target import load_target
-from shardwise.errors import ConfigError
-from shardwise.parallel import describe, parallelize, recipe_of
+from shardwise.config.schema import RunConfig
+from shardwise.parallel import describe, recipe_of
 from shardwise.state import save_weights
-from shardwise.train.corpus import BYTES, TokenFile, TokenWindows, pydoc_text
 from shardwise.train.data import Loader
 from shardwise.train.evaluate import evaluate
 from shardwise.train.memory import memory_of, state_bytes
 from shardwise.train.metrics import MetricsWriter, Pace
-from shardwise.train.reference import build as build_reference
+from shardwise.train.parts import Corpus, build_model, make_optimizer, make_scheduler, open_data, prompt_of, vocab_of
 from shardwise.train.sample import complete_text, vocabulary, word_share
 from shardwise.train.step import TrainStep
 from shardwise.world import World
 
-__all__ = [
-    "Corpus",
-    "build_model",
-    "build_plain",
-    "make_optimizer",
-    "make_scheduler",
-    "open_data",
-    "prompt_of",
-    "train",
-]
+__all__ = ["train"]
 
 Emit = Callable[..., None]
 
 SAMPLE_BYTES = 160
 SAMPLE_TEMPERATURE = 0.6
-_SENTENCE = re.compile(r"(?<=[.\n] )[A-Z][a-z]+(?:\s[a-z]+){7}(?=\s)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Corpus:
-    """What a run reads: windows to train and to validate on, and the training text, where the tokens are bytes."""
-
-    name: str
-    train: TokenWindows
-    val: TokenWindows | None
-    text: str | None
 
 
 def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
@@ -95,104 +70,6 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
     run.complete("after")
     run.export()
     return run.last
-
-
-def open_data(data: Data, *, vocab: int | None) -> Corpus:
-    """Opens the data a config names and splits it into training and validation.
-
-    Args:
-        data: the section of the config.
-        vocab: size of the model's vocabulary, None where it is not known.
-
-    Raises:
-        ConfigError: see :class:`~shardwise.train.corpus.TokenFile`.
-    """
-    if data.path is None:
-        whole: TokenWindows = TokenWindows.from_text(pydoc_text(), data.seq_len, name="Python's help topics")
-    else:
-        raw = data.dtype if data.path.endswith(".bin") else None
-        whole = TokenFile(data.path, data.seq_len, dtype=raw, vocab=vocab)
-    is_text = data.path is None or not data.path.endswith((".npy", ".bin"))
-    parts = whole.split(data.val_fraction) if data.val_fraction > 0 else (whole, None)
-    text = bytes(parts[0].tokens[: 1 << 24]).decode(errors="replace") if is_text else None
-    return Corpus(name=whole.name, train=parts[0], val=parts[1], text=text)
-
-
-def vocab_of(config: RunConfig) -> int | None:
-    """The reference model says its vocabulary; another model's is its own business."""
-    return config.model.args.get("vocab", BYTES) if config.model.build is None else None
-
-
-def build_model(config: RunConfig, world: World) -> nn.Module:
-    """The model of a config, laid over the world; every rank must call it."""
-    parallel = config.parallel
-    return parallelize(
-        lambda: build_plain(config),
-        world,
-        init=parallel.init,
-        precision=parallel.precision,
-        sharding=parallel.sharding,
-    )
-
-
-def build_plain(config: RunConfig) -> nn.Module:
-    """The model of a config as its function returns it: the reference model where none is named.
-
-    Raises:
-        ConfigError: the arguments are none of the function's, or it returns no module.
-    """
-    model = config.model
-    args = dict(model.args)
-    if model.build is None:
-        args.setdefault("max_seq", max(256, config.data.seq_len))
-    function = build_reference if model.build is None else load_target(model.build, what="model.build")
-    name = model.build or "the reference model"
-    try:
-        module = function(**args)
-    except TypeError as error:
-        # Only a call that does not fit is the config's fault; a TypeError from inside the function is passed on.
-        if error.__traceback__ is not None and error.__traceback__.tb_next is not None and model.build is not None:
-            raise
-        raise ConfigError(
-            f"model.args={args} for {name}",
-            why=f"it cannot be called with them: {error}",
-            fix="give the keyword arguments the function takes",
-        ) from error
-    if not isinstance(module, nn.Module):
-        raise ConfigError(
-            f"model.build={model.build!r}",
-            why=f"it returned {type(module).__name__}, and training needs a torch.nn.Module",
-            fix="name a function that returns the module, or the module's class",
-        )
-    return module
-
-
-def make_optimizer(optim: Optim, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of a config over the trained parameters; fused unless the config says otherwise."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    fused = True if optim.fused is None else optim.fused
-    if optim.name == "sgd":
-        return torch.optim.SGD(
-            params, lr=optim.lr, momentum=optim.momentum, weight_decay=optim.weight_decay, fused=fused
-        )
-    return torch.optim.AdamW(params, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=fused)
-
-
-def make_scheduler(
-    schedule: Schedule, optim: torch.optim.Optimizer, num_steps: int
-) -> torch.optim.lr_scheduler.LRScheduler:
-    """Linear rise over the warm-up, then a cosine down to the floor at the last step, or constant."""
-    warmup = schedule.warmup_steps or 0
-
-    def factor(done: int) -> float:
-        rise = (done + 1) / (warmup + 1) if done < warmup else 1.0
-        if schedule.name == "constant" or done < warmup:
-            return rise
-        through = (done - warmup) / max(1, num_steps - 1 - warmup)
-        low = schedule.min_lr_ratio
-        return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, through)))
-
-    return torch.optim.lr_scheduler.LambdaLR(optim, factor)
 
 
 @dataclass(kw_only=True)
@@ -337,19 +214,6 @@ class _Run:
             self.tell("weights", path=str(self.folder / name))
         if self.metrics is not None:
             self.metrics.close()
-
-
-def prompt_of(corpus: Corpus) -> str:
-    """The first eight words of a sentence in the validation text; else the first words there are, about 40 bytes."""
-    source = corpus.val or corpus.train
-    text = bytes(source.tokens[: 1 << 16]).decode(errors="ignore")
-    if match := _SENTENCE.search(text):
-        return " ".join(match.group().split()) + " "
-    words = text[:400].split()[1:] or ["The"]  # the cut may stand in the middle of the first word
-    taken: list[str] = []
-    while words and sum(map(len, taken)) < 32:
-        taken.append(words.pop(0))
-    return " ".join(taken) + " "
 
 
 def _silent(kind: str, **fields: Any) -> None:

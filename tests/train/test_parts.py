@@ -7,7 +7,7 @@ from torch import nn
 
 from shardwise.config.schema import Data, Model, Optim, RunConfig, Schedule
 from shardwise.errors import ConfigError
-from shardwise.train.job import build_plain, make_optimizer, make_scheduler, open_data, prompt_of
+from shardwise.train.parts import build_plain, make_optimizer, make_scheduler, open_data, prompt_of
 from shardwise.train.reference import ReferenceModel
 
 SMALL = {"dim": 32, "num_layers": 1, "ffn": 48}
