@@ -123,6 +123,7 @@ class _LocalStep:
         self._locals: dict[nn.Parameter, nn.Parameter] = {}
         self._local_state: dict[nn.Parameter, dict[str, Any]] = {}
         self._known: dict[nn.Parameter, dict[str, Any]] = {}  # user-visible values the local ones stand for
+        self._shown_from: dict[nn.Parameter, dict[str, Any]] = {}  # the local values they were made from
 
     def install(self) -> None:
         inner = self.optim.step
@@ -178,10 +179,11 @@ class _LocalStep:
             if not state:
                 continue
             self._local_state[param] = state
-            known = self._known.get(param)
-            if known is None or any(local_tensor(known.get(key)) is not value for key, value in state.items()):
+            # A DTensor holds a view of the tensor it was made from, so what it was made from is remembered: made anew
+            # at every step, they took an eighth of the step of a model with many small parameters.
+            if not _same_values(state, self._shown_from.get(param)):
                 shown[param] = {key: _as_param(value, param) for key, value in state.items()}
-                self._known[param] = dict(shown[param])
+                self._known[param], self._shown_from[param] = dict(shown[param]), dict(state)
 
 
 def _same_values(state: dict[str, Any], known: dict[str, Any] | None) -> bool:
