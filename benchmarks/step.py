@@ -1,0 +1,241 @@
+"""The time of one training step, ours against FSDP2 written out by hand, on 2 CPU ranks over gloo, in one run.
+
+    python benchmarks/step.py                                   # prints a table; some minutes on 2 cores
+    python benchmarks/step.py --write docs/benchmarks.md        # and puts it into the page
+
+Both sides train the same model on the same windows, in the same processes, turn by turn, so that whatever else the
+machine does hits them alike. A window is two micro-batches with unequal numbers of valid tokens. The raw side is what
+torch's tutorial shows, made right for such windows and with nothing left out on either side: ``fully_shard`` on each
+block and on the root, tokens counted over the ranks, the loss scaled by (ranks / tokens) because FSDP2 averages,
+reduction at the last micro-batch only (``set_requires_gradient_sync``), ``clip_grad_norm_`` on the DTensors, AdamW,
+``zero_grad``, and the loss summed over the ranks for the log.
+
+Before anything is timed: after three steps in fp64 every parameter of each contender equals that of the first one to
+1e-9 of its largest element, and in fp32 the first loss and gradient norm to 1e-5 (parameters are not compared in fp32:
+AdamW turns rounding of a tiny gradient into a difference of a whole step).
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import shardwise as sw
+from shardwise.launch import launch_local
+from shardwise.train.reference import ReferenceConfig, ReferenceModel
+
+__all__ = ["CONTENDERS", "MODELS", "measure", "table"]
+
+ROOT = Path(__file__).resolve().parent.parent
+IGNORED = -100
+MODELS = {
+    "24 blocks, d=64": ReferenceConfig(dim=64, num_layers=24, ffn=176),
+    "4 blocks, d=512": ReferenceConfig(dim=512, num_layers=4, num_heads=8, num_kv_heads=4, ffn=1408),
+    "tiny": ReferenceConfig(dim=32, num_layers=3, ffn=64),
+}
+MEASURED = ("24 blocks, d=64", "4 blocks, d=512")  # tiny only tries the script out
+BATCH, SEQ, MICRO = 4, 64, 2
+LR, CLIP = 1e-3, 1.0
+
+Step = Callable[[list[dict[str, Tensor]]], tuple[float, float]]
+
+
+# ---- the contenders ------------------------------------------------------------------------------------------------
+
+
+def _raw(module: nn.Module, world: sw.World, fused: bool) -> Step:
+    """FSDP2 by hand: a step that returns loss and gradient norm."""
+    for block in module.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=world.mesh["dp_shard"])
+    fully_shard(module, mesh=world.mesh["dp_shard"])
+    optim = torch.optim.AdamW(module.parameters(), lr=LR, weight_decay=0.1, fused=fused)
+
+    def step(window: list[dict[str, Tensor]]) -> tuple[float, float]:
+        tokens = torch.stack([(batch["labels"] != IGNORED).sum() for batch in window]).sum()
+        dist.all_reduce(tokens)
+        total = torch.zeros((), dtype=torch.float64)
+        for i, batch in enumerate(window):
+            module.set_requires_gradient_sync(i == len(window) - 1)  # type: ignore[operator]
+            logits = module(batch["input_ids"])
+            loss = nn.functional.cross_entropy(
+                logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum"
+            )
+            (loss * (world.size / tokens)).backward()
+            total += loss.detach()
+        norm = nn.utils.clip_grad_norm_(module.parameters(), CLIP)
+        optim.step()
+        optim.zero_grad()
+        dist.all_reduce(total)
+        return float(total / tokens), float(norm.full_tensor())  # type: ignore[attr-defined]
+
+    return step
+
+
+def _ours(module: nn.Module, world: sw.World, fused: bool, min_unit_bytes: int = 16 << 20) -> Step:
+    """Shardwise: the same step in its own words."""
+    model = sw.parallelize(module, world, sharding=sw.Sharding(min_unit_bytes=min_unit_bytes))
+    optim = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1, fused=fused)
+    train_step = sw.TrainStep(model, optim, max_grad_norm=CLIP)
+
+    def step(window: list[dict[str, Tensor]]) -> tuple[float, float]:
+        out = train_step(window)
+        return out.loss, out.grad_norm
+
+    return step
+
+
+CONTENDERS: dict[str, Callable[[nn.Module, sw.World], Step]] = {
+    "FSDP2 by hand, AdamW": lambda module, world: _raw(module, world, False),
+    "FSDP2 by hand, AdamW(fused=True)": lambda module, world: _raw(module, world, True),
+    "Shardwise, AdamW": lambda module, world: _ours(module, world, False),
+    "Shardwise, AdamW(fused=True)": lambda module, world: _ours(module, world, True),
+    "Shardwise, fused, a unit for each block": lambda module, world: _ours(module, world, True, 0),
+}
+REFERENCE = "FSDP2 by hand, AdamW(fused=True)"
+
+
+# ---- one rank ------------------------------------------------------------------------------------------------------
+
+
+def measure(model: str, rounds: int, warmup: int = 3, names: tuple[str, ...] = tuple(CONTENDERS)) -> dict[str, Any]:
+    """Runs on every rank: checks that the contenders agree, then times them in turn.
+
+    Args:
+        model: a key of ``MODELS``.
+        rounds: timed steps of each contender.
+        warmup: steps of each before that.
+        names: keys of ``CONTENDERS``.
+
+    Returns:
+        ``seconds`` and ``cpu`` (this process's own time on the cores), name -> one number per step, and ``num_params``.
+    """
+    with sw.init("dp_shard=-1", device="cpu") as world:
+        config = MODELS[model]
+        _check(config, world, names)
+        steps = {name: CONTENDERS[name](_build(config, torch.float32), world) for name in names}
+        windows = _windows(config, world.rank)
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        cpu: dict[str, list[float]] = {name: [] for name in names}
+        first: dict[str, tuple[float, float]] = {}
+        for turn in range(warmup + rounds):
+            window = next(windows)
+            for name, step in steps.items():
+                world.barrier()
+                start, busy = time.perf_counter(), time.process_time()
+                figures = step(window)
+                if turn >= warmup:
+                    seconds[name].append(time.perf_counter() - start)
+                    cpu[name].append(time.process_time() - busy)
+                first.setdefault(name, figures)
+        for name, figures in first.items():
+            _close(figures, first[names[0]], 1e-5, f"loss and gradient norm of {name!r} in fp32")
+        num_params = sum(p.numel() for p in _build(config, torch.float32).parameters())
+        return {"seconds": seconds, "cpu": cpu, "num_params": num_params}
+
+
+def _check(config: ReferenceConfig, world: sw.World, names: tuple[str, ...]) -> None:
+    """Three steps in fp64 by each contender: the parameters must agree."""
+    wanted: dict[str, Tensor] = {}
+    for name in names:
+        module = _build(config, torch.float64)
+        step = CONTENDERS[name](module, world)
+        windows = _windows(config, world.rank)
+        for _ in range(3):
+            step(next(windows))
+        found = {key: param.full_tensor().detach() for key, param in module.named_parameters()}  # type: ignore[attr-defined]
+        wanted = wanted or found
+        for key, value in found.items():
+            err = float((value - wanted[key]).abs().max() / wanted[key].abs().max())
+            if not err <= 1e-9:
+                raise SystemExit(f"{name!r}: {key} differs by {err:.1e} after 3 steps in fp64, so times mean nothing")
+
+
+def _close(found: tuple[float, ...], wanted: tuple[float, ...], gate: float, what: str) -> None:
+    for a, b in zip(found, wanted, strict=True):
+        if not abs(a - b) <= gate * abs(b):
+            raise SystemExit(f"{what}: {a} against {b}, so times mean nothing")
+
+
+def _build(config: ReferenceConfig, dtype: torch.dtype) -> ReferenceModel:
+    torch.manual_seed(0)
+    return ReferenceModel(config).to(dtype)
+
+
+def _windows(config: ReferenceConfig, rank: int) -> Iterator[list[dict[str, Tensor]]]:
+    """Endless windows of this rank, the same for every contender; part of the labels do not count."""
+    generator = torch.Generator().manual_seed(1 + rank)
+    while True:
+        window = []
+        for i in range(MICRO):
+            ids = torch.randint(config.vocab, (BATCH, SEQ + 1), generator=generator)
+            labels = ids[:, 1:].clone()
+            labels[:, SEQ - 8 * (rank + i) - 1 :] = IGNORED
+            window.append({"input_ids": ids[:, :-1].contiguous(), "labels": labels})
+        yield window
+
+
+# ---- the table -----------------------------------------------------------------------------------------------------
+
+
+def table(results: dict[str, list[dict[str, Any]]]) -> str:
+    """A Markdown table of medians over the rounds, and each as a ratio to the reference contender.
+
+    A step is over when the slowest rank is done; its time on the cores is that of the busiest rank.
+    """
+    lines = [
+        "| model | step | median, ms | middle half, ms | ratio | core time, ms | ratio |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for model, ranks in results.items():
+        size = f"{model} ({ranks[0]['num_params'] / 1e6:.1f} M)"
+        wall, busy = ({n: _slowest(ranks, kind, n) for n in ranks[0][kind]} for kind in ("seconds", "cpu"))
+        for name, times in wall.items():
+            low, _, high = statistics.quantiles(times, n=4)
+            ratios = [statistics.median(t[name]) / statistics.median(t[REFERENCE]) for t in (wall, busy)]
+            lines.append(
+                f"| {size} | {name} | {statistics.median(times):.1f} | {low:.1f}-{high:.1f} | {ratios[0]:.2f} "
+                f"| {statistics.median(busy[name]):.1f} | {ratios[1]:.2f} |"
+            )
+    return "\n".join(lines)
+
+
+def _slowest(ranks: list[dict[str, Any]], kind: str, name: str) -> list[float]:
+    """Milliseconds of each round on the rank that took longest."""
+    return [max(times) * 1e3 for times in zip(*(rank[kind][name] for rank in ranks), strict=True)]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measures and prints. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=40, help="timed steps of each contender (40)")
+    parser.add_argument("--ranks", type=int, default=2, help="processes (2)")
+    parser.add_argument("--model", choices=list(MODELS), action="append", help="only this one; may be repeated")
+    parser.add_argument("--write", type=Path, help="a page whose <!-- step --> part is replaced by the table")
+    args = parser.parse_args(argv)
+    if args.rounds < 2:
+        parser.error(f"--rounds={args.rounds}: a median and a spread need at least 2")
+    results = {}
+    for model in args.model or MEASURED:
+        print(f"measuring {model} on {args.ranks} ranks, {args.rounds} rounds", file=sys.stderr, flush=True)
+        results[model] = launch_local(
+            f"{Path(__file__).resolve()}:measure", nproc=args.ranks, args=(model, args.rounds)
+        )
+    text = table(results)
+    print(text)
+    if args.write:
+        before, _, rest = args.write.read_text(encoding="utf-8").partition("<!-- step -->\n")
+        after = rest.partition("<!-- /step -->")[2]
+        args.write.write_text(f"{before}<!-- step -->\n{text}\n<!-- /step -->{after}", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

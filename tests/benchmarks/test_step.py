@@ -1,0 +1,56 @@
+"""The step benchmark runs, tells its figures, and refuses to time contenders that do not compute the same."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import RankError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def load():
+    if "step_benchmark" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("step_benchmark", ROOT / "benchmarks" / "step.py")
+        sys.modules["step_benchmark"] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules["step_benchmark"]
+
+
+def _measure(scale=1.0):
+    benchmark = load()
+
+    def wrong(module, world):
+        step = benchmark.CONTENDERS["Shardwise, AdamW"](module, world)
+
+        def scaled(window):
+            with_fault = step(window)
+            for param in module.parameters():
+                param.data.mul_(scale)
+            return with_fault
+
+        return scaled
+
+    contenders = dict(benchmark.CONTENDERS)
+    benchmark.CONTENDERS["wrong"] = wrong
+    try:
+        names = (*contenders, "wrong") if scale != 1.0 else tuple(contenders)
+        return benchmark.measure("tiny", 2, 1, names)
+    finally:
+        benchmark.CONTENDERS.pop("wrong")
+
+
+def test_every_contender_is_timed_after_the_check(ranks):
+    results = {"tiny": ranks.run(_measure, 2, timeout_s=100)}
+    lines = load().table(results).splitlines()
+    assert len(lines) == 2 + len(load().CONTENDERS)
+    assert all("| tiny (0.0 M) |" in line for line in lines[2:])
+    reference = next(line for line in lines if load().REFERENCE in line)
+    assert reference.count("| 1.00 |") == 2
+
+
+def test_a_contender_with_other_parameters_is_not_timed(ranks):
+    with pytest.raises(RankError, match="'wrong': .* differs by"):
+        ranks.run(_measure, 2, 1.0001, timeout_s=100)
