@@ -131,7 +131,8 @@ class _FromTape:
 
     def __init__(self, module: nn.Module, tape: Tape):
         self.tape = tape
-        self.on_meta = _all_tensors(module)
+        # Detached: casting to the storage dtype gives a parameter other data, and the tape knows the first.
+        self.on_meta = {name: tensor.detach() for name, tensor in _all_tensors(module).items()}
 
     def release(self, module: nn.Module, recipe: Recipe) -> None:
         pass  # the module is on meta
