@@ -22,6 +22,7 @@ __all__ = [
     "drop_partial_gradients",
     "foreach_norms",
     "foreach_scale",
+    "gathered_parameters",
     "local_tensor",
     "materialise",
     "on_unit_backward",
@@ -77,6 +78,16 @@ def unit_gradients(group: Any) -> Iterator[tuple[nn.Parameter, nn.Module, str]]:
     for param in group.fsdp_params:
         info = param._module_info
         yield param.sharded_param, info.module, info.param_name
+
+
+def gathered_parameters(module: nn.Module) -> Iterator[tuple[Tensor, nn.Parameter]]:
+    """``(whole, sharded)`` of the parameters of a unit's module: while the unit is gathered, FSDP2 has put the first in
+    the place of the second."""
+    for group in unit_groups(module):
+        for param in group.fsdp_params:
+            whole = getattr(param, "_unsharded_param", None)
+            if whole is not None:
+                yield whole, param.sharded_param
 
 
 def drop_partial_gradients(group: Any) -> None:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._compat import foreach_norms, local_tensor
-from shardwise.anatomy import canonical_modules
 from shardwise.errors import UsageError
 from shardwise.layout import Coord
+from shardwise.parallel.stale import Structure
 from shardwise.parallel.tensors import hidden_tensors, tensors_of
 from shardwise.recipe import RankView, Recipe, Slice, extents
 from shardwise.world import World
@@ -52,7 +52,7 @@ class Runtime:
         self.replicated = [n for n in self.trainable if cut_engine and not recipe.params[n].cuts]
         self.step = 0  # optimizer steps begun: part of every random stream's name
         self.in_window = False
-        self._structure = self._count()
+        self._structure = Structure(module)
 
     # ---- tensors ---------------------------------------------------------------------------------------------
 
@@ -91,31 +91,8 @@ class Runtime:
     # ---- checks ----------------------------------------------------------------------------------------------
 
     def check_unchanged(self) -> None:
-        """Raises UsageError if parameters were added, removed, frozen or unfrozen since the module was sharded: FSDP2
-        and DDP would go on without them, and the replicas would drift apart."""
-        if self._count() == self._structure:
-            return
-        now = tensors_of(self.module, "_parameters")
-        changed = [n for n in now if n not in self.parameters] + [n for n in self.parameters if n not in now]
-        changed += [n for n, p in now.items() if n in self.parameters and p is not self.parameters[n]]
-        changed += [
-            n for n, p in now.items() if n in self.recipe.params and p.requires_grad != self.recipe.params[n].trainable
-        ]
-        raise UsageError(
-            "the module changed after it was sharded",
-            why="a parameter added, replaced, frozen or unfrozen later is not reduced over the ranks as the recipe says",
-            fix="change the module first, then call parallelize on it",
-            name=changed[0] if changed else None,
-        )
-
-    def _count(self) -> tuple[int, int, int]:
-        modules = self._modules if hasattr(self, "_modules") else None
-        if modules is None:
-            modules = self._modules = [child for _, child in canonical_modules(self.module)]
-        entries = sum(len(m._parameters) + len(m._modules) for m in modules)
-        frozen = sum(not p.requires_grad for p in self.parameters.values())
-        identity = sum(id(p) for m in modules for p in m._parameters.values() if p is not None)
-        return entries, frozen, identity if self.recipe.engine == "ddp" else 0
+        """Raises UsageError if the module is no longer the one that was sharded; see :class:`Structure`."""
+        self._structure.check()
 
 
 def attach(module: nn.Module, runtime: Runtime) -> None:
