@@ -1,8 +1,10 @@
 """Weights out: a plain safetensors file that any tool opens."""
 
+import contextlib
 import os
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
@@ -39,11 +41,12 @@ def save_weights(model: nn.Module, dest: str | os.PathLike[str]) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             save_file(stored, part, metadata={"format": "pt"})
             os.replace(part, path)
-        except OSError as error:
-            part.unlink(missing_ok=True)
+        except (OSError, SafetensorError) as error:
+            with contextlib.suppress(OSError):  # what was not made cannot be removed
+                part.unlink()
             problem = CheckpointError(
                 f"weights to {path}",
-                why=f"writing failed: {error.strerror or error}",
+                why=f"writing failed: {getattr(error, 'strerror', None) or error}",
                 fix="free space or choose a directory you can write to; an older file there is as it was",
             )
     problem = runtime.world.broadcast(problem)

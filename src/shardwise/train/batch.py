@@ -58,7 +58,7 @@ def shift_labels(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
             fix="give samples of seq_len + 1 tokens, or add aligned labels to the batch (prepare=None)",
         )
     out = {name: value[:, :-1] if value.shape[:2] == ids.shape else value for name, value in batch.items()}
-    labels = ids[:, 1:].long()
+    labels = ids[:, 1:].long().clone()  # memory of its own: masking labels in place must not change the inputs
     if "attention_mask" in batch and batch["attention_mask"].shape == ids.shape:
         labels = labels.masked_fill(batch["attention_mask"][:, 1:] == 0, IGNORED)
     out["labels"] = labels

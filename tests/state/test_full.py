@@ -1,0 +1,80 @@
+"""Whole state on rank 0: bit-exact from any layout, nothing elsewhere; files that stock tools open."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from zoo import ConvNet, Odd
+
+import shardwise as sw
+from shardwise.state import save_weights
+
+LAYOUTS = [
+    ("dp_shard=1", 1),
+    ("dp_replicate=2", 2),
+    ("dp_shard=2", 2),
+    ("dp_shard=4", 4),
+    ("dp_replicate=2,dp_shard=2", 4),
+]
+MODELS = {"odd": Odd, "conv": ConvNet}
+
+
+def build(name):
+    torch.manual_seed(0)
+    return MODELS[name]().to(torch.bfloat16 if name == "odd" else torch.float32)
+
+
+def full(name, layout, trainable_only=False):
+    with sw.init(layout, device="cpu") as world:
+        torch.manual_seed(world.rank + 1)
+        module = build(name) if world.rank == 0 else MODELS[name]().to(next(build(name).parameters()).dtype)
+        model = sw.parallelize(module, world, sharding=sw.Sharding(min_unit_bytes=0))
+        return sw.full_state_dict(model, trainable_only=trainable_only)
+
+
+@pytest.mark.parametrize(("layout", "num_ranks"), LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_full_state_is_rank_0s_to_the_last_bit_and_nothing_elsewhere(ranks, name, layout, num_ranks):
+    first, *others = ranks.run(full, num_ranks, name, layout)
+    expected = build(name).state_dict()
+    assert list(first) == list(expected)
+    for key, value in expected.items():
+        assert first[key].dtype == value.dtype and torch.equal(first[key], value), key
+    assert all(other == {} for other in others)
+    if name == "odd":
+        assert first["head.weight"] is first["embed.weight"] or torch.equal(first["head.weight"], first["embed.weight"])
+
+
+def test_trainable_only_leaves_out_frozen_parameters_and_buffers(ranks):
+    state = ranks.run(full, 2, "odd", "dp_shard=2", True)[0]
+    assert "frozen.weight" not in state and "embed.weight" in state
+    assert "stages.0.1.running_mean" not in ranks.run(full, 2, "conv", "dp_shard=2", True)[0]
+
+
+def save(name, layout, dest):
+    with sw.init(layout, device="cpu") as world:
+        model = sw.parallelize(build(name), world, sharding=sw.Sharding(min_unit_bytes=0))
+        try:
+            return str(save_weights(model, dest))
+        except sw.CheckpointError as error:
+            return error
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_saved_weights_open_with_safetensors_and_ties_are_stored_once(ranks, name, tmp_path):
+    ranks.run(save, 2, name, "dp_shard=2", str(tmp_path / "w"))
+    stored = load_file(tmp_path / "w" / "model.safetensors")
+    expected = build(name).state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in stored.items())
+    assert set(expected) - set(stored) == ({"head.weight", "blocks.1.shared.weight", "blocks.1.shared.bias",
+        "blocks.2.shared.weight", "blocks.2.shared.bias"} if name == "odd" else set())  # fmt: skip
+    assert os.listdir(tmp_path / "w") == ["model.safetensors"]
+
+
+def test_a_place_that_cannot_be_written_is_an_error_on_every_rank_and_keeps_the_old_file(ranks, tmp_path):
+    (tmp_path / "file").write_text("not a directory")
+    for error in ranks.run(save, 2, "conv", "dp_shard=2", str(tmp_path / "file" / "w")):
+        assert isinstance(error, sw.CheckpointError) and "model.safetensors" in str(error)
+    assert Path(tmp_path / "file").read_text() == "not a directory"
