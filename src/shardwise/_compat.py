@@ -27,6 +27,7 @@ __all__ = [
     "materialise",
     "on_unit_backward",
     "replicate",
+    "reset_replica",
     "start_replica",
     "tree_any",
     "tree_map",
@@ -47,6 +48,12 @@ def start_replica(module: nn.Module) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
         state.lazy_init()
+
+
+def reset_replica(module: nn.Module) -> None:
+    """Lets a replicated module begin anew after a forward or backward that an exception ended: its reducer would go on
+    waiting for the gradients that never came."""
+    replicate.state(module)._ddp.reducer._reset_state()
 
 
 def unit_groups(module: nn.Module) -> list[Any]:

@@ -5,17 +5,20 @@ used keep ``grad is None``, and buckets are never rebuilt after the first step, 
 ranks a rebuild moves sums by 1e-8).
 """
 
+import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise._compat import replicate, start_replica
+from shardwise._compat import replicate, reset_replica, start_replica
 from shardwise.recipe import Recipe
 from shardwise.world import World
 
 __all__ = ["DDPEngine", "apply_ddp"]
+
+_SETTLE_S = 5.0
 
 
 def apply_ddp(module: nn.Module, recipe: Recipe, world: World) -> "DDPEngine":
@@ -30,24 +33,44 @@ def apply_ddp(module: nn.Module, recipe: Recipe, world: World) -> "DDPEngine":
             broadcast_buffers=False,  # buffers follow the recipe's policy, once per window
             init_sync=False,  # values were scattered from rank 0 already
         )
-        module.register_comm_hook(group, _sum_over_ranks)  # type: ignore[operator]
+        reduction = _Reduction(group)
+        module.register_comm_hook(reduction, _sum_over_ranks)  # type: ignore[operator]
         start_replica(module)
-    return DDPEngine(module, trains=any(param.trainable for param in recipe.params.values()))
+        return DDPEngine(module, reduction)
+    return DDPEngine(module, None)
 
 
-def _sum_over_ranks(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+class _Reduction:
+    """The group that gradients are summed over, and the sums that the last backward began."""
+
+    def __init__(self, group: Any):
+        self.group, self.works = group, []
+
+    def settle(self) -> None:
+        """Waits for sums of a backward that was left: they write into memory that the next backward uses. Bounded, since
+        a peer that has ended will never come; then there is no next backward either."""
+        end = time.monotonic() + _SETTLE_S
+        while not all(work.is_completed() for work in self.works) and time.monotonic() < end:
+            time.sleep(1e-3)
+        self.works.clear()
+
+
+def _sum_over_ranks(reduction: _Reduction, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    if bucket.index() == 0:
+        reduction.works.clear()
+    work = dist.all_reduce(bucket.buffer(), group=reduction.group, async_op=True)
+    reduction.works.append(work)
     return work.get_future().then(lambda future: future.value()[0])
 
 
 class DDPEngine:
     """Handles on a module replicated by :func:`apply_ddp`."""
 
-    def __init__(self, module: nn.Module, *, trains: bool):
-        self.root, self._trains = module, trains
+    def __init__(self, module: nn.Module, reduction: _Reduction | None):
+        self.root, self._reduction = module, reduction  # None: nothing is trained, so nothing is reduced
 
     def set_sync(self, sync: bool) -> None:
-        if self._trains:
+        if self._reduction is not None:
             self.root.set_requires_gradient_sync(sync)  # type: ignore[operator]
 
     def used(self) -> None:
@@ -61,3 +84,6 @@ class DDPEngine:
 
     def abandon(self) -> None:
         self.set_sync(True)
+        if self._reduction is not None:
+            self._reduction.settle()
+            reset_replica(self.root)

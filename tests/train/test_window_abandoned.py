@@ -1,0 +1,72 @@
+"""A window that ends in an exception leaves the model as if it had never begun."""
+
+import pytest
+import torch
+from train.plain import assert_close, batch, build, gradients, mine, plain_backward, shard, sum_loss
+
+import shardwise as sw
+from shardwise.parallel import runtime_of
+
+
+class Stop(Exception):
+    pass
+
+
+def _raise(*_args):
+    raise Stop
+
+
+def _broken_window(model, batches, where, at):
+    """One window that raises in micro-batch ``at``: in the forward of a block, in the loss, or in the backward."""
+    with sw.window(model, batches) as w:
+        for i, b in enumerate(w):
+            handle = None
+            if i == at and where == "forward":
+                handle = model.blocks[1].register_forward_pre_hook(_raise)
+            try:
+                out = model(b["input_ids"])
+            finally:
+                if handle is not None:
+                    handle.remove()
+            if i == at and where == "loss":
+                raise Stop
+            value = sum_loss(out, b)
+            if i == at and where == "backward":
+                handle = model.blocks[1].register_full_backward_pre_hook(_raise)
+                out = model(b["input_ids"])
+                value = sum_loss(out, b)
+            try:
+                (value / w.num_tokens).backward()
+            finally:
+                if handle is not None:
+                    handle.remove()
+
+
+def _recover(layout, engine, where, at):
+    world, model = shard(layout, engine=engine)
+    with world:
+        batches = [batch(i) for i in range(6)]
+        with pytest.raises(Stop):
+            _broken_window(model, mine(batches, world), where, at)
+        assert not runtime_of(model).in_window
+        assert all(p.grad is None for p in model.parameters())
+        found = []
+        for _ in range(2):
+            with sw.window(model, mine(batches, world)) as w:
+                for b in w:
+                    (sum_loss(model(b["input_ids"]), b) / w.num_tokens).backward()
+            found.append(gradients(model))
+            model.zero_grad()
+        return found
+
+
+@pytest.mark.parametrize("at", [0, 2], ids=["first", "last"])
+@pytest.mark.parametrize("where", ["forward", "loss", "backward"])
+@pytest.mark.parametrize(
+    ("layout", "engine"), [("dp_replicate=2", None), ("dp_shard=2", None), ("dp_replicate=2", "fsdp2")], ids=str
+)
+def test_the_window_after_an_exception_is_exact(ranks, layout, engine, where, at):
+    model = build()
+    plain_backward(model, [batch(i) for i in range(6)])
+    for found in ranks.run(_recover, 2, layout, engine, where, at, timeout_s=30)[0]:
+        assert_close(found, {n: p.grad for n, p in model.named_parameters()})
