@@ -1,9 +1,10 @@
 """The recipe: where every byte of a module is under a layout, as frozen data without torch."""
 
-from shardwise.recipe.check import check_param, check_recipe
+from shardwise.recipe.check import check_param
 from shardwise.recipe.cuts import Slice, extents, local_shape, owners
 from shardwise.recipe.describe import describe_recipe, human_bytes
 from shardwise.recipe.make import fingerprint_of, make_recipe
+from shardwise.recipe.recipe import RankView, Recipe, check_recipe
 from shardwise.recipe.records import (
     DTYPE_BYTES,
     ROOT,
@@ -14,8 +15,6 @@ from shardwise.recipe.records import (
     Note,
     Param,
     Part,
-    RankView,
-    Recipe,
     TensorFact,
     Unit,
 )

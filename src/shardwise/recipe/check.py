@@ -1,41 +1,11 @@
-"""Refuses a recipe that contradicts itself, naming the parameter: each rule once, on pure data."""
+"""Refuses cuts that cannot be made, naming the parameter: each rule once, on pure data."""
 
 from shardwise.errors import PlanError
 from shardwise.layout import AXES, DERIVED_AXES, Layout, mesh_axes
 from shardwise.recipe.cuts import num_chunks
-from shardwise.recipe.records import RECIPE_VERSION, Cut, Param, Part, Recipe
+from shardwise.recipe.records import Cut, Param, Part
 
-__all__ = ["check_param", "check_recipe"]
-
-
-def check_recipe(recipe: Recipe) -> None:
-    """Raises PlanError if ``recipe`` cannot be carried out: see the messages below for the rules."""
-    if recipe.version != RECIPE_VERSION:
-        raise PlanError(
-            f"a recipe of version {recipe.version}",
-            why=f"this Shardwise reads version {RECIPE_VERSION}",
-            fix="make the recipe again with this version",
-        )
-    layout = recipe.grid
-    units = {unit.name for unit in recipe.units}
-    for name, param in recipe.params.items():
-        if param.unit not in units:
-            raise PlanError(
-                f"unit {param.unit!r}",
-                why=f"the recipe has the units {sorted(units)}",
-                fix="name one of them, or add the unit",
-                name=name,
-            )
-        check_param(name, param, layout)
-    aliases = [alias for param in recipe.params.values() for alias in param.aliases]
-    twice = sorted({alias for alias in aliases if alias in recipe.params or aliases.count(alias) > 1})
-    if twice:
-        raise PlanError(
-            f"{twice} given as two tensors",
-            why="a tensor is stored once, under its first name",
-            fix="keep it as an alias of one parameter",
-            name=twice[0],
-        )
+__all__ = ["check_param"]
 
 
 def check_param(name: str, param: Param, layout: Layout) -> None:

@@ -1,6 +1,7 @@
 """A recipe as text: what is gathered when, what every rank holds, and why each choice was made."""
 
-from shardwise.recipe.records import DTYPE_BYTES, Param, Recipe
+from shardwise.recipe.recipe import Recipe
+from shardwise.recipe.records import DTYPE_BYTES, Param
 
 __all__ = ["describe_recipe", "human_bytes"]
 

@@ -7,8 +7,8 @@ import msgspec
 from shardwise.config.options import Precision, Sharding
 from shardwise.errors import UnsupportedError
 from shardwise.layout import Layout
-from shardwise.recipe.check import check_recipe
-from shardwise.recipe.records import ROOT, Anatomy, Buffer, Cut, Note, Param, Recipe, TensorFact, Unit
+from shardwise.recipe.recipe import Recipe, check_recipe
+from shardwise.recipe.records import ROOT, Anatomy, Buffer, Cut, Note, Param, TensorFact, Unit
 from shardwise.recipe.units import make_units, unit_of_params
 
 __all__ = ["fingerprint_of", "make_recipe"]

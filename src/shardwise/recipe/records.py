@@ -1,17 +1,13 @@
-"""The records a recipe is made of: frozen, torch-free, JSON round-trip.
+"""The records an anatomy and a recipe are made of: frozen, torch-free, JSON round-trip.
 
-:class:`Anatomy` says what a module *is* (read by :mod:`shardwise.anatomy`); :class:`Recipe` says where every byte goes.
-Everything that needs to know which rank holds what asks the recipe through
-:func:`shardwise.recipe.cuts.extents` and :func:`~shardwise.recipe.cuts.owners`, never the run-time tensors.
+:class:`Anatomy` says what a module *is* (read by :mod:`shardwise.anatomy`); :class:`~shardwise.recipe.recipe.Recipe`, made
+of the other records, says where every byte goes.
 Shapes are in elements, sizes in elements along one tensor dim, dtypes are torch's names without the ``torch.`` prefix.
 """
 
 from __future__ import annotations
 
 import msgspec
-
-from shardwise.errors import PlanError
-from shardwise.layout import Coord, Layout
 
 __all__ = [
     "DTYPE_BYTES",
@@ -22,13 +18,11 @@ __all__ = [
     "Note",
     "Param",
     "Part",
-    "RankView",
-    "Recipe",
+    "Record",
     "TensorFact",
     "Unit",
 ]
 
-RECIPE_VERSION = 1
 ROOT = ""  # name of the root module, and of the unit that holds what no other unit holds
 
 DTYPE_BYTES = {
@@ -38,11 +32,11 @@ DTYPE_BYTES = {
 }  # fmt: skip
 
 
-class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all records: compared by value, unknown JSON fields refused."""
 
 
-class TensorFact(_Record):
+class TensorFact(Record):
     """One parameter or buffer of the unsharded module, under its canonical name."""
 
     shape: tuple[int, ...]
@@ -59,7 +53,7 @@ class TensorFact(_Record):
         return total
 
 
-class BlockList(_Record):
+class BlockList(Record):
     """Modules that stand in a list, and whether every rank is sure to enter each of them in every forward."""
 
     name: str
@@ -68,7 +62,7 @@ class BlockList(_Record):
     why: str
 
 
-class Anatomy(_Record):
+class Anatomy(Record):
     """What was read in a module: tensors, ties, outermost block lists, class names."""
 
     module_class: str
@@ -78,7 +72,7 @@ class Anatomy(_Record):
     classes: dict[str, str]  # module name -> class name
 
 
-class Part(_Record):
+class Part(Record):
     """A slice of a dim, ``size`` long, cut evenly over an axis; or, with ``replicas`` = r, cut over every r-th rank and
     held whole by r neighbours (key/value heads fewer than ranks)."""
 
@@ -86,7 +80,7 @@ class Part(_Record):
     replicas: int = 1
 
 
-class Cut(_Record):
+class Cut(Record):
     """A dim divided over an axis. No ``parts``: the whole (local) dim is one part.
 
     Even means as ``torch.chunk`` does it: pieces of ``ceil(size / degree)``, the last ones shorter or empty.
@@ -97,7 +91,7 @@ class Cut(_Record):
     parts: tuple[Part, ...] = ()
 
 
-class Param(_Record):
+class Param(Record):
     """One parameter: what it is, which unit gathers it, how it is cut, in which dtypes it is stored, used, reduced."""
 
     shape: tuple[int, ...]
@@ -111,7 +105,7 @@ class Param(_Record):
     reduce: str
 
 
-class Buffer(_Record):
+class Buffer(Record):
     """One buffer: replicated on every rank, kept in its own dtype."""
 
     shape: tuple[int, ...]
@@ -120,7 +114,7 @@ class Buffer(_Record):
     aliases: tuple[str, ...] = ()
 
 
-class Unit(_Record):
+class Unit(Record):
     """Modules gathered together; ``reshard`` as FSDP2's ``reshard_after_forward`` takes it."""
 
     name: str
@@ -129,91 +123,8 @@ class Unit(_Record):
     why: str
 
 
-class Note(_Record):
+class Note(Record):
     """A choice made for the user, and its reason."""
 
     name: str
     why: str
-
-
-class Recipe(_Record):
-    """Where every byte of a module is under a layout. Global: the same on every rank; :meth:`at` is a rank's view.
-
-    Example:
-        >>> recipe = Recipe.from_json(text)  # doctest: +SKIP
-        >>> recipe.at(0).extents("blocks.0.attn.q.weight")  # doctest: +SKIP
-        (Slice(starts=(0, 0), sizes=(64, 128), local_starts=(0, 0)),)
-    """
-
-    layout: dict[str, int]
-    engine: str  # "ddp" | "fsdp2"
-    module_class: str
-    fingerprint: str
-    units: tuple[Unit, ...]
-    params: dict[str, Param]
-    buffers: dict[str, Buffer]
-    buffer_policy: str = "rank0"
-    output: str | None = None  # dtype of floating outputs; None = as computed
-    cast_inputs: str = "root"
-    notes: tuple[Note, ...] = ()
-    version: int = RECIPE_VERSION
-
-    def to_json(self) -> str:
-        """The recipe as JSON, stable: equal recipes give equal text."""
-        return msgspec.json.format(msgspec.json.encode(self, order="deterministic"), indent=1).decode()
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Recipe:
-        """The recipe in ``text``, checked.
-
-        Raises:
-            PlanError: not a recipe of this version, or one that contradicts itself.
-        """
-        from shardwise.recipe.check import check_recipe
-
-        try:
-            recipe = msgspec.json.decode(text, type=cls)
-        except msgspec.MsgspecError as error:
-            raise PlanError("a recipe in JSON", why=str(error), fix="use the text that Recipe.to_json wrote") from error
-        check_recipe(recipe)
-        return recipe
-
-    @property
-    def grid(self) -> Layout:
-        """The layout as an object."""
-        return Layout(**self.layout)
-
-    def at(self, rank: int) -> RankView:
-        """What ``rank`` holds."""
-        return RankView(self, self.grid.coord(rank))
-
-
-class RankView:
-    """One rank's view of a recipe."""
-
-    def __init__(self, recipe: Recipe, coord: Coord):
-        self.recipe, self.coord = recipe, coord
-
-    def extents(self, name: str):
-        """Pieces of parameter ``name`` this rank holds (see :func:`shardwise.recipe.cuts.extents`)."""
-        from shardwise.recipe.cuts import extents
-
-        return extents(self.recipe.params[name], self.coord)
-
-    def owners(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """For each piece this rank holds, the ranks that hold the same one."""
-        from shardwise.recipe.cuts import owners
-
-        return owners(self.recipe.params[name], self.coord)
-
-    def num_bytes(self) -> int:
-        """Bytes of parameter storage on this rank, at rest."""
-        from shardwise.recipe.cuts import local_shape
-
-        total = 0
-        for param in self.recipe.params.values():
-            numel = 1
-            for size in local_shape(param, self.coord):
-                numel *= size
-            total += numel * DTYPE_BYTES[param.storage]
-        return total

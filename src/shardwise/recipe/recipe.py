@@ -1,0 +1,124 @@
+"""The recipe: where every byte of a module is under a layout, as one frozen record.
+
+Everything that needs to know which rank holds what asks the recipe, through
+:func:`~shardwise.recipe.cuts.extents` and :func:`~shardwise.recipe.cuts.owners`, never the run-time tensors.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from shardwise.errors import PlanError
+from shardwise.layout import Coord, Layout
+from shardwise.recipe.check import check_param
+from shardwise.recipe.cuts import Slice, extents, local_shape, owners
+from shardwise.recipe.records import DTYPE_BYTES, Buffer, Note, Param, Record, Unit
+
+__all__ = ["RECIPE_VERSION", "RankView", "Recipe", "check_recipe"]
+
+RECIPE_VERSION = 1
+
+
+class Recipe(Record):
+    """Where every byte of a module is under a layout. Global: the same on every rank; :meth:`at` is a rank's view.
+
+    Example:
+        >>> recipe = Recipe.from_json(text)  # doctest: +SKIP
+        >>> recipe.at(0).extents("blocks.0.attn.q.weight")  # doctest: +SKIP
+        (Slice(starts=(0, 0), sizes=(64, 128), local_starts=(0, 0)),)
+    """
+
+    layout: dict[str, int]
+    engine: str  # "ddp" | "fsdp2"
+    module_class: str
+    fingerprint: str
+    units: tuple[Unit, ...]
+    params: dict[str, Param]
+    buffers: dict[str, Buffer]
+    buffer_policy: str = "rank0"
+    output: str | None = None  # dtype of floating outputs; None = as computed
+    cast_inputs: str = "root"
+    notes: tuple[Note, ...] = ()
+    version: int = RECIPE_VERSION
+
+    def to_json(self) -> str:
+        """The recipe as JSON, stable: equal recipes give equal text."""
+        return msgspec.json.format(msgspec.json.encode(self, order="deterministic"), indent=1).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Recipe:
+        """The recipe in ``text``, checked.
+
+        Raises:
+            PlanError: not a recipe of this version, or one that contradicts itself.
+        """
+        try:
+            recipe = msgspec.json.decode(text, type=cls)
+        except msgspec.MsgspecError as error:
+            raise PlanError("a recipe in JSON", why=str(error), fix="use the text that Recipe.to_json wrote") from error
+        check_recipe(recipe)
+        return recipe
+
+    @property
+    def grid(self) -> Layout:
+        """The layout as an object."""
+        return Layout(**self.layout)
+
+    def at(self, rank: int) -> RankView:
+        """What ``rank`` holds."""
+        return RankView(self, self.grid.coord(rank))
+
+
+class RankView:
+    """One rank's view of a recipe."""
+
+    def __init__(self, recipe: Recipe, coord: Coord):
+        self.recipe, self.coord = recipe, coord
+
+    def extents(self, name: str) -> tuple[Slice, ...]:
+        """Pieces of parameter ``name`` this rank holds (see :func:`shardwise.recipe.cuts.extents`)."""
+        return extents(self.recipe.params[name], self.coord)
+
+    def owners(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """For each piece this rank holds, the ranks that hold the same one."""
+        return owners(self.recipe.params[name], self.coord)
+
+    def num_bytes(self) -> int:
+        """Bytes of parameter storage on this rank, at rest."""
+        total = 0
+        for param in self.recipe.params.values():
+            numel = 1
+            for size in local_shape(param, self.coord):
+                numel *= size
+            total += numel * DTYPE_BYTES[param.storage]
+        return total
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Raises PlanError if ``recipe`` cannot be carried out: see the messages below for the rules."""
+    if recipe.version != RECIPE_VERSION:
+        raise PlanError(
+            f"a recipe of version {recipe.version}",
+            why=f"this Shardwise reads version {RECIPE_VERSION}",
+            fix="make the recipe again with this version",
+        )
+    layout = recipe.grid
+    units = {unit.name for unit in recipe.units}
+    for name, param in recipe.params.items():
+        if param.unit not in units:
+            raise PlanError(
+                f"unit {param.unit!r}",
+                why=f"the recipe has the units {sorted(units)}",
+                fix="name one of them, or add the unit",
+                name=name,
+            )
+        check_param(name, param, layout)
+    aliases = [alias for param in recipe.params.values() for alias in param.aliases]
+    twice = sorted({alias for alias in aliases if alias in recipe.params or aliases.count(alias) > 1})
+    if twice:
+        raise PlanError(
+            f"{twice} given as two tensors",
+            why="a tensor is stored once, under its first name",
+            fix="keep it as an alias of one parameter",
+            name=twice[0],
+        )
