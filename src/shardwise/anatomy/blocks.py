@@ -2,12 +2,15 @@
 
 from torch import nn
 
-from shardwise.anatomy.calls import EACH, Entered, Path, entered_children
+from shardwise.anatomy.code import Entries, read_entries, unwrap_module
+from shardwise.anatomy.names import canonical_children
 from shardwise.recipe.records import BlockList
 
 __all__ = ["find_block_lists"]
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward: their parent calls the children
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+Found = list[tuple[str, list[tuple[str, nn.Module]]]]  # (name of the list, (name, block) of each block)
 
 
 def find_block_lists(root: nn.Module, skipped: dict[str, str] | None = None) -> tuple[BlockList, ...]:
@@ -19,74 +22,55 @@ def find_block_lists(root: nn.Module, skipped: dict[str, str] | None = None) -> 
             An example can show that a block is skipped; that it never is, only the code can show, or, where there is
             no code to read, an example in which each block ran.
     """
-    found: list[BlockList] = []
-    _Finder(found, skipped).visit(root, "", set(), doubt=None)
-    return tuple(found)
+    root = unwrap_module(root)
+    found: Found = []
+    _find(root, "", found, set())
+    entries = read_entries(root, {id(block): block for _, blocks in found for _, block in blocks})
+    return tuple(_judged(name, blocks, entries, skipped) for name, blocks in found)
 
 
-class _Finder:
-    def __init__(self, found: list[BlockList], skipped: dict[str, str] | None):
-        self.found, self.skipped = found, skipped
-        self.seen: set[int] = set()
-
-    def visit(self, module: nn.Module, name: str, from_above: set[Path], doubt: str | None) -> None:
-        """``from_above``: paths below ``module`` that an ancestor's forward surely enters by itself."""
-        if id(module) in self.seen:
+def _find(module: nn.Module, name: str, found: Found, seen: set[int]) -> None:
+    """Adds the outermost lists at or below ``module``: containers with at least two children that hold parameters."""
+    if id(module) in seen or not _has_parameters(module):
+        return
+    seen.add(id(module))
+    children = [(f"{name}.{key}" if name else key, child) for key, child in canonical_children(module)]
+    if isinstance(module, _CONTAINERS):
+        blocks = [(full, child) for full, child in children if _has_parameters(child) and id(child) not in seen]
+        plain_lists = all(isinstance(block, nn.ModuleList | nn.ModuleDict) for _, block in blocks)
+        if len(blocks) > 1 and not plain_lists:  # of a list of lists, the inner ones hold the blocks
+            unique = {id(block): (full, block) for full, block in reversed(blocks)}
+            seen.update(unique)
+            found.append((name, list(unique.values())[::-1]))
             return
-        self.seen.add(id(module))
-        entered = entered_children(module)
-        entered.sure |= from_above
-        if isinstance(module, nn.Sequential):
-            self._list(module, name, (), entered, doubt)
-            return
-        for key, child in module.named_children():
-            self._child(child, f"{name}.{key}" if name else key, (key,), entered, doubt)
+    for full, child in children:
+        _find(child, full, found, seen)
 
-    def _child(self, child: nn.Module, name: str, path: Path, entered: Entered, doubt: str | None) -> None:
-        if not _has_parameters(child):
-            return
-        if isinstance(child, _CONTAINERS) or (*path, EACH) in entered.sure | entered.maybe.keys():
-            self._list(child, name, path, entered, doubt)
-            return
-        below = {known[len(path) :] for known in entered.sure if known[: len(path)] == path and len(known) > len(path)}
-        reached = path in entered.sure or bool(below)
-        self.visit(child, name, below, doubt or (None if reached else self._doubt(entered, path, name)))
 
-    def _list(self, module: nn.Module, name: str, path: Path, entered: Entered, doubt: str | None) -> None:
-        children = [(f"{name}.{key}" if name else key, key, child) for key, child in module.named_children()]
-        blocks = [(full, key, child) for full, key, child in children if _has_parameters(child)]
-        if blocks and all(isinstance(child, _CONTAINERS) for _, _, child in blocks):
-            for full, _, child in blocks:  # a list of lists: its inner lists hold the blocks
-                self._list(child, full, (*path, EACH), entered, doubt)
-            return
-        each_sure = (*path, EACH) in entered.sure or all((*path, key) in entered.sure for _, key, _ in blocks)
-        doubt = doubt or (None if each_sure else self._doubt(entered, (*path, EACH), name))
-        doubt = doubt or self._seen_skipped([full for full, _, _ in blocks])
-        if len(blocks) < 2:
-            for full, key, child in blocks:
-                self.visit(child, full, set(), doubt if (*path, key) not in entered.sure else None)
-            return
-        why = "blocks of an outermost list, entered in every forward" if doubt is None else doubt
-        names = tuple(full for full, _, _ in blocks)
-        self.found.append(BlockList(name=name, blocks=names, always_entered=doubt is None, why=why))
+def _judged(
+    name: str, blocks: list[tuple[str, nn.Module]], entries: Entries, skipped: dict[str, str] | None
+) -> BlockList:
+    doubts = (_doubt(full, block, entries, skipped) for full, block in blocks)
+    doubt = next((doubt for doubt in doubts if doubt is not None), None)
+    return BlockList(
+        name=name,
+        blocks=tuple(full for full, _ in blocks),
+        always_entered=doubt is None,
+        why=doubt or "blocks of an outermost list, entered in every forward",
+    )
 
-    def _doubt(self, entered: Entered, path: Path, name: str) -> str | None:
-        if path in entered.maybe:
-            return entered.maybe[path]
-        if entered.unread is not None:
-            if self.skipped is not None and not any(s == name or s.startswith(f"{name}.") for s in self.skipped):
-                return None  # no source, but the example entered all of it
-            return f"{entered.unread}; pass example= or units= to say which modules are entered in every forward"
-        by_key = [p for p in entered.maybe if p[: len(path) - 1] == path[:-1]]
-        if by_key:
-            return entered.maybe[by_key[0]]
-        return "its parent's forward does not plainly iterate over it or call it"
 
-    def _seen_skipped(self, names: list[str]) -> str | None:
-        for name in names:
-            if self.skipped and name in self.skipped:
-                return f"{name} {self.skipped[name]}"
-        return None
+def _doubt(name: str, block: nn.Module, entries: Entries, skipped: dict[str, str] | None) -> str | None:
+    """Why ``block`` may be skipped; None if every rank is sure to enter it."""
+    if id(block) in entries.maybe:
+        return entries.maybe[id(block)]
+    if skipped is not None and name in skipped:
+        return f"{name} {skipped[name]}"
+    if id(block) in entries.unread:
+        if skipped is not None:
+            return None  # no source, but the example entered it
+        return f"{entries.unread[id(block)]}; pass example= or units= to say which modules are entered in every forward"
+    return None if id(block) in entries.sure else "its parent's forward does not plainly iterate over it or call it"
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 from torch import nn
 
-__all__ = ["canonical_modules", "canonical_name", "canonical_tensors"]
+__all__ = ["canonical_children", "canonical_modules", "canonical_name", "canonical_tensors", "inner_module"]
 
-# Attribute under which a wrapper keeps what it wraps, by class name: torch.compile, activation checkpointing, DDP.
-# By class and not by text: a user's own module may well be called "module".
+# Attribute under which a wrapper of torch's keeps what it wraps, by class name: torch.compile, activation checkpointing,
+# DDP. By class and not by text: a user's own module may well be called "module".
 _WRAPPERS = {
     "OptimizedModule": "_orig_mod",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
@@ -16,17 +16,30 @@ _WRAPPERS = {
 }
 
 
+def inner_module(module: nn.Module) -> nn.Module | None:
+    """What a wrapper wraps; None for a module that is not a wrapper."""
+    kind = type(module)
+    return module._modules.get(_WRAPPERS.get(kind.__name__, "")) if kind.__module__.startswith("torch.") else None
+
+
+def canonical_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """``(attribute, child)`` of the direct children, wrappers around them left out; each child once per attribute."""
+    for name, child in module._modules.items():
+        while child is not None and (inner := inner_module(child)) is not None:
+            child = inner
+        if child is not None:
+            yield name, child
+
+
 def canonical_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module under its canonical name, wrappers left out, each (name, module) pair once per name."""
 
     def walk(module: nn.Module, prefix: str, above: tuple[int, ...]) -> Iterator[tuple[str, nn.Module]]:
-        inner = _WRAPPERS.get(type(module).__name__)
-        if inner is not None and inner in module._modules:
-            yield from walk(module._modules[inner], prefix, above)  # type: ignore[arg-type]
-            return
+        while (inner := inner_module(module)) is not None:
+            module = inner
         yield prefix, module
-        for name, child in module._modules.items():
-            if child is not None and id(child) not in above:
+        for name, child in canonical_children(module):
+            if id(child) not in above:
                 yield from walk(child, f"{prefix}.{name}" if prefix else name, (*above, id(module)))
 
     yield from walk(root, "", ())
@@ -50,8 +63,8 @@ def canonical_name(root: nn.Module, name: str) -> str:
     kept: list[str] = []
     module: nn.Module | None = root
     for part in name.split("."):
-        inner = _WRAPPERS.get(type(module).__name__) if module is not None else None
-        if part != inner:
+        below = module._modules.get(part) if module is not None else None
+        if below is None or below is not inner_module(module):  # type: ignore[arg-type]
             kept.append(part)
-        module = module._modules.get(part) if module is not None else None
+        module = below
     return ".".join(kept)
