@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.testing import RankPool
 
-_PRELOAD = (
+PRELOAD = (
     "torch",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
@@ -21,5 +21,5 @@ _PRELOAD = (
 def ranks() -> Iterator[RankPool]:
     """The plugin's pool with more imported once: transformers takes seconds in every rank that must import it itself."""
     sys.path.insert(0, str(Path(__file__).parent))
-    with RankPool(preload=_PRELOAD) as pool:
+    with RankPool(preload=PRELOAD) as pool:
         yield pool

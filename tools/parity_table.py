@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
-from conftest import _PRELOAD  # noqa: E402
+from conftest import PRELOAD  # noqa: E402
 from matrix import LAYOUTS, all_cells  # noqa: E402
 from zoo import CASES  # noqa: E402
 
@@ -40,7 +40,7 @@ def main() -> int:
     worst: dict[tuple[str, str], float] = {}
     failures: list[str] = []
     start, cells = time.monotonic(), [cell for cell in all_cells() if only in (None, cell.case)]
-    with RankPool(preload=_PRELOAD) as pool:
+    with RankPool(preload=PRELOAD) as pool:
         for i, cell in enumerate(cells, start=1):
             key = (cell.case, cell.layout)
             try:

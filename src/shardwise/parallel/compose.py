@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import msgspec
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -76,7 +77,7 @@ def parallelize(
     source.release(module, recipe)
     apply_recipe(module, recipe, world)
     source.write(runtime_of(module))
-    return module
+    return module  # type: ignore[return-value]
 
 
 def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
@@ -272,8 +273,6 @@ def _agree_on_recipe(recipe: Recipe, world: World) -> None:
 
 
 def _with_note(recipe: Recipe, note: Note) -> Recipe:
-    import msgspec
-
     if note.why.startswith("rank0 (seeded"):
         warnings.warn(f"init: {note.why}", stacklevel=3)
     return msgspec.structs.replace(recipe, notes=(*recipe.notes, note))

@@ -41,7 +41,7 @@ def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine
         _refuse_containers(unit.modules, targets)
         for target in targets:
             target.register_forward_hook(_whole_outputs)  # before FSDP2's own hook, which is added next
-        fully_shard(
+        fully_shard(  # type: ignore[call-overload]
             targets if len(targets) > 1 else targets[0],
             mesh=mesh,
             reshard_after_forward=unit.reshard,
@@ -193,4 +193,4 @@ class FSDP2Engine:
             position = self._position.get(name)
             if position is not None and not recipe.params[name].cuts:
                 seen = self._recorder([position])
-                owner._parameters[attr].register_post_accumulate_grad_hook(lambda _p, seen=seen: seen([0]))
+                getattr(owner, attr).register_post_accumulate_grad_hook(lambda _p, seen=seen: seen([0]))

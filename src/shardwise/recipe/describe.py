@@ -17,7 +17,7 @@ def describe_recipe(recipe: Recipe) -> str:
         f"parameters: {human_bytes(full)} in one process, at most {human_bytes(max(held))} per rank at rest",
         "",
     ]
-    rows = [("unit", "tensors", "size", "dtypes", "reshard", "why")]
+    rows: list[tuple[str, ...]] = [("unit", "tensors", "size", "dtypes", "reshard", "why")]
     for unit in recipe.units:
         names = [name for name, param in recipe.params.items() if param.unit == unit.name]
         dtypes = sorted({_dtypes(recipe.params[name]) for name in names})

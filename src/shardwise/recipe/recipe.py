@@ -19,7 +19,7 @@ __all__ = ["RECIPE_VERSION", "RankView", "Recipe", "check_recipe"]
 RECIPE_VERSION = 1
 
 
-class Recipe(Record):
+class Recipe(Record, frozen=True):
     """Where every byte of a module is under a layout. Global: the same on every rank; :meth:`at` is a rank's view.
 
     Example:

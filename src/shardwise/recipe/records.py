@@ -36,7 +36,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Base of all records: compared by value, unknown JSON fields refused."""
 
 
-class TensorFact(Record):
+class TensorFact(Record, frozen=True):
     """One parameter or buffer of the unsharded module, under its canonical name."""
 
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class TensorFact(Record):
         return total
 
 
-class BlockList(Record):
+class BlockList(Record, frozen=True):
     """Modules that stand in a list, and whether every rank is sure to enter each of them in every forward."""
 
     name: str
@@ -62,7 +62,7 @@ class BlockList(Record):
     why: str
 
 
-class Anatomy(Record):
+class Anatomy(Record, frozen=True):
     """What was read in a module: tensors, ties, outermost block lists, class names."""
 
     module_class: str
@@ -72,7 +72,7 @@ class Anatomy(Record):
     classes: dict[str, str]  # module name -> class name
 
 
-class Part(Record):
+class Part(Record, frozen=True):
     """A slice of a dim, ``size`` long, cut evenly over an axis; or, with ``replicas`` = r, cut over every r-th rank and
     held whole by r neighbours (key/value heads fewer than ranks)."""
 
@@ -80,7 +80,7 @@ class Part(Record):
     replicas: int = 1
 
 
-class Cut(Record):
+class Cut(Record, frozen=True):
     """A dim divided over an axis. No ``parts``: the whole (local) dim is one part.
 
     Even means as ``torch.chunk`` does it: pieces of ``ceil(size / degree)``, the last ones shorter or empty.
@@ -91,7 +91,7 @@ class Cut(Record):
     parts: tuple[Part, ...] = ()
 
 
-class Param(Record):
+class Param(Record, frozen=True):
     """One parameter: what it is, which unit gathers it, how it is cut, in which dtypes it is stored, used, reduced."""
 
     shape: tuple[int, ...]
@@ -105,7 +105,7 @@ class Param(Record):
     reduce: str
 
 
-class Buffer(Record):
+class Buffer(Record, frozen=True):
     """One buffer: replicated on every rank, kept in its own dtype."""
 
     shape: tuple[int, ...]
@@ -114,7 +114,7 @@ class Buffer(Record):
     aliases: tuple[str, ...] = ()
 
 
-class Unit(Record):
+class Unit(Record, frozen=True):
     """Modules gathered together; ``reshard`` as FSDP2's ``reshard_after_forward`` takes it."""
 
     name: str
@@ -123,7 +123,7 @@ class Unit(Record):
     why: str
 
 
-class Note(Record):
+class Note(Record, frozen=True):
     """A choice made for the user, and its reason."""
 
     name: str

@@ -183,6 +183,8 @@ def _where_gradients_count(params: Mapping[str, Tensor | None], expected: StepRe
     found, wanted = {}, {}
     for name, value in params.items():
         grad = expected.grads[name]
+        if value is None:
+            continue
         mask = torch.ones_like(value, dtype=torch.bool) if grad is None else grad.abs() > _FLOOR * largest
         found[name], wanted[name] = value[mask], expected.params[name][mask]
     return found, wanted

@@ -24,7 +24,7 @@ class RankStep:
 
     loss: float
     grad_norm: float
-    num_tokens: int
+    num_tokens: float
     grads: dict[str, Tensor | None]
     params: dict[str, Tensor]
     buffers: dict[str, Tensor]
