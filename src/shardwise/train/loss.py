@@ -6,6 +6,7 @@ sum is divided by that one number.
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,9 +16,18 @@ from torch import Tensor, nn
 
 from shardwise._compat import tree_map
 from shardwise.errors import ConfigError, UsageError
-from shardwise.train.batch import IGNORED
+from shardwise.train.batch import IGNORED, MicroBatch
 
-__all__ = ["TaskModel", "as_sums", "call", "count_of", "next_token_loss", "refuse_mean", "refuse_parameters"]
+__all__ = [
+    "TaskModel",
+    "as_sums",
+    "call",
+    "check_sum",
+    "check_task_sum",
+    "count_of",
+    "next_token_loss",
+    "refuse_parameters",
+]
 
 Batch = Mapping[str, Tensor]
 Loss = Callable[[Any, Batch], Tensor | Mapping[str, Tensor]]
@@ -142,33 +152,71 @@ def refuse_parameters(loss: Any) -> None:
         )
 
 
-def refuse_mean(loss: Loss, output: Any, batch: Batch, value: Tensor) -> ConfigError | None:
-    """An error if ``loss`` takes a mean: on the micro-batch put twice behind itself a sum doubles, a mean stays.
+def doubled(value: Any, size: int) -> Any:
+    """``value`` with every tensor of first dim ``size`` in it put behind itself, in mappings and lists too."""
+    return tree_map(
+        lambda x: torch.cat([x, x]) if isinstance(x, Tensor) and x.dim() and x.shape[0] == size else x, value
+    )
+
+
+def batch_size(batch: Batch) -> int | None:
+    """Size of the first dim of a micro-batch's first tensor; None where there is none."""
+    first = next(iter(batch.values()), None)
+    return first.shape[0] if isinstance(first, Tensor) and first.dim() else None
+
+
+def mean_error(once: float, twice: float) -> tuple[bool, ConfigError | None]:
+    """Whether the loss of a micro-batch and of the same twice over tell a sum from a mean, and an error for a mean: a
+    sum doubles, a mean stays."""
+    if once == 0.0 or once != once:
+        return False, None
+    if not 0.9 < twice / once < 1.1:
+        return True, None
+    return True, ConfigError(
+        "a loss that takes a mean",
+        why=f"the micro-batch twice over gives {twice:.6g}, once {once:.6g}: a sum would double. Means of "
+        "unequal micro-batches and ranks cannot be combined into the right gradient",
+        fix='use reduction="sum"; Shardwise divides by the tokens of all ranks',
+    )
+
+
+def check_sum(loss: Loss, output: Any, batch: Batch, once: Tensor) -> tuple[bool, ConfigError | None]:
+    """Tries ``loss`` on a micro-batch put behind itself; returns what :func:`mean_error` does.
 
     Args:
         loss: the loss function.
         output: the model's output for ``batch``; tensors in it that have the batch's first dim are doubled with it.
         batch: the micro-batch.
-        value: the loss of it, 0-dim.
+        once: the loss of it, 0-dim.
     """
-    size = next(iter(batch.values())).shape[0] if batch and next(iter(batch.values())).dim() else None
-    once = float(value.detach())
-    if size is None or once == 0.0 or once != once:
-        return None
-
-    def double(x: Any) -> Any:
-        return torch.cat([x, x]) if isinstance(x, Tensor) and x.dim() and x.shape[0] == size else x
-
+    size = batch_size(batch)
+    if size is None:
+        return False, None
     with torch.no_grad():
-        twice_output = tree_map(double, output)
-        twice = as_sums(loss(twice_output, {key: double(tensor) for key, tensor in batch.items()}))["loss"]
-    if not 0.9 < float(twice) / once < 1.1:
-        return None
-    return ConfigError(
-        "a loss that takes a mean",
-        why=f"the micro-batch twice over gives {float(twice):.6g}, once {once:.6g}: a sum would double. Means of "
-        "unequal micro-batches and ranks cannot be combined into the right gradient",
-        fix='use reduction="sum"; Shardwise divides by the tokens of all ranks',
+        try:
+            twice = as_sums(loss(doubled(output, size), doubled(dict(batch), size)))["loss"]
+        except (RuntimeError, ValueError, IndexError) as error:
+            _warn_unchecked(error)
+            return True, None
+    return mean_error(float(once.detach()), float(twice))
+
+
+def check_task_sum(model: nn.Module, batch: Batch) -> tuple[bool, ConfigError | None]:
+    """The same for a module that returns its loss: its forward runs on the micro-batch, and on it twice over. All ranks
+    must call it alike."""
+    size = batch_size(batch)
+    if size is None:
+        return False, None
+    once, twice = (float(as_sums(model(b))["loss"]) for b in (batch, MicroBatch(doubled(dict(batch), size))))
+    return mean_error(once, twice)
+
+
+def _warn_unchecked(error: Exception) -> None:
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    warnings.warn(
+        f"the loss could not be tried on a micro-batch twice over ({text}), so nothing tells whether it is a sum: a mean "
+        'would train wrong (use reduction="sum")',
+        stacklevel=2,
     )
 
 

@@ -1,5 +1,6 @@
 """``TrainStep``: one optimizer step on a window, with every decision taken by all ranks together."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,17 @@ from torch import Tensor, nn
 
 from shardwise.errors import ConfigError, NonFiniteError, ShardwiseError, UsageError
 from shardwise.parallel import Runtime, norm_power_sum, runtime_of
-from shardwise.train.loss import Batch, Loss, as_sums, call, next_token_loss, refuse_mean, refuse_parameters
+from shardwise.train.exchange import restore_buffers
+from shardwise.train.loss import (
+    Batch,
+    Loss,
+    as_sums,
+    call,
+    check_sum,
+    check_task_sum,
+    next_token_loss,
+    refuse_parameters,
+)
 from shardwise.train.optim import is_elementwise, local_optimizer, owned_gradients, scale_gradients
 from shardwise.train.window import Window
 
@@ -32,7 +43,7 @@ class StepOutput:
     step: int
     loss: float
     grad_norm: float
-    num_tokens: int
+    num_tokens: int | float
     skipped: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -53,7 +64,8 @@ class TrainStep:
         forward: how to call the model on a batch.
         scheduler: stepped after each step that was taken.
         max_grad_norm: clip to this 2-norm; None only measures it.
-        on_nonfinite: ``"raise"``, or ``"skip"`` the step on all ranks, when the loss or a gradient is NaN or infinite.
+        on_nonfinite: ``"raise"``, or ``"skip"`` the step on all ranks, when the loss or a gradient is NaN or infinite;
+            parameters, optimizer, scheduler and buffers stay as they were.
 
     Raises (by the call):
         NonFiniteError: naming the ranks and the first parameter.
@@ -88,48 +100,47 @@ class TrainStep:
         self.max_grad_norm, self.on_nonfinite = max_grad_norm, on_nonfinite
         self.num_steps = self.num_skipped = 0
         self._runtime: Runtime = runtime_of(model)
-        self._checked_sum = False
+        self._is_sum_checked = False
+        self._told_sum = False  # whether the last window's loss told a sum from a mean on this rank
+        self._written: set[str] | None = None  # buffers that windows write; None: not known yet
         _refuse_foreign_parameters(self._runtime, optim)
         if is_elementwise(optim):
             local_optimizer(optim)
 
     def __call__(self, window: Iterable[Batch]) -> StepOutput:
-        runtime = self._runtime
         with Window(self.model, window, loss=self.loss, count=self.count) as w:
+            kept = w.copy_buffers(self._written) if self.on_nonfinite == "skip" else {}
             sums, problem = self._forward_backward(w)
-            names = sorted(sums)
-            grads = owned_gradients(runtime, without=tuple(runtime.replicated))
-            agreed = w.finish(
-                {
-                    "problem": float(problem is not None),
-                    "norm": norm_power_sum(grads, 2.0),
-                    "sums": torch.stack([sums[name] for name in names]),
-                }
-            )
+            agreed = w.finish(self._entries(sums, problem))
         if float(agreed["problem"]):
             self._drop_gradients()
             raise self._agreed_problem(problem)
-        whole = norm_power_sum((g for n, g in runtime.gradients().items() if n in runtime.replicated), 2.0)
-        norm = float((agreed["norm"] + whole).sqrt())
-        means = dict(zip(names, (agreed["sums"] / w.num_tokens).tolist(), strict=True))
+        self._is_sum_checked = self._is_sum_checked or float(agreed["checked"]) > 0
+        self._written = w.written_buffers() | (self._written or set())
+        means = dict(zip(sorted(sums), (agreed["sums"] / w.num_tokens).tolist(), strict=True))
+        norm, loss = self._norm(agreed["norm"]), means.pop("loss")
         self.num_steps += 1
-        skipped = not self._step(norm, means["loss"])
-        return StepOutput(self.num_steps, means.pop("loss"), norm, w.num_valid, skipped, means)
+        is_finite = math.isfinite(norm) and math.isfinite(loss)
+        if is_finite:
+            self._step(norm)
+        else:
+            self._refuse_step(norm, loss, sums["loss"], kept)
+        return StepOutput(self.num_steps, loss, norm, w.num_valid, not is_finite, means)
 
     def _forward_backward(self, w: Window) -> tuple[dict[str, Tensor], ShardwiseError | None]:
         """Forward and backward of every micro-batch of a window. Returns this rank's detached sums (float64, CPU), and
         a fault of the loss that all ranks must hear of."""
         totals: dict[str, Tensor] = {}
         problem: ShardwiseError | None = None
+        self._told_sum = False
+        if self.loss is None and not self._is_sum_checked:
+            self._told_sum, problem = w.rehearse(lambda batch: check_task_sum(self.model, batch))
         for batch in w:
-            if self.loss is None:
-                output = result = self._run_task(batch)
-            else:
-                output = self.forward(self.model, batch)
-                result = self.loss(output, batch)
+            output = self.model(batch) if self.loss is None else self.forward(self.model, batch)
+            result = output if self.loss is None else self.loss(output, batch)
             sums = as_sums(result)
-            if not self._checked_sum and not batch.padding:
-                problem = problem or self._refuse_mean(output, batch, sums["loss"])
+            if self.loss is not None and not (self._is_sum_checked or self._told_sum or batch.padding):
+                self._told_sum, problem = check_sum(self.loss, output, batch, sums["loss"])
             (sums["loss"] / w.num_tokens).backward()
             for name, value in sums.items():
                 value = value.detach().double()
@@ -137,31 +148,38 @@ class TrainStep:
                 totals[name] = totals[name] + value if name in totals else value
         return {name: value.cpu() for name, value in totals.items()}, problem
 
-    def _run_task(self, batch: Batch) -> Any:
-        return self.model(batch)
+    def _entries(self, sums: Mapping[str, Tensor], problem: ShardwiseError | None) -> dict[str, Tensor | float]:
+        """What the step adds to the window's second exchange."""
+        grads = owned_gradients(self._runtime, without=tuple(self._runtime.replicated))
+        return {
+            "problem": float(problem is not None),
+            "checked": float(self._told_sum),
+            "norm": norm_power_sum(grads, 2.0),
+            "sums": torch.stack([sums[name] for name in sorted(sums)]),
+        }
 
-    def _refuse_mean(self, output: Any, batch: Batch, value: Tensor) -> ShardwiseError | None:
-        if self.loss is None:
-            return None
-        self._checked_sum = float(value.detach()) != 0.0
-        return refuse_mean(self.loss, output, batch, value)
+    def _norm(self, owned: Tensor) -> float:
+        """The 2-norm of the whole gradient: what was summed over ranks, and parameters that every rank holds whole."""
+        replicated = (g for n, g in self._runtime.gradients().items() if n in self._runtime.replicated)
+        return float((owned + norm_power_sum(replicated, 2.0)).sqrt())
 
-    def _step(self, norm: float, loss: float) -> bool:
-        """Clips and steps, or not; every rank decides alike, since the numbers are the same. True if taken."""
-        if not (torch.isfinite(torch.tensor([norm, loss]))).all():
-            error = self._nonfinite(norm, loss) if self.on_nonfinite == "raise" else None
-            self._drop_gradients()
-            if error is not None:
-                raise error
-            self.num_skipped += 1
-            return False
+    def _step(self, norm: float) -> None:
         if self.max_grad_norm is not None:
             scale_gradients(self._runtime, norm, self.max_grad_norm)
         self.optim.step()
         if self.scheduler is not None:
             self.scheduler.step()
         self._drop_gradients()
-        return True
+
+    def _refuse_step(self, norm: float, loss: float, own_loss: Tensor, kept: Mapping[str, Tensor]) -> None:
+        """Leaves everything as it was; every rank comes here or none, since the numbers are the same."""
+        if self.on_nonfinite == "raise":
+            error = self._nonfinite(norm, loss, own_loss)
+            self._drop_gradients()
+            raise error
+        self._drop_gradients()
+        restore_buffers(self._runtime, kept)
+        self.num_skipped += 1
 
     def _drop_gradients(self) -> None:
         for param in self._runtime.parameters.values():
@@ -171,19 +189,27 @@ class TrainStep:
         found = self._runtime.world.agreement.gather(problem, "naming a fault of the loss")
         return problem or next(error for error in found if error is not None)
 
-    def _nonfinite(self, norm: float, loss: float) -> NonFiniteError:
+    def _nonfinite(self, norm: float, loss: float, own_loss: Tensor) -> NonFiniteError:
         runtime = self._runtime
         bad = next((name for name, grad in runtime.gradients().items() if not grad.isfinite().all()), None)
-        per_rank = runtime.world.agreement.gather(bad, "naming what is not finite")
-        ranks = tuple(rank for rank, name in enumerate(per_rank) if name is not None)
+        per_rank = runtime.world.agreement.gather((bool(own_loss.isfinite()), bad), "naming what is not finite")
+        by_loss = tuple(rank for rank, (is_finite, _) in enumerate(per_rank) if not is_finite)
+        by_gradient = tuple(rank for rank, (_, name) in enumerate(per_rank) if name is not None)
+        names = {name for _, name in per_rank}
+        where = f"the loss of rank {_listed(by_loss)} is not finite"
+        if not by_loss:
+            where = f"every rank's loss is finite, the gradient in the shards of rank {_listed(by_gradient)} is not"
         return NonFiniteError(
             f"step {self.num_steps}: loss {loss:g}, gradient norm {norm:g}",
-            why="a loss or a gradient is NaN or infinite; parameters were left as they were"
-            + (f" (seen in the shards of rank {', '.join(map(str, ranks))})" if ranks else ""),
+            why=f"{where}; parameters were left as they were",
             fix='lower the learning rate, look at the batch, or go on without such steps: on_nonfinite="skip"',
-            name=next((name for name in per_rank if name is not None), None),
-            ranks=ranks,
+            name=next((name for name in runtime.recipe.params if name in names), None),
+            ranks=by_loss or by_gradient,
         )
+
+
+def _listed(ranks: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _refuse_foreign_parameters(runtime: Runtime, optim: torch.optim.Optimizer) -> None:

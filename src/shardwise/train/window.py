@@ -7,26 +7,28 @@
 Entering exchanges the token count and the number of micro-batches (the first of two exchanges per window). Iterating
 reduces gradients at the last micro-batch only and gives each micro-batch its own random stream. Leaving exchanges what
 must be agreed before the step (the second): which parameters were used, the units entered, gradients of 0-dim
-parameters, and whatever the caller adds. An exception on the way restores the module: synchronising again, no
-gradients left over.
+parameters, and whatever the caller adds. Gradients that were there before are put aside, and the window's are added to
+them at its end, as in one process. An exception on the way restores the module: synchronising again, gradients as before.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise._compat import BatchNormBase, local_tensor
-from shardwise.errors import RankError, ShardwiseError, UsageError
+from shardwise.errors import ConfigError, RankError, ShardwiseError, UsageError
 from shardwise.launch.failure import is_lost_peer
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.tensors import tensors_of
 from shardwise.train.batch import MicroBatch
+from shardwise.train.exchange import Exchange, buffer_versions, clone_buffers, restore_buffers
 from shardwise.train.loss import Batch, count_of
-from shardwise.world.rng import derive_seed
+from shardwise.world.rng import derive_seed, forked_rng
+
+T = TypeVar("T")
 
 __all__ = ["Window", "accumulate", "count_tokens", "window"]
 
@@ -37,7 +39,7 @@ class Window:
     """See the module's text. Made by :func:`window`; all ranks enter, iterate to the end and leave it.
 
     Attributes:
-        num_tokens: valid tokens of all ranks and micro-batches, at least 1, what a sum is divided by. While a padding
+        num_tokens: valid tokens of all ranks and micro-batches, 1 if there are none: what a sum is divided by. While a padding
             micro-batch runs it is infinite, so that its sums count as 0.
         num_valid: the same count as it is, 0 included.
     """
@@ -45,17 +47,19 @@ class Window:
     def __init__(self, model: nn.Module, batches: Iterable[Batch], *, loss: Any = None, count: Any = None):
         self.model, self.batches = model, list(batches)
         self.runtime: Runtime = runtime_of(model)
-        self.num_valid = 0
+        self.num_valid: int | float = 0
         self.agreed: dict[str, Tensor] | None = None  # sums of the second exchange
         self._count = count_of(loss, count)
         self._padding = False
-        self._iterated = False
+        self._num_begun, self._is_complete = 0, False
         self._rng_before: Tensor | None = None
         self._cuda_before: Tensor | None = None
+        self._kept_buffers: dict[str, Tensor] | None = None
+        self._kept_grads: dict[str, Tensor] = {}
 
     @property
     def num_tokens(self) -> float:
-        return float("inf") if self._padding else float(max(self.num_valid, 1))
+        return float("inf") if self._padding else float(self.num_valid or 1)
 
     @property
     def place(self) -> str:
@@ -74,8 +78,37 @@ class Window:
         self.num_valid = count_tokens(self.model, self.batches, count=self._count)
         runtime.engine.begin()
         runtime.in_window = True
-        self._versions = _buffer_versions(runtime)
+        self._put_gradients_aside()
+        self._versions = buffer_versions(runtime)
         return self
+
+    def _put_gradients_aside(self) -> None:
+        """Only this window's contribution is summed over ranks: what is there already has been. Copied, because DDP
+        reduces in the memory that gradients live in."""
+        for name, param in self.runtime.parameters.items():
+            if param.grad is not None:
+                self._kept_grads[name] = param.grad.detach().clone()
+                param.grad = None
+
+    def _bring_gradients_back(self) -> None:
+        for name, grad in self._kept_grads.items():
+            param = self.runtime.parameters[name]
+            param.grad = grad if param.grad is None else param.grad + grad
+        self._kept_grads = {}
+
+    def rehearse(self, run: Callable[[MicroBatch], T]) -> T:
+        """``run`` on the first micro-batch, without a trace: no gradients, random numbers of its own, buffers and engine
+        as before. All ranks must call it alike, before they iterate."""
+        runtime = self.runtime
+        kept = clone_buffers(runtime)
+        seed = derive_seed(runtime.world.seed, "rehearsal", runtime.step)
+        with torch.no_grad(), forked_rng(seed, runtime.world.device):
+            result = run(self._micro_batch(0))
+        restore_buffers(runtime, kept)
+        runtime.engine.abandon()
+        runtime.engine.begin()
+        self._versions = buffer_versions(runtime)
+        return result
 
     # ---- running ---------------------------------------------------------------------------------------------
 
@@ -86,20 +119,34 @@ class Window:
                 why="tokens are counted when it is entered",
                 fix="write `with sw.window(model, batches) as w:` and iterate over w inside",
             )
-        self._iterated = True
-        axis = self.runtime.world.axis("dp")
-        for i, given in enumerate(self.batches):
-            batch = given if isinstance(given, MicroBatch) else MicroBatch(given, index=i * axis.size + axis.rank)
+        if self._num_begun:
+            raise UsageError(
+                "a window iterated twice",
+                why="its gradients would count double",
+                fix="iterate once; keep what you need of each micro-batch",
+            )
+        for i in range(len(self.batches)):
+            batch = self._micro_batch(i)
+            self._num_begun += 1
             self.runtime.engine.set_sync(i == len(self.batches) - 1)
-            kept = _clone_buffers(self.runtime) if batch.padding else None
+            self._kept_buffers = clone_buffers(self.runtime) if batch.padding else None
             self._padding = batch.padding
             self._fork_rng(batch.index)
             yield batch
-            self._restore_rng()
-            self._padding = False
-            if kept is not None:
-                _restore_buffers(self.runtime, kept)
+            self._end_micro_batch()
+        self._is_complete = True
         self.runtime.engine.set_sync(True)
+
+    def _micro_batch(self, i: int) -> MicroBatch:
+        axis, given = self.runtime.world.axis("dp"), self.batches[i]
+        return given if isinstance(given, MicroBatch) else MicroBatch(given, index=i * axis.size + axis.rank)
+
+    def _end_micro_batch(self) -> None:
+        self._restore_rng()
+        self._padding = False
+        if self._kept_buffers is not None:
+            restore_buffers(self.runtime, self._kept_buffers)
+            self._kept_buffers = None
 
     def _fork_rng(self, index: int) -> None:
         """A stream of this micro-batch's own: (seed, step, global index), the same whichever rank runs it."""
@@ -118,40 +165,58 @@ class Window:
             torch.cuda.set_rng_state(self._cuda_before, self.runtime.world.device)
             self._cuda_before = None
 
+    def copy_buffers(self, names: Container[str] | None) -> dict[str, Tensor]:
+        """Copies of the buffers in ``names`` (None: of all), for :func:`restore_buffers`."""
+        return clone_buffers(self.runtime, names)
+
+    def written_buffers(self) -> set[str]:
+        """The buffers that some rank wrote in this window; known once it is finished."""
+        flags = (self.agreed or {}).get("buffers")
+        names = tensors_of(self.runtime.module, "_buffers")
+        return set() if flags is None else {name for name, flag in zip(names, flags.tolist(), strict=True) if flag}
+
     # ---- leaving ---------------------------------------------------------------------------------------------
 
     def finish(self, entries: Mapping[str, Tensor | float] | None = None) -> dict[str, Tensor]:
         """The second exchange, with the caller's ``entries`` (name -> number or tensor) summed along; gradients are
         final afterwards. Called once, after the last micro-batch; leaving the window calls it if nobody did."""
         runtime = self.runtime
-        if not self._iterated and self.batches:
+        if not self._is_complete:
             raise UsageError(
-                "a window that was entered but not iterated",
-                why="its micro-batches would be skipped on this rank while others wait for them",
-                fix="write `for batch in w:` inside the with block",
+                f"a window left after {self._num_begun} of {len(self.batches)} micro-batches",
+                why="gradients are reduced over the ranks at the last one, and other ranks wait for it",
+                fix="write `for batch in w:` inside the with block, and let it run to the end",
             )
-        own = _Exchange(runtime, self._versions)
+        own = Exchange(runtime, self._versions)
         self.agreed = runtime.world.agreement.sum(
             {**own.entries(), **(entries or {})}, f"{self.place}, before the step"
         )
         own.apply(self.agreed)
+        self._bring_gradients_back()
         runtime.step += 1
         runtime.in_window = False
         return self.agreed
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            if self.agreed is None:
+        if error is None and self.agreed is None:
+            try:
                 self.finish()
-            return
+            except BaseException:
+                self._abandon()
+                raise
+        elif error is not None:
+            self._abandon()
+            world = self.runtime.world
+            if world.size > 1 and not isinstance(error, ShardwiseError) and is_lost_peer(error):
+                raise world.agreement.explain(error, f"{self.place}, forward or backward") from error
+
+    def _abandon(self) -> None:
         self.runtime.in_window = False
-        self._restore_rng()
+        self._end_micro_batch()
         self.runtime.engine.abandon()
         for param in self.runtime.parameters.values():
             param.grad = None
-        world = self.runtime.world
-        if world.size > 1 and isinstance(error, RuntimeError) and is_lost_peer(error):
-            raise world.agreement.explain(error, f"{self.place}, forward or backward") from error
+        self._bring_gradients_back()
 
 
 def window(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None, count: Any = None) -> Window:
@@ -171,7 +236,7 @@ def window(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None, coun
     return Window(model, batches, loss=loss, count=count)
 
 
-def count_tokens(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None, count: Any = None) -> int:
+def count_tokens(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None, count: Any = None) -> int | float:
     """Valid tokens of this window over all ranks; paddings count 0. All ranks must call it (one exchange).
 
     Raises:
@@ -208,7 +273,14 @@ def count_tokens(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None
             fix=_FIX_LENGTH,
             ranks=tuple(rank for rank, length in enumerate(lengths) if length != usual),
         )
-    return int(sums["tokens"])
+    total = float(sums["tokens"])
+    if not math.isfinite(total) or total < 0:
+        raise ConfigError(
+            f"a window of {total:g} tokens",
+            why="count(batch) is what a sum of the loss runs over: a number, 0 or more",
+            fix="look at what count= returns",
+        )
+    return int(total) if total.is_integer() else total
 
 
 @contextlib.contextmanager
@@ -237,115 +309,3 @@ def _refuse_problem(runtime: Runtime, sums: Mapping[str, Tensor], problem: Shard
         fix="see the error of that rank",
         ranks=ranks,
     )
-
-
-class _Exchange:
-    """What the module itself must agree on before a step, packed into the second exchange and carried out after it."""
-
-    def __init__(self, runtime: Runtime, versions: dict[str, int]):
-        self.runtime, self.versions = runtime, versions
-        self.buffers = tensors_of(runtime.module, "_buffers")
-
-    def entries(self) -> dict[str, Tensor]:
-        runtime = self.runtime
-        units = runtime.engine.entered()
-        found = {"units": runtime.world.agreement.same(hash_names(units))}
-        used = runtime.engine.used()
-        if used is not None:
-            found["used"] = used
-        if runtime.replicated:
-            found["whole"] = torch.stack([_gradient_or_zero(runtime.parameters[n]) for n in runtime.replicated])
-        if self.buffers:
-            changed = _changed_buffers(runtime, self.buffers, self.versions)
-            found["buffers"] = torch.tensor([float(name in changed) for name in self.buffers])
-        return found
-
-    def apply(self, summed: Mapping[str, Tensor]) -> None:
-        runtime = self.runtime
-        if not runtime.world.agreement.all_same(summed["units"]):
-            raise self._units_differ()
-        if "used" in summed:
-            for name, count in zip(runtime.trainable, summed["used"].tolist(), strict=True):
-                if not count:  # no rank used it: None, as in one process, so that no optimizer decays it
-                    runtime.parameters[name].grad = None
-        if "whole" in summed:
-            self._set_replicated(summed["used"], summed["whole"])
-        if "buffers" in summed and runtime.world.size > 1:
-            flags = summed["buffers"].tolist()
-            changed = [buffer for buffer, flag in zip(self.buffers.values(), flags, strict=True) if flag]
-            _same_buffers(runtime, changed)
-
-    def _set_replicated(self, used: Tensor, whole: Tensor) -> None:
-        runtime = self.runtime
-        for name, value in zip(runtime.replicated, whole, strict=True):
-            param = runtime.parameters[name]
-            if used[runtime.trainable.index(name)] > 0:
-                param.grad = value.to(param.device, param.dtype)
-
-    def _units_differ(self) -> RankError:
-        lists = self.runtime.world.agreement.gather(self.runtime.engine.entered(), "naming the units that differ")
-        usual = max(lists, key=lists.count)
-        ranks = tuple(rank for rank, units in enumerate(lists) if units != usual)
-        other = lists[ranks[0]]
-        at = next(
-            (i for i, (a, b) in enumerate(zip(usual, other, strict=False)) if a != b), min(len(usual), len(other))
-        )
-        name = (usual[at : at + 1] or other[at : at + 1] or [None])[0]
-        return RankError(
-            f"rank {ranks[0]} entered other units than rank {next(r for r in range(len(lists)) if r not in ranks)}",
-            why=f"entry {at + 1} differs: {usual[at : at + 1] or 'nothing'} against {other[at : at + 1] or 'nothing'}; "
-            "their collectives crossed, so gradients are wrong",
-            fix='keep modules that may be skipped in their parent\'s unit: Sharding(units="auto"), or name units that '
-            "every forward enters",
-            name=name,
-            ranks=ranks,
-        )
-
-
-def hash_names(names: list[str]) -> int:
-    """A 60-bit digest of an ordered list of names, the same in every process."""
-    return derive_seed(0, *names) & (1 << 60) - 1
-
-
-def _gradient_or_zero(param: nn.Parameter) -> Tensor:
-    if param.grad is None:
-        return torch.zeros((), dtype=torch.float64)
-    return local_tensor(param.grad).detach().double().cpu()
-
-
-def _buffer_versions(runtime: Runtime) -> dict[str, int]:
-    return {name: buffer._version for name, buffer in tensors_of(runtime.module, "_buffers").items()}
-
-
-def _changed_buffers(runtime: Runtime, buffers: Mapping[str, Tensor], versions: Mapping[str, int]) -> set[str]:
-    """Buffers written since the window began. Batch norm's kernels write running statistics without counting a version,
-    so those of a layer in training count as written."""
-    changed = {name for name, buffer in buffers.items() if buffer._version != versions.get(name)}
-    statistics = {
-        id(buffer)
-        for module in runtime.module.modules()
-        if isinstance(module, BatchNormBase) and module.training
-        for buffer in module.buffers(recurse=False)
-    }
-    return changed | {name for name, buffer in buffers.items() if id(buffer) in statistics}
-
-
-def _clone_buffers(runtime: Runtime) -> dict[str, Tensor]:
-    return {name: buffer.clone() for name, buffer in tensors_of(runtime.module, "_buffers").items()}
-
-
-def _restore_buffers(runtime: Runtime, kept: Mapping[str, Tensor]) -> None:
-    for name, buffer in tensors_of(runtime.module, "_buffers").items():
-        if name in kept:
-            buffer.copy_(kept[name])
-
-
-def _same_buffers(runtime: Runtime, changed: list[Tensor]) -> None:
-    """Buffers that changed on any rank become equal again: rank 0's, or the mean over ranks (integers: rank 0's)."""
-    mean = runtime.recipe.buffer_policy == "mean"
-    for buffer in changed:
-        if mean and buffer.is_floating_point():
-            dist.all_reduce(buffer)
-            buffer /= runtime.world.size
-        else:
-            dist.broadcast(buffer, src=0)

@@ -1,0 +1,124 @@
+"""What a sharded module must agree on before a step: units entered, parameters used, 0-dim gradients, buffers written."""
+
+from collections.abc import Container, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise._compat import BatchNormBase, local_tensor
+from shardwise.errors import RankError
+from shardwise.parallel import Runtime
+from shardwise.parallel.tensors import tensors_of
+from shardwise.world.agreement import digest_of
+
+__all__ = ["Exchange", "buffer_versions", "clone_buffers", "restore_buffers"]
+
+
+class Exchange:
+    """What the module itself must agree on before a step, packed into the second exchange and carried out after it."""
+
+    def __init__(self, runtime: Runtime, versions: dict[str, int]):
+        self.runtime, self.versions = runtime, versions
+        self.buffers = tensors_of(runtime.module, "_buffers")
+
+    def entries(self) -> dict[str, Tensor]:
+        runtime = self.runtime
+        units = runtime.engine.entered()
+        found = {"units": runtime.world.agreement.same(digest_of("\n".join(units)))}
+        used = runtime.engine.used()
+        if used is not None:
+            found["used"] = used
+        if runtime.replicated:
+            found["whole"] = torch.stack([_gradient_or_zero(runtime.parameters[n]) for n in runtime.replicated])
+        if self.buffers:
+            changed = _changed_buffers(runtime, self.buffers, self.versions)
+            found["buffers"] = torch.tensor([float(name in changed) for name in self.buffers])
+        return found
+
+    def apply(self, summed: Mapping[str, Tensor]) -> None:
+        runtime = self.runtime
+        if not runtime.world.agreement.all_same(summed["units"]):
+            raise self._units_differ()
+        if "used" in summed:
+            for name, count in zip(runtime.trainable, summed["used"].tolist(), strict=True):
+                if not count:  # no rank used it: None, as in one process, so that no optimizer decays it
+                    runtime.parameters[name].grad = None
+        if "whole" in summed:
+            self._set_replicated(summed["used"], summed["whole"])
+        if "buffers" in summed and runtime.world.size > 1:
+            flags = summed["buffers"].tolist()
+            changed = [buffer for buffer, flag in zip(self.buffers.values(), flags, strict=True) if flag]
+            _same_buffers(runtime, changed)
+
+    def _set_replicated(self, used: Tensor, whole: Tensor) -> None:
+        runtime = self.runtime
+        for name, value in zip(runtime.replicated, whole, strict=True):
+            param = runtime.parameters[name]
+            if used[runtime.trainable.index(name)] > 0:
+                param.grad = value.to(param.device, param.dtype)
+
+    def _units_differ(self) -> RankError:
+        lists = self.runtime.world.agreement.gather(self.runtime.engine.entered(), "naming the units that differ")
+        usual = max(lists, key=lists.count)
+        ranks = tuple(rank for rank, units in enumerate(lists) if units != usual)
+        other = lists[ranks[0]]
+        at = next(
+            (i for i, (a, b) in enumerate(zip(usual, other, strict=False)) if a != b), min(len(usual), len(other))
+        )
+        name = (usual[at : at + 1] or other[at : at + 1] or [None])[0]
+        return RankError(
+            f"rank {ranks[0]} entered other units than rank {next(r for r in range(len(lists)) if r not in ranks)}",
+            why=f"entry {at + 1} differs: {usual[at : at + 1] or 'nothing'} against {other[at : at + 1] or 'nothing'}; "
+            "their collectives crossed, so gradients are wrong",
+            fix='keep modules that may be skipped in their parent\'s unit: Sharding(units="auto"), or name units that '
+            "every forward enters",
+            name=name,
+            ranks=ranks,
+        )
+
+
+def _gradient_or_zero(param: nn.Parameter) -> Tensor:
+    if param.grad is None:
+        return torch.zeros((), dtype=torch.float64)
+    return local_tensor(param.grad).detach().double().cpu()
+
+
+def buffer_versions(runtime: Runtime) -> dict[str, int]:
+    return {name: buffer._version for name, buffer in tensors_of(runtime.module, "_buffers").items()}
+
+
+def _changed_buffers(runtime: Runtime, buffers: Mapping[str, Tensor], versions: Mapping[str, int]) -> set[str]:
+    """Buffers written since the window began. Batch norm's kernels write running statistics without counting a version,
+    so those of a layer in training count as written."""
+    changed = {name for name, buffer in buffers.items() if buffer._version != versions.get(name)}
+    statistics = {
+        id(buffer)
+        for module in runtime.module.modules()
+        if isinstance(module, BatchNormBase) and module.training
+        for buffer in module.buffers(recurse=False)
+    }
+    return changed | {name for name, buffer in buffers.items() if id(buffer) in statistics}
+
+
+def clone_buffers(runtime: Runtime, names: Container[str] | None = None) -> dict[str, Tensor]:
+    found = tensors_of(runtime.module, "_buffers").items()
+    return {name: buffer.clone() for name, buffer in found if names is None or name in names}
+
+
+def restore_buffers(runtime: Runtime, kept: Mapping[str, Tensor]) -> None:
+    """Writes the values of ``kept`` back into the buffers of those names."""
+    for name, buffer in tensors_of(runtime.module, "_buffers").items():
+        if name in kept:
+            buffer.copy_(kept[name])
+
+
+def _same_buffers(runtime: Runtime, changed: list[Tensor]) -> None:
+    """Buffers that changed on any rank become equal again: rank 0's, or the mean over ranks (integers: rank 0's)."""
+    mean = runtime.recipe.buffer_policy == "mean"
+    for buffer in changed:
+        if mean and buffer.is_floating_point():
+            dist.all_reduce(buffer)
+            buffer /= runtime.world.size
+        else:
+            dist.broadcast(buffer, src=0)
