@@ -303,8 +303,9 @@ def test_an_example_shows_what_is_skipped_and_leaves_no_trace():
     model = nn.Sequential(nn.BatchNorm1d(4), Looped(), nn.Dropout())
     model[1].layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
     state = {name: value.clone() for name, value in model.state_dict().items()}
+    x = torch.randn(3, 4)
     rng = torch.get_rng_state()
-    read_anatomy(model, example={"input": torch.randn(3, 4)})
+    read_anatomy(model, example={"input": x})
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), rng)
     assert not any(module._forward_pre_hooks for module in model.modules())

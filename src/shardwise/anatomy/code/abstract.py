@@ -223,7 +223,7 @@ def _element_of_object(obj: Any) -> tuple[Value, bool]:
         ), True
     if inner:
         return Choice(inner, True), True
-    return Plain(not isinstance(obj, nn.Module), True), True
+    return Plain(not isinstance(obj, nn.Module) or isinstance(obj, nn.ModuleDict), True), True
 
 
 def _element_objects(obj: Any) -> tuple[Any, ...]:

@@ -1,0 +1,143 @@
+"""Where outermost block lists are found, whatever containers hold them."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from shardwise.anatomy import read_anatomy
+
+
+def linears(count: int) -> list[nn.Linear]:
+    return [nn.Linear(4, 4) for _ in range(count)]
+
+
+def lists_of(model: nn.Module) -> list[tuple[str, int, bool]]:
+    return [(found.name, len(found.blocks), found.always_entered) for found in read_anatomy(model).lists]
+
+
+class Holder(nn.Module):
+    """A module of named children whose forward is given as text of one style: iterate over everything."""
+
+    def __init__(self, **children: nn.Module):
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
+
+
+class Listed(Holder):
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Stages(Holder):
+    def forward(self, x):
+        for stage in self.stages:
+            for block in stage:
+                x = block(x)
+        return x
+
+
+class Keyed(Holder):
+    def forward(self, x):
+        for key in self.blocks:
+            x = self.blocks[key](x)
+        return x
+
+
+class Items(Holder):
+    def forward(self, x):
+        for _key, block in self.blocks.items():
+            x = block(x)
+        return x
+
+
+class Called(Holder):
+    def forward(self, x):
+        return self.blocks(x)
+
+
+class OwnForward(nn.ModuleList):
+    def forward(self, x):
+        for block in self:
+            x = block(x)
+        return x
+
+
+class Two(Holder):
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+class One(Holder):
+    def forward(self, x):
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        (lambda: nn.Linear(4, 4), []),
+        (lambda: Two(a=nn.Linear(4, 4), b=nn.Linear(4, 4)), []),
+        (lambda: nn.Sequential(*linears(3)), [("", 3, True)]),
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), [("", 2, True)]),
+        (lambda: Listed(blocks=nn.ModuleList(linears(3))), [("blocks", 3, True)]),
+        (lambda: Called(blocks=nn.Sequential(*linears(3))), [("blocks", 3, True)]),
+        (lambda: Called(blocks=OwnForward(linears(3))), [("blocks", 3, True)]),
+        (lambda: Keyed(blocks=nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})), [("blocks", 2, True)]),
+        (lambda: Items(blocks=nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})), [("blocks", 2, True)]),
+        (
+            lambda: Stages(stages=nn.ModuleList([nn.ModuleList(linears(2)), nn.ModuleList(linears(3))])),
+            [("stages.0", 2, True), ("stages.1", 3, True)],
+        ),
+        (lambda: One(parts=nn.ModuleList([nn.Sequential(*linears(3))])), [("parts.0", 3, True)]),  # a list of one
+        (
+            lambda: Two(a=Listed(blocks=nn.ModuleList(linears(2))), b=Called(blocks=nn.Sequential(*linears(4)))),
+            [("a.blocks", 2, True), ("b.blocks", 4, True)],
+        ),
+        (
+            lambda: Two(a=Two(a=Two(a=nn.Sequential(*linears(2)), b=nn.ReLU()), b=nn.ReLU()), b=nn.ReLU()),
+            [("a.a.a", 2, True)],
+        ),
+        # only the outermost list counts: its blocks hold lists of their own
+        (
+            lambda: Listed(blocks=nn.ModuleList([nn.Sequential(*linears(3)), nn.Sequential(*linears(3))])),
+            [("blocks", 2, True)],
+        ),
+        (lambda: Listed(blocks=nn.ModuleList([nn.ReLU(), nn.Dropout()])), []),  # nothing to gather
+        (lambda: Listed(blocks=nn.ModuleList()), []),
+    ],
+)
+def test_outermost_lists(build, expected):
+    assert lists_of(build()) == expected
+
+
+def test_a_module_in_two_lists_is_a_block_once():
+    blocks = linears(3)
+    model = Listed(blocks=nn.ModuleList(blocks), again=nn.ModuleList(blocks))
+    assert lists_of(model) == [("blocks", 3, True)]
+    same = nn.Linear(4, 4)
+    assert lists_of(Listed(blocks=nn.ModuleList([same, nn.Linear(4, 4), same]))) == [("blocks", 2, True)]
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # of torch.jit, as torch.compile loads it
+def test_blocks_behind_wrappers_have_the_users_names():
+    model = Listed(blocks=nn.ModuleList([checkpoint_wrapper(block) for block in linears(3)]))
+    found = read_anatomy(model)
+    assert found.lists[0].blocks == ("blocks.0", "blocks.1", "blocks.2") and found.lists[0].always_entered
+    assert "blocks.1.weight" in found.params
+    compiled = torch.compile(Listed(blocks=nn.ModuleList([torch.compile(block) for block in linears(3)])))
+    found = read_anatomy(compiled)
+    assert found.module_class == "Listed"
+    assert found.lists[0].blocks == ("blocks.0", "blocks.1", "blocks.2") and found.lists[0].always_entered
+    assert list(found.params)[:2] == ["blocks.0.weight", "blocks.0.bias"]
+
+
+def test_a_users_own_attribute_called_module_keeps_its_name():
+    model = Two(a=Holder(module=nn.Linear(4, 4)), b=nn.Linear(4, 4))
+    model.a.forward = lambda x: model.a.module(x)
+    assert list(read_anatomy(model).params) == ["a.module.weight", "a.module.bias", "b.weight", "b.bias"]
