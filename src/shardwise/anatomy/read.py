@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from shardwise.anatomy.blocks import find_block_lists
+from shardwise.anatomy.code import unwrap_module
 from shardwise.anatomy.names import canonical_modules, canonical_tensors
 from shardwise.errors import UnsupportedError
 from shardwise.recipe.records import Anatomy, TensorFact
@@ -28,7 +29,7 @@ def read_anatomy(module: nn.Module, *, example: Mapping[str, Tensor] | None = No
     buffers = _tensors(module, "_buffers")
     skipped = _skipped_by(module, example) if example is not None else None
     return Anatomy(
-        module_class=type(module).__name__,
+        module_class=_user_class(unwrap_module(module)).__name__,
         params=params,
         buffers=buffers,
         lists=find_block_lists(module, skipped),
