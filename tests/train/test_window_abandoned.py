@@ -1,19 +1,18 @@
 """A window that ends in an exception leaves the model as if it had never begun."""
 
 import pytest
-import torch
 from train.plain import assert_close, batch, build, gradients, mine, plain_backward, shard, sum_loss
 
 import shardwise as sw
 from shardwise.parallel import runtime_of
 
 
-class Stop(Exception):
+class StopError(Exception):
     pass
 
 
 def _raise(*_args):
-    raise Stop
+    raise StopError
 
 
 def _broken_window(model, batches, where, at):
@@ -29,7 +28,7 @@ def _broken_window(model, batches, where, at):
                 if handle is not None:
                     handle.remove()
             if i == at and where == "loss":
-                raise Stop
+                raise StopError
             value = sum_loss(out, b)
             if i == at and where == "backward":
                 handle = model.blocks[1].register_full_backward_pre_hook(_raise)
@@ -46,7 +45,7 @@ def _recover(layout, engine, where, at):
     world, model = shard(layout, engine=engine)
     with world:
         batches = [batch(i) for i in range(6)]
-        with pytest.raises(Stop):
+        with pytest.raises(StopError):
             _broken_window(model, mine(batches, world), where, at)
         assert not runtime_of(model).in_window
         assert all(p.grad is None for p in model.parameters())

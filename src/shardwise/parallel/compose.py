@@ -5,6 +5,7 @@ apply it -> write the values. Everything that can be refused is refused before t
 """
 
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -154,7 +155,10 @@ class _FromRank0:
         """Drops the module's own copy of the values. DDP keeps the tensors themselves, so that an optimizer built
         on them stays right."""
         if recipe.engine == "fsdp2":
+            held = {name: weakref.ref(tensor) for name, tensor in tensors_of(module, "_parameters").items()}
             to_meta(module)
+            # What is still alive is held by somebody, an optimizer perhaps.
+            mark_stale({name: tensor for name, ref in held.items() if (tensor := ref()) is not None}, {})
 
     def write(self, runtime: Runtime) -> None:
         scatter_values(runtime, self.values)

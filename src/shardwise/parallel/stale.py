@@ -13,7 +13,7 @@ from shardwise._compat import gathered_parameters
 from shardwise.anatomy import canonical_modules, canonical_tensors
 from shardwise.errors import UsageError
 
-__all__ = ["Structure", "mark_stale"]
+__all__ = ["Structure", "mark_stale", "refuse_stale"]
 
 _MARK = "_shardwise_replaced"
 _CHILDREN, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
@@ -28,11 +28,12 @@ def mark_stale(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Non
         if after.get(name) is not tensor:
             setattr(tensor, _MARK, name)
     if not _installed:
-        register_optimizer_step_pre_hook(_refuse_stale)
+        register_optimizer_step_pre_hook(refuse_stale)
         _installed = True
 
 
-def _refuse_stale(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+def refuse_stale(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raises UsageError for an optimizer that holds a parameter object which sharding has replaced."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             name = getattr(param, _MARK, None)

@@ -6,6 +6,7 @@ lets the optimizer step on the plain local tensors; outside ``step`` its paramet
 expects, keyed by the model's parameters, with DTensor values, so schedulers and checkpoint tools go on working.
 """
 
+import types
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardwise._compat import foreach_scale, local_tensor
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.parallel import Runtime, norm_power_sum, runtime_of
+from shardwise.parallel.stale import refuse_stale
 
 __all__ = [
     "clip_grad_norm_",
@@ -128,20 +130,20 @@ class _LocalStep:
     def install(self) -> None:
         inner = self.optim.step
 
-        def step(closure: Callable[[], Any] | None = None) -> Any:
+        def step(optim: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             if closure is not None:
                 raise UnsupportedError(
                     "step(closure) on a local optimizer",
                     why="a closure runs forward and backward in the middle of the step, on parameters that are swapped out",
                     fix="run the window first, then call step() without a closure",
                 )
+            refuse_stale(optim)  # here: the optimizer's own hooks see the shards
             return self._run(inner)
 
         step._shardwise_local = True  # type: ignore[attr-defined]
-        for mark in ("_wrapped_by_lr_sched",):
-            if hasattr(inner, mark):
-                setattr(step, mark, getattr(inner, mark))
-        self.optim.step = step  # type: ignore[method-assign]
+        if hasattr(inner, "_wrapped_by_lr_sched"):
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        self.optim.step = types.MethodType(step, self.optim)  # bound: a scheduler made later takes it apart
 
     def _run(self, inner: Callable[[], Any]) -> Any:
         optim = self.optim
