@@ -26,7 +26,7 @@ PURE = tests/config tests/cli/test_main.py tests/recipe $(wildcard tests/test_*.
 CODE = src tests tools $(wildcard examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check soak gpu lint
+.PHONY: help demo test check soak gpu lint picture
 
 help:  ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -56,6 +56,9 @@ gpu: $(ENV)  ## what makes sense on one CUDA device; says so if there is none
 	@$(PYTHON) tools/find_gpu.py
 	@$(PYTEST) -m gpu $(ARGS)
 	@$(PYTHON) -m shardwise train --launch.device=cuda --launch.nproc=1
+
+picture: $(ENV)  ## measure the curves of 1, 2 and 4 ranks, check them, draw the README's picture (half an hour)
+	@$(PYTHON) tools/make_picture.py $(ARGS)
 
 lint: $(ENV)  ## format the code and mend what the linter can mend
 	@$(PYTHON) -m ruff format $(CODE)

@@ -52,5 +52,5 @@ def test_every_contender_is_timed_after_the_check(ranks):
 
 
 def test_a_contender_with_other_parameters_is_not_timed(ranks):
-    with pytest.raises(RankError, match="'wrong': .* differs by"):
+    with pytest.raises(RankError, match=r"'wrong': .* differs by"):
         ranks.run(_measure, 2, 1.0001, timeout_s=100)

@@ -1,0 +1,262 @@
+"""What the pages say is run: every Python example, every command, every error shown, every link.
+
+A marker stands on the line before a block, as an HTML comment: ``run`` (the block is a script), ``run: 2 ranks`` (on that
+many), ``prints`` (a command after ``$`` and all that it prints), ``output`` (what the script before it prints).
+"""
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = (
+    "README.md",
+    *(f"docs/{name}.md" for name in ("index", "layout", "training", "precision", "parity", "benchmarks")),
+)
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@dataclass(frozen=True)
+class Block:
+    page: str
+    line: int
+    marker: str
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks(page: str) -> list[Block]:
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    found, start = [], None
+    for number, line in enumerate(lines):
+        if not line.startswith("```"):
+            continue
+        if start is None:
+            start = number
+            continue
+        above = lines[start - 1] if start else ""
+        marker = above.removeprefix("<!-- ").removesuffix(" -->") if above.startswith("<!-- ") else ""
+        text = "\n".join(lines[start + 1 : number]) + "\n"
+        found.append(Block(page, start + 1, marker, lines[start].removeprefix("```"), text))
+        start = None
+    return found
+
+
+ALL = [block for page in PAGES for block in blocks(page)]
+INLINE = re.compile(r"`((?:make|shardwise|torchrun|python) [^`]+)`")
+
+
+def examples() -> list[tuple[Block, str | None]]:
+    """Python blocks with the output that is shown after each."""
+    after = [*ALL[1:], None]
+    return [
+        (block, following.text if following and following.marker == "output" else None)
+        for block, following in zip(ALL, after, strict=True)
+        if block.language == "python"
+    ]
+
+
+def commands() -> list[str]:
+    """Every command a page shows, in a block or in running text, once."""
+    shown = [line.partition("  # ")[0].strip() for b in ALL if b.language == "sh" for line in b.text.splitlines()]
+    shown += [found for page in PAGES for found in INLINE.findall((ROOT / page).read_text(encoding="utf-8"))]
+    return list(dict.fromkeys(command for command in shown if command and "..." not in command))
+
+
+# ---- Python --------------------------------------------------------------------------------------------------------
+
+
+def _given() -> dict:
+    """What the front page's five lines leave to the reader."""
+    import torch
+
+    from shardwise.train.reference import build
+
+    return {
+        "build_model": lambda: build(dim=32, num_layers=2, ffn=48),
+        "dataset": [torch.arange(i, i + 17) % 256 for i in range(192)],
+    }
+
+
+def _run_on_a_rank(path: str, given: bool) -> tuple[str, dict]:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        left = runpy.run_path(path, _given() if given else {}, run_name="__main__")
+    if given:
+        left["world"].close()
+    step = left.get("step")
+    return printed.getvalue(), {"steps": step.num_steps, "loss": left["out"].loss} if step and "out" in left else {}
+
+
+@pytest.mark.parametrize(("block", "output"), [e for e in examples() if "ranks" in e[0].marker], ids=str)
+def test_example_on_ranks(ranks, block, output, tmp_path):
+    (tmp_path / "example.py").write_text(block.text)
+    given = "given" in block.marker
+    results = ranks.run(_run_on_a_rank, 2, str(tmp_path / "example.py"), given, timeout_s=100)
+    assert block.marker.startswith("run: 2 ranks")
+    assert (output is None) == given
+    if output is not None:
+        assert results[0][0] == output
+        assert results[1][0] == ""
+    else:
+        assert results[0][1] == results[1][1]
+        assert results[0][1]["steps"] == 3 and 0 < results[0][1]["loss"] < 10
+
+
+@pytest.mark.parametrize(("block", "output"), [e for e in examples() if "ranks" not in e[0].marker], ids=str)
+def test_example_alone(block, output, tmp_path):
+    assert block.marker == "run" and output is not None, f"{block} is not run, or shows no output"
+    (tmp_path / "example.py").write_text(block.text)
+    done = _shell(f"{shlex.quote(sys.executable)} example.py", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == output
+
+
+# ---- commands ------------------------------------------------------------------------------------------------------
+
+
+def _shell(command: str, folder: Path, **env: str) -> subprocess.CompletedProcess:
+    """Runs ``command`` where ``shardwise``, ``python`` and ``torchrun`` are this interpreter's."""
+    bin_folder = folder / "bin"
+    bin_folder.mkdir(exist_ok=True)
+    for name, module in (("shardwise", "-m shardwise"), ("torchrun", "-m torch.distributed.run"), ("python", "")):
+        (bin_folder / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {module} "$@"\n')
+        (bin_folder / name).chmod(0o755)
+    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    clean |= {"PATH": f"{bin_folder}{os.pathsep}{clean['PATH']}", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.run(
+        command,
+        shell=True,
+        cwd=folder,
+        env={**clean, "OMP_NUM_THREADS": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+
+
+SHORT = "--train.steps=2 --train.eval_every=0 --data.global_batch=4 --data.micro_batch=2"
+
+
+def _shortened(command: str, folder: Path) -> str | None:
+    """What is run for a command of a page: itself, or the same with less work. None: nothing is known about it."""
+    words = shlex.split(command)
+    match words:
+        case ["shardwise", "train", *_]:
+            return f"{command} {SHORT} --log.dir=run"
+        case ["shardwise", "verify" | "--help" | "plan", *_] | ["torchrun", *_]:
+            return command
+        case ["python", "-m", "pip", "install", "-e", "."]:
+            for name in ("pyproject.toml", "LICENSE"):
+                shutil.copy(ROOT / name, folder)
+            shutil.copytree(ROOT / "src" / "shardwise", folder / "src" / "shardwise")
+            return f"{command} --dry-run --no-deps --no-build-isolation --no-index"
+        case ["python", "benchmarks/step.py", *_]:
+            return f"{command} --model tiny --rounds 2".replace("--write docs/", "--write ")
+        case ["make", "demo"]:
+            return f"{_make('demo')} ARGS={shlex.quote(SHORT + ' --log.dir=' + str(folder / 'run'))}"
+        case ["make", "test", arguments]:
+            asked = arguments.removeprefix("ARGS=")
+            # Only what pytest would select: the target's other line, the error index, has a test of its own.
+            collect = f"{_make('test')} -n ARGS={shlex.quote(asked + ' --collect-only')} | grep -e '-m pytest'"
+            return f"export PYTHONPATH && {collect} > pytest.sh && cd {shlex.quote(str(ROOT))} && sh {folder}/pytest.sh | tail -n 3"
+        case ["make", "test" | "soak" | "gpu" | "check" | "picture" as target]:
+            return f"{_make(target)} -n"
+    return None
+
+
+def _make(target: str) -> str:
+    return f"make -C {shlex.quote(str(ROOT))} {target} PYTHON={shlex.quote(sys.executable)}"
+
+
+NOT_BUILT = ("shardwise plan",)  # named on the pages as not built yet
+
+
+@pytest.mark.parametrize("command", commands())
+def test_command_of_a_page(command, tmp_path):
+    for name in ("README.md", "examples", "benchmarks"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    shutil.copy(ROOT / "docs" / "benchmarks.md", tmp_path)
+    if "first.py" in command:
+        (first,) = [block for block in blocks("docs/index.md") if block.language == "python"]
+        (tmp_path / "first.py").write_text(first.text)
+    short = command if command == "python first.py" else _shortened(command, tmp_path)
+    assert short is not None, f"nothing is known about the command {command!r} of a page"
+    done = _shell(short, tmp_path)
+    if command in NOT_BUILT:
+        assert done.returncode == 2
+        return
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    if "--collect-only" in short:
+        selected = re.search(r"(\d+)(?:/\d+)? tests? collected", done.stdout)
+        assert selected and int(selected.group(1)) > 0, done.stdout
+    if command == "make demo":
+        _has_the_shape_of_the_page(done.stdout, str(tmp_path / "run"))
+
+
+def _has_the_shape_of_the_page(printed: str, folder: str) -> None:
+    """The demo's last lines, but for the figures, are those of the front page."""
+    (shown,) = [block.text for block in blocks("README.md") if block.marker == "shape of: make demo"]
+
+    def shape(text: str) -> str:
+        text = re.sub(r"(\d+ min )?\d+ s\b", "# s", " ".join(text.split()))
+        text = re.sub(r"in [\w.]+\)", "in #)", text)
+        return re.sub(r"\d[\d,.]*(e-\d+)?", "#", text)
+
+    assert shape(shown) in shape(printed.replace(folder, "runs/latest"))
+
+
+@pytest.mark.parametrize("block", [block for block in ALL if block.language == "console"], ids=str)
+def test_what_a_command_prints(block, tmp_path):
+    assert block.marker == "prints"
+    command, _, expected = block.text.removeprefix("$ ").partition("\n")
+    done = _shell(command, tmp_path)
+    assert done.stdout + done.stderr == expected
+
+
+# ---- the pages themselves ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    targets = [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
+    for target in targets:
+        assert (ROOT / page).parent.joinpath(target.partition("#")[0]).exists(), f"{page} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_block_is_left_to_chance(page):
+    for block in blocks(page):
+        assert block.language in ("sh", "python", "console", "text"), f"{block}: {block.language!r}"
+        assert block.language == "sh" or block.marker, f"{block} has no marker, so nothing checks it"
+
+
+def test_every_page_is_reached_from_the_index():
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    for page in PAGES[2:]:
+        assert f"({Path(page).name})" in index
+
+
+def test_the_distances_on_the_page_are_those_of_the_figures():
+    spec = importlib.util.spec_from_file_location("make_picture", ROOT / "tools" / "make_picture.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    results = json.loads((ROOT / "docs/data/curves.json").read_text())
+    assert f"<!-- curves -->\n{module.distances(results)}\n<!-- /curves -->" in (ROOT / "docs/parity.md").read_text()
