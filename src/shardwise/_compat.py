@@ -27,6 +27,7 @@ __all__ = [
     "materialise",
     "on_unit_backward",
     "replicate",
+    "reset_iteration",
     "reset_replica",
     "start_replica",
     "tree_any",
@@ -85,6 +86,13 @@ def unit_gradients(group: Any) -> Iterator[tuple[nn.Parameter, nn.Module, str]]:
     for param in group.fsdp_params:
         info = param._module_info
         yield param.sharded_param, info.module, info.param_name
+
+
+def reset_iteration(module: nn.Module) -> None:
+    """Forgets what a forward or backward of a unit tree left half done; before the first forward there is nothing, and
+    torch's own ``reset_iter_state`` fails."""
+    if module._get_fsdp_state()._is_root:
+        module.reset_iter_state()
 
 
 def gathered_parameters(module: nn.Module) -> Iterator[tuple[Tensor, nn.Parameter]]:

@@ -15,6 +15,7 @@ from shardwise._compat import (
     drop_partial_gradients,
     materialise,
     on_unit_backward,
+    reset_iteration,
     tree_map,
     unit_gradients,
     unit_groups,
@@ -156,7 +157,7 @@ class FSDP2Engine:
 
     def abandon(self) -> None:
         self.set_sync(True)
-        self.root.reset_iter_state()  # type: ignore[operator]
+        reset_iteration(self.root)
         for group in self._groups:
             drop_partial_gradients(group)
 

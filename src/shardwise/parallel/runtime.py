@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardwise._compat import foreach_norms, local_tensor
 from shardwise.errors import UsageError
 from shardwise.layout import Coord
-from shardwise.parallel.stale import Structure
+from shardwise.parallel.stale import Structure, refuse_deepcopy
 from shardwise.parallel.tensors import hidden_tensors, tensors_of
 from shardwise.recipe import RankView, Recipe, Slice, extents
 from shardwise.world import World
@@ -98,6 +98,7 @@ class Runtime:
 def attach(module: nn.Module, runtime: Runtime) -> None:
     """Hangs ``runtime`` on ``module``."""
     module.__dict__[_KEY] = runtime
+    module.__dict__["__deepcopy__"] = refuse_deepcopy
 
 
 def runtime_of(module: nn.Module) -> Runtime:

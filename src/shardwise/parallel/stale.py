@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise._compat import gathered_parameters
 from shardwise.anatomy import canonical_modules, canonical_tensors
-from shardwise.errors import UsageError
+from shardwise.errors import UnsupportedError, UsageError
 
-__all__ = ["Structure", "mark_stale", "refuse_stale"]
+__all__ = ["Structure", "mark_stale", "refuse_deepcopy", "refuse_stale"]
 
 _MARK = "_shardwise_replaced"
 _CHILDREN, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
@@ -44,6 +44,15 @@ def refuse_stale(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                     fix="build the optimizer from model.parameters() after parallelize",
                     name=name,
                 )
+
+
+def refuse_deepcopy(_memo: Any) -> NoReturn:
+    """Stands in for ``__deepcopy__`` of a sharded module."""
+    raise UnsupportedError(
+        "deepcopy of a sharded module",
+        why="hooks, shards and process groups belong to the one module, so a copy would train silently wrong",
+        fix="copy the module before parallelize, or take sw.full_state_dict(model) and load it into another one",
+    )
 
 
 class Structure:
