@@ -24,7 +24,7 @@ from shardwise.parallel.stale import mark_stale
 from shardwise.parallel.tape import Tape, build_on_meta
 from shardwise.parallel.tensors import give_memory, hidden_tensors, tensors_of, to_meta
 from shardwise.parallel.values import scatter_values, write_from_tape
-from shardwise.recipe import Note, Recipe, describe_recipe, fingerprint_of, make_recipe
+from shardwise.recipe import Anatomy, Note, Recipe, describe_recipe, fingerprint_of, make_recipe
 from shardwise.world import World, agree_on
 
 __all__ = ["apply_recipe", "describe", "parallelize", "recipe_of", "world_of"]
@@ -87,12 +87,14 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
     Raises:
         PlanError: the recipe was made for another module or another layout.
     """
-    found = fingerprint_of(read_anatomy(module))
+    anatomy = read_anatomy(module)
+    found = fingerprint_of(anatomy)
     if found != recipe.fingerprint or recipe.layout != world.layout.degrees:
         raise PlanError(
             f"a recipe for {recipe.module_class} ({recipe.fingerprint}) on {recipe.grid}",
             why=f"this module is {type(module).__name__} ({found}) on {world.layout}: names, shapes, dtypes or ties differ",
             fix="make the recipe from this module and layout: parallelize does",
+            name=_first_difference(anatomy, recipe),
         )
     before = tensors_of(module, "_parameters")
     if recipe.engine == "ddp":
@@ -257,6 +259,17 @@ def _cast_storage(module: nn.Module, precision: Precision) -> None:
     for param in tensors_of(module, "_parameters").values():
         if param.requires_grad and param.is_floating_point() and param.dtype != dtype:
             param.data = param.data.to(dtype)
+
+
+def _first_difference(anatomy: Anatomy, recipe: Recipe) -> str | None:
+    """The first parameter or buffer that the recipe and the module do not have alike."""
+
+    def facts(tensors: Mapping[str, Any]) -> dict[str, Any]:
+        return {n: (t.shape, t.dtype, getattr(t, "trainable", None), t.aliases) for n, t in tensors.items()}
+
+    ours = {**facts(recipe.params), **{n: f[:2] for n, f in facts(recipe.buffers).items()}}
+    theirs = {**facts(anatomy.params), **{n: f[:2] for n, f in facts(anatomy.buffers).items()}}
+    return next((name for name in (*theirs, *ours) if ours.get(name) != theirs.get(name)), None)
 
 
 def _agree_on_recipe(recipe: Recipe, world: World) -> None:

@@ -23,7 +23,7 @@ from shardwise._compat import (
 from shardwise.anatomy import canonical_modules, canonical_tensors, dtype_of
 from shardwise.errors import UnsupportedError
 from shardwise.parallel.tensors import give_memory, tensors_of
-from shardwise.recipe import ROOT, Recipe
+from shardwise.recipe import ROOT, Cut, Recipe
 from shardwise.world import World
 
 __all__ = ["FSDP2Engine", "apply_fsdp2"]
@@ -33,13 +33,14 @@ def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine
     """Shards ``module`` in place. Parameters may be on meta; they stay there until they are given values."""
     modules = dict(canonical_modules(module))
     mesh = world.mesh if world.layout.dp_replicate > 1 else world.mesh["dp_shard"]
+    _refuse_other_cuts(recipe)
     cut = {name for name, param in recipe.params.items() if param.cuts}
     parameters = tensors_of(module, "_parameters")
     give_memory(module, world.device, without=[p for name, p in parameters.items() if name in cut])  # ties are kept
     whole = {p for name, p in tensors_of(module, "_parameters").items() if name not in cut}
     for unit in (*(unit for unit in recipe.units if unit.name != ROOT), _root_unit(recipe)):
-        targets = [modules[name] for name in unit.modules]
-        _refuse_containers(unit.modules, targets)
+        targets = list({id(modules[name]): modules[name] for name in unit.modules}.values())  # one may have two names
+        _refuse_containers(modules, unit.modules)
         for target in targets:
             target.register_forward_hook(_whole_outputs)  # before FSDP2's own hook, which is added next
         fully_shard(  # type: ignore[call-overload]
@@ -86,9 +87,21 @@ def _root_unit(recipe: Recipe) -> Any:
     return next(unit for unit in recipe.units if unit.name == ROOT)
 
 
-def _refuse_containers(names: tuple[str, ...], targets: list[nn.Module]) -> None:
-    for name, target in zip(names, targets, strict=True):
-        if isinstance(target, nn.ModuleList | nn.ModuleDict):
+def _refuse_other_cuts(recipe: Recipe) -> None:
+    for name, param in recipe.params.items():
+        if param.cuts != ((Cut(axis="fsdp", dim=0),) if param.shape else ()):
+            raise UnsupportedError(
+                f"cuts {param.cuts} of a tensor of shape {param.shape}",
+                why="fully_shard cuts dim 0 over the fsdp axis, and keeps 0-dim tensors whole; nothing else makes cuts yet",
+                fix="use the recipe that make_recipe makes",
+                name=name,
+            )
+
+
+def _refuse_containers(modules: dict[str, nn.Module], names: tuple[str, ...]) -> None:
+    for name in names:
+        target = modules[name]
+        if isinstance(target, nn.ModuleList | nn.ModuleDict) and type(target).forward is nn.Module.forward:
             raise UnsupportedError(
                 f"a {type(target).__name__} as a unit",
                 why="it has no forward, so nothing would gather its parameters",
@@ -100,15 +113,12 @@ def _refuse_containers(names: tuple[str, ...], targets: list[nn.Module]) -> None
 def _precision(recipe: Recipe, unit: str) -> MixedPrecisionPolicy:
     """The unit's dtypes as FSDP2 takes them. Inputs are cast at the root only: its own casting of every unit's inputs
     would round fp32 positions (by up to 8 at position 4096)."""
-    params = [p for p in recipe.params.values() if p.unit == unit and p.cuts and p.trainable] or [
-        p for p in recipe.params.values() if p.unit == unit and p.cuts
-    ]
-    if not params:
-        return MixedPrecisionPolicy(cast_forward_inputs=False)
-    first = params[0]
+    params = [p for p in recipe.params.values() if p.unit == unit and p.cuts]
+    cast = next((p for p in params if p.compute != p.storage), None)  # a frozen one may be stored in another dtype
+    reduced = next((p for p in params if p.trainable and p.reduce != p.compute), None)
     return MixedPrecisionPolicy(
-        param_dtype=dtype_of(first.compute) if first.compute != first.storage else None,
-        reduce_dtype=dtype_of(first.reduce) if first.reduce != first.compute else None,
+        param_dtype=dtype_of(cast.compute) if cast is not None else None,
+        reduce_dtype=dtype_of(reduced.reduce) if reduced is not None else None,
         cast_forward_inputs=False,
     )
 

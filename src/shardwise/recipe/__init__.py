@@ -2,7 +2,7 @@
 
 from shardwise.recipe.check import check_param
 from shardwise.recipe.cuts import Slice, extents, local_shape, owners
-from shardwise.recipe.describe import describe_recipe, human_bytes
+from shardwise.recipe.describe import describe_recipe
 from shardwise.recipe.make import fingerprint_of, make_recipe
 from shardwise.recipe.recipe import RankView, Recipe, check_recipe
 from shardwise.recipe.records import (
@@ -17,6 +17,7 @@ from shardwise.recipe.records import (
     Part,
     TensorFact,
     Unit,
+    human_bytes,
 )
 
 __all__ = [

@@ -1,7 +1,7 @@
 """A recipe as text: what is gathered when, what every rank holds, and why each choice was made."""
 
 from shardwise.recipe.recipe import Recipe
-from shardwise.recipe.records import DTYPE_BYTES, Param
+from shardwise.recipe.records import DTYPE_BYTES, Param, human_bytes
 
 __all__ = ["describe_recipe", "human_bytes"]
 
@@ -17,7 +17,7 @@ def describe_recipe(recipe: Recipe) -> str:
         f"parameters: {human_bytes(full)} in one process, at most {human_bytes(max(held))} per rank at rest",
         "",
     ]
-    rows: list[tuple[str, ...]] = [("unit", "tensors", "size", "dtypes", "reshard", "why")]
+    rows: list[tuple[str, ...]] = [("unit", "tensors", "size", "stored/computed/reduced", "reshard", "why")]
     for unit in recipe.units:
         names = [name for name, param in recipe.params.items() if param.unit == unit.name]
         dtypes = sorted({_dtypes(recipe.params[name]) for name in names})
@@ -28,18 +28,11 @@ def describe_recipe(recipe: Recipe) -> str:
     frozen = [name for name, param in recipe.params.items() if not param.trainable]
     lines += ["", *(f"tied: {name} = {' = '.join(aliases)}" for name, aliases in tied.items())]
     if frozen:
-        lines.append(f"frozen: {len(frozen)} parameters ({', '.join(frozen[:3])}{', ...' if len(frozen) > 3 else ''})")
+        lines.append(
+            f"frozen: {len(frozen)} parameter{'s' if len(frozen) > 1 else ''} ({', '.join(frozen[:3])}{', ...' if len(frozen) > 3 else ''})"
+        )
     lines += [f"{note.name or '(root)'}: {note.why}" for note in recipe.notes]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def human_bytes(size: float) -> str:
-    """``size`` bytes in the largest binary unit that keeps it above 1."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1024
-    return f"{size:.2f} TiB"
 
 
 def _param_bytes(recipe: Recipe, name: str) -> int:

@@ -4,10 +4,10 @@ import hashlib
 
 import msgspec
 
-from shardwise.config.options import Precision, Sharding
-from shardwise.errors import UnsupportedError
+from shardwise.config.options import Precision, Sharding, default_of
+from shardwise.errors import PlanError, UnsupportedError
 from shardwise.layout import Layout
-from shardwise.recipe.recipe import Recipe, check_recipe
+from shardwise.recipe.recipe import Engine, Recipe, check_recipe
 from shardwise.recipe.records import ROOT, Anatomy, Buffer, Cut, Note, Param, TensorFact, Unit
 from shardwise.recipe.units import make_units, unit_of_params
 
@@ -20,12 +20,13 @@ def make_recipe(anatomy: Anatomy, layout: Layout, *, precision: Precision, shard
     """The recipe of a module under a layout: pure, the same on every rank.
 
     Raises:
-        PlanError: options that name no module.
+        PlanError: options that name no module, or a number of ranks to reshard over that does not divide dp_shard.
         UnsupportedError: trainable parameters of several storage dtypes in one unit.
     """
-    engine, why = _engine(layout, precision, sharding)
+    engine, why = _engine(anatomy, layout, precision, sharding)
     notes = [Note(name="engine", why=f"{engine}: {why}")]
     if engine == "fsdp2":
+        _check_reshard(layout, sharding.reshard_after_forward)
         units, unit_notes = make_units(
             anatomy,
             units=sharding.units,
@@ -36,6 +37,7 @@ def make_recipe(anatomy: Anatomy, layout: Layout, *, precision: Precision, shard
         notes += unit_notes
     else:
         units = (Unit(name=ROOT, modules=(ROOT,), reshard=False, why="replicated: DDP keeps every parameter whole"),)
+    notes += _without_effect(units, engine, sharding)
     homes = unit_of_params(anatomy, units)
     params = {name: _param(fact, homes[name], engine, precision, notes, name) for name, fact in anatomy.params.items()}
     recipe = Recipe(
@@ -62,33 +64,72 @@ def fingerprint_of(anatomy: Anatomy) -> str:
     return hashlib.sha256(facts).hexdigest()[:16]
 
 
-def _engine(layout: Layout, precision: Precision, sharding: Sharding) -> tuple[str, str]:
-    casts = precision.compute is not None and precision.compute != precision.storage
+def _engine(anatomy: Anatomy, layout: Layout, precision: Precision, sharding: Sharding) -> tuple[Engine, str]:
+    casts = _casts(anatomy, precision)
     if sharding.engine == "fsdp2":
         return "fsdp2", 'asked for by Sharding(engine="fsdp2")'
     if sharding.engine == "ddp":
-        if layout.dp_shard > 1 or casts or precision.reduce not in (None, precision.storage) or precision.output:
-            reason = f"dp_shard={layout.dp_shard}" if layout.dp_shard > 1 else "the precision asked for"
+        if layout.dp_shard > 1 or casts:
             raise UnsupportedError(
-                f'Sharding(engine="ddp") with {reason}',
+                'Sharding(engine="ddp") with ' + (f"dp_shard={layout.dp_shard}" if layout.dp_shard > 1 else f"{casts}"),
                 why="DDP keeps parameters whole and computes in the dtype they are stored in",
                 fix='leave engine at "auto", or use dp_shard=1 and precision=None',
             )
         return "ddp", 'asked for by Sharding(engine="ddp")'
     if layout.dp_shard > 1:
         return "fsdp2", f"dp_shard={layout.dp_shard} cuts parameters"
-    if casts or precision.reduce not in (None, precision.storage) or precision.output:
-        return "fsdp2", "compute, reduce or output dtype differs from the stored one, which DDP cannot do"
+    if casts:
+        return "fsdp2", f"{casts}, which DDP cannot do"
     return "ddp", "dp_shard=1 and storage dtype = compute dtype: nothing to gather"
+
+
+def _casts(anatomy: Anatomy, precision: Precision) -> str | None:
+    """A cast that is asked for, in words; None if everything is computed and reduced in the dtype it is stored in."""
+    if precision.output:
+        return f"an output of {precision.output}"
+    for name, fact in anatomy.params.items():
+        storage, compute, reduce = _dtypes(fact, precision)
+        if compute != storage:
+            return f"{name!r} stored in {storage} and computed in {compute}"
+        if fact.trainable and reduce != storage:
+            return f"{name!r} stored in {storage} and reduced in {reduce}"
+    return None
+
+
+def _dtypes(fact: TensorFact, precision: Precision) -> tuple[str, str, str]:
+    """In which dtypes a parameter is stored, computed with and reduced. Frozen ones stay stored as they are."""
+    if fact.dtype not in FLOATING:
+        return fact.dtype, fact.dtype, fact.dtype
+    storage = (precision.storage if fact.trainable else None) or fact.dtype
+    compute = precision.compute or storage
+    return storage, compute, precision.reduce or compute
+
+
+def _check_reshard(layout: Layout, reshard: bool | int) -> None:
+    if not isinstance(reshard, bool) and layout.dp_shard % reshard:
+        divisors = [n for n in range(2, layout.dp_shard + 1) if layout.dp_shard % n == 0]
+        raise PlanError(
+            f"reshard_after_forward={reshard} on dp_shard={layout.dp_shard}",
+            why="between forward and backward parameters stay cut over groups of that many ranks, so it must divide dp_shard",
+            fix=f"use {' or '.join(map(str, divisors))}, or true" if divisors else "use true or false",
+        )
+
+
+def _without_effect(units: tuple[Unit, ...], engine: str, sharding: Sharding) -> list[Note]:
+    """Options that this recipe has no use for: said, because another layout may have."""
+    keys = ("units", "min_unit_bytes", "reshard_after_forward") if engine == "ddp" else ("reshard_after_forward",)
+    if engine == "fsdp2" and len(units) > 1:
+        return []
+    because = "DDP keeps whole copies" if engine == "ddp" else "the root is the only unit, and it stays gathered"
+    given = [key for key in keys if getattr(sharding, key) != default_of(Sharding, key)]
+    return [Note(name=key, why=f"{getattr(sharding, key)!r} has no effect here: {because}") for key in given]
 
 
 def _param(fact: TensorFact, unit: str, engine: str, precision: Precision, notes: list[Note], name: str) -> Param:
     cut = engine == "fsdp2" and len(fact.shape) > 0
     if engine == "fsdp2" and not fact.shape:
         notes.append(Note(name=name, why="0-dim: replicated, since there is nothing to cut"))
-    floating = fact.dtype in FLOATING
-    storage = (precision.storage if floating and fact.trainable else None) or fact.dtype
-    compute = (precision.compute if floating else None) or storage
+    storage, compute, reduce = _dtypes(fact, precision)
     return Param(
         shape=fact.shape,
         dtype=fact.dtype,
@@ -98,7 +139,7 @@ def _param(fact: TensorFact, unit: str, engine: str, precision: Precision, notes
         cuts=(Cut(axis="fsdp", dim=0),) if cut else (),
         storage=storage,
         compute=compute,
-        reduce=(precision.reduce if floating else None) or compute,
+        reduce=reduce,
     )
 
 

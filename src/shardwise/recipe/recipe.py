@@ -6,17 +6,20 @@ Everything that needs to know which rank holds what asks the recipe, through
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from shardwise.errors import PlanError
-from shardwise.layout import Coord, Layout
+from shardwise.layout import AXES, Coord, Layout
 from shardwise.recipe.check import check_param
 from shardwise.recipe.cuts import Slice, extents, local_shape, owners
-from shardwise.recipe.records import DTYPE_BYTES, Buffer, Note, Param, Record, Unit
+from shardwise.recipe.records import DTYPE_BYTES, ROOT, Buffer, Note, Param, Record, Unit
 
-__all__ = ["RECIPE_VERSION", "RankView", "Recipe", "check_recipe"]
+__all__ = ["RECIPE_VERSION", "Engine", "RankView", "Recipe", "check_recipe"]
 
 RECIPE_VERSION = 1
+Engine = Literal["ddp", "fsdp2"]
 
 
 class Recipe(Record, frozen=True):
@@ -29,7 +32,7 @@ class Recipe(Record, frozen=True):
     """
 
     layout: dict[str, int]
-    engine: str  # "ddp" | "fsdp2"
+    engine: Engine
     module_class: str
     fingerprint: str
     units: tuple[Unit, ...]
@@ -42,8 +45,8 @@ class Recipe(Record, frozen=True):
     version: int = RECIPE_VERSION
 
     def to_json(self) -> str:
-        """The recipe as JSON, stable: equal recipes give equal text."""
-        return msgspec.json.format(msgspec.json.encode(self, order="deterministic"), indent=1).decode()
+        """The recipe as JSON, stable: parameters in the order of the module, the same text on every rank."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Recipe:
@@ -55,6 +58,7 @@ class Recipe(Record, frozen=True):
         try:
             recipe = msgspec.json.decode(text, type=cls)
         except msgspec.MsgspecError as error:
+            _refuse_version(_version_of(text))  # what another version added is unknown here: say that first
             raise PlanError("a recipe in JSON", why=str(error), fix="use the text that Recipe.to_json wrote") from error
         check_recipe(recipe)
         return recipe
@@ -96,15 +100,18 @@ class RankView:
 
 def check_recipe(recipe: Recipe) -> None:
     """Raises PlanError if ``recipe`` cannot be carried out: see the messages below for the rules."""
-    if recipe.version != RECIPE_VERSION:
-        raise PlanError(
-            f"a recipe of version {recipe.version}",
-            why=f"this Shardwise reads version {RECIPE_VERSION}",
-            fix="make the recipe again with this version",
-        )
+    _refuse_version(recipe.version)
+    _check_layout(recipe.layout)
     layout = recipe.grid
-    units = {unit.name for unit in recipe.units}
+    units = [unit.name for unit in recipe.units]
+    if ROOT not in units or len(set(units)) < len(units):
+        raise PlanError(
+            f"units {units}",
+            why="names of units differ, and one of them is the root's, ''",
+            fix="keep one unit of each name, and the root",
+        )
     for name, param in recipe.params.items():
+        _check_dtypes(name, param)
         if param.unit not in units:
             raise PlanError(
                 f"unit {param.unit!r}",
@@ -121,4 +128,41 @@ def check_recipe(recipe: Recipe) -> None:
             why="a tensor is stored once, under its first name",
             fix="keep it as an alias of one parameter",
             name=twice[0],
+        )
+
+
+def _version_of(text: str | bytes) -> int:
+    try:
+        return msgspec.convert(msgspec.json.decode(text), dict).get("version", RECIPE_VERSION)
+    except msgspec.MsgspecError:
+        return RECIPE_VERSION
+
+
+def _refuse_version(version: int) -> None:
+    if version != RECIPE_VERSION:
+        raise PlanError(
+            f"a recipe of version {version}",
+            why=f"this Shardwise reads version {RECIPE_VERSION}",
+            fix="make the recipe again with this version",
+        )
+
+
+def _check_layout(degrees: dict[str, int]) -> None:
+    wrong = [axis for axis in degrees if axis not in AXES] + [a for a in AXES if degrees.get(a, 1) < 1]
+    if wrong:
+        raise PlanError(
+            f"layout {degrees}",
+            why=f"{wrong[0]!r} is not an axis with a degree of 1 or more",
+            fix=f"use the axes {', '.join(AXES)}",
+        )
+
+
+def _check_dtypes(name: str, param: Param) -> None:
+    unknown = [dtype for dtype in (param.dtype, param.storage, param.compute, param.reduce) if dtype not in DTYPE_BYTES]
+    if unknown:
+        raise PlanError(
+            f"dtype {unknown[0]!r}",
+            why="its size in bytes is not known",
+            fix=f"use one of {', '.join(DTYPE_BYTES)}",
+            name=name,
         )

@@ -21,6 +21,7 @@ __all__ = [
     "Record",
     "TensorFact",
     "Unit",
+    "human_bytes",
 ]
 
 ROOT = ""  # name of the root module, and of the unit that holds what no other unit holds
@@ -128,3 +129,12 @@ class Note(Record, frozen=True):
 
     name: str
     why: str
+
+
+def human_bytes(size: float) -> str:
+    """``size`` bytes in the largest binary unit that keeps it above 1."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"

@@ -5,10 +5,11 @@ The rule: the blocks of outermost lists that every rank is sure to enter, neighb
 (a 24-block, d=64 model is 2.4x quicker as one group on gloo) and one huge unit costs memory.
 """
 
+import difflib
 import fnmatch
 
 from shardwise.errors import PlanError
-from shardwise.recipe.records import DTYPE_BYTES, ROOT, Anatomy, BlockList, Note, Unit
+from shardwise.recipe.records import DTYPE_BYTES, ROOT, Anatomy, BlockList, Note, Unit, human_bytes
 
 __all__ = ["make_units", "unit_of_params"]
 
@@ -30,7 +31,7 @@ def make_units(
     else:
         lists, notes = _splittable(anatomy)
         if sizes.total < min_unit_bytes:
-            small = f"one unit: the model's {_mib(sizes.total)} are below min_unit_bytes = {_mib(min_unit_bytes)}"
+            small = f"one unit: the model's {human_bytes(sizes.total)} are below min_unit_bytes = {human_bytes(min_unit_bytes)}"
             lists, notes = [], [Note(name=ROOT, why=small)]
     made: list[Unit] = []
     for block_list in lists:
@@ -52,6 +53,7 @@ class _Sizes:
 
     def __init__(self, anatomy: Anatomy, compute: str | None):
         self.bytes = {name: fact.numel * DTYPE_BYTES[compute or fact.dtype] for name, fact in anatomy.params.items()}
+        self.dtype = compute
         self.total = sum(self.bytes.values())
 
     def of(self, modules: tuple[str, ...]) -> int:
@@ -76,15 +78,10 @@ def _named_blocks(anatomy: Anatomy, patterns: tuple[str, ...]) -> BlockList:
         found = [
             name
             for name, cls in anatomy.classes.items()
-            if name and (fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(cls, pattern))
+            if name and (_matches(name, pattern) or fnmatch.fnmatchcase(cls, pattern))
         ]
         if not found:
-            classes = sorted({cls for name, cls in anatomy.classes.items() if name})
-            raise PlanError(
-                f"units={pattern!r}",
-                why="it matches no module's name and no module's class",
-                fix=f"use a class of this model ({', '.join(classes[:12])}) or a name pattern such as 'blocks.*'",
-            )
+            raise _no_match(anatomy, pattern)
         blocks += found
     order = [name for name in anatomy.classes if name in set(blocks)]
     nested = [(outer, inner) for outer in order for inner in order if inner.startswith(f"{outer}.")]
@@ -99,18 +96,37 @@ def _named_blocks(anatomy: Anatomy, patterns: tuple[str, ...]) -> BlockList:
     return BlockList(name=", ".join(patterns), blocks=tuple(order), always_entered=True, why="named by units=")
 
 
+def _no_match(anatomy: Anatomy, pattern: str) -> PlanError:
+    classes = sorted({cls for name, cls in anatomy.classes.items() if name})
+    names = [name for name in anatomy.classes if not name.rpartition(".")[2].isdigit()]
+    close = difflib.get_close_matches(pattern, [*classes, *names], n=2, cutoff=0.6)
+    lists = [f"'{block_list.name}.*'".replace("'.", "'") for block_list in anatomy.lists]
+    return PlanError(
+        f"units={pattern!r}",
+        why="it matches no module's name and no module's class",
+        fix=(f"did you mean {' or '.join(map(repr, close))}? " if close else "")
+        + f"use a class of this model ({', '.join(classes[:12])}) or a pattern of names, part by part"
+        + (f", such as {lists[0]}" if lists else ""),
+    )
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Part by part, so that ``blocks.*`` means the blocks and not all that is in them."""
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
+
+
 def _free_of_outside_ties(anatomy: Anatomy, blocks: tuple[str, ...], notes: list[Note]) -> tuple[str, ...]:
-    """Without the blocks that share a tensor with a module outside ``blocks``: those stay in the root unit."""
-    kept = []
-    for block in blocks:
-        tied = _tied_outside(anatomy, block, blocks)
-        if tied:
+    """Without the blocks that share a tensor with a module outside ``blocks``: those stay in the root unit, and so do
+    the blocks that share one with them."""
+    ties = {block: _tied_outside(anatomy, block, blocks) for block in blocks}
+    freed = tuple(block for block in blocks if ties[block] is None)
+    for block, tied in ties.items():
+        if tied is not None:
             notes.append(
                 Note(name=block, why=f"kept in the root unit: it shares {tied} with a module outside its list")
             )
-        else:
-            kept.append(block)
-    return tuple(kept)
+    return freed if freed == blocks else _free_of_outside_ties(anatomy, freed, notes)
 
 
 def _tied_outside(anatomy: Anatomy, block: str, blocks: tuple[str, ...]) -> str | None:
@@ -159,12 +175,9 @@ def _home_of(owner: str, homes: dict):
 
 
 def _unit(block_list: BlockList, group: list[str], reshard: bool | int, sizes: _Sizes, min_unit_bytes: int) -> Unit:
-    size = _mib(sizes.of(tuple(group)))
+    size = human_bytes(sizes.of(tuple(group)))
+    size += f" in {sizes.dtype}" if sizes.dtype else ""
     if len(group) == 1:
         return Unit(name=group[0], modules=tuple(group), reshard=reshard, why=f"{size}; {block_list.why}")
-    why = f"{len(group)} neighbours merged to reach min_unit_bytes = {_mib(min_unit_bytes)}: {size}; {block_list.why}"
+    why = f"{len(group)} neighbours merged to reach min_unit_bytes = {human_bytes(min_unit_bytes)}: {size}; {block_list.why}"
     return Unit(name=f"{group[0]}..{group[-1]}", modules=tuple(group), reshard=reshard, why=why)
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.2f} MiB" if size >= 10486 else f"{size} B"

@@ -1,0 +1,243 @@
+"""Every choice a recipe makes, with its reason; what it refuses, by name; its text."""
+
+import msgspec
+import pytest
+from recipe.anatomies import fact, tower
+
+from shardwise.config.options import Precision, Sharding, precision_of
+from shardwise.errors import PlanError, UnsupportedError
+from shardwise.layout import Layout
+from shardwise.recipe import Recipe, check_recipe, describe_recipe, fingerprint_of, make_recipe
+
+BF16 = precision_of("bf16")
+
+
+def make(anatomy=None, layout=None, precision=None, **sharding) -> Recipe:
+    return make_recipe(
+        anatomy or tower(2),
+        layout or Layout(dp_shard=2),
+        precision=precision or Precision(),
+        sharding=Sharding(**sharding),
+    )
+
+
+# ---- engine and dtypes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision", "sharding", "engine", "reason"),
+    [
+        (Layout(), None, {}, "ddp", "storage dtype = compute dtype: nothing to gather"),
+        (Layout(dp_replicate=4), None, {}, "ddp", "nothing to gather"),
+        (Layout(dp_replicate=4), precision_of("fp32"), {}, "ddp", "nothing to gather"),
+        (Layout(dp_shard=2), None, {}, "fsdp2", "dp_shard=2 cuts parameters"),
+        (Layout(dp_replicate=2, dp_shard=2), None, {}, "fsdp2", "dp_shard=2 cuts parameters"),
+        (Layout(dp_replicate=2), BF16, {}, "fsdp2", "'embed.weight' stored in float32 and computed in bfloat16"),
+        (Layout(dp_replicate=2), Precision(reduce="float64"), {}, "fsdp2", "stored in float32 and reduced in float64"),
+        (Layout(dp_replicate=2), Precision(output="float32"), {}, "fsdp2", "an output of float32"),
+        (Layout(dp_replicate=2), None, {"engine": "fsdp2"}, "fsdp2", 'asked for by Sharding(engine="fsdp2")'),
+        (Layout(dp_replicate=2), None, {"engine": "ddp"}, "ddp", 'asked for by Sharding(engine="ddp")'),
+    ],
+)
+def test_the_engine_and_why(layout, precision, sharding, engine, reason):
+    recipe = make(layout=layout, precision=precision, **sharding)
+    note = next(note for note in recipe.notes if note.name == "engine")
+    assert recipe.engine == engine and note.why.startswith(f"{engine}: ") and reason in note.why
+    assert all(bool(param.cuts) == (engine == "fsdp2") for param in recipe.params.values())
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision", "words"),
+    [(Layout(dp_shard=2), None, "dp_shard=2"), (Layout(), BF16, "computed in bfloat16")],
+)
+def test_ddp_is_refused_where_it_cannot_do_what_is_asked(layout, precision, words):
+    with pytest.raises(UnsupportedError, match=words):
+        make(layout=layout, precision=precision, engine="ddp")
+
+
+def test_a_frozen_parameter_of_another_dtype_is_computed_in_the_dtype_asked_for():
+    anatomy = tower(2, blocks__0__frozen=fact(4, dtype="bfloat16", trainable=False))
+    recipe = make(anatomy, Layout(dp_replicate=2), precision_of("fp32"))
+    frozen = recipe.params["blocks.0.frozen"]
+    assert (frozen.storage, frozen.compute) == ("bfloat16", "float32")
+    assert recipe.engine == "fsdp2"  # DDP would compute in bfloat16
+    assert make(anatomy, Layout(dp_replicate=2)).engine == "ddp"  # as the model is
+
+
+def test_dtypes_of_a_parameter():
+    anatomy = tower(1, ids=fact(3, dtype="int64", trainable=False), frozen=fact(3, trainable=False))
+    params = make(anatomy, precision=BF16).params
+    assert (params["head.weight"].storage, params["head.weight"].compute, params["head.weight"].reduce) == (
+        "float32",
+        "bfloat16",
+        "float32",
+    )
+    assert (params["ids"].storage, params["ids"].compute) == ("int64", "int64")
+    assert (params["frozen"].storage, params["frozen"].compute) == ("float32", "bfloat16")
+
+
+def test_trainable_parameters_of_two_storage_dtypes_in_one_unit_are_refused_by_name():
+    anatomy = tower(2, blocks__1__late=fact(4, dtype="float64"))
+    with pytest.raises(UnsupportedError, match=r"'embed.weight' is stored in float32, 'blocks.1.late' in float64") as e:
+        make(anatomy)
+    assert e.value.name == "blocks.1.late"
+    with pytest.raises(UnsupportedError, match=r"unit 'blocks.1'"):
+        make(anatomy, min_unit_bytes=0)
+    make(tower(2, blocks__1__late=fact(4, dtype="float64", trainable=False)))  # frozen: fine
+    make(tower(2, blocks__1__late=fact(dtype="float64")))  # 0-dim: not in the unit's collective
+    make(anatomy, precision=precision_of("fp32"))  # stored alike: fine
+    make(anatomy, layout=Layout(dp_replicate=2))  # DDP has a bucket for each dtype
+
+
+def test_zero_dim_parameters_are_replicated_with_a_note():
+    recipe = make(tower(1, scale=fact()))
+    assert recipe.params["scale"].cuts == ()
+    assert next(note.why for note in recipe.notes if note.name == "scale").startswith("0-dim: replicated")
+
+
+# ---- options that do nothing, or cannot work ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layout", "sharding", "key"),
+    [
+        (Layout(dp_replicate=2), {"units": ("Block",)}, "units"),
+        (Layout(dp_replicate=2), {"min_unit_bytes": 0}, "min_unit_bytes"),
+        (Layout(dp_replicate=2), {"reshard_after_forward": False}, "reshard_after_forward"),
+        (Layout(dp_shard=2), {"reshard_after_forward": False}, "reshard_after_forward"),  # the root is the only unit
+    ],
+)
+def test_an_option_without_effect_is_noted(layout, sharding, key):
+    note = next(note for note in make(layout=layout, **sharding).notes if note.name == key)
+    assert "has no effect here" in note.why
+
+
+def test_options_with_an_effect_are_not():
+    recipe = make(min_unit_bytes=0, reshard_after_forward=False)
+    assert not any("no effect" in note.why for note in recipe.notes)
+    assert [unit.reshard for unit in recipe.units] == [False, False, False]
+
+
+def test_a_number_of_ranks_to_reshard_over_stays_a_number_and_must_divide_dp_shard():
+    recipe = make(layout=Layout(dp_shard=4), min_unit_bytes=0, reshard_after_forward=2)
+    assert recipe.units[0].reshard == 2 and recipe.units[0].reshard is not True
+    with pytest.raises(PlanError, match=r"reshard_after_forward=3 on dp_shard=4") as caught:
+        make(layout=Layout(dp_shard=4), min_unit_bytes=0, reshard_after_forward=3)
+    assert caught.value.fix == "use 2 or 4, or true"
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------
+
+
+def test_json_round_trip_is_stable_and_keeps_the_modules_order():
+    recipe = make(tower(12, scale=fact()), layout=Layout(dp_replicate=2, dp_shard=2), precision=BF16, min_unit_bytes=0)
+    again = Recipe.from_json(recipe.to_json())
+    assert again == recipe and again.to_json() == recipe.to_json()
+    assert list(again.params) == list(recipe.params)  # blocks.10 after blocks.9: ranks count parameters in this order
+    assert describe_recipe(again) == describe_recipe(recipe)
+    assert (
+        recipe.to_json()
+        == make(
+            tower(12, scale=fact()), layout=Layout(dp_replicate=2, dp_shard=2), precision=BF16, min_unit_bytes=0
+        ).to_json()
+    )
+
+
+def test_a_recipe_is_frozen():
+    with pytest.raises(AttributeError):
+        make().engine = "ddp"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ('"engine": "fsdp2"', '"engine": "fsdp3"', "Invalid enum value 'fsdp3' - at `$.engine`"),
+        ('"version": 1', '"version": 2', "a recipe of version 2"),
+        ('"version": 1', '"version": 2,\n "stages": []', "a recipe of version 2"),
+        ('"version": 1', '"version": 1,\n "stages": []', "Object contains unknown field `stages`"),
+        ('"dp_shard": 2', '"dp_shard": 0', "'dp_shard' is not an axis with a degree of 1 or more"),
+        ('"dp_shard": 2', '"dq": 2', "'dq' is not an axis"),
+        ('"storage": "float32"', '"storage": "float31"', "dtype 'float31'"),
+        ('"dim": 0', '"dim": 5', "a cut of dim 5"),
+        ('"axis": "fsdp"', '"axis": "fsdq"', "a cut over axis 'fsdq'"),
+        ('"unit": ""', '"unit": "blocks.7"', "unit 'blocks.7'"),
+        ('"aliases": []', '"aliases": ["head.weight"]', "given as two tensors"),
+        ('"shape": [', '"shape": ["a", ', "Expected `int`, got `str`"),
+        ("{", "", "Expected `object`"),
+    ],
+)
+def test_json_that_is_no_recipe_is_refused(before, after, words):
+    text = make().to_json()
+    assert before in text
+    with pytest.raises(PlanError) as caught:
+        Recipe.from_json(text.replace(before, after, 1))
+    assert words in str(caught.value)
+
+
+def test_what_contradicts_itself_names_the_parameter():
+    recipe = make(min_unit_bytes=0)
+    lost = msgspec.structs.replace(recipe.params["blocks.1.weight"], unit="blocks.9")
+    with pytest.raises(PlanError, match=r"unit 'blocks.9'") as caught:
+        check_recipe(msgspec.structs.replace(recipe, params={**recipe.params, "blocks.1.weight": lost}))
+    assert caught.value.name == "blocks.1.weight"
+    with pytest.raises(PlanError, match=r"names of units differ"):
+        check_recipe(msgspec.structs.replace(recipe, units=(*recipe.units, recipe.units[0])))
+    with pytest.raises(PlanError, match=r"and the root"):
+        check_recipe(msgspec.structs.replace(recipe, units=recipe.units[:-1]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"blocks.0.weight": fact(256, 255)},
+        {"blocks.0.weight": fact(256, 256, dtype="bfloat16")},
+        {"blocks.0.weight": fact(256, 256, trainable=False)},
+        {"blocks.0.weight": fact(256, 256, aliases=("x",))},
+        {"new": fact(1)},
+    ],
+)
+def test_the_fingerprint_tells_modules_apart(change):
+    anatomy = tower(2)
+    assert fingerprint_of(anatomy) == fingerprint_of(tower(2))
+    assert fingerprint_of(msgspec.structs.replace(anatomy, params={**anatomy.params, **change})) != fingerprint_of(
+        anatomy
+    )
+
+
+def test_a_ranks_bytes_add_up():
+    recipe = make(tower(2, odd=fact(3, 5), scale=fact()), layout=Layout(dp_shard=2))
+    full = sum(4 * param.shape[0] * param.shape[1] for param in recipe.params.values() if param.shape)
+    assert recipe.at(0).num_bytes() + recipe.at(1).num_bytes() == full + 2 * 4  # the 0-dim one twice
+    assert recipe.at(1).num_bytes() < recipe.at(0).num_bytes()  # one row of three
+
+
+ENTERED = "blocks of an outermost list, entered in every forward"
+GOLDEN = f"""\
+Tower on layout dp_replicate=2,dp_shard=2 (4 ranks), engine fsdp2
+parameters: 1.02 MiB in one process, at most 522.07 KiB per rank at rest
+
+unit                tensors  size        stored/computed/reduced   reshard  why
+-------------------------------------------------------------------------------
+blocks.0..blocks.1  3        513.00 KiB  float32/bfloat16/float32  True     2 neighbours merged to reach \
+min_unit_bytes = 200.00 KiB: 256.50 KiB in bfloat16; {ENTERED}
+blocks.2..blocks.3  2        512.00 KiB  float32/bfloat16/float32  True     2 neighbours merged to reach \
+min_unit_bytes = 200.00 KiB: 256.00 KiB in bfloat16; {ENTERED}
+(root)              4        19.14 KiB   float32/bfloat16/float32  False    what no other unit holds; stays gathered \
+from forward to backward, which starts with it
+
+tied: blocks.0.shared = blocks.1.shared
+frozen: 1 parameter (adapter)
+engine: fsdp2: dp_shard=2 cuts parameters
+scale: 0-dim: replicated, since there is nothing to cut
+"""
+
+
+def test_the_description():
+    anatomy = tower(
+        4,
+        blocks__0__shared=fact(16, 16, aliases=("blocks.1.shared",)),
+        scale=fact(),
+        adapter=fact(50, 66, trainable=False),
+    )
+    recipe = make(anatomy, Layout(dp_replicate=2, dp_shard=2), BF16, min_unit_bytes=200 << 10)
+    assert describe_recipe(recipe) == GOLDEN
