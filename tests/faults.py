@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 import shardwise.parallel.ddp
+import shardwise.train.exchange
 import shardwise.train.optim
 import shardwise.train.step
 import shardwise.train.window
@@ -23,9 +24,9 @@ def averaged() -> Any:
 
 
 def averaged_ddp() -> Any:
-    def average(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-        return work.get_future().then(lambda future: future.value()[0] / group.size())
+    def average(reduction: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        work = dist.all_reduce(bucket.buffer(), group=reduction.group, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0] / reduction.group.size())
 
     return mock.patch.object(shardwise.parallel.ddp, "_sum_over_ranks", average)
 
@@ -66,12 +67,12 @@ def mean_of_means() -> Any:
 
 def stale_buffer() -> Any:
     """Running statistics are left as each rank has them."""
-    return mock.patch.object(shardwise.train.window, "_same_buffers", lambda runtime, changed: None)
+    return mock.patch.object(shardwise.train.exchange, "_same_buffers", lambda runtime, changed: None)
 
 
 def whole_parameters_not_summed() -> Any:
     """0-dim parameters keep the gradient of their own rank."""
-    return mock.patch.object(shardwise.train.window._Exchange, "_set_replicated", lambda *args: None)
+    return mock.patch.object(shardwise.train.exchange.Exchange, "_set_replicated", lambda *args: None)
 
 
 def unused_as_zero() -> Any:
