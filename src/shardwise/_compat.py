@@ -22,6 +22,7 @@ __all__ = [
     "drop_partial_gradients",
     "foreach_norms",
     "foreach_scale",
+    "forget_failed_group",
     "gathered_parameters",
     "local_tensor",
     "materialise",
@@ -40,6 +41,12 @@ __all__ = [
 def default_store() -> dist.Store:
     """The store of the default process group: a peer can leave word there while its main thread is blocked."""
     return dist.distributed_c10d._get_default_store()
+
+
+def forget_failed_group() -> None:
+    """After an ``init_process_group`` that failed: torch has counted the group that never was, and its next one would look
+    for its peers under another name than theirs."""
+    dist.distributed_c10d._world.group_count = 0
 
 
 def start_replica(module: nn.Module) -> None:

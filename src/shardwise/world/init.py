@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from shardwise._compat import default_store
+from shardwise._compat import default_store, forget_failed_group
 from shardwise.errors import ConfigError, RankError, UsageError
 from shardwise.layout import AXES, DERIVED_AXES, Layout, layout_of
 from shardwise.world.agreement import Agreement
@@ -28,6 +28,7 @@ from shardwise.world.watch import Watch
 
 __all__ = ["World", "init"]
 
+_FIX_BACKEND = 'use "gloo", "nccl" or "cuda:nccl,cpu:gloo"'
 _open_worlds: set["World"] = set()  # kept alive: one that was made in a function still owes its peers a last word
 _store: tuple[tuple[str, int], dist.Store] | None = None  # of the last rendezvous: see _join
 
@@ -266,6 +267,10 @@ def _start_group(env: Env, backend: str | None, device: torch.device, timeout_s:
     named = os.environ.get("TORCH_DISTRIBUTED_BACKEND")
     chosen = backend or named or ("gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo")
     timeout = timedelta(seconds=timeout_s)
+    where = f"backend={chosen!r}{'' if backend or not named else ' from TORCH_DISTRIBUTED_BACKEND'} on {device.type}"
+    unknown = [name for part in chosen.split(",") if not dist.is_backend_available(name := part.rpartition(":")[2])]
+    if unknown:
+        raise ConfigError(where, why=f"this torch has no {', '.join(unknown)}", fix=_FIX_BACKEND)
     try:
         # A world of one has no port: many of them can live on a machine.
         store = dist.HashStore() if env.source == "single" else _join(env, timeout)
@@ -285,10 +290,10 @@ def _start_group(env: Env, backend: str | None, device: torch.device, timeout_s:
                 why=why,
                 fix="look whether rank 0 runs there and every rank was started; or take another MASTER_PORT",
             ) from error
-        where = "" if backend or not named else " from TORCH_DISTRIBUTED_BACKEND"
-        raise ConfigError(
-            f"backend={chosen!r}{where} on {device.type}", why=why, fix='use "gloo", "nccl" or "cuda:nccl,cpu:gloo"'
-        ) from error
+        raise ConfigError(where, why=why, fix=_FIX_BACKEND) from error
+    finally:
+        if not dist.is_initialized():
+            forget_failed_group()
 
 
 def _join(env: Env, timeout: timedelta) -> dist.Store:
