@@ -72,6 +72,10 @@ def examples() -> list[tuple[Block, str | None]]:
     ]
 
 
+def _name(value: object) -> str:
+    return str(value) if isinstance(value, Block) else "output"
+
+
 def commands() -> list[str]:
     """Every command a page shows, in a block or in running text, once."""
     shown = [line.partition("  # ")[0].strip() for b in ALL if b.language == "sh" for line in b.text.splitlines()]
@@ -104,7 +108,7 @@ def _run_on_a_rank(path: str, given: bool) -> tuple[str, dict]:
     return printed.getvalue(), {"steps": step.num_steps, "loss": left["out"].loss} if step and "out" in left else {}
 
 
-@pytest.mark.parametrize(("block", "output"), [e for e in examples() if "ranks" in e[0].marker], ids=str)
+@pytest.mark.parametrize(("block", "output"), [e for e in examples() if "ranks" in e[0].marker], ids=_name)
 def test_example_on_ranks(ranks, block, output, tmp_path):
     (tmp_path / "example.py").write_text(block.text)
     given = "given" in block.marker
@@ -119,7 +123,7 @@ def test_example_on_ranks(ranks, block, output, tmp_path):
         assert results[0][1]["steps"] == 3 and 0 < results[0][1]["loss"] < 10
 
 
-@pytest.mark.parametrize(("block", "output"), [e for e in examples() if "ranks" not in e[0].marker], ids=str)
+@pytest.mark.parametrize(("block", "output"), [e for e in examples() if "ranks" not in e[0].marker], ids=_name)
 def test_example_alone(block, output, tmp_path):
     assert block.marker == "run" and output is not None, f"{block} is not run, or shows no output"
     (tmp_path / "example.py").write_text(block.text)
@@ -158,6 +162,8 @@ def _shortened(command: str, folder: Path) -> str | None:
     """What is run for a command of a page: itself, or the same with less work. None: nothing is known about it."""
     words = shlex.split(command)
     match words:
+        case ["shardwise", "train"]:
+            return f"{_make('demo')} -n"  # what the demo runs, and the demo is run
         case ["shardwise", "train", *_]:
             return f"{command} {SHORT} --log.dir=run"
         case ["shardwise", "verify" | "--help" | "plan", *_] | ["torchrun", *_]:
@@ -171,11 +177,6 @@ def _shortened(command: str, folder: Path) -> str | None:
             return f"{command} --model tiny --rounds 2".replace("--write docs/", "--write ")
         case ["make", "demo"]:
             return f"{_make('demo')} ARGS={shlex.quote(SHORT + ' --log.dir=' + str(folder / 'run'))}"
-        case ["make", "test", arguments]:
-            asked = arguments.removeprefix("ARGS=")
-            # Only what pytest would select: the target's other line, the error index, has a test of its own.
-            collect = f"{_make('test')} -n ARGS={shlex.quote(asked + ' --collect-only')} | grep -e '-m pytest'"
-            return f"export PYTHONPATH && {collect} > pytest.sh && cd {shlex.quote(str(ROOT))} && sh {folder}/pytest.sh | tail -n 3"
         case ["make", "test" | "soak" | "gpu" | "check" | "picture" as target]:
             return f"{_make(target)} -n"
     return None
@@ -188,7 +189,40 @@ def _make(target: str) -> str:
 NOT_BUILT = ("shardwise plan",)  # named on the pages as not built yet
 
 
-@pytest.mark.parametrize("command", commands())
+def _selections() -> dict[str, str]:
+    """``make test ARGS=...`` commands of the pages -> their arguments."""
+    prefix = "make test ARGS="
+    return {c: shlex.split(c)[-1].removeprefix("ARGS=") for c in commands() if c.startswith(prefix)}
+
+
+def test_every_selection_of_tests_selects_some(tmp_path):
+    # All in one process, which imports torch once; the target runs `pytest -m "not soak and not gpu"` with them.
+    code = """if True:
+        import contextlib, io, json, pytest, shlex, sys
+        class Count:
+            def pytest_collection_finish(self, session):
+                self.number = len(session.items)
+        found = {}
+        for arguments in json.loads(sys.argv[1]):
+            count = Count()
+            with contextlib.redirect_stdout(io.StringIO()):
+                words = ["--collect-only", "-q", *json.loads(sys.argv[2]), "-m", "not soak and not gpu"]
+                pytest.main([*words, *shlex.split(arguments)], plugins=[count])
+            found[arguments] = count.number
+        print(json.dumps(found))
+    """
+    expanded = _shell(f"{_make('test')} -n", tmp_path).stdout
+    assert '-m "not soak and not gpu"' in expanded
+    plugin = ["-p", "shardwise.testing.plugin"] if "-p shardwise.testing.plugin" in expanded else []
+    words = (sys.executable, "-c", code, json.dumps(list(_selections().values())), json.dumps(plugin))
+    done = _shell(f"cd {shlex.quote(str(ROOT))} && {shlex.join(words)}", tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == len(_selections()) >= 4
+    assert all(number > 0 for number in found.values()), found
+
+
+@pytest.mark.parametrize("command", [command for command in commands() if command not in _selections()])
 def test_command_of_a_page(command, tmp_path):
     for name in ("README.md", "examples", "benchmarks"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -203,9 +237,6 @@ def test_command_of_a_page(command, tmp_path):
         assert done.returncode == 2
         return
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    if "--collect-only" in short:
-        selected = re.search(r"(\d+)(?:/\d+)? tests? collected", done.stdout)
-        assert selected and int(selected.group(1)) > 0, done.stdout
     if command == "make demo":
         _has_the_shape_of_the_page(done.stdout, str(tmp_path / "run"))
 
