@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.errors import RankError
+from shardwise.errors import RankError, UsageError
 from shardwise.world.watch import Watch
 
 __all__ = ["Agreement", "digest_of"]
@@ -35,6 +35,7 @@ class Agreement:
     ):
         self.size, self.rank, self.group, self.device = size, rank, group, device
         self.timeout_s, self.watch = timeout_s, watch
+        self.is_open = True
         self.num_exchanges = 0  # observable: two per window, whatever the features in use
 
     def sum(self, entries: Mapping[str, Tensor | float], place: str) -> dict[str, Tensor]:
@@ -47,6 +48,7 @@ class Agreement:
         Raises:
             RankError: a peer was lost, did not come in time, or came to something else.
         """
+        self.check_open(place)
         tensors = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in entries.items()}
         head = self.same(digest_of(place))
         sizes = [len(head), *(tensor.numel() for tensor in tensors.values())]
@@ -72,6 +74,7 @@ class Agreement:
 
     def gather(self, value: Any, place: str) -> list[Any]:
         """Every rank's picklable ``value``, by rank. Slow path: for saying who differs once a difference is known."""
+        self.check_open(place)
         if self.size == 1:
             return [value]
         self._at(place)
@@ -160,6 +163,15 @@ class Agreement:
             why=(str(error).strip().splitlines() or ["the collective failed"])[0][:200],
             fix="look at the other ranks' output: the first that failed is the cause",
         )
+
+    def check_open(self, place: str) -> None:
+        """Raises UsageError if the world was closed: its group still answers some calls, and hangs in others."""
+        if not self.is_open:
+            raise UsageError(
+                f"{place} in a world that was closed",
+                why="its ranks have left, and its group is gone",
+                fix="close the world last: put all work inside `with sw.init(...) as world:`",
+            )
 
     def _at(self, place: str) -> None:
         if self.watch is not None:

@@ -148,6 +148,7 @@ class World:
         pickling (peers are trusted). All ranks must call it; what the others give is not looked at."""
         if not 0 <= src < self.size:
             raise UsageError(f"broadcast(src={src})", why=f"ranks are 0 to {self.size - 1}", fix="use one of them")
+        self.agreement.check_open("a broadcast")
         if self.size == 1:
             return value
         is_tensor = isinstance(value, Tensor)
@@ -194,6 +195,8 @@ class World:
 
     def _leave(self, watch: Watch) -> None:
         """By the store, not by a collective: a rank that closes while others are in a window must not meet theirs."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # no peer may still be reading from this rank when it ends
         try:
             watch.leave(0.9 * self.timeout_s)
         except RuntimeError as error:
@@ -202,6 +205,7 @@ class World:
             raise self.agreement.explain(error, "closing the world") from error
 
     def _end_group(self) -> None:
+        self.agreement.is_open = False
         _open_worlds.discard(self)
         self._stop_watch()
         if self._owns_group and dist.is_initialized():

@@ -110,9 +110,10 @@ class Watch:
 
     def failed(self, error: BaseException) -> None:
         """Leaves word that this rank ends with ``error``, so that peers name it at once. The first word counts."""
-        what = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
-        blamed = list(getattr(error, "ranks", ())) if isinstance(error, RankError) else []
-        self._raise_alarm(blamed or [self.rank], f"rank {self.rank} failed at {self.place}: {what}")
+        if self.alarm is None:  # else there is a word already, or a store that does not take one
+            what = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+            blamed = list(error.ranks) if isinstance(error, RankError) else []
+            self._raise_alarm(blamed or [self.rank], f"rank {self.rank} failed at {self.place}: {what}")
         if self._keeper == self.rank:
             self._wait_until_heard()
         self._told = True  # last: should the store hang, the guard still ends this process
@@ -123,6 +124,7 @@ class Watch:
         Raises:
             RankError: a peer failed or was lost meanwhile, or did not come within ``patience_s``.
         """
+        self.check()
         self._say_left()
         self._wait_for_all("left", self.size, patience_s)
         # The store's keeper goes last: the others have then read the number they waited for.
@@ -135,17 +137,19 @@ class Watch:
         """For a program that ends without closing its world: leaves word, never raises. The store's keeper stays while
         others are alive and need it."""
         self._told = True
+        if self.alarm is not None:
+            return
         with contextlib.suppress(RuntimeError):
             self._say_left()
             beats, still = "", 0.0
             while self._keeper == self.rank and self._main_store.add("left", 0) < self.size and self.alarm is None:
-                now = str(self.places_and_counts())
+                now = str(self._beats())
                 beats, still = now, (still + 0.1 if now == beats else 0.0)
                 if still > self.silent_s:
                     return
                 time.sleep(0.1)
 
-    def places_and_counts(self) -> list[dict[str, Any] | None]:
+    def _beats(self) -> list[dict[str, Any] | None]:
         """The last beat of every other rank."""
         return [self._read(self._main_store, f"beat/{rank}") for rank in range(self.size) if rank != self.rank]
 

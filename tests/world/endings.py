@@ -1,0 +1,180 @@
+"""Scripts that end badly, as whole programs: run as ``python endings.py`` it forks the ranks of one scenario a line.
+
+Each rank is a process that runs its scenario at top level and ends as an interpreter ends (exception hook, exit handlers),
+with nothing around it that a launcher would add; torch is imported once for all of them.
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+
+import shardwise as sw
+from shardwise.launch import held_port
+
+RANK = 0
+_LIMIT_S = 25.0
+
+
+def _world():
+    return sw.init("dp_shard=2", device="cpu", timeout_s=8)  # silence of 2 s is an alarm
+
+
+def _step(model, rank_that_fails=None, error=None):
+    def loss(output, batch):
+        if rank_that_fails == RANK:
+            raise error
+        return output.sum()
+
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = sw.TrainStep(model, optim, loss=loss, count=lambda batch: 2)
+    return step([{"x": torch.ones(2, 4) * (RANK + 1)}])
+
+
+def _model(world):
+    torch.manual_seed(0)
+    return sw.parallelize(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), world)
+
+
+def out_of_memory():
+    """In user code, inside a window, on one rank, without a with block."""
+    world = _world()
+    model = _model(world)
+    _step(model)
+    _step(model, 1, torch.OutOfMemoryError("out of memory: tried to allocate 3 GiB"))
+
+
+def out_of_memory_on_the_keeper():
+    """The same on rank 0, which keeps the store the word is left in."""
+    world = _world()
+    _step(_model(world), 0, RuntimeError("out of memory"))
+
+
+def out_of_memory_in_with():
+    with _world() as world:
+        _step(_model(world), 1, RuntimeError("out of memory"))
+
+
+def killed():
+    world = _world()
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.barrier()
+
+
+def stopped():
+    """While rank 0 is inside a collective of its own, which nobody can interrupt."""
+    _world()
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(torch.ones(1))
+
+
+def stopped_keeper():
+    """The process that keeps the store does not answer any more."""
+    world = _world()
+    if RANK == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    world.barrier()
+
+
+def left_by_exit():
+    world = _world()
+    world.barrier()
+    if RANK == 1:
+        sys.exit(0)
+    world.barrier()
+
+
+def left_by_exit_keeper():
+    world = _world()
+    world.barrier()
+    if RANK == 0:
+        sys.exit(0)
+    world.barrier()
+
+
+def never_closed():
+    """In order: rank 0 is done much earlier, and has the store that rank 1's watch reads."""
+    world = _world()
+    world.barrier()
+    if RANK == 1:
+        time.sleep(1.0)
+    print("done", flush=True)
+
+
+def fewer_windows():
+    with _world() as world:
+        model = _model(world)
+        for _ in range(2 - RANK):
+            _step(model)
+
+
+def _become(rank, port, path):
+    global RANK
+    RANK = rank
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )  # fmt: skip
+    output = os.open(path, os.O_WRONLY | os.O_CREAT)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+
+
+def _collect(pids, may_hang):
+    """Exit codes by rank, below 0: a signal, None: it had to be killed."""
+    codes, deadline = {}, time.monotonic() + _LIMIT_S
+    while len(codes) < len(pids) and time.monotonic() < deadline and not (codes and may_hang):
+        for rank, pid in enumerate(pids):
+            if rank not in codes:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                codes |= {rank: os.waitstatus_to_exitcode(status)} if ended else {}
+        time.sleep(0.02)
+    for rank, pid in enumerate(pids):
+        if rank not in codes:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    return [codes.get(rank) for rank in range(len(pids))]
+
+
+def _fork(port, folder):
+    """The ranks' process ids; in a rank an empty list."""
+    pids = []
+    for rank in range(2):
+        pid = os.fork()
+        if pid == 0:
+            _become(rank, port, f"{folder}/{rank}")
+            return []
+        pids.append(pid)
+    return pids
+
+
+def _text(path):
+    with open(path, errors="replace") as file:
+        return file.read()
+
+
+def _serve():
+    """Answers scenario names on stdin with what became of the ranks; in a rank it returns the scenario."""
+    for line in sys.stdin:
+        name, folder = line.strip(), tempfile.mkdtemp()
+        with held_port() as port:
+            pids = _fork(port, folder)
+            if not pids:
+                return globals()[name]
+            codes = _collect(pids, may_hang=name.startswith("stopped"))
+        texts = [_text(f"{folder}/{rank}") for rank in range(2)]
+        shutil.rmtree(folder)
+        print(json.dumps({"codes": codes, "texts": texts}), flush=True)
+    return lambda: None
+
+
+if __name__ == "__main__":
+    _serve()()

@@ -1,0 +1,180 @@
+"""Ranks that fail, die, stop or leave: the others end in seconds and name them, with a launcher and without."""
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import RankError
+from shardwise.launch import launch_local
+from shardwise.world import EXIT_PEER_LOST
+
+HERE = Path(__file__).parent
+LIMIT_S = 60.0
+
+
+def _line(process):
+    ready, _, _ = select.select([process.stdout], [], [], LIMIT_S)
+    assert ready, "the ranks' parent does not answer"
+    return process.stdout.readline()
+
+
+@pytest.fixture(scope="module")
+def ended():
+    """A function from the name of a scenario to ``(exit codes, what each rank wrote)``."""
+    process = subprocess.Popen(
+        [sys.executable, str(HERE / "endings.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+    )
+
+    def run(name):
+        process.stdin.write(name + "\n")
+        process.stdin.flush()
+        answer = json.loads(_line(process))
+        return answer["codes"], answer["texts"]
+
+    yield run
+    process.stdin.close()
+    process.wait(timeout=LIMIT_S)
+    process.stdout.close()
+
+
+@pytest.mark.parametrize("name", ["out_of_memory", "out_of_memory_in_with"])
+def test_out_of_memory_on_one_rank_ends_all(ended, name):
+    codes, (other, own) = ended(name)
+    assert codes == [1, 1]
+    assert "out of memory" in own and "Traceback" in own
+    assert "rank 1 was lost while rank 0 was at window" in other
+    assert re.search(r"why: rank 1 failed at window \d, before .*out of memory", other)
+
+
+def test_the_word_of_the_stores_keeper_is_heard_before_it_ends(ended):
+    codes, (own, other) = ended("out_of_memory_on_the_keeper")
+    assert codes == [1, 1]
+    assert "RuntimeError: out of memory" in own
+    assert "why: rank 0 failed at window 1" in other and "RuntimeError: out of memory" in other
+
+
+def test_a_killed_rank_is_named(ended):
+    codes, (other, _) = ended("killed")
+    assert codes == [1, -signal.SIGKILL]
+    assert "rank 1 was lost" in other and "rank 1 gave no sign of life" in other
+
+
+def test_a_stopped_rank_is_named_though_its_peer_is_blocked(ended):
+    codes, (other, _) = ended("stopped")
+    assert codes == [EXIT_PEER_LOST, None]
+    assert "rank 0 ends itself" in other and "rank 1 gave no sign of life for 2 s" in other
+
+
+def test_a_stopped_keeper_of_the_store_is_named(ended):
+    codes, (_, other) = ended("stopped_keeper")
+    assert codes[0] is None and codes[1] in (1, EXIT_PEER_LOST)
+    assert "rank 0 was lost" in other and "the store kept by rank 0 has not answered for 2 s" in other
+
+
+@pytest.mark.parametrize(("name", "who"), [("left_by_exit", 1), ("left_by_exit_keeper", 0)])
+def test_a_rank_whose_program_ended_is_named(ended, name, who):
+    codes, texts = ended(name)
+    assert codes[who] == 0 and codes[1 - who] == 1
+    assert f"rank {who} left while rank {1 - who} waited at a barrier" in texts[1 - who]
+
+
+def test_a_program_that_never_closes_its_world_ends_in_order(ended):
+    codes, texts = ended("never_closed")
+    assert codes == [0, 0]
+    assert [text.strip() for text in texts] == ["done", "done"]
+
+
+def test_fewer_windows_on_one_rank_are_named(ended):
+    codes, (other, own) = ended("fewer_windows")
+    assert codes == [1, 1]
+    assert "rank 1 left while rank 0 waited at window 2, before forward" in other
+    assert "rank 0 failed at window 2" in own or "rank 1 left" in own
+
+
+# ---- with a launcher ----------------------------------------------------------------------------------------------
+
+
+def blocked_beside_a_stopped_rank():
+    import torch
+    import torch.distributed as dist
+
+    import shardwise as sw
+
+    with sw.init("dp_shard=2", device="cpu", timeout_s=8) as world:
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.all_reduce(torch.ones(1))
+
+
+def test_the_local_launcher_names_the_stopped_rank():
+    with pytest.raises(RankError) as caught:
+        launch_local(
+            f"{__file__}:blocked_beside_a_stopped_rank", nproc=2, stopped_s=300.0, timeout_s=LIMIT_S, grace_s=0.5
+        )
+    assert caught.value.ranks == (1,)
+    assert "rank 1 gave no sign of life for 2 s" in str(caught.value)
+
+
+def test_the_pool_names_the_stopped_rank_and_replaces_both(ranks):
+    with pytest.raises(RankError) as caught:
+        ranks.run(blocked_beside_a_stopped_rank, 2, timeout_s=30)
+    assert "rank 1 gave no sign of life for 2 s" in str(caught.value)
+    assert caught.value.__cause__.ranks == (1,)
+    assert len(ranks.run(_pid, 2)) == 2
+
+
+def _pid():
+    return os.getpid()
+
+
+def _read_until(process, words, limit_s=LIMIT_S):
+    """What the process writes until all ``words`` are in it."""
+    text, end = "", time.monotonic() + limit_s
+    while not all(word in text for word in words) and time.monotonic() < end:
+        if select.select([process.stdout], [], [], 0.2)[0]:
+            chunk = os.read(process.stdout.fileno(), 1 << 16).decode("utf-8", "replace")
+            if not chunk:
+                break
+            text += chunk
+    return text
+
+
+def test_torchrun_trains_reopens_its_world_and_names_a_stopped_rank(tmp_path):
+    """One run of the real launcher for all three, because it takes seconds to start."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0",
+         "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(HERE / "torchrun_script.py"), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        text = _read_until(process, ["gave no sign of life"])
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        for pid in (int(path.read_text()) for path in tmp_path.glob("*.pid")):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        process.wait(timeout=LIMIT_S)
+        process.stdout.close()
+    found = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))]
+    assert [entry["source"] for entry in found] == ["torchrun", "torchrun"], text[-3000:]
+    assert [entry["place"] for entry in found] == [[0, 0, 2], [1, 1, 2]]
+    assert found[0]["losses"] == found[1]["losses"] and len(found[0]["losses"]) == 3
+    assert found[0]["gathered"] == [[[turn, 0], [turn, 1]] for turn in range(2)]
+    assert "rank 1 gave no sign of life for 2 s" in text and "rank 0 ends itself" in text
