@@ -5,7 +5,6 @@ apply it -> write the values. Everything that can be refused is refused before t
 """
 
 import warnings
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -20,10 +19,9 @@ from shardwise.errors import PlanError, UsageError
 from shardwise.parallel.ddp import apply_ddp
 from shardwise.parallel.fsdp2 import apply_fsdp2
 from shardwise.parallel.runtime import Runtime, attach, has_runtime, runtime_of
+from shardwise.parallel.sources import build_with_source
 from shardwise.parallel.stale import mark_stale
-from shardwise.parallel.tape import Tape, build_on_meta
-from shardwise.parallel.tensors import give_memory, hidden_tensors, tensors_of, to_meta
-from shardwise.parallel.values import scatter_values, write_from_tape
+from shardwise.parallel.tensors import follow_parameters, give_memory, tensors_of
 from shardwise.recipe import Anatomy, Note, Recipe, describe_recipe, fingerprint_of, make_recipe
 from shardwise.world import World, agree_on
 
@@ -67,7 +65,7 @@ def parallelize(
         >>> model = parallelize(lambda: nn.Linear(8, 8), world)  # doctest: +SKIP
     """
     chosen = precision_of(precision)
-    module, source = _build(model, world, init)
+    module, source = build_with_source(model, world, init)
     _refuse_wrapped(module)
     _cast_storage(module, chosen)
     anatomy = read_anatomy(module, example=example)
@@ -103,6 +101,7 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
     else:
         engine = apply_fsdp2(module, recipe, world)
     runtime = Runtime(module, recipe, world, engine)
+    follow_parameters(module, before, runtime.parameters)
     mark_stale(before, runtime.parameters)
     attach(module, runtime)
     return runtime
@@ -121,100 +120,6 @@ def recipe_of(model: nn.Module) -> Recipe:
 def world_of(model: nn.Module) -> World:
     """The world that ``model`` was sharded over."""
     return runtime_of(model).world
-
-
-# ---- where values come from ------------------------------------------------------------------------------------
-
-
-class _FromTape:
-    """Values replayed by every rank from the record of the constructor."""
-
-    note: Note | None = Note(
-        name="init", why="seeded: values are functions of (seed, name), made by each rank for itself"
-    )
-
-    def __init__(self, module: nn.Module, tape: Tape):
-        self.tape = tape
-        # Detached: casting to the storage dtype gives a parameter other data, and the tape knows the first.
-        self.on_meta = {name: tensor.detach() for name, tensor in _all_tensors(module).items()}
-
-    def release(self, module: nn.Module, recipe: Recipe) -> None:
-        pass  # the module is on meta
-
-    def write(self, runtime: Runtime) -> None:
-        write_from_tape(runtime, self.tape, self.on_meta)
-
-
-class _FromRank0:
-    """Rank 0's values, kept on its host until they are scattered."""
-
-    def __init__(self, module: nn.Module, world: World, note: Note | None):
-        self.note, self.world, self.values = note, world, {}
-        if world.is_main:
-            self.values = {name: tensor.detach() for name, tensor in _all_tensors(module).items()}
-
-    def release(self, module: nn.Module, recipe: Recipe) -> None:
-        """Drops the module's own copy of the values. DDP keeps the tensors themselves, so that an optimizer built
-        on them stays right."""
-        if recipe.engine == "fsdp2":
-            held = {name: weakref.ref(tensor) for name, tensor in tensors_of(module, "_parameters").items()}
-            to_meta(module)
-            # What is still alive is held by somebody, an optimizer perhaps.
-            mark_stale({name: tensor for name, ref in held.items() if (tensor := ref()) is not None}, {})
-
-    def write(self, runtime: Runtime) -> None:
-        scatter_values(runtime, self.values)
-        self.values = {}
-
-
-def _build(model: Any, world: World, init: str | None) -> tuple[nn.Module, "_FromTape | _FromRank0"]:
-    if init not in (None, "seeded", "rank0"):
-        raise UsageError(f"init={init!r}", why="there is no such way", fix='use "seeded", "rank0" or None')
-    if isinstance(model, nn.Module):
-        if init == "seeded":
-            raise UsageError(
-                'init="seeded" with a module',
-                why="its constructor has run already, so there is nothing to draw again",
-                fix="pass the callable that builds it: parallelize(lambda: MyModel(config), world)",
-            )
-        _refuse_meta(model)
-        return model, _FromRank0(model, world, Note(name="init", why="rank0: values of the module given on rank 0"))
-    if not callable(model):
-        raise UsageError(
-            f"a {type(model).__name__}",
-            why="it is neither a module nor a callable that builds one",
-            fix="pass one of them",
-        )
-    reason = "asked for"
-    if init != "rank0":
-        module, tape = build_on_meta(model, world.seed)
-        if module is not None and tape.refused is None:
-            return module, _FromTape(module, tape)
-        reason = f"seeded values are not possible: {tape.refused or 'the callable gave no module'}"
-    return _build_on_rank0(model, world, reason)
-
-
-def _build_on_rank0(model: Callable[[], nn.Module], world: World, reason: str) -> tuple[nn.Module, "_FromRank0"]:
-    """Rank 0 builds with real values; the others build on meta where they can, else for real and drop the values."""
-    module: Any = None
-    if not world.is_main:
-        module, _ = build_on_meta(model, world.seed)
-    if module is None:
-        module = model()
-    if not isinstance(module, nn.Module):
-        raise UsageError(
-            f"a callable that gave a {type(module).__name__}", why="parallelize needs a module", fix="return the module"
-        )
-    source = _FromRank0(module, world, Note(name="init", why=f"rank0 ({reason})"))
-    to_meta(module)
-    return module, source
-
-
-def _all_tensors(module: nn.Module) -> dict[str, Tensor]:
-    found = {**tensors_of(module, "_parameters"), **tensors_of(module, "_buffers")}
-    for name, owner, attr in hidden_tensors(module):
-        found.setdefault(name, getattr(owner, attr))
-    return found
 
 
 # ---- checks and moves -----------------------------------------------------------------------------------------
@@ -238,17 +143,6 @@ def _refuse_wrapped(module: nn.Module) -> None:
                 why="another library has sharded or replicated it, so its tensors are not whole",
                 fix="pass the plain module, before any fully_shard, DDP or FSDP call",
                 name=name or None,
-            )
-
-
-def _refuse_meta(module: nn.Module) -> None:
-    for name, tensor in _all_tensors(module).items():
-        if tensor.device.type == "meta":
-            raise UsageError(
-                "a module with tensors on meta",
-                why="it has no values, and its constructor is not known here",
-                fix="pass the callable that builds it: parallelize(lambda: MyModel(config), world)",
-                name=name,
             )
 
 

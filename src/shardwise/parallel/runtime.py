@@ -11,7 +11,7 @@ from shardwise._compat import foreach_norms, local_tensor
 from shardwise.errors import UsageError
 from shardwise.layout import Coord
 from shardwise.parallel.stale import Structure, refuse_deepcopy
-from shardwise.parallel.tensors import hidden_tensors, tensors_of
+from shardwise.parallel.tensors import loose_tensors, tensors_of
 from shardwise.recipe import RankView, Recipe, Slice, extents
 from shardwise.world import World
 
@@ -59,9 +59,8 @@ class Runtime:
     def local_tensors(self) -> dict[str, Tensor]:
         """Name -> what this rank stores: local shards of parameters, whole buffers, whole plain tensor attributes."""
         found = {name: local_tensor(param).detach() for name, param in self.parameters.items()}
-        found |= tensors_of(self.module, "_buffers")
-        for name, owner, attr in hidden_tensors(self.module):
-            found.setdefault(name, getattr(owner, attr))
+        for name, tensor in (*tensors_of(self.module, "_buffers").items(), *loose_tensors(self.module).items()):
+            found.setdefault(name, local_tensor(tensor).detach())
         return found
 
     def local_tensors_of(self, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Builds a module on meta and remembers how each tensor got its values, so that any rank can make any one of them.
+"""Remembers how each tensor of a module built on meta got its values, so that any rank can make any one of them.
 
 While the constructor runs, every tensor operation is written on a *tape* (on meta it costs nothing). The values of
 one parameter are made later by replaying, on the CPU, only the operations they depend on: its slice of the tape. So
@@ -10,25 +10,27 @@ function of (seed, name), the same under every layout, and tensors that share a 
 from the constructor's distributions; they are not the numbers the constructor itself would have drawn.
 
 What a tape cannot hold makes it :attr:`~Tape.refused`: draws from numpy or Python's random, a generator of the
-constructor's own, values asked for on meta. The caller then builds on rank 0 instead.
+constructor's own, values asked for on meta. The caller then builds on rank 0 instead; so it does where the ranks' tapes
+differ (:meth:`~Tape.digest`), as after a draw from a generator nobody knows of.
 """
 
-import random
-import sys
-import types
+import bisect
+import contextlib
+import hashlib
+import heapq
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
-from shardwise._compat import TorchDispatchMode, tree_any, tree_map
-from shardwise.world.rng import derive_seed
+from shardwise._compat import tree_any, tree_map
+from shardwise.parallel.marks import mark_unwritten, num_marks
+from shardwise.world.rng import derive_seed, forked_rng
 
-__all__ = ["Tape", "build_on_meta"]
+__all__ = ["Tape", "is_draw"]
 
 
 @dataclass(frozen=True)
@@ -53,15 +55,17 @@ class _Entry:
     writes: frozenset[int]
     outputs: tuple[_Ref | None, ...]
     draws: bool
+    default_dtype: torch.dtype
 
 
 class Tape:
-    """The recorded construction of one module. Make it with :func:`build_on_meta`."""
+    """The recorded construction of one module. Make it with :func:`~shardwise.parallel.build.build_on_meta`."""
 
     def __init__(self, seed: int):
         self.seed = seed
         self.refused: str | None = None  # why values cannot be replayed
         self._entries: list[_Entry] = []
+        self._writers: dict[int, list[int]] = {}  # storage number -> positions of the entries that write it, ascending
         self._numbers: dict[int, int] = {}  # storage identity -> number
         self._alive: list[Any] = []  # storages are kept alive: an identity used twice would join two tensors
         self._constants: dict[int, torch.UntypedStorage] = {}  # values that came from outside torch's operations
@@ -76,13 +80,12 @@ class Tape:
             self._numbers[storage._cdata] = len(self._numbers)
             self._alive.append(storage)
         number = self._numbers[storage._cdata]
-        return _Ref(number, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype)
+        return _Ref(number, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype)
 
     def record(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Writes one operation, if it makes or changes values."""
         if tree_any(lambda x: isinstance(x, torch.Generator), (args, kwargs)):
             self.refused = self.refused or f"its constructor draws from a generator of its own ({op})"
-        known = len(self._numbers)
         packed_args, packed_kwargs = tree_map(self._pack, (args, kwargs))
         inputs = _refs((packed_args, packed_kwargs))
         first_output = len(self._numbers)
@@ -90,25 +93,54 @@ class Tape:
         refs = tuple(self.ref(x) if isinstance(x, Tensor) else None for x in outputs)
         made = {r.storage for r in refs if r is not None and r.storage >= first_output}
         changed = {r.storage for r in _changed(op, packed_args, packed_kwargs)}
-        self._note_constants(args, kwargs, known)
         if made or changed:
             reads = frozenset(r.storage for r in inputs)
-            draws = torch.Tag.nondeterministic_seeded in op.tags
-            entry = _Entry(op, packed_args, packed_kwargs, reads, frozenset(made | changed), refs, draws)
-            self._entries.append(entry)
+            self._write(op, packed_args, packed_kwargs, reads, frozenset(made | changed), refs, draws=is_draw(op))
+
+    def _write(
+        self,
+        op: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        reads: frozenset[int],
+        writes: frozenset[int],
+        outputs: tuple[_Ref | None, ...],
+        *,
+        draws: bool,
+    ) -> None:
+        for storage in writes:
+            self._writers.setdefault(storage, []).append(len(self._entries))
+        self._entries.append(_Entry(op, args, kwargs, reads, writes, outputs, draws, torch.get_default_dtype()))
 
     def _pack(self, value: Any) -> Any:
         return self.ref(value) if isinstance(value, Tensor) else value
 
-    def _note_constants(self, args: Any, kwargs: Any, known: int) -> None:
-        """A real tensor never seen before came from outside (a list, numpy, a file): its values are kept."""
+    def note_constants(self, arguments: Any) -> None:
+        """Keeps the values of real tensors that an operation is about to read or change and that came from outside
+        torch's operations: a list, numpy, a file."""
 
         def note(value: Any) -> Any:
-            if isinstance(value, Tensor) and self.ref(value).storage >= known and value.device.type != "meta":
-                self._constants[self.ref(value).storage] = value.untyped_storage().clone()
+            if isinstance(value, Tensor) and value.device.type != "meta":
+                storage = value.untyped_storage()
+                if storage._cdata not in self._numbers:
+                    self._constants[self.ref(value).storage] = storage.clone()
             return value
 
-        tree_map(note, (args, kwargs))
+        tree_map(note, arguments)
+
+    def digest(self, targets: Mapping[str, Tensor]) -> str:
+        """Equal for constructions that did the same with the same numbers: operations, arguments, constants, and the
+        ``targets`` (name -> tensor) that came of them."""
+        found = hashlib.sha256()
+        for entry in self._entries:
+            found.update(repr((str(entry.op), entry.args, entry.kwargs, entry.outputs)).encode())
+        for number, storage in sorted(self._constants.items()):
+            found.update(f"{number}:".encode() + _bytes_of(storage))
+        for name, tensor in targets.items():
+            found.update(repr((name, self.ref(tensor))).encode())
+            if tensor.device.type != "meta":
+                found.update(_bytes_of(tensor.untyped_storage()))
+        return found.hexdigest()
 
     # ---- replaying -------------------------------------------------------------------------------------------
 
@@ -121,33 +153,56 @@ class Tape:
                     self._draw_names.setdefault(index, (name, ordinal))
                     ordinal += 1
 
-    def values(self, tensor: Tensor) -> Tensor:
-        """The values of a meta ``tensor`` of this tape, on the CPU. What no operation wrote is NaN (integers: the
-        smallest number of their type)."""
+    def values(self, tensor: Tensor, *, mark: int = 0) -> Tensor:
+        """The values of a meta ``tensor`` of this tape, on the CPU. What no operation wrote holds a mark, ``mark`` 0
+        or 1: see :func:`mark_unwritten`."""
         target = self.ref(tensor)
         storages: dict[int, torch.UntypedStorage] = {}
-        with torch.no_grad(), _kept_rng():
+        with torch.no_grad(), forked_rng(0), _default_dtype():
             for index in self._slice(target.storage):
-                self._replay(index, storages)
-            return self._unpack(target, storages).clone()
+                self._replay(index, storages, mark)
+            return self._unpack(target, storages, mark)
+
+    def num_unwritten(self, tensor: Tensor, values: Tensor) -> int:
+        """How many of the ``values`` of ``tensor`` no operation wrote. A value may look like a mark: what was written is
+        the same whatever the mark."""
+        always_shows = values.dtype.itemsize > 1
+        if values.numel() == 0 or (always_shows and not num_marks(values)):
+            return 0
+        if not always_shows and not any(
+            "empty" in str(self._entries[i].op) for i in self._slice(self.ref(tensor).storage)
+        ):
+            return 0 if self._writers.get(self.ref(tensor).storage) or tensor.device.type != "meta" else values.numel()
+        again = self.values(tensor, mark=1)
+        return int(((values != again) & ~((values != values) & (again != again))).sum())
 
     def _slice(self, storage: int) -> list[int]:
         """Positions of the operations that ``storage`` depends on, in order."""
-        needed, kept = {storage}, []
-        for index in range(len(self._entries) - 1, -1, -1):
-            entry = self._entries[index]
-            if entry.writes & needed:
-                kept.append(index)
-                needed |= entry.reads
+        kept, needed = [], {storage}
+        waiting = [-index for index in self._writers.get(storage, ())]
+        heapq.heapify(waiting)
+        while waiting:
+            index = -heapq.heappop(waiting)
+            if kept and kept[-1] == index:
+                continue
+            kept.append(index)
+            for read in self._entries[index].reads - needed:
+                needed.add(read)
+                writers = self._writers.get(read, [])
+                for earlier in writers[: bisect.bisect_left(writers, index)]:
+                    heapq.heappush(waiting, -earlier)
         return kept[::-1]
 
-    def _replay(self, index: int, storages: dict[int, torch.UntypedStorage]) -> None:
+    def _replay(self, index: int, storages: dict[int, torch.UntypedStorage], mark: int) -> None:
         entry = self._entries[index]
         args, kwargs = tree_map(
-            lambda x: self._unpack(x, storages) if isinstance(x, _Ref) else _on_cpu(x), (entry.args, entry.kwargs)
+            lambda x: self._unpack(x, storages, mark) if isinstance(x, _Ref) else _on_cpu(x), (entry.args, entry.kwargs)
         )
         if entry.draws:
-            torch.manual_seed(derive_seed(self.seed, "init", *self._draw_names.get(index, ("?", index))))
+            place = self._draw_names.get(index, ("?", index))
+            torch.default_generator.manual_seed(derive_seed(self.seed, "init", *place))
+        if torch.get_default_dtype() != entry.default_dtype:
+            torch.set_default_dtype(entry.default_dtype)
         result = entry.op(*args, **kwargs)
         if not entry.outputs:
             return
@@ -155,118 +210,36 @@ class Tape:
         for ref, value in zip(entry.outputs, outputs, strict=True):
             if ref is not None and isinstance(value, Tensor) and ref.storage not in storages:
                 if "empty" in entry.op._schema.name:
-                    mark_unwritten(value)
+                    mark_unwritten(value, mark)
                 storages[ref.storage] = _storage_like(ref, value)
 
-    def _unpack(self, ref: _Ref, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+    def _unpack(self, ref: _Ref, storages: dict[int, torch.UntypedStorage], mark: int) -> Tensor:
         if ref.storage not in storages:
-            if ref.storage in self._constants:
-                storages[ref.storage] = self._constants[ref.storage].clone()
-            else:
-                unwritten = mark_unwritten(torch.empty_strided(ref.size, ref.stride, dtype=ref.dtype, device="cpu"))
-                storages[ref.storage] = unwritten.untyped_storage()
+            storages[ref.storage] = self._untouched(ref, mark)
         view = torch.empty(0, dtype=ref.dtype, device="cpu")
         return view.set_(storages[ref.storage], ref.offset, ref.size, ref.stride)
 
+    def _untouched(self, ref: _Ref, mark: int) -> torch.UntypedStorage:
+        """A storage that no operation made: a constant, or a real tensor that met no operation at all."""
+        if ref.storage in self._constants:
+            return self._constants[ref.storage].clone()
+        if self._alive[ref.storage].device.type != "meta":
+            return self._alive[ref.storage].clone()
+        return mark_unwritten(
+            torch.empty_strided(ref.size, ref.stride, dtype=ref.dtype, device="cpu"), mark
+        ).untyped_storage()
+
     def record_init(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
         """Writes a whole call of an initialiser that does nothing on meta, because it looks at values on its way."""
-        packed = {name: self._pack(value) for name, value in arguments.items()}
+        known = inspect.signature(function).parameters
+        packed = {name: self._pack(value) for name, value in arguments.items() if name in known}
         touched = frozenset(ref.storage for ref in _refs(packed))
-        self._entries.append(_Entry(function, (), packed, touched, touched, (), draws=True))
+        self._write(function, (), packed, touched, touched, (), draws=True)
 
 
-class _Recorder(TorchDispatchMode):
-    def __init__(self, tape: Tape):
-        super().__init__()
-        self.tape = tape
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        self.tape.record(func, args, kwargs, result)
-        return result
-
-
-class _Literals(TorchFunctionMode):
-    """What torch drops on meta before it becomes an operation: values given as Python numbers, and the initialisers of
-    ``torch.nn.init`` that return early there (``trunc_normal_``, ``orthogonal_``, ``sparse_``)."""
-
-    _FROM_VALUES = (torch.tensor, torch.as_tensor, torch.asarray)
-    _IS_META = torch.Tensor.is_meta.__get__
-
-    def __init__(self, tape: Tape):
-        super().__init__()
-        self.tape = tape
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if func in self._FROM_VALUES and kwargs.get("device") is None and not isinstance(args[0], Tensor):
-            grad = kwargs.pop("requires_grad", False)
-            value = func(*args, **(kwargs | {"device": "cpu"}))
-            return value.to("meta").requires_grad_(grad)
-        if func == self._IS_META:
-            caller = _caller_in(torch.nn.init.__name__)
-            if caller is not None:
-                self.tape.record_init(getattr(torch.nn.init, caller.f_code.co_name), dict(caller.f_locals))
-        return func(*args, **kwargs)
-
-
-def _caller_in(module: str) -> types.FrameType | None:
-    """The frame that asked, if it is code of ``module``: the first above this file."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") == __name__:
-        frame = frame.f_back
-    return frame if frame is not None and frame.f_globals.get("__name__") == module else None
-
-
-def build_on_meta(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module | None, Tape]:
-    """Runs ``build`` with every new tensor on meta. Returns the module, or None with ``tape.refused`` saying why it
-    cannot be built there."""
-    tape = Tape(seed)
-    numpy_before, python_before = np.random.get_state(), random.getstate()
-    module = None
-    try:
-        with torch.device("meta"), _Recorder(tape), _Literals(tape):
-            module = build()
-            _initialise_late(module)
-    except (NotImplementedError, RuntimeError) as error:  # .item(), a library call: no values on meta
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        tape.refused = f"it cannot be built on meta ({reason[:120]})"
-    if not _same_state(numpy_before, np.random.get_state()):
-        tape.refused = tape.refused or "its constructor draws from numpy.random"
-    if python_before != random.getstate():
-        tape.refused = tape.refused or "its constructor draws from Python's random"
-    return (module if isinstance(module, nn.Module) else None), tape
-
-
-def _initialise_late(module: Any) -> None:
-    """Hugging Face models leave out their initialisation on meta; on the tape it costs nothing."""
-    if not isinstance(module, nn.Module):
-        return
-    if callable(getattr(module, "initialize_weights", None)):
-        module.initialize_weights()
-        return
-    for child in module.children():
-        _initialise_late(child)
-
-
-def mark_unwritten(tensor: Tensor) -> Tensor:
-    """Fills ``tensor`` in place with what no initialisation writes."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        return tensor.fill_(float("nan"))
-    if tensor.dtype is torch.bool:
-        return tensor.zero_()
-    return tensor.fill_(torch.iinfo(tensor.dtype).min if tensor.dtype.is_signed else torch.iinfo(tensor.dtype).max)
-
-
-def has_unwritten(tensor: Tensor) -> bool:
-    """Whether a mark of :func:`mark_unwritten` is left (a bool tensor has no value to spare and never shows one)."""
-    if tensor.numel() == 0 or tensor.dtype is torch.bool:
-        return False
-    if tensor.is_floating_point() or tensor.is_complex():
-        return bool(tensor.isnan().any())
-    info = torch.iinfo(tensor.dtype)
-    return bool((tensor == (info.min if tensor.dtype.is_signed else info.max)).any()) and tensor.dtype.itemsize > 1
+def is_draw(op: Any) -> bool:
+    """Whether ``op`` takes random numbers from a generator."""
+    return torch.Tag.nondeterministic_seeded in op.tags
 
 
 def _refs(value: Any) -> list[_Ref]:
@@ -297,13 +270,15 @@ def _on_cpu(value: Any) -> Any:
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
-def _same_state(a: Any, b: Any) -> bool:
-    return a[2:] == b[2:] and bool((a[1] == b[1]).all())
+def _bytes_of(storage: torch.UntypedStorage) -> bytes:
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy().tobytes()  # type: ignore[call-overload]
 
 
-class _kept_rng:  # noqa: N801 - reads as a statement
-    def __enter__(self) -> None:
-        self.state = torch.get_rng_state()
-
-    def __exit__(self, *exc: object) -> None:
-        torch.set_rng_state(self.state)
+@contextlib.contextmanager
+def _default_dtype() -> Iterator[None]:
+    """After: the default dtype of before. A replay sets the one each operation was recorded under."""
+    before = torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,6 +1,9 @@
 """A module's tensors by canonical name: reading them, moving them to meta, making them anew; ties are kept throughout."""
 
-from collections.abc import Callable, Collection, Iterator
+import functools
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,7 +11,16 @@ from torch import Tensor, nn
 
 from shardwise.anatomy import canonical_modules, canonical_tensors
 
-__all__ = ["give_memory", "hidden_tensors", "replace_tensors", "tensors_of", "to_meta"]
+__all__ = [
+    "Hidden",
+    "follow_parameters",
+    "give_memory",
+    "hidden_tensors",
+    "loose_tensors",
+    "replace_tensors",
+    "tensors_of",
+    "to_meta",
+]
 
 
 def tensors_of(module: nn.Module, kind: str) -> dict[str, Tensor]:
@@ -20,12 +32,86 @@ def tensors_of(module: nn.Module, kind: str) -> dict[str, Tensor]:
     return dict(found.values())
 
 
-def hidden_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """``(name, owner, attribute)`` of tensors kept as plain attributes: neither parameters nor buffers, yet used."""
+@dataclass(frozen=True)
+class Hidden:
+    """A tensor that is neither a parameter nor a buffer, yet used: an attribute, or an element of a list, dict or plain
+    object that is one. ``put`` sets another in its place."""
+
+    name: str
+    tensor: Tensor
+    put: Callable[[Tensor], None]
+
+
+def hidden_tensors(module: nn.Module) -> Iterator[Hidden]:
+    """All of them, under names such as ``blocks.0.tables.cos``; one that is registered as well comes up here too."""
+    seen: set[int] = set()
     for prefix, owner in canonical_modules(module):
-        for attr, value in vars(owner).items():
-            if isinstance(value, Tensor):
-                yield (f"{prefix}.{attr}" if prefix else attr), owner, attr
+        for attr, value in list(vars(owner).items()):
+            if attr not in _OF_MODULES and not attr.startswith("_shardwise"):
+                put = functools.partial(object.__setattr__, owner, attr)
+                yield from _hidden_in(f"{prefix}.{attr}" if prefix else attr, value, put, seen)
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))  # parameters, children, hooks: not the user's own attributes
+
+
+def _hidden_in(name: str, value: Any, put: Callable[[Any], None], seen: set[int], depth: int = 4) -> Iterator[Hidden]:
+    if isinstance(value, Tensor):
+        yield Hidden(name, value, put)
+        return
+    if depth == 0 or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, dict):
+        for key, item in list(value.items()):
+            yield from _hidden_in(f"{name}.{key}", item, functools.partial(value.__setitem__, key), seen, depth - 1)
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from _hidden_in(f"{name}.{i}", item, functools.partial(value.__setitem__, i), seen, depth - 1)
+    elif isinstance(value, tuple):
+        parts = list(value)  # shared by its elements: each is put beside those put before
+        for i, item in enumerate(value):
+            put_part = functools.partial(_put_in_tuple, type(value), parts, put, i)
+            yield from _hidden_in(f"{name}.{i}", item, put_part, seen, depth - 1)
+    elif _is_users(value):
+        for attr, item in list(vars(value).items()):
+            yield from _hidden_in(
+                f"{name}.{attr}", item, functools.partial(object.__setattr__, value, attr), seen, depth - 1
+            )
+
+
+def _put_in_tuple(kind: type, parts: list[Any], put: Callable[[Any], None], index: int, item: Any) -> None:
+    parts[index] = item
+    put(kind(*parts) if hasattr(kind, "_fields") else kind(parts))
+
+
+def _is_users(value: Any) -> bool:
+    """Whether ``value`` is a plain object of the user's that may keep tensors."""
+    if isinstance(value, nn.Module | type | types.ModuleType | types.FunctionType | types.MethodType):
+        return False
+    return hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in {
+        "torch",
+        "shardwise",
+        "builtins",
+    }
+
+
+def loose_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Name -> tensor of the hidden ones that are not registered anywhere, each under its first name."""
+    registered = {id(t) for kind in ("_parameters", "_buffers") for t in tensors_of(module, kind).values()}
+    found: dict[int, tuple[str, Tensor]] = {}
+    for hidden in hidden_tensors(module):
+        if id(hidden.tensor) not in registered:
+            found.setdefault(id(hidden.tensor), (hidden.name, hidden.tensor))
+    return dict(found.values())
+
+
+def follow_parameters(module: nn.Module, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    """Puts the parameters of ``after`` where lists or attributes of the user's still hold those of ``before``."""
+    moved = {id(tensor): after[name] for name, tensor in before.items() if after[name] is not tensor}
+    for hidden in list(hidden_tensors(module)):
+        if id(hidden.tensor) in moved:
+            hidden.put(moved[id(hidden.tensor)])
 
 
 def give_memory(module: nn.Module, device: torch.device, *, without: Collection[Tensor] = ()) -> None:
@@ -34,7 +120,11 @@ def give_memory(module: nn.Module, device: torch.device, *, without: Collection[
     skipped = {id(tensor) for tensor in without}
 
     def make(tensor: Tensor) -> Tensor:
-        if id(tensor) in skipped or tensor.device == device:
+        if id(tensor) in skipped:
+            return tensor
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            tensor = tensor.contiguous()  # expanded: it cannot be written in place
+        if tensor.device == device:
             return tensor
         return torch.empty_like(tensor, device=device) if tensor.device.type == "meta" else tensor.to(device)
 
@@ -61,8 +151,8 @@ def replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None
     for kind in ("_parameters", "_buffers"):
         for _, owner, attr in list(canonical_tensors(module, kind)):
             getattr(owner, kind)[attr] = new(getattr(owner, kind)[attr])
-    for _, owner, attr in list(hidden_tensors(module)):
-        object.__setattr__(owner, attr, new(getattr(owner, attr)))
+    for hidden in list(hidden_tensors(module)):
+        hidden.put(new(hidden.tensor))
 
 
 def to_meta(module: nn.Module) -> None:

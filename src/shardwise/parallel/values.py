@@ -4,19 +4,23 @@ Every tensor is first filled with a mark that no initialisation writes, and is c
 nobody wrote is an error with its name instead of garbage in the model.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import PlanError
+from shardwise.parallel.marks import mark_unwritten, num_marks
 from shardwise.parallel.runtime import Runtime
-from shardwise.parallel.tape import Tape, has_unwritten, mark_unwritten
+from shardwise.parallel.tape import Tape
+from shardwise.recipe import Slice
 
 __all__ = ["scatter_values", "write_from_tape"]
 
-_BUCKET_BYTES = 64 << 20  # rank 0 packs at most this much for one peer: bounds host memory beside the model
+_MESSAGE_BYTES = 64 << 20  # rank 0 packs about this much at a time: bounds host memory beside the model
 
 
 def write_from_tape(runtime: Runtime, tape: Tape, on_meta: Mapping[str, Tensor]) -> None:
@@ -29,93 +33,102 @@ def write_from_tape(runtime: Runtime, tape: Tape, on_meta: Mapping[str, Tensor])
     """
     tape.name_draws(on_meta)
     for name, local in runtime.local_tensors().items():
+        values = tape.values(on_meta[name])
+        missing = tape.num_unwritten(on_meta[name], values)
+        if missing:
+            raise PlanError(
+                f"{missing} of {values.numel()} values are not written",
+                why="its constructor never writes all of it (torch.empty without an init)",
+                fix="initialise it in the constructor, or build the module with real values and pass the module",
+                name=name,
+            )
         mark_unwritten(local)
-        full = tape.values(on_meta[name]).to(local.dtype)
+        full = values.to(local.dtype)
         for piece in runtime.pieces(name, full):
             local[piece.local_index] = full[piece.full_index].to(local.device)
-        _check_written(name, full, "its constructor never writes all of it (torch.empty without an init)")
 
 
 def scatter_values(runtime: Runtime, source: Mapping[str, Tensor]) -> None:
-    """Rank 0 sends every rank the pieces it holds, tensor by tensor in buckets; nothing else travels.
+    """Rank 0 sends every rank the pieces it holds, packed into messages of bounded size; nothing else travels.
 
     Args:
         runtime: of the sharded module, whose tensors are written. All ranks must call.
         source: on rank 0, canonical name -> full values; ignored elsewhere.
+
+    Raises:
+        PlanError: a tensor that was not written whole.
     """
-    world = runtime.world
-    locals_ = runtime.local_tensors()
-    if world.rank == 0:
-        for name, local in locals_.items():
-            _check_written(name, source[name], "its values on rank 0 are NaN, or the smallest integer")
-            if local.data_ptr() == source[name].data_ptr() and local.numel():
-                continue  # DDP keeps the module's own tensors: rank 0's are in place
-            mark_unwritten(local)
-            for piece in runtime.pieces(name, source[name]):
-                local[piece.local_index] = source[name][piece.full_index].to(local.device, local.dtype)
-    else:
-        for local in locals_.values():
-            mark_unwritten(local)
-    for bucket in _buckets(locals_):
-        for peer in range(1, world.size):
-            if world.rank == 0:
-                _send(runtime, bucket, source, peer)
-            elif world.rank == peer:
-                _receive(runtime, bucket, locals_)
-    for name, local in locals_.items():
-        _check_written(name, local, "rank 0 did not send all of it")
+    world, local = runtime.world, runtime.local_tensors()
+    if not world.is_main:
+        _receive(runtime, local)
+        return
+    for name, tensor in local.items():
+        if tensor.data_ptr() == source[name].data_ptr() and tensor.numel():
+            continue  # DDP keeps the module's own tensors: rank 0's are in place
+        pieces = {piece: source[name][piece.full_index] for piece in runtime.pieces(name, source[name])}
+        _fill(name, tensor, pieces)
+    for peer in range(1, world.size):
+        _send(runtime, local, source, peer)
 
 
-def _send(runtime: Runtime, bucket: list[str], source: Mapping[str, Tensor], peer: int) -> None:
-    coord = runtime.recipe.grid.coord(peer)
-    for dtype, names in _by_dtype(bucket, runtime).items():
-        parts = [
-            source[name][piece.full_index].reshape(-1).to(runtime.world.device, dtype)
-            for name in names
-            for piece in runtime.pieces(name, source[name], coord)
-        ]
-        if parts and (packed := torch.cat(parts)).numel():
-            dist.send(packed.view(torch.uint8) if packed.numel() else packed, dst=peer)
+def _send(runtime: Runtime, local: Mapping[str, Tensor], source: Mapping[str, Tensor], peer: int) -> None:
+    device = runtime.world.device
+    for message in _messages(runtime, local, peer):
+        parts = [source[name][piece.full_index].reshape(-1).to(device, message.dtype) for name, piece in message.pieces]
+        dist.send(torch.cat(parts).view(torch.uint8), dst=peer)
 
 
-def _receive(runtime: Runtime, bucket: list[str], locals_: Mapping[str, Tensor]) -> None:
-    for dtype, names in _by_dtype(bucket, runtime).items():
-        targets = [(locals_[name], piece) for name in names for piece in runtime.pieces(name, locals_[name])]
-        count = sum(torch.Size(piece.sizes).numel() for _, piece in targets)
-        if not count:
-            continue
-        packed = torch.empty(count, dtype=dtype, device=runtime.world.device)
+def _receive(runtime: Runtime, local: Mapping[str, Tensor]) -> None:
+    arrived: dict[str, dict[Slice, Tensor]] = {name: {} for name in local}
+    left = {name: len(runtime.pieces(name, tensor)) for name, tensor in local.items()}
+    for name in [name for name, count in left.items() if not count]:
+        _fill(name, local[name], {})
+    for message in _messages(runtime, local, runtime.world.rank):
+        sizes = [math.prod(piece.sizes) for _, piece in message.pieces]
+        packed = torch.empty(sum(sizes), dtype=message.dtype, device=runtime.world.device)
         dist.recv(packed.view(torch.uint8), src=0)
-        for (local, piece), part in zip(
-            targets, packed.split([torch.Size(piece.sizes).numel() for _, piece in targets]), strict=True
-        ):
-            local[piece.local_index] = part.view(piece.sizes).to(local.device)
+        for (name, piece), part in zip(message.pieces, packed.split(sizes), strict=True):
+            arrived[name][piece] = part.view(piece.sizes)
+            left[name] -= 1
+            if not left[name]:
+                _fill(name, local[name], arrived.pop(name))
 
 
-def _by_dtype(names: list[str], runtime: Runtime) -> dict[torch.dtype, list[str]]:
-    groups: dict[torch.dtype, list[str]] = {}
-    for name in names:
-        groups.setdefault(runtime.local_tensors()[name].dtype, []).append(name)
-    return groups
+@dataclass
+class _Message:
+    """What travels in one send: pieces of tensors of one dtype."""
+
+    dtype: torch.dtype
+    pieces: list[tuple[str, Slice]] = field(default_factory=list)
+    num_bytes: int = 0
 
 
-def _buckets(locals_: Mapping[str, Tensor]) -> list[list[str]]:
-    buckets, size = [[]], 0
-    for name, local in locals_.items():
-        if size > _BUCKET_BYTES:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(name)
-        size += local.numel() * local.itemsize
-    return buckets
+def _messages(runtime: Runtime, local: Mapping[str, Tensor], peer: int) -> Iterator[_Message]:
+    """The messages from rank 0 to ``peer``, in order. Both sides make this list, each from its own tensors, so it
+    depends on the recipe and the peer only: shards of other ranks may be larger."""
+    coord = runtime.recipe.grid.coord(peer)
+    open_: dict[torch.dtype, _Message] = {}
+    for name, tensor in local.items():
+        message = open_.setdefault(tensor.dtype, _Message(tensor.dtype))
+        for piece in runtime.pieces(name, tensor, coord):
+            message.pieces.append((name, piece))
+            message.num_bytes += math.prod(piece.sizes) * tensor.itemsize
+        if message.num_bytes >= _MESSAGE_BYTES:
+            yield open_.pop(tensor.dtype)
+    yield from (message for message in open_.values() if message.num_bytes)
 
 
-def _check_written(name: str, tensor: Tensor, why: str) -> None:
-    if has_unwritten(tensor):
+def _fill(name: str, tensor: Tensor, pieces: Mapping[Slice, Tensor]) -> None:
+    """Writes ``pieces`` into ``tensor``, and proves that they are all of it: marks that are left must have come along."""
+    mark_unwritten(tensor)
+    marks = 0
+    for piece, values in pieces.items():
+        tensor[piece.local_index] = values.to(tensor.device, tensor.dtype)
+        marks += num_marks(tensor[piece.local_index])
+    if num_marks(tensor) != marks or sum(math.prod(piece.sizes) for piece in pieces) != tensor.numel():
         raise PlanError(
-            f"{int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 'some'} of {tensor.numel()} "
-            "values were not written",
-            why=why,
-            fix="initialise it in the constructor, or build the module with real values and pass the module",
+            f"{num_marks(tensor) - marks} of {tensor.numel()} values were not written",
+            why="the pieces that rank 0 sent are not all of this rank's tensor",
+            fix="make the recipe from this module and layout: parallelize does",
             name=name,
         )

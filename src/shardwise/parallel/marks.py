@@ -1,0 +1,30 @@
+"""Marks in memory that nothing has been written to yet, so that a tensor nobody initialises is an error with its name
+instead of garbage in the model."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["mark_unwritten", "num_marks"]
+
+
+def mark_unwritten(tensor: Tensor, mark: int = 0) -> Tensor:
+    """Fills ``tensor`` in place with what initialisations hardly write: mark 0 is NaN, the smallest integer or False;
+    mark 1 is another value, to tell a mark from a value that looks like it."""
+    if mark:
+        return tensor.fill_(1)
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.fill_(float("nan"))
+    if tensor.dtype is torch.bool:
+        return tensor.zero_()
+    return tensor.fill_(torch.iinfo(tensor.dtype).min if tensor.dtype.is_signed else torch.iinfo(tensor.dtype).max)
+
+
+def num_marks(tensor: Tensor) -> int:
+    """How many values of ``tensor`` look like mark 0 of :func:`mark_unwritten`. Types of one byte have no value to
+    spare and never show one."""
+    if tensor.numel() == 0 or tensor.dtype.itemsize == 1:
+        return 0
+    if tensor.is_floating_point() or tensor.is_complex():
+        return int(tensor.isnan().sum())
+    info = torch.iinfo(tensor.dtype)
+    return int((tensor == (info.min if tensor.dtype.is_signed else info.max)).sum())

@@ -1,0 +1,178 @@
+"""Where the values of a module come from: its recorded constructor, or rank 0.
+
+A callable is built on meta with a tape running; if every rank can replay its tape and all tapes are the same, each rank
+makes its own values from it. Otherwise, and for a module that has values already, rank 0's values are scattered.
+"""
+
+import contextlib
+import random
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import UsageError
+from shardwise.parallel.build import build_on_meta
+from shardwise.parallel.runtime import Runtime
+from shardwise.parallel.stale import mark_stale
+from shardwise.parallel.tape import Tape
+from shardwise.parallel.tensors import loose_tensors, tensors_of, to_meta
+from shardwise.parallel.values import scatter_values, write_from_tape
+from shardwise.recipe import Note, Recipe
+from shardwise.world import World
+
+__all__ = ["FromRank0", "FromTape", "all_tensors", "build_with_source"]
+
+
+class FromTape:
+    """Values replayed by every rank from the record of the constructor."""
+
+    note: Note | None = Note(
+        name="init", why="seeded: values are functions of (seed, name), made by each rank for itself"
+    )
+
+    def __init__(self, module: nn.Module, tape: Tape):
+        self.tape = tape
+        # Detached: casting to the storage dtype gives a parameter other data, and the tape knows the first.
+        self.on_meta = {name: tensor.detach() for name, tensor in all_tensors(module).items()}
+
+    def release(self, module: nn.Module, recipe: Recipe) -> None:
+        pass  # the module is on meta
+
+    def write(self, runtime: Runtime) -> None:
+        write_from_tape(runtime, self.tape, self.on_meta)
+
+
+class FromRank0:
+    """Rank 0's values, kept on its host until they are scattered."""
+
+    def __init__(self, module: nn.Module, world: World, note: Note | None):
+        self.note, self.world, self.values = note, world, {}
+        if world.is_main:
+            self.values = {name: tensor.detach() for name, tensor in all_tensors(module).items()}
+
+    def release(self, module: nn.Module, recipe: Recipe) -> None:
+        """Drops the module's own copy of the values. DDP keeps the tensors themselves, so that an optimizer built
+        on them stays right."""
+        if recipe.engine == "fsdp2":
+            held = {name: weakref.ref(tensor) for name, tensor in tensors_of(module, "_parameters").items()}
+            to_meta(module)
+            # What is still alive is held by somebody, an optimizer perhaps.
+            mark_stale({name: tensor for name, ref in held.items() if (tensor := ref()) is not None}, {})
+
+    def write(self, runtime: Runtime) -> None:
+        scatter_values(runtime, self.values)
+        self.values = {}
+
+
+def build_with_source(model: Any, world: World, init: str | None) -> tuple[nn.Module, "FromTape | FromRank0"]:
+    """The module, and where its values come from. All ranks must call it.
+
+    Args:
+        model: a module, or a callable that builds one.
+        world: whose ranks will hold it.
+        init: as ``parallelize`` takes it.
+
+    Raises:
+        UsageError: neither a module nor a callable, a module on meta, or an ``init`` that cannot be.
+    """
+    if init not in (None, "seeded", "rank0"):
+        raise UsageError(f"init={init!r}", why="there is no such way", fix='use "seeded", "rank0" or None')
+    if isinstance(model, nn.Module):
+        if init == "seeded":
+            raise UsageError(
+                'init="seeded" with a module',
+                why="its constructor has run already, so there is nothing to draw again",
+                fix="pass the callable that builds it: parallelize(lambda: MyModel(config), world)",
+            )
+        _refuse_meta(model)
+        return model, FromRank0(model, world, Note(name="init", why="rank0: values of the module given on rank 0"))
+    if not callable(model):
+        raise UsageError(
+            f"a {type(model).__name__}",
+            why="it is neither a module nor a callable that builds one",
+            fix="pass one of them",
+        )
+    reason = "asked for"
+    if init != "rank0":
+        module, tape = build_on_meta(model, world.seed)
+        source = FromTape(module, tape) if module is not None else None
+        refused = _refused_anywhere(source, tape, world)
+        if module is not None and source is not None and refused is None:
+            return module, source
+        reason = f"seeded values are not possible: {refused}"
+    return _build_on_rank0(model, world, reason)
+
+
+def _refused_anywhere(source: "FromTape | None", tape: Tape, world: World) -> str | None:
+    """Why some rank cannot replay its tape, or why tapes are not to be trusted: all ranks must take the same way."""
+    refused = tape.refused or (None if source is not None else "the callable gave no module")
+    seen = world.gather((refused, tape.digest(source.on_meta) if source is not None else ""))
+    first = next((reason for reason, _ in seen if reason is not None), None)
+    if first is None and len({digest for _, digest in seen}) > 1:
+        return "its constructor does not do the same on every rank (a generator of its own, the time, the rank?)"
+    return first
+
+
+def _build_on_rank0(model: Callable[[], nn.Module], world: World, reason: str) -> tuple[nn.Module, "FromRank0"]:
+    """Rank 0 builds with real values; the others build on meta where they can, else for real and drop the values."""
+    module: Any = None
+    with _rng_of_rank0(world) as state:
+        if not world.is_main:
+            module, _ = build_on_meta(model, world.seed)
+        if module is None:
+            _set_rng_state(state)
+            module = model()
+    if not isinstance(module, nn.Module):
+        raise UsageError(
+            f"a callable that gave a {type(module).__name__}", why="parallelize needs a module", fix="return the module"
+        )
+    source = FromRank0(module, world, Note(name="init", why=f"rank0 ({reason})"))
+    to_meta(module)
+    return module, source
+
+
+def _rng_state() -> tuple[Any, Any, Tensor]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _set_rng_state(state: tuple[Any, Any, Tensor]) -> None:
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])
+
+
+@contextlib.contextmanager
+def _rng_of_rank0(world: World) -> Iterator[tuple[Any, Any, Tensor]]:
+    """Within: Python, numpy and torch draw what they would on rank 0, so that what a constructor draws for itself (the
+    numbers it keeps as plain attributes) is the same on every rank. Gives that state. All ranks must enter it."""
+    own = _rng_state()
+    theirs = world.broadcast(own)
+    _set_rng_state(theirs)
+    try:
+        yield theirs
+    finally:
+        if not world.is_main:  # what rank 0 drew counts as drawn
+            _set_rng_state(own)
+
+
+def all_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Canonical name -> every tensor that has values: parameters, buffers, and those kept anywhere else."""
+    found = {**tensors_of(module, "_parameters"), **tensors_of(module, "_buffers")}
+    for name, tensor in loose_tensors(module).items():
+        found.setdefault(name, tensor)
+    return found
+
+
+def _refuse_meta(module: nn.Module) -> None:
+    for name, tensor in all_tensors(module).items():
+        if tensor.device.type == "meta":
+            raise UsageError(
+                "a module with tensors on meta",
+                why="it has no values, and its constructor is not known here",
+                fix="pass the callable that builds it: parallelize(lambda: MyModel(config), world)",
+                name=name,
+            )
