@@ -53,17 +53,18 @@ def _own_loop(layout, engine):
     with world:
         optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         loader = sw.Loader(Samples(), world, global_batch=6, micro_batch=2)
-        tokens, paddings, norms = [], 0, []
+        tokens, paddings, norms, own_calls = [], 0, [], []
         for batches in loader:
             with sw.window(model, batches) as w:
                 for b in w:
                     paddings += b.padding
                     (sum_loss(model(b["input_ids"]), b) / w.num_tokens).backward()
+                own_calls.append(float(model.calls))
             norms.append(float(sw.clip_grad_norm_(model, 0.05)))
             optim.step()
             optim.zero_grad()
             tokens.append(w.num_valid)
-        return values(model), tokens, paddings, norms, float(model.calls)
+        return values(model), tokens, paddings, norms, [*own_calls, float(model.calls)]
 
 
 @pytest.mark.parametrize(("layout", "engine"), TWO)
@@ -80,11 +81,12 @@ def test_an_own_loop_with_paddings_is_exact(ranks, layout, engine):
         optim.zero_grad()
     found = ranks.run(_own_loop, 2, layout, engine)
     assert sum(paddings for _, _, paddings, _, _ in found) == 2  # windows of 3 and 3 micro-batches for two ranks
-    for got, counted, _, clipped, calls in found:
+    # Two real micro-batches a window on rank 0, one and a padding on rank 1; at each end rank 0's buffers count.
+    assert [calls for *_, calls in found] == [[2.0, 4.0, 4.0], [1.0, 3.0, 4.0]]
+    for got, counted, _, clipped, _ in found:
         assert_close(got, {n: p.detach() for n, p in plain.named_parameters()})
         assert counted == tokens
         assert clipped == pytest.approx(norms, rel=1e-12)
-        assert calls == 4.0  # rank 0's, of its 4 real micro-batches; the paddings of rank 1 left none
 
 
 class _One:
