@@ -27,7 +27,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        self.tape.note_constants((args, kwargs))
+        self.tape.note_inputs(func, (args, kwargs))
         if not is_draw(func):
             result = func(*args, **kwargs)
         else:  # of real numbers, should the constructor look at them (`.item()`): the same ones on every rank
@@ -39,10 +39,11 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Literals(TorchFunctionMode):
-    """What torch drops on meta before it becomes an operation: values given as Python numbers, and the initialisers of
-    ``torch.nn.init`` that return early there (``trunc_normal_``, ``orthogonal_``, ``sparse_``)."""
+    """What torch drops on meta before it becomes an operation: values and indices given as Python numbers, and the
+    initialisers of ``torch.nn.init`` that return early there (``trunc_normal_``, ``orthogonal_``, ``sparse_``)."""
 
     _FROM_VALUES = (torch.tensor, torch.as_tensor, torch.asarray)
+    _INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
     _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
     def __init__(self, tape: Tape):
@@ -54,14 +55,28 @@ class _Literals(TorchFunctionMode):
         if func in self._FROM_VALUES and kwargs.get("device") is None:
             given = args[0] if args else kwargs.get("data", kwargs.get("obj"))
             if not isinstance(given, Tensor):
-                grad = kwargs.pop("requires_grad", False)
-                value = func(*args, **(kwargs | {"device": "cpu"}))
-                return value.to("meta").requires_grad_(grad)
+                return self._made(func, args, kwargs)
+        elif func == torch.Tensor.new_tensor:
+            like, *values = args
+            return self._made(torch.tensor, values, {"dtype": like.dtype} | kwargs)
+        elif func in self._INDEXED:
+            args = (args[0], self._index(args[1]), *args[2:])
         if func == self._IS_META:
             caller = _caller_in(torch.nn.init.__name__)
             if caller is not None:
                 self.tape.record_init(getattr(torch.nn.init, caller.f_code.co_name), dict(caller.f_locals))
         return func(*args, **kwargs)
+
+    def _made(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+        """The tensor of these values: real, so that the tape keeps them, then brought to meta."""
+        grad = kwargs.pop("requires_grad", False)
+        value = func(*args, **(kwargs | {"device": "cpu"}))
+        return value.to("meta").requires_grad_(grad)
+
+    def _index(self, index: Any) -> Any:
+        if isinstance(index, tuple):
+            return tuple(map(self._index, index))
+        return self._made(torch.tensor, (index,), {}) if isinstance(index, list) else index
 
 
 def _caller_in(module: str) -> types.FrameType | None:

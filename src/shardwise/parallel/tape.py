@@ -115,15 +115,18 @@ class Tape:
     def _pack(self, value: Any) -> Any:
         return self.ref(value) if isinstance(value, Tensor) else value
 
-    def note_constants(self, arguments: Any) -> None:
-        """Keeps the values of real tensors that an operation is about to read or change and that came from outside
-        torch's operations: a list, numpy, a file."""
+    def note_inputs(self, op: Any, arguments: Any) -> None:
+        """Looks at what an operation is about to read or change and no operation made. Real tensors came from a list,
+        numpy, a file: their values are kept. A meta tensor was made of Python values inside torch, which are gone."""
 
         def note(value: Any) -> Any:
-            if isinstance(value, Tensor) and value.device.type != "meta":
+            if isinstance(value, Tensor):
                 storage = value.untyped_storage()
                 if storage._cdata not in self._numbers:
-                    self._constants[self.ref(value).storage] = storage.clone()
+                    if value.device.type == "meta":
+                        self.refused = self.refused or f"its constructor gives {op} values that meta does not keep"
+                    else:
+                        self._constants[self.ref(value).storage] = storage.clone()
             return value
 
         tree_map(note, arguments)
