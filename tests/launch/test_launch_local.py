@@ -305,15 +305,19 @@ def test_error_in_a_callback_ends_the_ranks(tmp_path):
 
 def test_nothing_is_left_open():
     launch("add", 1, 2)
-    before = sorted(os.listdir("/proc/self/fd"))
+    before, others = sorted(os.listdir("/proc/self/fd")), children()
     handler = signal.getsignal(signal.SIGTERM)
     launch("write", on_line=lambda *line: None)
     with pytest.raises(RankError):
         launch("fail_everywhere")
     assert sorted(os.listdir("/proc/self/fd")) == before
     assert signal.getsignal(signal.SIGTERM) is handler
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    assert [pid for pid in children if "shardwise" in Path(f"/proc/{pid}/cmdline").read_text()] == []
+    assert children() == others
+
+
+def children():
+    """Processes this one has started and not ended; a pool of warm ranks may be among them."""
+    return sorted(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
 @pytest.mark.parametrize(
