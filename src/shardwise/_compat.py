@@ -18,6 +18,7 @@ __all__ = [
     "BatchNormBase",
     "DDPModule",
     "TorchDispatchMode",
+    "connection_to",
     "default_store",
     "drop_partial_gradients",
     "foreach_norms",
@@ -41,6 +42,11 @@ __all__ = [
 def default_store() -> dist.Store:
     """The store of the default process group: a peer can leave word there while its main thread is blocked."""
     return dist.distributed_c10d._get_default_store()
+
+
+def connection_to(store: dist.Store) -> dist.Store:
+    """A connection of its own to the same store: a read waits for its answer, and others would wait behind it."""
+    return store.clone()  # type: ignore[attr-defined] - missing in torch's type stubs
 
 
 def forget_failed_group() -> None:
@@ -98,7 +104,7 @@ def unit_gradients(group: Any) -> Iterator[tuple[nn.Parameter, nn.Module, str]]:
 def reset_iteration(module: nn.Module) -> None:
     """Forgets what a forward or backward of a unit tree left half done; before the first forward there is nothing, and
     torch's own ``reset_iter_state`` fails."""
-    if module._get_fsdp_state()._is_root:
+    if isinstance(module, FSDPModule) and module._get_fsdp_state()._is_root:
         module.reset_iter_state()
 
 

@@ -150,7 +150,7 @@ class Agreement:
             ranks=ranks,
         )
 
-    def explain(self, error: RuntimeError, place: str) -> RankError:
+    def explain(self, error: BaseException, place: str) -> RankError:
         """The RankError behind a collective that broke: names the lost rank if word of it arrives in time."""
         if self.watch is not None:
             alarm = self.watch.wait_for_alarm(self.watch.silent_s + 1.5)

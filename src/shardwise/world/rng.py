@@ -24,18 +24,18 @@ def derive_seed(seed: int, *place: str | int) -> int:
 @contextlib.contextmanager
 def forked_rng(seed: int, device: torch.device | None = None) -> Iterator[None]:
     """Within: torch draws from a stream of its own on CPU and ``device``. After: as if nothing had been drawn."""
-    cuda = device is not None and device.type == "cuda"
+    cuda = device if device is not None and device.type == "cuda" else None
     before = torch.get_rng_state()
-    before_cuda = torch.cuda.get_rng_state(device) if cuda else None
+    before_cuda = torch.cuda.get_rng_state(cuda) if cuda is not None else None
     torch.default_generator.manual_seed(seed)
-    if cuda:
-        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+    if cuda is not None:
+        torch.cuda.default_generators[cuda.index or 0].manual_seed(seed)
     try:
         yield
     finally:
         torch.set_rng_state(before)
-        if before_cuda is not None:
-            torch.cuda.set_rng_state(before_cuda, device)
+        if cuda is not None and before_cuda is not None:
+            torch.cuda.set_rng_state(before_cuda, cuda)
 
 
 def seed_all(seed: int, rank: int) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardwise._compat import connection_to
 from shardwise.errors import RankError
 from shardwise.launch.events import report_failure
 
@@ -69,7 +70,7 @@ class Watch:
         self._left = False
         self._turns = 0  # of the thread that talks to the store
         self._stop = threading.Event()
-        self._store, self._main_store = store.clone(), store.clone()  # a connection each: reads wait for their answer
+        self._store, self._main_store = connection_to(store), connection_to(store)
         self._threads = [
             threading.Thread(target=run, name=f"shardwise-{name}", daemon=True)
             for name, run in (("watch", self._talk), ("guard", self._guard))

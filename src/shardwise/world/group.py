@@ -1,0 +1,139 @@
+"""The process group under a world: which device, which backend, and how this process meets its peers."""
+
+import contextlib
+import os
+import weakref
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from shardwise._compat import default_store, forget_failed_group
+from shardwise.errors import ConfigError, RankError
+from shardwise.world.env import Env
+from shardwise.world.watch import Watch
+
+__all__ = ["choose_device", "env_of_group", "has_cpu_backend", "set_threads", "start_group", "start_watch"]
+
+_FIX_BACKEND = 'use "gloo", "nccl" or "cuda:nccl,cpu:gloo"'
+_store: tuple[tuple[str, int], dist.Store] | None = None  # of the last rendezvous: see _join
+
+
+def env_of_group() -> Env:
+    """This process's place in a group that exists already."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    return Env("process group", rank, size, local_rank, local_size)
+
+
+def choose_device(device: str | torch.device | None, env: Env) -> torch.device:
+    """The device this rank computes on; a CUDA one is made torch's current device."""
+    text = str(device) if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    if text.partition(":")[0] not in ("cpu", "cuda"):
+        raise ConfigError(f"device={text!r}", why="only cpu and cuda are tested", fix='use "cpu" or "cuda"')
+    try:
+        wanted = torch.device(text)
+    except RuntimeError as error:
+        raise ConfigError(f"device={text!r}", why=str(error).splitlines()[0], fix='use "cpu" or "cuda:0"') from error
+    if wanted.type == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    index = wanted.index if wanted.index is not None else env.local_rank
+    if index >= count:
+        raise ConfigError(
+            f"device cuda:{index} for local rank {env.local_rank}",
+            why=f"this node shows {count} CUDA device{'s' if count != 1 else ''}",
+            fix=f"start at most {count} ranks per node, or use device='cpu'" if count else "use device='cpu'",
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def start_group(env: Env, backend: str | None, device: torch.device, timeout_s: float) -> None:
+    """Starts torch's default process group; nothing of it is left behind where that fails.
+
+    Raises:
+        ConfigError: a backend this torch does not have, or that does not suit the device.
+        RankError: the peers cannot be met at the address.
+    """
+    named = os.environ.get("TORCH_DISTRIBUTED_BACKEND")
+    chosen = backend or named or ("gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo")
+    timeout = timedelta(seconds=timeout_s)
+    where = f"backend={chosen!r}{'' if backend or not named else ' from TORCH_DISTRIBUTED_BACKEND'} on {device.type}"
+    unknown = [name for part in chosen.split(",") if not dist.is_backend_available(name := part.rpartition(":")[2])]
+    if unknown:
+        raise ConfigError(where, why=f"this torch has no {', '.join(unknown)}", fix=_FIX_BACKEND)
+    try:
+        # A world of one has no port: many of them can live on a machine.
+        store = dist.HashStore() if env.source == "single" else _join(env, timeout)
+        dist.init_process_group(
+            chosen,
+            store=store,
+            rank=env.rank,
+            world_size=env.world_size,
+            timeout=timeout,
+            device_id=device if "nccl" in chosen else None,
+        )
+    except (ValueError, RuntimeError) as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+            raise RankError(
+                f"rank {env.rank} of {env.world_size} could not meet the others at {env.master_addr}:{env.master_port}",
+                why=why,
+                fix="look whether rank 0 runs there and every rank was started; or take another MASTER_PORT",
+            ) from error
+        raise ConfigError(where, why=why, fix=_FIX_BACKEND) from error
+    finally:
+        if not dist.is_initialized():
+            forget_failed_group()
+
+
+def _join(env: Env, timeout: timedelta) -> dist.Store:
+    """A store that the ranks share, with keys of this world only.
+
+    torch uses the same keys for each group of a process, so a second one on the store of a launcher would read the first
+    one's addresses. Here each world counts itself. The connection is kept for the next world: rank 0 may be the one that
+    serves it, and would end it just when a quicker peer comes back.
+    """
+    global _store
+    address = (env.master_addr, env.master_port)
+    if _store is not None and _store[0] == address:
+        with contextlib.suppress(RuntimeError):  # served by a process that has ended: meet anew
+            return _with_own_keys(_store[1], env.rank)
+    _store = None
+    url = "env://" if env.source == "torchrun" else f"tcp://{env.master_addr}:{env.master_port}"
+    found, _, _ = next(rendezvous(url, env.rank, env.world_size, timeout=timeout))
+    _store = (address, found)
+    return _with_own_keys(found, env.rank)
+
+
+def _with_own_keys(store: dist.Store, rank: int) -> dist.Store:
+    number = store.add(f"shardwise/worlds/{rank}", 1)  # how many this rank has opened here: the same on every rank
+    return dist.PrefixStore(f"shardwise/{number}", store)
+
+
+def start_watch(rank: int, size: int, timeout_s: float, source: str) -> Watch:
+    """The watch of this rank over the group that was just started, or found ("process group")."""
+    group = weakref.ref(dist.group.WORLD)
+    served_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or source == "process group"
+    return Watch(
+        rank,
+        size,
+        store=_with_own_keys(default_store(), rank),
+        timeout_s=timeout_s,
+        keeper=None if served_by_launcher else 0,
+        is_current=lambda: dist.is_initialized() and dist.group.WORLD is group(),
+    )
+
+
+def has_cpu_backend() -> bool:
+    """Whether the group takes tensors on the CPU."""
+    return "cpu:" in dist.get_backend_config()
+
+
+def set_threads(local_world_size: int) -> None:
+    """Divides the cores among the ranks of a node, unless the user has said how many threads a rank takes."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
