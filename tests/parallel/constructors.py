@@ -138,21 +138,19 @@ def _written() -> Tensor:
 
 
 def standard():
-    return nn.ModuleDict(
-        {
-            "linear": nn.Linear(D, 2 * D),
-            "conv": nn.Conv2d(8, 16, 3),
-            "transposed": nn.ConvTranspose1d(8, 16, 5),
-            "embedding": nn.Embedding(80, D, padding_idx=3),
-            "lstm": nn.LSTM(D, 32, num_layers=2, bidirectional=True),
-            "gru": nn.GRU(D, 32),
-            "attention": nn.MultiheadAttention(D, 4),
-            "batch": nn.BatchNorm2d(8),
-            "group": nn.GroupNorm(2, 8),
-            "norm": nn.LayerNorm(D),
-            "bilinear": nn.Bilinear(16, 16, 16),
-            "prelu": nn.PReLU(),
-        }
+    return Holder(
+        linear=nn.Linear(D, 2 * D),
+        conv=nn.Conv2d(8, 16, 3),
+        transposed=nn.ConvTranspose1d(8, 16, 5),
+        embedding=nn.Embedding(80, D, padding_idx=3),
+        lstm=nn.LSTM(D, 32, num_layers=2, bidirectional=True),
+        gru=nn.GRU(D, 32),
+        attention=nn.MultiheadAttention(D, 4),
+        batch=nn.BatchNorm2d(8),
+        group=nn.GroupNorm(2, 8),
+        norm=nn.LayerNorm(D),
+        bilinear=nn.Bilinear(16, 16, 16),
+        prelu=nn.PReLU(),
     )
 
 
@@ -241,7 +239,7 @@ def from_numpy_generator():
 def from_the_rank():
     import os
 
-    return Holder(weight=nn.Parameter(torch.full((6, 5), float(os.environ["RANK"]))))
+    return Holder(weight=nn.Parameter(torch.full((6, 5), float(os.environ.get("RANK", "0")))))
 
 
 def with_drawn_attributes():
@@ -266,10 +264,16 @@ def unwritten(dtype: str = "float32"):
     real = getattr(torch, dtype)
     empty = torch.empty(4, 3, dtype=real)
     empty[:2] = 1
-    return nn.ModuleDict(
-        {"a": nn.Linear(2, 2), "b": Holder(late=nn.Parameter(empty) if real.is_floating_point else empty)}
-    )
+    return Holder(a=nn.Linear(2, 2), b=Holder(late=nn.Parameter(empty) if real.is_floating_point else empty))
 
 
 def unwritten_legacy():
     return Holder(late=nn.Parameter(torch.Tensor(3, 4)))
+
+
+def unwritten_ints():
+    return unwritten("int64")
+
+
+def unwritten_flags():
+    return unwritten("bool")

@@ -157,6 +157,18 @@ def test_a_parameters_values_depend_on_its_name_not_on_what_else_there_is():
     assert torch.equal(alone["b.weight"], beside["b.weight"])
 
 
+def test_values_do_not_depend_on_the_number_of_threads():
+    before, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append(replayed(lambda: make.Holder(a=make.parameter(nn.init.orthogonal_, 300, 300))))
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0]["a"], found[1]["a"]) and torch.equal(found[0]["a"], found[2]["a"])
+
+
 def test_building_and_replaying_leave_the_random_state_alone():
     before = torch.get_rng_state()
     replayed(make.initialisers)

@@ -105,8 +105,10 @@ def _refuse_containers(modules: dict[str, nn.Module], names: tuple[str, ...]) ->
             raise UnsupportedError(
                 f"a {type(target).__name__} as a unit",
                 why="it has no forward, so nothing would gather its parameters",
-                fix=f"name its children: units=({name + '.*'!r},)",
-                name=name,
+                fix=f"name its children: units=({name + '.*'!r},)"
+                if name
+                else "hold it in a module that has a forward",
+                name=name or None,
             )
 
 

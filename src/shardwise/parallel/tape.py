@@ -161,7 +161,7 @@ class Tape:
         or 1: see :func:`mark_unwritten`."""
         target = self.ref(tensor)
         storages: dict[int, torch.UntypedStorage] = {}
-        with torch.no_grad(), forked_rng(0), _default_dtype():
+        with torch.no_grad(), forked_rng(0), _alike_everywhere():
             for index in self._slice(target.storage):
                 self._replay(index, storages, mark)
             return self._unpack(target, storages, mark)
@@ -278,10 +278,13 @@ def _bytes_of(storage: torch.UntypedStorage) -> bytes:
 
 
 @contextlib.contextmanager
-def _default_dtype() -> Iterator[None]:
-    """After: the default dtype of before. A replay sets the one each operation was recorded under."""
-    before = torch.get_default_dtype()
+def _alike_everywhere() -> Iterator[None]:
+    """Within: one thread, since ranks have as many as their machine gives them and a QR or a sum differs in its last bits
+    by that; and a default dtype that a replay sets to what it was for each operation. After: as before."""
+    dtype, num_threads = torch.get_default_dtype(), torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(dtype)
+        torch.set_num_threads(num_threads)

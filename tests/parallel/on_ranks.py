@@ -1,0 +1,138 @@
+"""What ranks do in the tests of this folder, and how their pieces are put together again."""
+
+import ctypes
+import functools
+import gc
+import warnings
+from pathlib import Path
+
+import parallel.constructors as make
+import torch
+from torch import Tensor, nn
+from zoo import CASES
+
+from shardwise.config.options import Sharding
+from shardwise.parallel import parallelize, recipe_of, runtime_of
+from shardwise.world import init
+
+LAYOUTS = {  # name -> (layout, ranks, engine)
+    "one": ("dp_shard=1", 1, "auto"),
+    "ddp-2": ("dp_replicate=2", 2, "auto"),
+    "fsdp-2": ("dp_shard=2", 2, "auto"),
+    "fsdp-4": ("dp_shard=4", 4, "auto"),
+    "hsdp-2x2": ("dp_replicate=2,dp_shard=2", 4, "auto"),
+    "fsdp2-2x1": ("dp_replicate=2", 2, "fsdp2"),
+}
+
+
+def builder(name: str):
+    """A constructor of this folder or of the zoo, by name."""
+    return CASES[name].build if name in CASES else getattr(make, name)
+
+
+def shard(name: str, layout: str, *, how=None, seed: int = 0, precision=None, engine: str = "auto", unit: int = 0):
+    """Shards constructor ``name`` (``how="module"``: built first, with numbers of this rank's own) and gives what this
+    rank holds: name -> list of (index into the whole, values), the notes, and the warnings."""
+    keep = {} if engine == "ddp" else {"min_unit_bytes": unit}
+    with init(layout, device="cpu", seed=seed, timeout_s=30) as world, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.manual_seed(1000 + world.rank)
+        model, way = builder(name), how
+        if how == "module":
+            model, way = model(), None
+        model = parallelize(model, world, init=way, precision=precision, sharding=Sharding(engine=engine, **keep))
+        runtime = runtime_of(model)
+        held = {
+            tensor_name: [
+                (piece.full_index, tensor[piece.local_index].clone()) for piece in runtime.pieces(tensor_name, tensor)
+            ]
+            for tensor_name, tensor in runtime.local_tensors().items()
+        }
+        plain = {
+            key: value for key, value in vars(model).items() if isinstance(value, float) or key in {"array", "order"}
+        }
+        notes = {note.name: note.why for note in recipe_of(model).notes}
+        return held, notes, [str(w.message) for w in caught if "init" in str(w.message)], plain
+
+
+def whole(ranks_held: list[dict], shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """The full tensors, checked to be the same wherever two ranks hold the same piece, and to be complete."""
+    found = {}
+    for name, shape in shapes.items():
+        dtype = next((values.dtype for held in ranks_held for _, values in held[name]), torch.float32)
+        full, seen = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=torch.bool)
+        for held in ranks_held:
+            for index, values in held[name]:
+                again = seen[index]
+                assert torch.equal(full[index][again].nan_to_num(), values[again].nan_to_num()), (
+                    f"{name} differs by rank"
+                )
+                full[index] = values
+                seen[index] = True
+        assert seen.all(), f"{name} is not whole"
+        found[name] = full
+    return found
+
+
+def shapes_of(name: str) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of constructor ``name``."""
+    from shardwise.parallel.sources import all_tensors
+
+    return {key: tuple(tensor.shape) for key, tensor in all_tensors(builder(name)()).items()}
+
+
+def sharded(ranks, name: str, layout: str, **options):
+    """Runs :func:`shard` on the ranks of a layout of this table. Gives whole tensors and what the ranks said."""
+    text, count, engine = LAYOUTS[layout]
+    answers = ranks.run(shard, count, name, text, engine=engine, timeout_s=60, **options)
+    return whole([held for held, *_ in answers], shapes_of(name)), [rest for _, *rest in answers]
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Bit for bit, NaN included."""
+    return a.keys() == b.keys() and all(
+        a[n].dtype == b[n].dtype
+        and torch.equal(a[n].isnan(), b[n].isnan())
+        and torch.equal(a[n].nan_to_num(), b[n].nan_to_num())
+        for n in a
+    )
+
+
+def forward_of(name: str, layout: str, engine: str = "auto"):
+    """The output of a seeded model of the zoo, on this rank, for a batch that is the same on every rank."""
+    case = CASES.get(name)
+    with init(layout, device="cpu", timeout_s=30) as world:
+        build = functools.partial(_double, name)
+        model = parallelize(build, world, sharding=Sharding(engine=engine, min_unit_bytes=0))
+        batch = (
+            case.batch(torch.Generator().manual_seed(0), 0) if case else {"x": torch.ones(2, 4, dtype=torch.float64)}
+        )
+        output = case.forward(model, batch) if case else model(**batch)
+        output.sum().backward()
+        return output.detach()
+
+
+def _double(name: str) -> nn.Module:
+    return builder(name)().double()
+
+
+def host_growth(layout: str, how: str) -> tuple[float, float]:
+    """MiB of this rank's shards of a model of 200 MiB, and by how much the peak of its memory grew while it was made."""
+    with init(layout, device="cpu", timeout_s=30) as world:
+        parallelize(lambda: nn.Linear(512, 512), world, init=how)  # what a first use loads
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # memory that earlier tests left to this process would hide what is taken now
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
+        before = _memory("VmRSS")
+        model = parallelize(_fifty, world, init=how)
+        size = sum(p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes for p in model.parameters())
+        return size / 2**20, _memory("VmHWM") - before
+
+
+def _fifty() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(50)))
+
+
+def _memory(key: str) -> float:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) / 1024

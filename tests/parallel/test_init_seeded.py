@@ -1,0 +1,115 @@
+"""Seeded values: functions of (seed, name), the same under every layout."""
+
+import parallel.constructors as make
+import pytest
+import torch
+from parallel.on_ranks import LAYOUTS, forward_of, host_growth, same, sharded
+from parallel.test_tape import replayed
+
+from shardwise.errors import PlanError, RankError
+
+OTHERS = [layout for layout in LAYOUTS if layout != "one"]
+
+
+@pytest.mark.parametrize("layout", OTHERS)
+@pytest.mark.parametrize("name", ["NanoGPT", "odd"])
+def test_the_same_values_under_every_layout(ranks, name, layout):
+    values, said = sharded(ranks, name, layout)
+    alone, _ = sharded(ranks, name, "one")
+    assert same(values, alone)
+    assert said[0][0]["init"].startswith("seeded: ") and said[0][1] == []
+
+
+@pytest.mark.parametrize(
+    "name", ["standard", "constants", "Rope", "Copies", "Kept", "weight_norm", "initialisers", "gaussians"]
+)
+def test_every_kind_of_constructor(ranks, name):
+    values, said = sharded(ranks, name, "fsdp-4")
+    assert same(values, replayed(getattr(make, name)))
+    assert all("rank0" not in notes["init"] for notes, *_ in said)
+
+
+def test_another_seed_gives_other_values(ranks):
+    one, _ = sharded(ranks, "two_alike", "fsdp-2")
+    other, _ = sharded(ranks, "two_alike", "fsdp-2", seed=1)
+    assert not any(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_storage_dtype_asked_for(ranks):
+    values, _ = sharded(ranks, "NanoGPT", "fsdp-2", precision="fp64")
+    plain, _ = sharded(ranks, "NanoGPT", "one")
+    assert all(values[name].dtype == torch.float64 for name in values)
+    assert same({name: value.float() for name, value in values.items()}, plain)
+
+
+@pytest.mark.parametrize("layout", ["ddp-2", "fsdp-2", "fsdp2-2x1"])
+@pytest.mark.parametrize("name", ["recurrent", "Kept", "odd"])
+def test_the_module_runs_with_them(ranks, name, layout):
+    """Flat weights of an LSTM, tensors in lists and objects, ties: everything that forward reads is there."""
+    text, count, engine = LAYOUTS[layout]
+    alone = ranks.run(forward_of, 1, name, "dp_shard=1")[0]
+    for output in ranks.run(forward_of, count, name, text, engine):
+        torch.testing.assert_close(output, alone, rtol=1e-12, atol=1e-12)
+
+
+# ---- what falls back to rank 0 -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("from_numpy_random", "its constructor draws from numpy.random"),
+        ("from_python_random", "its constructor draws from Python's random"),
+        ("from_item", "it cannot be built on meta ("),
+        ("from_own_generator", "its constructor draws from a generator of its own"),
+        ("from_numpy_generator", "its constructor does not do the same on every rank"),
+        ("from_the_rank", "its constructor does not do the same on every rank"),
+    ],
+)
+def test_what_cannot_be_replayed_is_built_on_rank_0_and_it_is_said(ranks, name, reason):
+    _, said = sharded(ranks, name, "fsdp-2")  # that the ranks' pieces fit together is checked there
+    for notes, warned, _ in said:
+        assert notes["init"].startswith(f"rank0 (seeded values are not possible: {reason}")
+        assert len(warned) == 1 and reason in warned[0]
+
+
+def test_a_real_number_drawn_while_building_is_the_same_on_every_rank(ranks):
+    values, said = sharded(ranks, "with_a_real_draw", "fsdp-4")
+    assert said[0][0]["init"].startswith("seeded")
+    assert len(set(values["weight"].flatten().tolist())) == 1
+
+
+def test_numbers_drawn_for_plain_attributes_are_rank_0s(ranks):
+    _, said = sharded(ranks, "with_drawn_attributes", "fsdp-2")
+    first, second = (plain for *_, plain in said)
+    assert first["python"] == second["python"] and first["order"] == second["order"]
+    assert (first["array"] == second["array"]).all()
+
+
+# ---- what is never written ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["one", "fsdp-2"])
+@pytest.mark.parametrize(("name", "missing"), [("unwritten", 6), ("unwritten_ints", 6), ("unwritten_flags", 6)])
+def test_a_tensor_that_nothing_writes_is_an_error_with_its_name(ranks, name, missing, layout):
+    with pytest.raises(RankError) as caught:
+        sharded(ranks, name, layout)
+    error = caught.value.__cause__
+    assert isinstance(error, PlanError) and error.name == "b.late"
+    assert error.given == f"{missing} of 12 values are not written"
+
+
+# ---- host memory -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("how", "layout"), [("seeded", "fsdp-2"), ("seeded", "one"), ("rank0", "one")])
+def test_host_memory_is_the_shards_and_about_one_tensor(ranks, how, layout):
+    """200 MiB of parameters in tensors of 4 MiB. Built for real and copied into shards, a rank holds them twice."""
+    text, count, _ = LAYOUTS[layout]
+    for size, growth in ranks.run(host_growth, count, text, how):
+        print(f"{how} on {layout}: shards of {size:.0f} MiB, peak growth {growth:.0f} MiB")
+        assert size == 200 / count
+        if how == "seeded":
+            assert growth < size + 50
+        else:
+            assert growth > size + 100  # or the measurement measures nothing
