@@ -18,20 +18,20 @@ def load(name="curves", folder="benchmarks"):
     return sys.modules[f"{name}_script"]
 
 
-def _rank(config, steps):
-    return load().run_rank(config, steps)
+def _call(name, *args):
+    return getattr(load(), name)(*args)
 
 
 def _study(ranks, name, steps, timeout_s):
     curves = load()
 
     def run(function, num_ranks, *args):
-        assert function is curves.run_rank
-        return ranks.run(_rank, num_ranks, *args, timeout_s=timeout_s)
+        return ranks.run(_call, num_ranks, function.__name__, *args, timeout_s=timeout_s)
 
     return curves.run_study(curves.STUDIES[name], steps, run)
 
 
+@pytest.mark.timeout(300)
 def test_curves_of_1_2_and_4_ranks_are_those_of_one_plain_process_to_1e_5(ranks):
     result = _study(ranks, "fp32", 30, 100)
     worst = load().check(result)
