@@ -110,6 +110,6 @@ def test_host_memory_is_the_shards_and_about_one_tensor(ranks, how, layout):
         print(f"{how} on {layout}: shards of {size:.0f} MiB, peak growth {growth:.0f} MiB")
         assert size == 200 / count
         if how == "seeded":
-            assert growth < size + 50
+            assert growth < size + 100
         else:
-            assert growth > size + 100  # or the measurement measures nothing
+            assert growth > size + 150  # or the measurement measures nothing

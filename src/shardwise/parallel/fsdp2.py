@@ -37,6 +37,9 @@ def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine
     cut = {name for name, param in recipe.params.items() if param.cuts}
     parameters = tensors_of(module, "_parameters")
     give_memory(module, world.device, without=[p for name, p in parameters.items() if name in cut])  # ties are kept
+    for name in cut:  # fully_shard wants rows that lie one after another (channels_last is lost)
+        if not parameters[name].is_contiguous():
+            parameters[name].data = parameters[name].data.contiguous()
     whole = {p for name, p in tensors_of(module, "_parameters").items() if name not in cut}
     for unit in (*(unit for unit in recipe.units if unit.name != ROOT), _root_unit(recipe)):
         targets = list({id(modules[name]): modules[name] for name in unit.modules}.values())  # one may have two names

@@ -1,0 +1,135 @@
+"""Rank 0's values, scattered bit for bit, and nothing else sent."""
+
+import parallel.constructors as make
+import pytest
+import torch
+import torch.distributed as dist
+from parallel.on_ranks import LAYOUTS, builder, same, sharded
+from parallel.test_tape import constructed
+from torch import nn
+
+from shardwise.config.options import Sharding
+from shardwise.errors import UsageError
+from shardwise.parallel import parallelize, runtime_of
+from shardwise.recipe import DTYPE_BYTES, Recipe, extents
+from shardwise.world import init
+
+MODELS = ["Awkward", "odd", "conv", "recurrent", "Kept", "weight_norm"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_rank_dependent_init(ranks, name, layout):
+    """Every rank builds the module with numbers of its own; what all of them hold in the end are rank 0's."""
+    if layout == "one" or name == "Awkward" or layout in ("fsdp-4", "ddp-2"):
+        values, said = sharded(ranks, name, layout, how="module")
+        assert same(values, constructed(builder(name), seed=1000))
+        assert said[-1][0]["init"] == "rank0: values of the module given on rank 0"
+
+
+def test_a_callable_may_ask_for_rank_0(ranks):
+    values, said = sharded(ranks, "Awkward", "hsdp-2x2", how="rank0")
+    assert same(values, constructed(make.Awkward, seed=1000))  # the constructor's own, under rank 0's seed
+    assert said[1][0]["init"] == "rank0 (asked for)" and said[1][1] == []  # nothing to warn of
+
+
+def test_the_storage_dtype_asked_for(ranks):
+    values, _ = sharded(ranks, "odd", "fsdp-2", how="module", precision="fp64")
+    want = constructed(builder("odd"), seed=1000)
+    assert values["embed.weight"].dtype == torch.float64
+    assert all(torch.equal(value, want[name].to(value.dtype)) for name, value in values.items())
+
+
+# ---- what is sent --------------------------------------------------------------------------------------------------------
+
+
+def scatter_and_count(name: str, layout: str, engine: str, message_bytes: int | None = None):
+    """Bytes that this rank sent and received point to point while values were scattered, and how many messages."""
+    from shardwise.parallel import values as values_module
+
+    sent, received, kept = [], [], (dist.send, dist.recv, values_module._MESSAGE_BYTES)
+
+    def send(tensor, *args, **kwargs):
+        sent.append(tensor.nbytes)
+        return kept[0](tensor, *args, **kwargs)
+
+    def recv(tensor, *args, **kwargs):
+        received.append(tensor.nbytes)
+        return kept[1](tensor, *args, **kwargs)
+
+    dist.send, dist.recv = send, recv
+    values_module._MESSAGE_BYTES = message_bytes or kept[2]
+    try:
+        with init(layout, device="cpu", timeout_s=30) as world:
+            module = builder(name)()
+            keep = {} if engine == "ddp" else {"min_unit_bytes": 0}
+            runtime = runtime_of(parallelize(module, world, sharding=Sharding(engine=engine, **keep)))
+            others = {n: t.nbytes for n, t in runtime.local_tensors().items() if n not in runtime.recipe.params}
+            return sent, received, runtime.recipe.to_json(), others
+    finally:
+        dist.send, dist.recv, values_module._MESSAGE_BYTES = kept
+
+
+def bytes_held(recipe: Recipe, rank: int, others: dict[str, int]) -> int:
+    """What ``rank`` holds of parameters by the recipe, and whole of everything else."""
+    pieces = {name: extents(param, recipe.grid.coord(rank)) for name, param in recipe.params.items()}
+    numel = {name: sum(torch.Size(piece.sizes).numel() for piece in found) for name, found in pieces.items()}
+    return sum(numel[n] * DTYPE_BYTES[p.storage] for n, p in recipe.params.items()) + sum(others.values())
+
+
+@pytest.mark.parametrize("message_bytes", [None, 40])
+@pytest.mark.parametrize("layout", ["ddp-2", "fsdp-2", "fsdp-4", "hsdp-2x2"])
+def test_rank_0_sends_each_rank_its_pieces_and_nothing_else(ranks, layout, message_bytes):
+    text, count, engine = LAYOUTS[layout]
+    answers = ranks.run(scatter_and_count, count, "Awkward", text, engine, message_bytes)
+    recipe, others = Recipe.from_json(answers[0][2]), answers[0][3]
+    for rank in range(1, count):
+        sent, received, *_ = answers[rank]
+        assert sent == []
+        assert sum(received) == bytes_held(recipe, rank, others)
+    assert answers[0][1] == []
+    assert sum(answers[0][0]) == sum(sum(answers[rank][1]) for rank in range(1, count))
+    dtypes = 6  # float32, bfloat16, int64, bool, uint8, float64
+    assert len(answers[1][1]) <= dtypes if message_bytes is None else len(answers[1][1]) > dtypes
+
+
+def test_messages_do_not_depend_on_how_large_a_ranks_own_shards_are(ranks):
+    """Rank 0 holds more rows than the last rank; both must cut the stream of pieces at the same places."""
+    values, _ = sharded(ranks, "Awkward", "fsdp-4", how="module")
+    for message_bytes in (8, 24, 64):
+        answers = ranks.run(scatter_and_count, 4, "Awkward", "dp_shard=4", "auto", message_bytes)
+        assert sum(answers[0][0]) == sum(sum(received) for _, received, *_ in answers[1:])
+    assert values["uneven"].shape == (7, 3)
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------------
+
+
+def refusals():
+    found = {}
+    with init("dp_shard=1", device="cpu") as world:
+        with torch.device("meta"):
+            on_meta = nn.Sequential(nn.Linear(2, 2))
+        for key, model, how in (
+            ("meta", on_meta, None),
+            ("seeded", nn.Linear(2, 2), "seeded"),
+            ("word", nn.Linear(2, 2), "rank1"),
+            ("kind", 3, None),
+            ("gave", lambda: 3, None),
+        ):
+            try:
+                parallelize(model, world, init=how)
+            except UsageError as error:
+                found[key] = (error.given, error.name)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:init. rank0")
+def test_what_is_no_module_with_values_is_refused(ranks):
+    assert ranks.run(refusals, 1)[0] == {
+        "meta": ("a module with tensors on meta", "0.weight"),
+        "seeded": ('init="seeded" with a module', None),
+        "word": ("init='rank1'", None),
+        "kind": ("a int", None),
+        "gave": ("a callable that gave a int", None),
+    }
