@@ -64,6 +64,14 @@ def parallelize(
     Example:
         >>> model = parallelize(lambda: nn.Linear(8, 8), world)  # doctest: +SKIP
     """
+    if not isinstance(world, World):
+        raise UsageError(
+            f"parallelize(model, {world!r})",
+            why="the second argument is a World: the ranks and their layout",
+            fix=f"world = sw.init({world!r}); model = sw.parallelize(model, world)"
+            if isinstance(world, str)
+            else 'world = sw.init("dp_shard=-1"); model = sw.parallelize(model, world)',
+        )
     chosen = precision_of(precision)
     module, source = build_with_source(model, world, init)
     _refuse_wrapped(module)

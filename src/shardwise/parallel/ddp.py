@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise._compat import replicate, reset_replica, start_replica
+from shardwise.errors import UsageError
 from shardwise.recipe import Recipe
 from shardwise.world import World
 
@@ -36,6 +37,8 @@ def apply_ddp(module: nn.Module, recipe: Recipe, world: World) -> "DDPEngine":
         reduction = _Reduction(group)
         module.register_comm_hook(reduction, _sum_over_ranks)  # type: ignore[operator]
         start_replica(module)
+        if group.size() > 1:
+            module.register_forward_pre_hook(reduction.refuse_summing_twice, prepend=True)
         return DDPEngine(module, reduction)
     return DDPEngine(module, None)
 
@@ -45,6 +48,22 @@ class _Reduction:
 
     def __init__(self, group: Any):
         self.group, self.works = group, []
+        self.is_done = False  # a backward has summed gradients that may still be there
+
+    def refuse_summing_twice(self, module: nn.Module, _args: Any) -> None:
+        """Before a forward that a backward may follow: gradients that were summed over the ranks already would be summed
+        again, n times as large (a window puts them aside; torch's averaging hides it, since a mean of equals is the
+        same)."""
+        if not self.is_done or not torch.is_grad_enabled():
+            return
+        grads = [param.grad for param in module.parameters() if param.grad is not None]
+        if any(bool(grad.any()) for grad in grads):
+            raise UsageError(
+                "a second backward on top of gradients that were summed over the ranks already",
+                why="each backward outside a window sums .grad over all ranks, so what is in it would count again",
+                fix="run the micro-batches of a step inside `with sw.window(model, batches) as w:`, or call zero_grad() first",
+            )
+        self.is_done = False
 
     def settle(self) -> None:
         """Waits for sums of a backward that was left: they write into memory that the next backward uses. Bounded, since
@@ -60,6 +79,7 @@ def _sum_over_ranks(reduction: _Reduction, bucket: dist.GradBucket) -> torch.fut
         reduction.works.clear()
     work = dist.all_reduce(bucket.buffer(), group=reduction.group, async_op=True)
     reduction.works.append(work)
+    reduction.is_done = True
     return work.get_future().then(lambda future: future.value()[0])
 
 

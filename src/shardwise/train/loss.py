@@ -20,6 +20,7 @@ from shardwise.train.batch import IGNORED, MicroBatch
 
 __all__ = [
     "TaskModel",
+    "as_micro_batches",
     "as_sums",
     "call",
     "check_sum",
@@ -45,7 +46,36 @@ def next_token_loss(output: Any, batch: Batch) -> Tensor:
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     labels = batch["labels"]
+    if labels.is_floating_point():
+        raise ConfigError(
+            f"labels of {labels.dtype} for next_token_loss",
+            why="it is a cross entropy: a label is the number of a class or token",
+            fix='give a loss of your own: loss=lambda output, batch: F.mse_loss(output, batch["labels"], reduction="sum")',
+        )
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def as_micro_batches(batches: Any) -> list[Batch]:
+    """The micro-batches of a window as a list.
+
+    Raises:
+        UsageError: one micro-batch instead of a list of them, or micro-batches that are no mappings of tensors.
+    """
+    if isinstance(batches, Mapping | Tensor):
+        raise UsageError(
+            f"a window that is a {type(batches).__name__}",
+            why="a window is the list of micro-batches of one optimizer step",
+            fix="pass a list: step([batch])",
+        )
+    found = list(batches)
+    strange = next((batch for batch in found if not isinstance(batch, Mapping)), None)
+    if strange is not None:
+        raise UsageError(
+            f"a micro-batch that is a {type(strange).__name__}",
+            why="a micro-batch maps names to tensors, so that model, loss and count can each take theirs",
+            fix='make it a dict: {"input": x, "labels": y}; sw.Loader does it for samples that are tuples',
+        )
+    return found
 
 
 def _count_aligned(batch: Batch) -> Tensor:
@@ -142,6 +172,15 @@ def as_sums(result: Any) -> dict[str, Tensor]:
 
 def refuse_parameters(loss: Any) -> None:
     """Raises UsageError for a loss with parameters: nothing would shard or reduce them."""
+    if loss is not None and not callable(loss):
+        raise UsageError(f"loss={loss!r}", why="it cannot be called", fix="pass a function of (output, batch)")
+    if type(loss).__module__ == nn.modules.loss.__name__ or getattr(loss, "__module__", "") == F.__name__:
+        name = getattr(loss, "__name__", type(loss).__name__)
+        raise UsageError(
+            f"loss={name}, torch's own",
+            why="it takes (output, target); here a loss takes (output, batch) and returns a sum",
+            fix='wrap it: loss=lambda output, batch: F.cross_entropy(output, batch["labels"], reduction="sum")',
+        )
     if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
         name = next(iter(dict(loss.named_parameters())))
         raise UsageError(

@@ -23,6 +23,7 @@ from shardwise.train.loss import (
 )
 from shardwise.train.optim import is_elementwise, local_optimizer, owned_gradients, scale_gradients
 from shardwise.train.window import Window
+from shardwise.world import agree_on
 
 __all__ = ["StepOutput", "TrainStep"]
 
@@ -49,7 +50,7 @@ class StepOutput:
 
 
 class TrainStep:
-    """A stateful step: owns the step count and, if given, the scheduler. All ranks must call it alike.
+    """A stateful step: owns the step count and, if given, the scheduler. All ranks must build and call it alike.
 
     ``step(window)`` counts the window's tokens over all ranks, runs forward and backward of each micro-batch on
     ``loss_sum / tokens``, sums gradients over ranks, measures the norm, clips, and steps if everything is finite; then
@@ -94,6 +95,12 @@ class TrainStep:
                 f"max_grad_norm={max_grad_norm}", why="it is a number above 0", fix="use 1.0, or None for no clipping"
             )
         refuse_parameters(loss)
+        if not isinstance(optim, torch.optim.Optimizer):
+            raise UsageError(
+                f"TrainStep(model, {getattr(optim, '__name__', type(optim).__name__)})",
+                why="it is not an optimizer object",
+                fix="pass one built from the sharded model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
+            )
         self.model, self.optim, self.scheduler = model, optim, scheduler
         self.loss, self.forward = loss, forward
         self.count = count if count is not None or loss is not None else getattr(model, "count", None)
@@ -104,6 +111,7 @@ class TrainStep:
         self._told_sum = False  # whether the last window's loss told a sum from a mean on this rank
         self._written: set[str] | None = None  # buffers that windows write; None: not known yet
         _refuse_foreign_parameters(self._runtime, optim)
+        _agree_on_settings(self)
         if is_elementwise(optim):
             local_optimizer(optim)
 
@@ -210,6 +218,25 @@ class TrainStep:
 
 def _listed(ranks: tuple[int, ...]) -> str:
     return ", ".join(map(str, ranks))
+
+
+def _agree_on_settings(step: "TrainStep") -> None:
+    """Raises RankError on every rank if ranks would step differently: replicas would drift apart without a word."""
+    facts: dict[str, Any] = {
+        "optimizer": type(step.optim).__qualname__,
+        "scheduler": type(step.scheduler).__qualname__,
+        "max_grad_norm": step.max_grad_norm,
+        "on_nonfinite": step.on_nonfinite,
+    }
+    for i, group in enumerate(step.optim.param_groups):
+        facts[f"group {i}: parameters"] = len(group["params"])
+        facts |= {f"group {i}: {key}": repr(value) for key, value in sorted(group.items()) if key != "params"}
+    agree_on(
+        step._runtime.world.agreement,
+        facts,
+        what="the ranks' steps",
+        fix="build the same optimizer, scheduler and TrainStep with the same settings on every rank",
+    )
 
 
 def _refuse_foreign_parameters(runtime: Runtime, optim: torch.optim.Optimizer) -> None:

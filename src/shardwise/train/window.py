@@ -25,7 +25,7 @@ from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.tensors import tensors_of
 from shardwise.train.batch import MicroBatch
 from shardwise.train.exchange import Exchange, buffer_versions, clone_buffers, restore_buffers
-from shardwise.train.loss import Batch, count_of
+from shardwise.train.loss import Batch, as_micro_batches, count_of
 from shardwise.world.rng import derive_seed, forked_rng
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class Window:
     """
 
     def __init__(self, model: nn.Module, batches: Iterable[Batch], *, loss: Any = None, count: Any = None):
-        self.model, self.batches = model, list(batches)
+        self.model, self.batches = model, as_micro_batches(batches)
         self.runtime: Runtime = runtime_of(model)
         self.num_valid: int | float = 0
         self.agreed: dict[str, Tensor] | None = None  # sums of the second exchange
@@ -242,7 +242,7 @@ def count_tokens(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None
     Raises:
         RankError, UsageError, ConfigError: as :func:`window` says.
     """
-    runtime, batches = runtime_of(model), list(batches)
+    runtime, batches = runtime_of(model), as_micro_batches(batches)
     counter = count if count is not None else count_of(loss, None)
     tokens, problem = 0, None
     try:

@@ -1,0 +1,115 @@
+"""What people type at first, and what would train silently wrong: each is named, with the call to make instead."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardwise as sw
+
+
+def build():
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def batch():
+    return {"x": torch.ones(2, 4), "labels": torch.tensor([0, 1])}
+
+
+def sum_loss(output, b):
+    return F.cross_entropy(output, b["labels"], reduction="sum")
+
+
+def errors():
+    """name -> text of the error each misuse gives, on a world of one."""
+    found = {}
+    with sw.init("dp_shard=1", device="cpu") as world:
+        model = sw.parallelize(build, world)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = sw.TrainStep(model, optim, loss=sum_loss)
+        tries = {
+            "mapping": lambda: step(batch()),
+            "tensor": lambda: step(torch.ones(2, 4)),
+            "tuple": lambda: step([(torch.ones(2, 4), torch.tensor([0, 1]))]),
+            "torch loss": lambda: sw.TrainStep(model, optim, loss=nn.CrossEntropyLoss(reduction="sum")),
+            "torch function": lambda: sw.TrainStep(model, optim, loss=F.cross_entropy),
+            "optimizer class": lambda: sw.TrainStep(model, torch.optim.SGD),
+            "no optimizer": lambda: sw.TrainStep(model, None),
+            "layout for world": lambda: sw.parallelize(build, "dp_shard=1"),
+            "float labels": lambda: sw.TrainStep(model, optim)([{"x": torch.ones(2, 4), "labels": torch.ones(2, 3)}]),
+        }
+        for name, call in tries.items():
+            try:
+                call()
+            except sw.ShardwiseError as error:
+                found[name] = str(error)
+    return found
+
+
+WORDS = {
+    "mapping": "step([batch])",
+    "tensor": "step([batch])",
+    "tuple": "make it a dict",
+    "torch loss": "wrap it: loss=lambda output, batch",
+    "torch function": "wrap it: loss=lambda output, batch",
+    "optimizer class": "torch.optim.AdamW(model.parameters()",
+    "no optimizer": "torch.optim.AdamW(model.parameters()",
+    "layout for world": "world = sw.init('dp_shard=1')",
+    "float labels": "a cross entropy: a label is the number of a class",
+}
+
+
+def test_first_mistakes_are_told_with_the_call_to_make(ranks):
+    found = ranks.run(errors, 1)[0]
+    assert {name: text for name, text in WORDS.items() if text not in found.get(name, "")} == {}
+
+
+def bare_loop(layout, num_backwards, zero_between):
+    """A loop without windows; the gradient, or the error."""
+    with sw.init(layout, device="cpu") as world:
+        torch.manual_seed(0)
+        model = sw.parallelize(build(), world)
+        try:
+            for _ in range(num_backwards):
+                if zero_between == "zeros":
+                    for param in model.parameters():
+                        if param.grad is not None:
+                            param.grad.zero_()
+                (F.cross_entropy(model(batch()["x"]), batch()["labels"], reduction="sum") / world.size).backward()
+        except sw.UsageError as error:
+            return str(error)
+        grad = next(iter(model.parameters())).grad
+        return (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
+
+
+def test_ddp_gradients_are_never_summed_over_ranks_twice(ranks):
+    """The sum hook of a second backward would find the first one's sum in .grad and add it up again: 3x after two."""
+    once = ranks.run(bare_loop, 1, "dp_shard=1", 1, None)[0]
+    for grad in ranks.run(bare_loop, 2, "dp_replicate=2", 1, None):
+        torch.testing.assert_close(grad, once)
+    for text in ranks.run(bare_loop, 2, "dp_replicate=2", 2, None):
+        assert "summed over the ranks already" in text and "with sw.window(model, batches)" in text
+    for grad in ranks.run(bare_loop, 2, "dp_replicate=2", 2, "zeros"):
+        torch.testing.assert_close(grad, once)
+    for grad in ranks.run(bare_loop, 2, "dp_shard=2", 2, None):  # FSDP2 adds to what was reduced: exact
+        torch.testing.assert_close(grad, 2 * once)
+
+
+def different(what):
+    with sw.init("dp_replicate=2", device="cpu") as world:
+        model = sw.parallelize(build, world)
+        lr = 0.1 * (1 + world.rank) if what == "lr" else 0.1
+        cls = torch.optim.AdamW if what == "optimizer" and world.rank else torch.optim.SGD
+        clip = 1.0 + world.rank if what == "max_grad_norm" else None
+        try:
+            sw.TrainStep(model, cls(model.parameters(), lr=lr), loss=sum_loss, max_grad_norm=clip)
+        except sw.RankError as error:
+            return str(error), error.ranks
+    return None
+
+
+@pytest.mark.parametrize("what", ["lr", "optimizer", "max_grad_norm"])
+def test_ranks_that_would_step_differently_are_named(ranks, what):
+    for outcome in ranks.run(different, 2, what):
+        text, who = outcome
+        assert what in text and "rank 0" in text and "rank 1" in text and who == (1,)
