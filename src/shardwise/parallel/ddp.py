@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise._compat import replicate, reset_replica, start_replica
+from shardwise.anatomy import canonical_name
 from shardwise.errors import UsageError
 from shardwise.recipe import Recipe
 from shardwise.world import World
@@ -88,6 +89,11 @@ class DDPEngine:
 
     def __init__(self, module: nn.Module, reduction: _Reduction | None):
         self.root, self._reduction = module, reduction  # None: nothing is trained, so nothing is reduced
+        self._was_called = False
+        module.register_forward_pre_hook(self._called)
+
+    def _called(self, _module: nn.Module, _args: Any) -> None:
+        self._was_called = self._was_called or torch.is_grad_enabled()
 
     def set_sync(self, sync: bool) -> None:
         if self._reduction is not None:
@@ -97,10 +103,26 @@ class DDPEngine:
         return None
 
     def entered(self) -> list[str]:
+        """Nothing is gathered, so nothing has to be entered alike; but gradients are only summed if the module itself
+        was called.
+
+        Raises:
+            UsageError: gradients came from calls of its parts alone.
+        """
+        if self._reduction is None or self._was_called:
+            return []
+        alone = next((name for name, param in self.root.named_parameters() if param.grad is not None), None)
+        if alone is not None:
+            raise UsageError(
+                "parts of the module were called, but not the module itself",
+                why="its gradients are summed over the ranks by way of its own forward, so these were not: replicas drift",
+                fix="call model(...); what else is to run belongs into its forward",
+                name=canonical_name(self.root, alone),
+            )
         return []
 
     def begin(self) -> None:
-        pass
+        self._was_called = False
 
     def abandon(self) -> None:
         self.set_sync(True)

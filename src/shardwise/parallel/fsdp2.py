@@ -75,6 +75,33 @@ class _NotAView(torch.autograd.Function):
         return grad
 
 
+class _Anchor(torch.autograd.Function):
+    """Identity whose result requires a gradient and sends none back."""
+
+    @staticmethod
+    def forward(_ctx: Any, tensor: Tensor, _anchor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, _grad: Tensor) -> tuple[None, None]:  # type: ignore[override]
+        return None, None
+
+
+def _anchor_inputs(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """FSDP2 reduces a unit when backward reaches its inputs; where none of them requires a gradient it reduces last, after
+    the root. So a branch before the first block that only some ranks take changed the order of reductions on those ranks,
+    and with units of one size gradients crossed without a word. With an input that requires one, the order is fixed."""
+    tensors: list[Tensor] = []
+    tree_map(lambda x: tensors.append(x) if isinstance(x, Tensor) else None, (args, kwargs))
+    if not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in tensors):
+        return None
+    first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
+    if first is None:
+        return None
+    anchored = _Anchor.apply(first, torch.zeros((), requires_grad=True))
+    return tree_map(lambda x: anchored if x is first else x, (args, kwargs))
+
+
 def _whole_outputs(_module: nn.Module, _args: Any, output: Any) -> Any:
     """FSDP2 gathers a unit for backward from a hook on its outputs, and an in-place operation on a view throws that hook
     away: backward then fails, or reduces nothing without a word. A Linear on 3-D input returns a view, and
@@ -92,7 +119,7 @@ def _root_unit(recipe: Recipe) -> Any:
 
 def _refuse_other_cuts(recipe: Recipe) -> None:
     for name, param in recipe.params.items():
-        if param.cuts != ((Cut(axis="fsdp", dim=0),) if param.shape else ()):
+        if param.cuts != ((Cut(axis="fsdp", dim=0),) if param.shape and 0 not in param.shape else ()):
             raise UnsupportedError(
                 f"cuts {param.cuts} of a tensor of shape {param.shape}",
                 why="fully_shard cuts dim 0 over the fsdp axis, and keeps 0-dim tensors whole; nothing else makes cuts yet",
@@ -154,6 +181,8 @@ class FSDP2Engine:
         self._used = torch.zeros(len(trainable), dtype=torch.uint8)
         self._entered: list[str] = []
         self._groups: list[Any] = []
+        self._anchored: set[int] = set()
+        self._in_forward = False
         self._watch_units(module)
         self._watch_replicated(module, recipe)
 
@@ -186,14 +215,37 @@ class FSDP2Engine:
                     continue
                 self._groups.append(group)
                 positions = [self._position.get(names[id(param)], -1) for param, _, _ in unit_gradients(group)]
-                on_unit_backward(group, self._recorder(positions))
+                on_unit_backward(group, self._recorder(positions, prefix), self._refuse_inner_backward(prefix))
+                if prefix and any(position >= 0 for position in positions):
+                    self._anchored.add(id(group))
             if unit_groups(child):
                 child.register_forward_pre_hook(self._entry_recorder(prefix))
+                if any(id(group) in self._anchored for group in unit_groups(child)):
+                    child.register_forward_pre_hook(_anchor_inputs, with_kwargs=True, prepend=True)
+        root.register_forward_pre_hook(lambda *_: self._set_in_forward(True), prepend=True)
+        root.register_forward_hook(lambda *_: self._set_in_forward(False), always_call=True)
 
-    def _recorder(self, positions: list[int]) -> Any:
-        def seen(used: list[int]) -> None:
+    def _set_in_forward(self, value: bool) -> None:
+        self._in_forward = value
+
+    def _refuse_inner_backward(self, name: str) -> Any:
+        def before() -> None:
+            if self._in_forward:
+                raise UnsupportedError(
+                    "a gradient taken inside the model's own forward",
+                    why="FSDP2 frees a unit's parameters when its backward ends, and here forward still needs them",
+                    fix='keep the parameters whole on every rank: sw.init("dp_replicate=-1")',
+                    name=name or None,
+                )
+
+        return before
+
+    def _recorder(self, positions: list[int], unit: str) -> Any:
+        def seen(used: list[int], reduces: bool = False) -> None:
             for i in used:
                 self._used[positions[i]] = 1
+            if reduces:  # the order of reductions is the same on every rank, or gradients cross
+                self._entered.append(f"{unit} (backward)" if unit else "(root) (backward)")
 
         return seen
 
@@ -208,5 +260,5 @@ class FSDP2Engine:
         for name, owner, attr in canonical_tensors(root, "_parameters"):
             position = self._position.get(name)
             if position is not None and not recipe.params[name].cuts:
-                seen = self._recorder([position])
+                seen = self._recorder([position], name)
                 getattr(owner, attr).register_post_accumulate_grad_hook(lambda _p, seen=seen: seen([0]))
