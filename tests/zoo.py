@@ -208,6 +208,23 @@ class ExpertModel(nn.Module):
         return self.head(x)
 
 
+class BranchFirst(nn.Module):
+    """A branch that only some ranks take, before the first block: the block's input may need no gradient."""
+
+    def __init__(self, dim: int = 8):
+        super().__init__()
+        self.maybe = nn.Linear(dim, dim)
+        self.blocks = nn.ModuleList([nn.Linear(dim, dim) for _ in range(3)])
+        self.head = nn.Linear(dim, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x[0, 0, 0]) > 0:
+            x = self.maybe(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x[:, -1])
+
+
 class InPlace(nn.Module):
     """The parent works in place on what a unit returns, which for a Linear on 3-D input is a view."""
 
@@ -274,6 +291,7 @@ CASES = {
         Case("odd", Odd, tokens),
         Case("branches", Branches, tokens),
         Case("experts", ExpertModel, tokens),
+        Case("branch-first", BranchFirst, features, loss=class_loss),
         Case("inplace", InPlace, tokens, forward=halved_in_place),
         Case("llama", _hf("LlamaConfig", "LlamaForCausalLM", **_LLAMA), tokens),
         Case("gpt2", _hf("GPT2Config", "GPT2LMHeadModel", **_GPT2), tokens),

@@ -77,10 +77,15 @@ def unit_groups(module: nn.Module) -> list[Any]:
     return list(module._get_fsdp_state()._fsdp_param_groups)
 
 
-def on_unit_backward(group: Any, seen: Callable[[list[int]], None]) -> None:
-    """Calls ``seen`` at the end of every backward of ``group`` with the positions of its parameters that got a
-    gradient in it: after reduction FSDP2 can no longer tell 'used, zero' from 'not used'."""
-    post_backward = group.post_backward
+def on_unit_backward(group: Any, seen: Callable[[list[int], bool], None], before: Callable[[], None]) -> None:
+    """Calls ``before`` when a backward of ``group`` begins, and ``seen`` when it ends, with the positions of its
+    parameters that got a gradient in it (after reduction FSDP2 can no longer tell 'used, zero' from 'not used') and
+    whether it reduces now."""
+    pre_backward, post_backward = group.pre_backward, group.post_backward
+
+    def wrapped_before(*args: Any) -> None:
+        before()
+        pre_backward(*args)
 
     def wrapped(*args: Any) -> None:
         used = []
@@ -88,10 +93,10 @@ def on_unit_backward(group: Any, seen: Callable[[list[int]], None]) -> None:
             full = getattr(param, "_unsharded_param", None)
             if full is not None and full.grad is not None:
                 used.append(i)
-        seen(used)
+        seen(used, group.reduce_grads)
         post_backward(*args)
 
-    group.post_backward = wrapped
+    group.pre_backward, group.post_backward = wrapped_before, wrapped
 
 
 def unit_gradients(group: Any) -> Iterator[tuple[nn.Parameter, nn.Module, str]]:

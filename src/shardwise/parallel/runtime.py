@@ -49,7 +49,7 @@ class Runtime:
         self.parameters: dict[str, nn.Parameter] = tensors_of(module, "_parameters")  # type: ignore[assignment]
         self.trainable = [name for name, param in recipe.params.items() if param.trainable]
         cut_engine = recipe.engine == "fsdp2"
-        self.replicated = [n for n in self.trainable if cut_engine and not recipe.params[n].cuts]
+        self.replicated = [n for n in self.trainable if cut_engine and recipe.params[n].shape == ()]
         self.step = 0  # optimizer steps begun: part of every random stream's name
         self.in_window = False
         self._structure = Structure(module)
@@ -125,7 +125,8 @@ def norm_power_sum(tensors: Iterable[Tensor], norm_type: float) -> Any:
     """Sum over ``tensors`` of ``sum(|x|^p)`` as a float64 0-dim CPU tensor; for p = inf the largest ``|x|``."""
     groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        groups.setdefault(tensor.dtype, []).append(tensor)
+        real = tensor.abs() if tensor.is_complex() else tensor
+        groups.setdefault(real.dtype, []).append(real)
     total = torch.zeros((), dtype=torch.float64)
     for dtype, group in groups.items():
         wide = dtype if dtype == torch.float64 else torch.float32

@@ -126,7 +126,7 @@ def _without_effect(units: tuple[Unit, ...], engine: str, sharding: Sharding) ->
 
 
 def _param(fact: TensorFact, unit: str, engine: str, precision: Precision, notes: list[Note], name: str) -> Param:
-    cut = engine == "fsdp2" and len(fact.shape) > 0
+    cut = engine == "fsdp2" and fact.numel > 0 and len(fact.shape) > 0
     if engine == "fsdp2" and not fact.shape:
         notes.append(Note(name=name, why="0-dim: replicated, since there is nothing to cut"))
     storage, compute, reduce = _dtypes(fact, precision)

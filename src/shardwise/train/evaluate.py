@@ -61,10 +61,16 @@ def evaluate(
             model.reshard()  # the root stays gathered after a forward that no backward follows
     names = sorted(totals)
     agreed = runtime.world.agreement.sum(
-        {"tokens": tokens, "sums": torch.stack([totals[name] for name in names])}, "evaluation, adding up"
+        {"tokens": tokens, **{f"sum of {name}": totals[name] for name in names}}, "evaluation, adding up"
     )
     num_tokens = float(agreed["tokens"])
-    means = dict(zip(names, (agreed["sums"] / max(num_tokens, 1.0)).tolist(), strict=True))
+    if not num_tokens:
+        raise UsageError(
+            "an evaluation without a valid token",
+            why="every label is ignored (-100), or every count is 0, and a loss of 0 would look perfect",
+            fix="look at the labels, or at count=",
+        )
+    means = {name: float(agreed[f"sum of {name}"]) / num_tokens for name in names}
     return {"loss": means.pop("loss"), "num_tokens": num_tokens, **means}
 
 

@@ -1,6 +1,7 @@
 """What a sharded module must agree on before a step: units entered, parameters used, 0-dim gradients, buffers written."""
 
 from collections.abc import Container, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ __all__ = ["Exchange", "buffer_versions", "clone_buffers", "restore_buffers"]
 class Exchange:
     """What the module itself must agree on before a step, packed into the second exchange and carried out after it."""
 
-    def __init__(self, runtime: Runtime, versions: dict[str, int]):
+    def __init__(self, runtime: Runtime, versions: Mapping[str, Any]):
         self.runtime, self.versions = runtime, versions
         self.buffers = tensors_of(runtime.module, "_buffers")
 
@@ -84,14 +85,25 @@ def _gradient_or_zero(param: nn.Parameter) -> Tensor:
     return local_tensor(param.grad).detach().double().cpu()
 
 
-def buffer_versions(runtime: Runtime) -> dict[str, int]:
-    return {name: buffer._version for name, buffer in tensors_of(runtime.module, "_buffers").items()}
+def buffer_versions(runtime: Runtime) -> dict[str, tuple[int, int, float]]:
+    """What tells whether a buffer was written: its identity (``self.ema = ...``), its version (in-place operations) and
+    a digest of its values (``.data`` writes count no version)."""
+    return _marks(tensors_of(runtime.module, "_buffers"))
 
 
-def _changed_buffers(runtime: Runtime, buffers: Mapping[str, Tensor], versions: Mapping[str, int]) -> set[str]:
+def _marks(buffers: Mapping[str, Tensor]) -> dict[str, tuple[int, int, float]]:
+    if not buffers:
+        return {}
+    values = [torch.view_as_real(b) if b.is_complex() else b for b in buffers.values()]
+    sums = [(v.detach().double() + 0.3).pow(3).sum() for v in values]  # odd powers: a sign that flips shows
+    digests = torch.stack([total.to(sums[0].device) for total in sums]).tolist()  # one wait for the device
+    return {name: (id(b), b._version, digest) for (name, b), digest in zip(buffers.items(), digests, strict=True)}
+
+
+def _changed_buffers(runtime: Runtime, buffers: Mapping[str, Tensor], versions: Mapping[str, Any]) -> set[str]:
     """Buffers written since the window began. Batch norm's kernels write running statistics without counting a version,
     so those of a layer in training count as written."""
-    changed = {name for name, buffer in buffers.items() if buffer._version != versions.get(name)}
+    changed = {name for name, mark in _marks(buffers).items() if mark != versions.get(name)}
     statistics = {
         id(buffer)
         for module in runtime.module.modules()

@@ -100,14 +100,12 @@ def _varies(tokens: Tensor) -> bool:
 
 
 def count_of(loss: Any, count: Callable[[Batch], Any] | None) -> Callable[[Batch], Any]:
-    """The function that counts a micro-batch: ``loss.count``, else ``count``, else valid labels.
+    """The function that counts a micro-batch: ``count`` if given, else ``loss.count``, else valid labels.
 
     The returned function raises ConfigError for a batch it has nothing to count in.
     """
     own = getattr(loss, "count", None)
-    if callable(own):
-        return own
-    return count if count is not None else _valid_labels
+    return next((found for found in (count, own) if callable(found)), _valid_labels)
 
 
 def _valid_labels(batch: Batch) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import ConfigError, NonFiniteError, ShardwiseError, UsageError
+from shardwise.errors import ConfigError, NonFiniteError, ShardwiseError, UnsupportedError, UsageError
 from shardwise.parallel import Runtime, norm_power_sum, runtime_of
 from shardwise.train.exchange import restore_buffers
 from shardwise.train.loss import (
@@ -109,23 +109,23 @@ class TrainStep:
         self._runtime: Runtime = runtime_of(model)
         self._is_sum_checked = False
         self._told_sum = False  # whether the last window's loss told a sum from a mean on this rank
-        self._written: set[str] | None = None  # buffers that windows write; None: not known yet
+        _refuse_unfit(self._runtime, optim, scheduler)
         _refuse_foreign_parameters(self._runtime, optim)
         _agree_on_settings(self)
         if is_elementwise(optim):
             local_optimizer(optim)
 
     def __call__(self, window: Iterable[Batch]) -> StepOutput:
+        self._refuse_old_gradients()
         with Window(self.model, window, loss=self.loss, count=self.count) as w:
-            kept = w.copy_buffers(self._written) if self.on_nonfinite == "skip" else {}
+            kept = w.copy_buffers(None) if self.on_nonfinite == "skip" else {}
             sums, problem = self._forward_backward(w)
             agreed = w.finish(self._entries(sums, problem))
         if float(agreed["problem"]):
             self._drop_gradients()
             raise self._agreed_problem(problem)
         self._is_sum_checked = self._is_sum_checked or float(agreed["checked"]) > 0
-        self._written = w.written_buffers() | (self._written or set())
-        means = dict(zip(sorted(sums), (agreed["sums"] / w.num_tokens).tolist(), strict=True))
+        means = {name: float(agreed[f"sum of {name}"]) / w.num_tokens for name in sorted(sums)}
         norm, loss = self._norm(agreed["norm"]), means.pop("loss")
         self.num_steps += 1
         is_finite = math.isfinite(norm) and math.isfinite(loss)
@@ -163,7 +163,7 @@ class TrainStep:
             "problem": float(problem is not None),
             "checked": float(self._told_sum),
             "norm": norm_power_sum(grads, 2.0),
-            "sums": torch.stack([sums[name] for name in sorted(sums)]),
+            **{f"sum of {name}": value for name, value in sums.items()},  # by name: a rank with other metrics is named
         }
 
     def _norm(self, owned: Tensor) -> float:
@@ -188,6 +188,17 @@ class TrainStep:
         self._drop_gradients()
         restore_buffers(self._runtime, kept)
         self.num_skipped += 1
+
+    def _refuse_old_gradients(self) -> None:
+        """A step is one window: gradients from elsewhere would pass by clipping and the check that all is finite."""
+        for name, grad in self._runtime.gradients().items():
+            if bool(grad.any()):
+                raise UsageError(
+                    "gradients that were there before the step",
+                    why="a TrainStep clips, checks and steps the gradients of its own window only",
+                    fix="call optim.zero_grad() first; to add up several windows, use sw.window and step yourself",
+                    name=name,
+                )
 
     def _drop_gradients(self) -> None:
         for param in self._runtime.parameters.values():
@@ -218,6 +229,28 @@ class TrainStep:
 
 def _listed(ranks: tuple[int, ...]) -> str:
     return ", ".join(map(str, ranks))
+
+
+def _refuse_unfit(runtime: Runtime, optim: torch.optim.Optimizer, scheduler: Any) -> None:
+    kind = type(optim).__name__
+    if isinstance(optim, torch.optim.LBFGS):
+        raise UnsupportedError(
+            "TrainStep with LBFGS",
+            why="it runs forward and backward several times inside one step, through a closure",
+            fix="use an optimizer that steps once per window, such as AdamW",
+        )
+    if kind in {"Muon", "Adafactor"} and runtime.recipe.grid.dp_shard > 1:
+        raise UnsupportedError(
+            f"TrainStep with {kind} on layout {runtime.recipe.grid}",
+            why="it mixes elements of a whole matrix, and this rank holds some of its rows",
+            fix='keep the parameters whole: sw.init("dp_replicate=-1"); or use an elementwise optimizer such as AdamW',
+        )
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise UsageError(
+            "TrainStep(scheduler=ReduceLROnPlateau)",
+            why="it steps on a measured value, which a training step does not have",
+            fix='leave scheduler out, and call scheduler.step(sw.evaluate(model, loader)["loss"]) after each evaluation',
+        )
 
 
 def _agree_on_settings(step: "TrainStep") -> None:

@@ -243,7 +243,7 @@ def count_tokens(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None
         RankError, UsageError, ConfigError: as :func:`window` says.
     """
     runtime, batches = runtime_of(model), as_micro_batches(batches)
-    counter = count if count is not None else count_of(loss, None)
+    counter = count_of(loss, count)
     tokens, problem = 0, None
     try:
         if not batches:

@@ -50,14 +50,15 @@ class Agreement:
         """
         self.check_open(place)
         tensors = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in entries.items()}
-        head = self.same(digest_of(place))
+        what = f"{place} ({', '.join(name + str(list(t.shape) or '') for name, t in tensors.items())})"
+        head = self.same(digest_of(what))
         sizes = [len(head), *(tensor.numel() for tensor in tensors.values())]
         packed = torch.zeros(max(_SMALLEST, sum(sizes)), dtype=torch.float64)
         torch.cat([head, *(tensor.reshape(-1).cpu() for tensor in tensors.values())], out=packed[: sum(sizes)])
         self._all_reduce(packed, place)
         summed_head, *pieces = packed[: sum(sizes)].split(sizes)
         if not self.all_same(summed_head):
-            raise self._elsewhere(place)
+            raise self._elsewhere(place, what)
         return {name: piece.view(tensor.shape) for (name, tensor), piece in zip(tensors.items(), pieces, strict=True)}
 
     @staticmethod
@@ -138,8 +139,8 @@ class Agreement:
             ranks=gone,
         )
 
-    def _elsewhere(self, place: str) -> RankError:
-        places = self.gather(place, place)
+    def _elsewhere(self, place: str, what: str) -> RankError:
+        places = self.gather(what, place)
         usual = max(places, key=places.count)
         ranks = tuple(rank for rank, other in enumerate(places) if other != usual)
         who = "; ".join(f"rank {rank} came to {places[rank]}" for rank in ranks)

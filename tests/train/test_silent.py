@@ -1,0 +1,244 @@
+"""Cases that computed something else without a word, found by reading the code as an adversary; each as a user wrote it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardwise as sw
+
+
+class Ema(nn.Module):
+    """A running average in a buffer, written the ways people write it."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.how, self.body = how, nn.Linear(4, 3)
+        self.register_buffer("ema", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        if self.how == "data":
+            self.ema.data.mul_(0.9).add_(0.1 * mean)
+        elif self.how == "reassigned":
+            self.ema = 0.9 * self.ema + 0.1 * mean
+        else:
+            self.ema.mul_(0.9).add_(0.1 * mean)
+        return self.body(x - self.ema)
+
+
+def sum_loss(output, batch):
+    return F.cross_entropy(output, batch["labels"], reduction="sum")
+
+
+def batch_of(rank, value=None):
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(2, 4, generator=generator) if value is None else torch.full((2, 4), value)
+    return {"x": x, "labels": torch.tensor([0, 2])}
+
+
+def step_of(world, model, **options):
+    sharded = sw.parallelize(model, world, sharding=options.pop("sharding", None))
+    return sw.TrainStep(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1), **{"loss": sum_loss, **options})
+
+
+def ema_of_ranks(how, layout, policy):
+    with sw.init(layout, device="cpu") as world:
+        step = step_of(world, Ema(how), sharding=sw.Sharding(buffers=policy))
+        step([batch_of(world.rank)])
+        return step.model.ema.clone()
+
+
+@pytest.mark.parametrize("how", ["in place", "data", "reassigned"])
+@pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2"])
+def test_a_buffer_stays_equal_on_all_ranks_however_it_is_written(ranks, how, layout):
+    own = [0.1 * batch_of(rank)["x"].mean(0) for rank in (0, 1)]
+    for policy, expected in (("rank0", own[0]), ("mean", (own[0] + own[1]) / 2)):
+        for found in ranks.run(ema_of_ranks, 2, how, layout, policy):
+            torch.testing.assert_close(found, expected)
+
+
+def skip_with(how):
+    with sw.init("dp_shard=1", device="cpu") as world:
+        step = step_of(world, Ema(how), on_nonfinite="skip")
+        step([batch_of(0)])
+        before = step.model.ema.clone()
+        skipped = step([batch_of(0, float("nan"))]).skipped
+        return skipped, torch.equal(before, step.model.ema), step([batch_of(0)]).loss
+
+
+@pytest.mark.parametrize("how", ["in place", "data", "reassigned"])
+def test_a_skipped_step_leaves_buffers_as_they_were_however_they_are_written(ranks, how):
+    skipped, same, loss = ranks.run(skip_with, 1, how)[0]
+    assert skipped and same and loss == loss
+
+
+def odd_metrics():
+    def loss(output, batch):
+        total = sum_loss(output, batch)
+        return {"loss": total, "extra": total.detach()} if sw_rank else {"loss": total}
+
+    with sw.init("dp_replicate=2", device="cpu") as world:
+        sw_rank = world.rank
+        step = step_of(world, Ema("in place"), loss=loss)
+        try:
+            return step([batch_of(world.rank)])
+        except sw.RankError as error:
+            return str(error)
+
+
+def test_ranks_whose_losses_have_other_metrics_are_named(ranks):
+    for text in ranks.run(odd_metrics, 2):
+        assert isinstance(text, str) and "different exchanges" in text and "sum of extra" in text
+
+
+def old_gradients():
+    with sw.init("dp_shard=1", device="cpu") as world:
+        step = step_of(world, Ema("in place"), max_grad_norm=1.0)
+        for param in step.model.parameters():
+            param.grad = torch.full_like(param, 100.0)
+        try:
+            step([batch_of(0)])
+        except sw.UsageError as error:
+            return str(error)
+    return None
+
+
+def test_gradients_from_elsewhere_do_not_pass_by_clipping(ranks):
+    assert "gradients that were there before the step" in ranks.run(old_gradients, 1)[0]
+
+
+def counts():
+    with sw.init("dp_shard=1", device="cpu") as world:
+        model = sw.parallelize(nn.Linear(4, 3), world)
+        batches = [{"x": torch.ones(1, 4), "labels": torch.tensor([1])}]
+        by_hand = {"loss": sw.next_token_loss, "count": lambda batch: 1000}
+        with sw.window(model, batches, **by_hand) as w:
+            for batch in w:
+                (sw.next_token_loss(model(batch["x"]), batch) / w.num_tokens).backward()
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        optim.zero_grad()
+        out = sw.TrainStep(model, optim, **by_hand)(batches)
+        return w.num_tokens, sw.count_tokens(model, batches, **by_hand), out.num_tokens
+
+
+def test_a_count_that_was_given_counts(ranks):
+    assert ranks.run(counts, 1)[0] == (1000, 1000, 1000)
+
+
+def evaluate_ignored():
+    with sw.init("dp_shard=1", device="cpu") as world:
+        model = sw.parallelize(nn.Linear(4, 3), world)
+        try:
+            return sw.evaluate(model, [{"x": torch.ones(1, 4), "labels": torch.tensor([-100])}])
+        except sw.UsageError as error:
+            return str(error)
+
+
+def test_an_evaluation_without_a_valid_token_is_no_perfect_score(ranks):
+    assert "without a valid token" in ranks.run(evaluate_ignored, 1)[0]
+
+
+class Force(nn.Module):
+    """Differentiates inside forward, as force fields and gradient penalties do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_(True)
+        energy = x
+        for block in self.blocks:
+            energy = torch.tanh(block(energy))
+        return torch.autograd.grad(energy.sum(), x, create_graph=True)[0]
+
+
+def force(layout, min_unit_bytes=16 << 20):
+    with sw.init(layout, device="cpu") as world:
+        step = step_of(
+            world,
+            Force(),
+            loss=lambda output, batch: output.pow(2).sum(),
+            sharding=sw.Sharding(min_unit_bytes=min_unit_bytes),
+        )
+        try:
+            return step([batch_of(0)]).loss
+        except sw.UnsupportedError as error:
+            return str(error)
+
+
+def test_a_gradient_inside_forward_is_refused_by_name_where_it_would_crash(ranks):
+    one = ranks.run(force, 1, "dp_shard=1")[0]
+    assert ranks.run(force, 2, "dp_replicate=2")[0] == pytest.approx(one, rel=1e-6)
+    assert ranks.run(force, 2, "dp_shard=2")[0] == pytest.approx(one, rel=1e-6)  # one unit: gathered throughout
+    for text in ranks.run(force, 2, "dp_shard=2", 0):
+        assert isinstance(text, str) and "inside the model's own forward" in text
+
+
+def unfit(name):
+    with sw.init("dp_shard=2", device="cpu") as world:
+        model = sw.parallelize(nn.Linear(4, 4, bias=False), world)
+        optim = getattr(torch.optim, "SGD" if name == "ReduceLROnPlateau" else name)(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optim) if name == "ReduceLROnPlateau" else None
+        try:
+            sw.TrainStep(model, optim, scheduler=scheduler)
+        except sw.ShardwiseError as error:
+            return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "Muon", "Adafactor", "ReduceLROnPlateau"])
+def test_what_cannot_step_on_shards_is_refused_by_name(ranks, name):
+    for text in ranks.run(unfit, 2, name):
+        assert name in text and "fix:" in text
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3, dtype=torch.complex64))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex64) @ self.weight).abs() + self.empty.sum()
+
+
+def complex_norm(layout):
+    with sw.init(layout, device="cpu") as world:
+        torch.manual_seed(0)
+        out = step_of(world, Complex())([batch_of(0)])
+        return out.grad_norm, out.loss
+
+
+def test_complex_and_empty_parameters_train(ranks):
+    one = ranks.run(complex_norm, 1, "dp_shard=1")[0]
+    torch.manual_seed(0)
+    plain = Complex()
+    (sum_loss(plain(batch_of(0)["x"]), batch_of(0)) / 2).backward()
+    grads = [p.grad for p in plain.parameters() if p.grad is not None and p.numel()]
+    assert one[0] == pytest.approx(float(torch.stack([g.abs().pow(2).sum() for g in grads]).sum().sqrt()), rel=1e-5)
+    assert ranks.run(complex_norm, 2, "dp_shard=2")[1] == pytest.approx(one, rel=1e-5)
+
+
+def masks():
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(F.dropout(torch.ones(64), 0.5))
+            return x[:, :3] * self.weight
+
+    seen: list[Tensor] = []
+    with sw.init("dp_replicate=2", device="cpu") as world:
+        step = step_of(world, Dropped())
+        for _ in range(2):
+            step([batch_of(0), batch_of(0)])
+        return [(mask > 0).tolist() for mask in seen]
+
+
+def test_every_step_micro_batch_and_rank_has_masks_of_its_own(ranks):
+    first, second = ranks.run(masks, 2)
+    assert len(first) == 4 and len({tuple(mask) for mask in first + second}) == 8
