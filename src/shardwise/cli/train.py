@@ -6,10 +6,11 @@ their events are shown until the report. Only the ranks import torch.
 """
 
 import argparse
+import fcntl
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from shardwise.cli.arguments import Parser
 from shardwise.errors import CheckpointError, ConfigError, LayoutError
@@ -102,8 +103,8 @@ def _launch(loaded: "Loaded[RunConfig]") -> int:
     config = loaded.config
     nproc, why = _ranks(loaded)
     layout_of(config.parallel.layout, nproc)
-    _prepare(config)
-    with Display(unit=_unit(config)) as display:
+    held = _prepare(config)
+    with held, Display(unit=_unit(config)) as display:
         display.row("ranks", f"{nproc} local process{'es' if nproc > 1 else ''}: {why}")
         display.on_phase("starting the ranks (each loads torch, a few seconds)")
         try:
@@ -162,8 +163,8 @@ def _be_a_rank(loaded: "Loaded[RunConfig]") -> int:
     if rank:
         run_rank(config, lambda event: None)
         return 0
-    _prepare(config)
-    with Display(unit=_unit(config)) as display:
+    held = _prepare(config)
+    with held, Display(unit=_unit(config)) as display:
         display.row("ranks", f"{size}, as the launcher of this environment started them")
         display.on_phase("loading torch")
         try:
@@ -184,22 +185,46 @@ def _unit(config: "RunConfig") -> str:
     return "nats/token" if tokens else "nats/byte"
 
 
-def _prepare(config: "RunConfig") -> None:
-    """Makes the folder of the run, writes the resolved configuration, and moves an older run's metrics aside."""
+def _prepare(config: "RunConfig") -> TextIO:
+    """Makes the folder of the run, takes it for this process, writes the resolved configuration, and moves an older run's
+    metrics aside. The folder is held as long as the returned file is open; a process that is killed lets go of it."""
     from shardwise.config.render import dump_config
 
     folder = Path(config.log.dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        held = _hold(folder)
         (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         if (folder / "metrics.jsonl").exists():
             (folder / "metrics.jsonl").replace(folder / "metrics.previous.jsonl")
+    except CheckpointError:
+        raise
     except OSError as error:
         raise CheckpointError(
             f"log.dir={config.log.dir!r}",
             why=f"it cannot be written: {error}",
             fix="name another folder: --log.dir=PATH",
         ) from error
+    return held
+
+
+def _hold(folder: Path) -> TextIO:
+    held = (folder / ".lock").open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        held.seek(0)
+        owner = held.read().strip() or "unknown"
+        held.close()
+        raise CheckpointError(
+            f"log.dir={str(folder)!r}",
+            why=f"another run is writing there (process {owner}), and their metrics and weights would mix",
+            fix="wait for it, or name another folder: --log.dir=PATH",
+        ) from None
+    held.truncate(0)
+    held.write(f"{os.getpid()}\n")
+    held.flush()
+    return held
 
 
 def _draw(config: "RunConfig", display: "Display") -> str | None:
