@@ -50,7 +50,7 @@ class _Literals(TorchFunctionMode):
         super().__init__()
         self.tape = tape
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in self._FROM_VALUES and kwargs.get("device") is None:
             given = args[0] if args else kwargs.get("data", kwargs.get("obj"))

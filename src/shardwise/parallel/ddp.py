@@ -38,7 +38,7 @@ def apply_ddp(module: nn.Module, recipe: Recipe, world: World) -> "DDPEngine":
         reduction = _Reduction(group)
         module.register_comm_hook(reduction, _sum_over_ranks)  # type: ignore[operator]
         start_replica(module)
-        if group.size() > 1:
+        if world.axis("dp").size > 1:
             module.register_forward_pre_hook(reduction.refuse_summing_twice, prepend=True)
         return DDPEngine(module, reduction)
     return DDPEngine(module, None)
