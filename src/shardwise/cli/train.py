@@ -88,6 +88,13 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
             why="it is a directory" if Path(path).is_dir() else f"there is no such file (looked from {Path.cwd()})",
             fix="give the path of a text file, or of tokens as .npy or .bin",
         )
+    # A token is a byte or more, and training and validation each need one window.
+    if path is not None and (size := Path(path).stat().st_size) < 2 * (config.data.seq_len + 1):
+        raise ConfigError(
+            f"data.path={path!r} ({origins['data.path']}): {size} bytes",
+            why=f"training and validation each need a window of seq_len={config.data.seq_len} + 1 tokens",
+            fix="use more data, or a smaller --data.seq_len",
+        )
 
 
 # ---- started here: this process launches the ranks and shows what they say -------------------------------------------

@@ -1,4 +1,4 @@
-"""Two runs given one folder: the second is refused, and a killed one leaves no lock behind."""
+"""What a run refuses before it starts a rank: a folder in use, and data too small for one window."""
 
 import fcntl
 import subprocess
@@ -23,3 +23,10 @@ def test_a_folder_in_use_is_refused_and_left_as_it_is(tmp_path):
         done = _train(folder, *TINY)
     assert done.returncode == 1 and "another run is writing there (process 4711)" in done.stderr
     assert (folder / "metrics.jsonl").read_text() == "{}\n" and not (folder / "config.yaml").exists()
+
+
+def test_data_too_small_for_a_window_is_refused_before_a_rank_starts(tmp_path):
+    (tmp_path / "tiny.txt").write_text("abc")
+    done = _train(tmp_path / "run", *TINY, f"--data.path={tmp_path / 'tiny.txt'}")
+    assert done.returncode == 2 and "3 bytes" in done.stderr and "seq_len=128 + 1 tokens" in done.stderr
+    assert not (tmp_path / "run").exists()
