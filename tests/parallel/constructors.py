@@ -118,6 +118,7 @@ def constants():
         cast=torch.from_numpy(np.eye(3)).float(),
         as_given=torch.as_tensor(np.arange(3)),
         legacy=nn.Parameter(torch.Tensor([7.0, 8.0])),
+        legacy_changed=nn.Parameter(torch.Tensor([7.0, 8.0]).mul_(3)),
         made_like=torch.ones(2).new_tensor([5.0, 6.0]),
         ramp=torch.linspace(0, 1, 7, dtype=torch.float64),
         written=_written(),
@@ -234,6 +235,11 @@ def from_own_generator():
 
 def from_numpy_generator():
     return Holder(weight=nn.Parameter(torch.from_numpy(np.random.default_rng().normal(size=(6, 5))).float()))
+
+
+def from_listed_numbers():
+    numbers = np.random.default_rng().normal(size=(6, 5)).tolist()
+    return Holder(weight=nn.Parameter(torch.tensor(numbers)))
 
 
 def from_the_rank():

@@ -63,6 +63,7 @@ def test_the_module_runs_with_them(ranks, name, layout):
         ("from_item", "it cannot be built on meta ("),
         ("from_own_generator", "its constructor draws from a generator of its own"),
         ("from_numpy_generator", "its constructor does not do the same on every rank"),
+        ("from_listed_numbers", "its constructor does not do the same on every rank"),
         ("from_the_rank", "its constructor does not do the same on every rank"),
     ],
 )
