@@ -32,9 +32,12 @@ def _step(model, rank_that_fails=None, error=None):
             raise error
         return output.sum()
 
+    return _train_step(model, loss)([{"x": torch.ones(2, 4) * (RANK + 1)}])
+
+
+def _train_step(model, loss):
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = sw.TrainStep(model, optim, loss=loss, count=lambda batch: 2)
-    return step([{"x": torch.ones(2, 4) * (RANK + 1)}])
+    return sw.TrainStep(model, optim, loss=loss, count=lambda batch: 2)
 
 
 def _model(world):
@@ -111,9 +114,9 @@ def never_closed():
 
 def fewer_windows():
     with _world() as world:
-        model = _model(world)
+        step = _train_step(_model(world), lambda output, batch: output.sum())
         for _ in range(2 - RANK):
-            _step(model)
+            step([{"x": torch.ones(2, 4)}])
 
 
 def _become(rank, port, path):

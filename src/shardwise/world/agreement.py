@@ -140,7 +140,9 @@ class Agreement:
         )
 
     def _elsewhere(self, place: str, what: str) -> RankError:
-        places = self.gather(what, place)
+        told = self.gather((place, what), place)
+        same_place = len({place for place, _ in told}) == 1  # then it is what they bring that differs
+        places = [what if same_place else place for place, what in told]
         usual = max(places, key=places.count)
         ranks = tuple(rank for rank, other in enumerate(places) if other != usual)
         who = "; ".join(f"rank {rank} came to {places[rank]}" for rank in ranks)
