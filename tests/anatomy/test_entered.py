@@ -6,10 +6,14 @@ import types
 
 import pytest
 import torch
-from anatomy.forwards import PLAIN, SKIPPABLE, Blocks
+from anatomy import forwards, forwards_state
+from anatomy.forwards import Blocks
 from torch import nn
 
 from shardwise.anatomy import read_anatomy
+
+SKIPPABLE = {**forwards.SKIPPABLE, **forwards_state.SKIPPABLE}
+PLAIN = {**forwards.PLAIN, **forwards_state.PLAIN}
 
 
 def judged(model: nn.Module, name: str = "blocks", **options):
@@ -28,6 +32,22 @@ def test_blocks_that_may_be_skipped_stay_in_their_parents_unit(name):
 def test_blocks_that_every_rank_enters_may_be_units(name):
     found = judged(PLAIN[name]())
     assert found.always_entered, found.why
+
+
+class InAnyOrder(nn.ModuleList):
+    def __iter__(self):
+        return iter(random.sample(list(self._modules.values()), len(self)))
+
+
+class Named(nn.ModuleList):
+    """A subclass that iterates as torch does."""
+
+
+@pytest.mark.parametrize(("container", "sure"), [(InAnyOrder, False), (Named, True)])
+def test_a_list_that_iterates_in_a_way_of_its_own_is_not_trusted(container, sure):
+    model = Looped()
+    model.blocks = container([nn.Linear(4, 4) for _ in range(3)])
+    assert judged(model).always_entered is sure
 
 
 # ---- what lies around the forward -------------------------------------------------------------------------------------

@@ -3,12 +3,14 @@
 from torch import nn
 
 from shardwise.anatomy.code import Entries, read_entries, unwrap_module
-from shardwise.anatomy.names import canonical_children
+from shardwise.anatomy.names import canonical_children, canonical_modules
 from shardwise.recipe.records import BlockList
 
 __all__ = ["find_block_lists"]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+_ITERATION = ("__iter__", "__getitem__", "__len__", "values", "items", "keys", "children", "named_children")
 
 Found = list[tuple[str, list[tuple[str, nn.Module]]]]  # (name of the list, (name, block) of each block)
 
@@ -26,7 +28,8 @@ def find_block_lists(root: nn.Module, skipped: dict[str, str] | None = None) -> 
     found: Found = []
     _find(root, "", found, set())
     entries = read_entries(root, {id(block): block for _, blocks in found for _, block in blocks})
-    return tuple(_judged(name, blocks, entries, skipped) for name, blocks in found)
+    containers = dict(canonical_modules(root))
+    return tuple(_judged(name, containers[name], blocks, entries, skipped) for name, blocks in found)
 
 
 def _find(module: nn.Module, name: str, found: Found, seen: set[int]) -> None:
@@ -48,10 +51,22 @@ def _find(module: nn.Module, name: str, found: Found, seen: set[int]) -> None:
 
 
 def _judged(
-    name: str, blocks: list[tuple[str, nn.Module]], entries: Entries, skipped: dict[str, str] | None
+    name: str,
+    container: nn.Module,
+    blocks: list[tuple[str, nn.Module]],
+    entries: Entries,
+    skipped: dict[str, str] | None,
 ) -> BlockList:
+    own = [
+        n
+        for n in _ITERATION
+        if not getattr(getattr(type(container), n, None), "__module__", "torch").startswith("torch")
+    ]
     doubts = (_doubt(full, block, entries, skipped) for full, block in blocks)
     doubt = next((doubt for doubt in doubts if doubt is not None), None)
+    doubt = doubt or (
+        f"{type(container).__name__}.{own[0]} may give its elements in an order of its own" if own else None
+    )
     return BlockList(
         name=name,
         blocks=tuple(full for full, _ in blocks),

@@ -227,6 +227,8 @@ def _element_of_object(obj: Any) -> tuple[Value, bool]:
 
 
 def _element_objects(obj: Any) -> tuple[Any, ...]:
+    if isinstance(obj, Local):  # in a dict or list written out: what comes out of it may be this
+        return (obj,)
     if isinstance(obj, nn.ModuleDict | dict):  # a loop over a dict gives its keys
         return ()
     return tuple(child for child in children_of(obj) if carries(child))
@@ -242,6 +244,7 @@ def item_of(base: Value, index: Value, const: Any, why: str) -> Value:
             return Choice(inner, index.steady, why) if inner else Plain(base.steady and index.steady, index.steady)
         case Choice(objs=objs, steady=steady):
             inner = tuple(child for obj in objs for child in children_of(obj) if carries(child))
+            inner += tuple(obj for obj in objs if not children_of(obj))  # it stood in a dict or list written out
             return Choice(inner, steady and index.steady, why) if inner else Plain()
         case Tup(parts=parts):
             if isinstance(const, int) and -len(parts) <= const < len(parts):

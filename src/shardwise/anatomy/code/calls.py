@@ -25,8 +25,9 @@ from shardwise.anatomy.code.abstract import (
     unsteady,
 )
 from shardwise.anatomy.code.containers import ContainerCalls
-from shardwise.anatomy.code.objects import carries
+from shardwise.anatomy.code.objects import can_change, carries
 from shardwise.anatomy.code.params import Args
+from shardwise.anatomy.code.source import is_trusted
 
 __all__ = ["Calls"]
 
@@ -151,9 +152,25 @@ class Calls(ContainerCalls):
             return self._constructed(obj, args)
         if carries(obj) or any(map(objects_of, args.values())):
             return self._function(obj, args, doubt, node)
+        if name not in _STEADY_CALLS and (found := self._with_state(obj, args, doubt)) is not None:
+            return found
         if name in _STEADY_CALLS:
             return Plain(all(value.kind for value in args.values()), True)
         return plain_from(args.values()) if _module_name(obj) == "math" else Plain()
+
+    def _with_state(self, obj: Any, args: Args, doubt: str | None) -> Value | None:
+        """A call that reaches no module, but may leave numbers in a list or an object that a condition reads later."""
+        holder = getattr(obj, "__self__", None)
+        held = [value.obj for value in args.values() if isinstance(value, Known) and can_change(value.obj)]
+        held += [holder] if can_change(holder) else []
+        if not held or is_trusted(getattr(obj, "__func__", obj)):
+            return None
+        if isinstance(obj, types.FunctionType | types.MethodType):
+            return self.entries.follow(obj, args, doubt, owner=None) or Plain()
+        if doubt is not None or not all(value.steady for value in args.values()):
+            for one in held:
+                self.entries.change(one)
+        return None
 
     def _function(self, obj: Any, args: Args, doubt: str | None, node: ast.Call) -> Value:
         """A function that is given modules: read if it can be."""

@@ -72,6 +72,10 @@ class ContainerCalls:
         if obj is setattr or obj is builtins.delattr:
             self._setattr(args, doubt)
             return Plain(True, True)
+        if _is_one_of(obj, (exec, eval, locals, globals)):
+            for value in list(self.env.values()):
+                self.entries.lose(value, doubt or f"{obj.__name__}() may do anything with it")
+            return Plain()
         if obj is vars or obj is dir:
             return Choice(objects_of(first), False, "its parent reads it from vars()") if objects_of(first) else Plain()
         return None

@@ -17,9 +17,9 @@ from torch import nn
 
 from shardwise.anatomy.code.abstract import Known, Local, Value, objects_of
 from shardwise.anatomy.code.frame import Frame
-from shardwise.anatomy.code.objects import carries, held_by, unwrap_module
+from shardwise.anatomy.code.objects import can_change, carries, held_by, unwrap_module
 from shardwise.anatomy.code.params import Args
-from shardwise.anatomy.code.source import is_torch, source_of
+from shardwise.anatomy.code.source import is_torch, is_trusted, source_of
 
 __all__ = ["Entries", "read_entries"]
 
@@ -135,12 +135,19 @@ class Entries:
             name = getattr(function, "__name__", type(function).__name__)
             for value in (Known(function), *args.values()):
                 self.lose(value, doubt or f"it is handed to {name}(), which cannot be followed")
+                if isinstance(value, Known) and not is_trusted(function):
+                    self.change(value.obj)
             return None
         self._functions.append(source.function.__code__)
         try:
             return Frame(self, source, owner).run(args, doubt)
         finally:
             self._functions.pop()
+
+    def change(self, obj: Any) -> None:
+        """Notes that the code leaves something in ``obj`` that ranks may differ in."""
+        if can_change(obj):
+            self.written.setdefault((id(obj), "*"), obj)
 
     def lose(self, what: Any, why: str) -> None:
         """``what`` got into hands that may enter its modules, or not."""

@@ -3,8 +3,9 @@
 import ast
 import builtins
 import inspect
+import types
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -25,9 +26,9 @@ from shardwise.anatomy.code.abstract import (
     unsteady,
 )
 from shardwise.anatomy.code.calls import Calls
-from shardwise.anatomy.code.objects import carries, cells_of, unwrap_module
-from shardwise.anatomy.code.params import Args, bind
-from shardwise.anatomy.code.source import Source, is_torch
+from shardwise.anatomy.code.objects import can_change, carries, cells_of, is_of_a_rank, unwrap_module
+from shardwise.anatomy.code.params import Args
+from shardwise.anatomy.code.source import Source, is_set_globally, is_torch
 
 __all__ = ["Expressions"]
 
@@ -45,6 +46,7 @@ class Expressions(Calls):
 
     body: Callable[..., Any]
     store: Callable[..., None]
+    loop_element: Callable[..., tuple[Value, bool]]
 
     def __init__(self, entries: Any, source: Source, owner: nn.Module | None):
         self.entries, self.source, self.owner = entries, source, owner
@@ -113,7 +115,10 @@ class Expressions(Calls):
             return self.wrap(cells[name])
         if name in function.__globals__:
             found = function.__globals__[name]
-            return Plain() if isinstance(found, dict | list | set) and not carries(found) else self.wrap(found)
+            loose = isinstance(found, dict | list | set) and not carries(found)
+            if loose or is_of_a_rank(name) or is_set_globally(str(function.__globals__.get("__name__")), name):
+                return Plain()
+            return self.wrap(found)
         return Known(getattr(builtins, name)) if hasattr(builtins, name) else Plain()
 
     def wrap(self, obj: Any) -> Value:
@@ -122,6 +127,8 @@ class Expressions(Calls):
         obj = unwrap_module(obj)
         if isinstance(obj, bool | int | float | str):
             return Plain(True, True)
+        if (id(obj), "*") in self.entries.written:
+            return unsteady(Known(obj), "what a forward puts into it decides at run time")
         return Known(obj)
 
     def _attribute_of(self, node: ast.expr, attr: str, doubt: str | None) -> Value:
@@ -164,10 +171,14 @@ class Expressions(Calls):
             if not carries(obj):
                 return Plain(True, True)
             return self.entries.follow(static.fget, Args((Known(obj),)), doubt, owner=_module(obj)) or Plain()
+        if is_of_a_rank(attr):
+            return Plain()
         try:
             found = self.wrap(getattr(obj, attr))
         except (AttributeError, RuntimeError, TypeError, ValueError, KeyError, NotImplementedError):
             return Plain()  # only exists while running, or not at all
+        if isinstance(obj, types.ModuleType) and isinstance(found, Known) and can_change(found.obj):
+            return Plain()  # os.environ and the like
         written = self.entries.written
         if any(key in written for key in ((id(obj), attr), (0, attr), (id(obj), "*"))):
             return unsteady(found, f".{attr}, which a forward sets, decides at run time")
@@ -232,59 +243,6 @@ class Expressions(Calls):
             inner, same = element_of(part, "") if isinstance(element, ast.Starred) else (part, True)
             whole, steady = join(whole, inner, steady=True, why="a list written out"), steady and same
         return Seq(whole if steady else unsteady(whole, "a list whose length may differ"), steady)
-
-    def comprehension(self, node: Any, doubt: str | None) -> Value:
-        """A comprehension, in a scope of its own."""
-        before, steady, outer_doubt = dict(self.env), True, doubt
-        for generator in node.generators:
-            element, same = self.loop_element(generator.iter, doubt)
-            if not same:
-                steady = False
-                doubt = doubt or self.where("a comprehension whose length may differ", node)
-            self.store(generator.target, unsteady(element, doubt) if doubt else element, doubt)
-            for condition in generator.ifs:
-                if not self.evaluate(condition, doubt).steady:
-                    steady = False
-                    doubt = doubt or self.where(f"a comprehension `if {ast.unparse(condition)[:40]}`", node)
-        parts = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
-        values = [self.evaluate(part, doubt) for part in parts]
-        named = {n.target.id for n in ast.walk(node) if isinstance(n, ast.NamedExpr) and isinstance(n.target, ast.Name)}
-        self.env = {**before, **{name: unsteady(self.env.get(name, Plain()), "a walrus") for name in named}}
-        value = values[-1]
-        return Seq(value if steady and outer_doubt is None else unsteady(value, doubt or ""), steady)
-
-    def loop_element(self, iterated: ast.expr, doubt: str | None) -> tuple[Value, bool]:
-        """What a loop over ``iterated`` binds, and whether it runs equally often on every rank."""
-        return element_of(self.evaluate(iterated, doubt), "its parent iterates over it")
-
-    # ---- functions defined in the code -----------------------------------------------------------------------
-
-    def call_local(self, local: Local, args: Args, doubt: str | None) -> Value:
-        """Calls a nested function or lambda, which sees the names around it as they are now."""
-        node, home = local.node, local.frame
-        if self.entries.nested.count(node) > 1:
-            return Plain()  # it calls itself: read twice already
-        frame = type(self)(self.entries, home.source, home.owner)
-        frame.outer, frame.env = home, bind(node.args, args)
-        self.entries.nested.append(node)
-        try:
-            return frame.read_nested(node, doubt)
-        finally:
-            self.entries.nested.pop()
-
-    def read_nested(self, node: Any, doubt: str | None) -> Value:
-        """The body of a nested function, whose parameters are bound already."""
-        if isinstance(node, ast.Lambda):
-            return self.evaluate(node.body, doubt)
-        own = [n for statement in node.body for n in ast.walk(statement)]
-        shared = any(isinstance(n, ast.Nonlocal | ast.Global) for n in own)
-        if shared or any(isinstance(n, ast.Yield | ast.YieldFrom | ast.Await) for n in own):
-            doubt = doubt or self.where(f"`{node.name}`, which is not followed,", node)
-            for n in own:
-                if isinstance(n, ast.Nonlocal):
-                    cast(Expressions, self.outer).env.update(dict.fromkeys(n.names, Plain()))
-        self.body(node.body, doubt)
-        return self.returned or Plain(True, True)
 
 
 def _negative(index: ast.expr) -> int | None:

@@ -17,6 +17,7 @@ from shardwise.anatomy.code.abstract import (
     unsteady,
 )
 from shardwise.anatomy.code.params import Args, bind
+from shardwise.anatomy.code.source import can_swallow
 from shardwise.anatomy.code.stores import Stores
 
 __all__ = ["Frame"]
@@ -164,13 +165,18 @@ class Frame(Stores):
 
     def _with(self, node: ast.With | ast.AsyncWith, doubt: str | None) -> _Exits:
         for item in node.items:
-            self.evaluate(item.context_expr, doubt)
+            if self._swallows(item.context_expr, doubt):
+                doubt = doubt or self.where("an exception inside a with block", node)
             if item.optional_vars is not None:
                 self.assign([item.optional_vars], Plain(), doubt)
-        swallows = any("suppress" in ast.unparse(item.context_expr) for item in node.items)
-        if swallows or any(isinstance(n, ast.Raise) for statement in node.body for n in ast.walk(statement)):
-            doubt = doubt or self.where("an exception inside a with block", node)
         return self.body(node.body, doubt)
+
+    def _swallows(self, node: ast.expr, doubt: str | None) -> bool:
+        """Whether the context may catch an exception, so that what is in the block is cut short."""
+        maker = self.evaluate(node.func, doubt) if isinstance(node, ast.Call) else None
+        made = self.evaluate(node, doubt)
+        known = maker if maker is not None else made
+        return not isinstance(known, Known) or can_swallow(known.obj)
 
     def _try(self, node: ast.Try | ast.TryStar, doubt: str | None) -> _Exits:
         inner, exits = doubt, _Exits()

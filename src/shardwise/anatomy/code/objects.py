@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shardwise.anatomy.names import inner_module
 
-__all__ = ["carries", "cells_of", "children_of", "held_by", "unwrap_module"]
+__all__ = ["can_change", "carries", "cells_of", "children_of", "held_by", "is_of_a_rank", "unwrap_module"]
 
 _INERT = (Tensor, str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, nn.ParameterList)
 
@@ -66,3 +66,29 @@ def children_of(obj: Any) -> list[Any]:
     if isinstance(obj, dict):
         return list(obj.values())
     return list(obj) if isinstance(obj, list | tuple | set | frozenset) else []
+
+
+def can_change(obj: Any) -> bool:
+    """Whether code that is given ``obj``, which is no module, could leave something in it: a list, a dict, an object of
+    the user's own."""
+    if isinstance(obj, (*_INERT, nn.Module, types.FunctionType, types.MethodType, tuple, frozenset)):
+        return False
+    return isinstance(obj, list | dict | set) or hasattr(obj, "__dict__")
+
+
+def is_of_a_rank(name: str) -> bool:
+    """Whether a name says that its value differs by rank, whatever it is."""
+    return name.lower().strip("_") in _OF_A_RANK
+
+
+_OF_A_RANK = {
+    "rank",
+    "local_rank",
+    "global_rank",
+    "node_rank",
+    "dp_rank",
+    "is_main",
+    "is_main_process",
+    "is_master",
+    "is_rank0",
+}

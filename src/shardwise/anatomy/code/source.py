@@ -1,13 +1,16 @@
 """The source of a function as a syntax tree, or None where there is none that can be trusted."""
 
 import ast
+import contextlib
 import functools
 import inspect
+import re
+import sys
 import textwrap
 import types
 from dataclasses import dataclass
 
-__all__ = ["Source", "is_torch", "source_of"]
+__all__ = ["Source", "can_swallow", "is_set_globally", "is_torch", "is_trusted", "source_of"]
 
 _TRUSTED = {"torch", "transformers"}  # their decorators call what they wrap, once and whatever the data
 
@@ -38,6 +41,34 @@ def source_of(function: object) -> Source | None:
 def is_torch(function: object) -> bool:
     """Whether ``function`` is code of torch's own."""
     return _home(function) == "torch"
+
+
+def is_trusted(function: object) -> bool:
+    """Whether ``function`` is of a library that leaves nothing behind in what it is given, as far as its forwards go."""
+    return _home(function) in _TRUSTED
+
+
+@functools.lru_cache(maxsize=1024)
+def is_set_globally(module: str, name: str) -> bool:
+    """Whether a function of ``module`` sets its global ``name`` while running."""
+    try:
+        text = inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):
+        return False
+    return re.search(rf"\bglobal\b[^\n]*\b{re.escape(name)}\b", text) is not None
+
+
+def can_swallow(context: object) -> bool:
+    """Whether a ``with`` over ``context``, an object or what makes one, may go on after an exception."""
+    if isinstance(context, types.FunctionType | types.MethodType):
+        source = source_of(inspect.unwrap(context))
+        return source is None or any(isinstance(node, ast.ExceptHandler) for node in ast.walk(source.node))
+    kind = context if isinstance(context, type) else type(context)
+    leave = getattr(kind, "__exit__", None)
+    if kind is contextlib.nullcontext or is_trusted(leave) or kind.__module__ in {"builtins", "threading", "_thread"}:
+        return False
+    source = source_of(leave)
+    return source is None or any(isinstance(n, ast.Return) and n.value is not None for n in ast.walk(source.node))
 
 
 def _home(function: object) -> str:

@@ -17,13 +17,13 @@ from shardwise.anatomy.code.abstract import (
     objects_of,
     unsteady,
 )
-from shardwise.anatomy.code.expressions import Expressions
 from shardwise.anatomy.code.params import Args
+from shardwise.anatomy.code.scopes import Scopes
 
 __all__ = ["Stores"]
 
 
-class Stores(Expressions):
+class Stores(Scopes):
     """The part of a frame that binds names."""
 
     def assign(self, targets: list[ast.expr], value: Value, doubt: str | None) -> None:
@@ -65,6 +65,8 @@ class Stores(Expressions):
         else:
             self.entries.lose(value, doubt or "its parent puts it into a container")
         self.entries.lose(holder, self.where("an assignment to its elements", base))
+        if isinstance(holder, Known) and (doubt is not None or not value.steady):
+            self.entries.change(holder.obj)
 
     def write(self, base: Value, attr: str, value: Value, doubt: str | None) -> None:
         """``base.attr = value``: later reads of it, in any forward, must not count as equal on every rank."""
