@@ -1,13 +1,16 @@
 """What each rank of ``shardwise train`` runs: opens the world, trains, proves. Started by the launcher or by torchrun."""
 
+import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.launch import send_event
 
 if TYPE_CHECKING:
     from shardwise.config.schema import RunConfig
+    from shardwise.world import World
 
 __all__ = ["main", "run_rank"]
 
@@ -37,6 +40,7 @@ def run_rank(config: "RunConfig", send: Callable[[dict[str, Any]], object]) -> d
 
     device = None if config.launch.device == "auto" else config.launch.device
     with init(config.parallel.layout, device=device, timeout_s=config.train.timeout_s, seed=config.train.seed) as world:
+        _agree_on_config(config, world)
 
         def emit(kind: str, **fields: Any) -> None:
             if world.is_main:
@@ -49,6 +53,71 @@ def run_rank(config: "RunConfig", send: Callable[[dict[str, Any]], object]) -> d
         emit("phase", text="proving: the same 3 steps in one plain process")
         result["proof"] = prove(config, world)
     return result
+
+
+# ---- ranks that others started may have been given different commands ------------------------------------------------
+
+
+def _agree_on_config(config: "RunConfig", world: "World") -> None:
+    """Raises on every rank if two of them were given different runs; all ranks must call it.
+
+    A launcher that starts each node by a command of its own lets them differ, and a step count, a learning rate or a
+    data file that differs trains on without an error, or hangs at the end.
+    """
+    from shardwise.world import agree_on
+
+    facts, shown = _facts(config)
+    agree_on(
+        world.agreement,
+        {**facts, "device": world.device.type},
+        what="the ranks' configurations",
+        fix="start every rank with the same configuration and the same overrides",
+        most=8,
+        shown=shown,
+    )
+
+
+def _facts(config: "RunConfig") -> tuple[dict[str, Any], dict[str, str]]:
+    """What every rank must have alike, by key; and what to print for a key whose fact is a digest.
+
+    Left out, since nodes may rightly differ in them: ``log``, and the path of ``checkpoint.export`` (rank 0 alone writes,
+    and a node's scratch folder or a date in a name is its own), but not whether there are weights to write, in which all
+    ranks take part; ``launch`` (how many ranks a node starts was checked against the world; of ``device``, what "auto"
+    came to is compared); ``parallel.layout``, which the world compared as resolved. Data is compared by what is in the file, not by its path: each node may read a copy on its own
+    disk, and copies under one path may be of different ages.
+    """
+    import msgspec
+
+    sections = msgspec.to_builtins(config)
+    kept = {name: value for name, value in sections.items() if name not in ("log", "launch", "checkpoint")}
+    facts = _flat(kept)
+    del facts["parallel.layout"]
+    facts["checkpoint.export"] = None if config.checkpoint.export is None else "a folder"
+    path = config.data.path
+    if path is None:
+        return facts, {}
+    facts["data.path"] = contents = _contents(Path(path))
+    return facts, {"data.path": f"{path} ({contents})"}
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, inner in value.items():
+        if isinstance(inner, Mapping) and inner:
+            found |= _flat(inner, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = inner
+    return found
+
+
+def _contents(path: Path, blocks: int = 16, block_bytes: int = 1 << 16) -> str:
+    """What is in a file, by its size and 1 MiB of it, evenly spaced: the whole of a large file would take minutes."""
+    size, digest = path.stat().st_size, hashlib.sha256()
+    with path.open("rb") as file:
+        for n in range(blocks):
+            file.seek(max(0, size - block_bytes) * n // (blocks - 1))
+            digest.update(file.read(block_bytes))
+    return f"{size:,} bytes, sample sha256 {digest.hexdigest()[:12]}"
 
 
 def _device_text(world: Any) -> str:

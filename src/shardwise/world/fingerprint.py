@@ -27,7 +27,15 @@ def package_versions() -> dict[str, str]:
     return found
 
 
-def agree_on(agreement: Agreement, facts: Mapping[str, Any], *, what: str, fix: str) -> None:
+def agree_on(
+    agreement: Agreement,
+    facts: Mapping[str, Any],
+    *,
+    what: str,
+    fix: str,
+    most: int = 1,
+    shown: Mapping[str, str] | None = None,
+) -> None:
     """Raises on every rank if any two ranks gave different ``facts``; costs one small exchange if they agree.
 
     Args:
@@ -35,30 +43,52 @@ def agree_on(agreement: Agreement, facts: Mapping[str, Any], *, what: str, fix: 
         facts: name -> JSON-like value; every key is compared by itself.
         what: what is compared ("the models"), for the message.
         fix: how to make them equal.
+        most: differing facts that are told with their values; of further ones, how many.
+        shown: name -> what to print in place of a fact that says little to a reader (a digest).
 
     Raises:
-        RankError: naming the first fact that differs, its values and the ranks that have them.
+        RankError: naming the facts that differ, their values and the ranks that have them.
     """
     text = msgspec.json.encode(facts, order="deterministic")
     digest = int.from_bytes(hashlib.sha256(text).digest()[:8], "big") & (1 << 60) - 1
     summed = agreement.sum({"digest": agreement.same(digest)}, f"comparing {what}")
     if agreement.all_same(summed["digest"]):
         return
-    per_rank = agreement.gather(dict(facts), f"naming how {what} differ")
-    key, values = _first_difference(per_rank)
-    ranks = tuple(rank for rank, value in enumerate(per_rank) if value.get(key) != per_rank[0].get(key))
-    raise RankError(f"{what} differ between ranks: {key}", why=values, fix=fix, ranks=ranks)
+    answers = agreement.gather((dict(facts), {**facts, **(shown or {})}), f"naming how {what} differ")
+    compared, printed = [answer[0] for answer in answers], [answer[1] for answer in answers]
+    keys = _differing(compared)
+    ranks = tuple(r for r, own in enumerate(compared) if any(own.get(k) != compared[0].get(k) for k in keys))
+    raise RankError(
+        f"{what} differ between ranks: {', '.join(keys[:most]) or '?'}",
+        why=_told(keys, printed, most),
+        fix=fix,
+        ranks=ranks,
+    )
 
 
-def _first_difference(per_rank: list[dict[str, Any]]) -> tuple[str, str]:
-    keys = list(dict.fromkeys(key for facts in per_rank for key in facts))
-    for key in keys:
-        groups: dict[str, list[int]] = {}
-        for rank, facts in enumerate(per_rank):
-            groups.setdefault(_short(facts.get(key, "absent")), []).append(rank)
-        if len(groups) > 1:
-            return key, "; ".join(f"rank {', '.join(map(str, ranks))}: {value}" for value, ranks in groups.items())
-    return "?", "the digests differ, the values print alike"
+def _differing(per_rank: list[dict[str, Any]]) -> list[str]:
+    keys = dict.fromkeys(key for facts in per_rank for key in facts)
+    return [key for key in keys if any(facts.get(key) != per_rank[0].get(key) for facts in per_rank)]
+
+
+def _told(keys: list[str], printed: list[dict[str, Any]], most: int) -> str:
+    """Each differing fact with its values and the ranks that have them: one on the line, several on a line each."""
+    if not keys:
+        return "the digests differ, the values print alike"
+    lines = [_values(key, printed) for key in keys[:most]]
+    if most == 1:
+        return lines[0]
+    lines = [f"{key}: {line}" for key, line in zip(keys, lines, strict=False)]
+    if len(keys) > most:
+        lines.append(f"and {len(keys) - most} more")
+    return "\n       ".join(lines)
+
+
+def _values(key: str, printed: list[dict[str, Any]]) -> str:
+    groups: dict[str, list[int]] = {}
+    for rank, facts in enumerate(printed):
+        groups.setdefault(_short(facts.get(key, "absent")), []).append(rank)
+    return "; ".join(f"rank {', '.join(map(str, ranks))}: {value}" for value, ranks in groups.items())
 
 
 def _short(value: Any) -> str:

@@ -1,0 +1,89 @@
+"""Ranks that another launcher started with different commands: named before training, with every key that differs."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli.train_rank import _facts
+from shardwise.config import load_config
+
+TINY = (
+    "--model.args={dim: 32, num_layers: 1, ffn: 48}",
+    "--data.seq_len=32",
+    "--data.val_fraction=0",
+    "--train.eval_every=0",
+    "--checkpoint.export=null",
+    "--log.plot=false",
+    "--launch.device=cpu",
+)
+
+
+def start_nodes(folder: Path, *commands: tuple[str, ...]) -> list[tuple[int, str]]:
+    """One rank a command, as a launcher on as many nodes would start them: (exit code, what it wrote) of each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started = []
+    for rank, words in enumerate(commands):
+        place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": len(commands), "LOCAL_WORLD_SIZE": 1}
+        env = {key: str(value) for key, value in (place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}).items()}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "shardwise", "train", *TINY, *words],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1", **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        started.append(process)
+    try:
+        texts = [process.communicate(timeout=90)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(process.returncode, text) for process, text in zip(started, texts, strict=True)]
+
+
+@pytest.mark.timeout(100)
+def test_nodes_with_other_overrides_are_named_before_training_with_every_key(tmp_path):
+    (tmp_path / "a.txt").write_text("one two three. " * 40)
+    (tmp_path / "b.txt").write_text("one two three! " * 40)
+    ours = ("--data.path=a.txt", "--data.global_batch=16", "--optim.lr=1e-3", "--train.steps=3")
+    theirs = ("--data.path=b.txt", "--data.global_batch=32", "--optim.lr=2e-3", "--train.steps=4")
+    for code, text in start_nodes(tmp_path, ours, theirs):
+        assert code == 1 and "Traceback" not in text, text
+        keys = "data.path, data.global_batch, optim.lr, train.steps"
+        assert f"RankError: the ranks' configurations differ between ranks: {keys}\n" in text
+        assert "why: data.path: rank 0: a.txt (600 bytes, sample sha256 " in text
+        assert "rank 1: b.txt (600 bytes, sample sha256 " in text
+        assert "\n       data.global_batch: rank 0: 16; rank 1: 32\n" in text
+        assert "\n       optim.lr: rank 0: 0.001; rank 1: 0.002\n" in text
+        assert "\n       train.steps: rank 0: 3; rank 1: 4\n" in text
+    assert not (tmp_path / "runs/latest/metrics.jsonl").exists()
+
+
+@pytest.mark.timeout(100)
+def test_nodes_may_have_their_own_folders_and_their_own_copy_of_the_data(tmp_path):
+    commands = []
+    for node in ("a", "b"):
+        (tmp_path / node).mkdir()
+        (tmp_path / node / "text.txt").write_text("one two three. " * 100)
+        folder = (f"--data.path={node}/text.txt", f"--log.dir={node}/run", f"--log.every={len(commands) + 1}")
+        commands.append((*folder, "--train.steps=1"))
+    results = start_nodes(tmp_path, *commands)
+    assert [code for code, _ in results] == [0, 0], results
+    assert (tmp_path / "a/run/metrics.jsonl").exists() and not (tmp_path / "b/run").exists()
+
+
+def facts(*overrides):
+    return _facts(load_config(None, list(overrides)).config)[0]
+
+
+def test_whether_there_are_weights_to_write_is_compared_and_where_is_not():
+    assert facts("--checkpoint.export=a") == facts("--checkpoint.export=b") != facts("--checkpoint.export=null")
+    assert facts("--log.dir=a") == facts("--launch.nproc=2") == facts()
+    assert facts("--model.args={dim: 8}")["model.args.dim"] == 8
