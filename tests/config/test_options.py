@@ -87,6 +87,7 @@ def test_reshard_over_less_than_two_ranks_is_refused(reshard):
         ({"units": ["a", 3]}, "the whole number 3 at place 2 of the list"),
         ({"units": [""]}, "an empty pattern matches no module"),
         ({"units": "none", "min_unit_bytes": 0}, "one unit whatever its size, so min_unit_bytes would have no effect"),
+        ({"units": ("blocks.*",), "min_unit_bytes": 0}, "each module named is a unit, whatever its size"),
         ({"engine": "ddp", "min_unit_bytes": 0}, "min_unit_bytes would have no effect"),
         ({"engine": "ddp", "units": "none"}, "units would have no effect"),
         ({"engine": "ddp", "reshard_after_forward": False}, "reshard_after_forward would have no effect"),

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from parallel.on_ranks import builder
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from shardwise._compat import TorchDispatchMode
 from shardwise.config.options import Sharding
-from shardwise.errors import RankError, ShardwiseError, UsageError
+from shardwise.errors import RankError, ShardwiseError, UnsupportedError, UsageError
 from shardwise.parallel import parallelize, recipe_of, runtime_of
 from shardwise.train.window import window
 from shardwise.world import World, init
@@ -249,9 +250,11 @@ def test_t_fully_shard_rules(ranks):
     assert said["nested"][0] == "PlanError" and said["nested"][2] == "blocks.0.inner"
     assert said["inner units"] is None  # leaves first, whatever the order
     assert all(said["method"])
-    assert (
-        said["forward past hooks"] == "RuntimeError"
-    )  # nothing gathered its parameters: plain and sharded tensors mix
+    assert said["forward past hooks"] == (
+        "UsageError",
+        "a call of a part of the model, Linear, by itself",
+        "blocks.0.inner",
+    )
     assert said["deepcopy"] is not None
     assert said["by another"][0] == "UsageError" and said["by another"][2] == "blocks.0"
 
@@ -466,6 +469,68 @@ def test_t_changed_after_sharding(ranks, layout, change, name):
         assert said is not None and said[1] == name, said
 
 
+# ---- weights used from elsewhere, backwards inside backwards ----------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Blocks, run through reentrant checkpoints; or with a block's weight used by the parent, in its output or its loss."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.how, self.inp, self.head = how, nn.Linear(4, 4), nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True) if self.how == "reentrant" else block(x)
+        if self.how == "output":
+            x = F.linear(x, self.blocks[1].inner.weight)
+        out = self.head(x).sum()
+        return out + self.blocks[1].inner.weight.pow(2).sum() if self.how == "penalty" else out
+
+
+def odd(how: str) -> nn.Module:
+    torch.manual_seed(3)
+    return Odd(how).double()
+
+
+def t_odd(how, layout, sharding):
+    """Name -> whole gradient, or the error."""
+    with init(layout, device="cpu", timeout_s=20) as world:
+        model = parallelize(odd(how), world, sharding=sharding)
+        try:
+            with window(model, [{"x": torch.full((2, 4), 1.0 + world.rank, dtype=torch.float64)}], count=len) as w:
+                for given in w:
+                    model(given["x"]).backward()
+        except (RuntimeError, ShardwiseError) as error:
+            return error
+        grads = {name: param.grad for name, param in model.named_parameters()}
+        return {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize("how", ["output", "penalty", "reentrant"])
+@pytest.mark.parametrize(("layout", "sharding"), [(DDP, None), (FSDP, BLOCKS)])
+def test_t_parent_uses_a_weight_of_a_block(ranks, how, layout, sharding):
+    """Right, for the code shows it and the blocks stay in the parent's unit; or refused in our words."""
+    plain = odd(how)
+    for rank in range(2):
+        plain(torch.full((2, 4), 1.0 + rank, dtype=torch.float64)).backward()
+    for found in ranks.run(t_odd, 2, how, layout, sharding):
+        if how == "reentrant" and layout == DDP:  # torch: "Expected to mark a variable ready only once"
+            assert isinstance(found, UnsupportedError) and "use_reentrant=False" in found.fix
+            continue
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(found[name], param.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("how", ["output", "penalty"])
+def test_t_parent_uses_a_weight_of_a_named_unit(ranks, how):
+    """Named as units all the same: torch speaks of mixed tensors in an operator, without a module."""
+    for error in ranks.run(t_odd, 2, how, FSDP, Sharding(units=("blocks.*",))):
+        assert isinstance(error, UsageError) and "used by code outside that unit" in str(error)
+
+
 # ---- calls that go around the module ----------------------------------------------------------------------------------------
 
 
@@ -506,4 +571,20 @@ def test_t_direct_submodule_call(ranks, layout, part, warm):
             for name, param in plain.named_parameters():
                 torch.testing.assert_close(found[name], param.grad, rtol=1e-12, atol=1e-14)
         if layout == FSDP and part != "blocks.1":
-            assert kind is not None  # its parameters are not gathered
+            assert kind == "UsageError" and part in text and "gathered only while the model's own forward runs" in text
+
+
+def t_bypass_in_last_micro_batch():
+    with init(DDP, device="cpu", timeout_s=20) as world:
+        model = parallelize(build(), world)
+        batches = [{"ids": torch.tensor([0, 2, 3])}, {"ids": torch.tensor([1, 4])}]
+        said = "parts of the module were called, but not the module itself"
+        with pytest.raises(UsageError, match=said), window(model, batches, count=len) as w:
+            for i, given in enumerate(w):
+                whole = model(given["ids"]) if i == 0 else model.head(model.embed(given["ids"]))
+                whole.sum().backward()
+
+
+def test_t_ddp_bypass_in_the_last_micro_batch(ranks):
+    """The first call went through the module, but the sum over the ranks comes with the last one, which did not."""
+    ranks.run(t_bypass_in_last_micro_batch, 2)

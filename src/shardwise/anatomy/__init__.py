@@ -1,6 +1,14 @@
 """Reading a module: its tensors, ties, block lists and names."""
 
-from shardwise.anatomy.names import canonical_modules, canonical_name, canonical_tensors
+from shardwise.anatomy.names import canonical_modules, canonical_name, canonical_tensors, module_of_error
 from shardwise.anatomy.read import dtype_name, dtype_of, read_anatomy
 
-__all__ = ["canonical_modules", "canonical_name", "canonical_tensors", "dtype_name", "dtype_of", "read_anatomy"]
+__all__ = [
+    "canonical_modules",
+    "canonical_name",
+    "canonical_tensors",
+    "dtype_name",
+    "dtype_of",
+    "module_of_error",
+    "read_anatomy",
+]

@@ -1,10 +1,18 @@
 """Canonical names: a tensor's name in the user's unsharded, unwrapped module, whatever wraps it now."""
 
+import traceback
 from collections.abc import Iterator
 
 from torch import nn
 
-__all__ = ["canonical_children", "canonical_modules", "canonical_name", "canonical_tensors", "inner_module"]
+__all__ = [
+    "canonical_children",
+    "canonical_modules",
+    "canonical_name",
+    "canonical_tensors",
+    "inner_module",
+    "module_of_error",
+]
 
 # Attribute under which a wrapper of torch's keeps what it wraps, by class name: torch.compile, activation checkpointing,
 # DDP. By class and not by text: a user's own module may well be called "module".
@@ -68,3 +76,12 @@ def canonical_name(root: nn.Module, name: str) -> str:
             kept.append(part)
         module = below
     return ".".join(kept)
+
+
+def module_of_error(root: nn.Module, error: BaseException) -> str | None:
+    """Canonical name of the module below ``root`` whose own code ``error`` came out of; None if there is none, or it is
+    the root."""
+    names = {id(module): name for name, module in canonical_modules(root)}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    found = (names.get(id(frame.f_locals.get("self"))) for frame in reversed(frames))
+    return next((name for name in found if name is not None), None) or None

@@ -182,6 +182,8 @@ class Sharding(Options, frozen=True, kw_only=True):
             )
         if self.units == "none":
             self._refuse_without_effect("units", ("min_unit_bytes",), "the model is one unit whatever its size")
+        if isinstance(self.units, tuple):
+            self._refuse_without_effect("units", ("min_unit_bytes",), "each module named is a unit, whatever its size")
         if self.engine == "ddp":
             keys = ("units", "min_unit_bytes", "reshard_after_forward")
             self._refuse_without_effect("engine", keys, "ddp keeps whole copies")

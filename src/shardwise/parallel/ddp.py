@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise._compat import replicate, reset_replica, start_replica
-from shardwise.anatomy import canonical_name
-from shardwise.errors import UsageError
+from shardwise.anatomy import canonical_name, module_of_error
+from shardwise.errors import UnsupportedError, UsageError
 from shardwise.recipe import Recipe
 from shardwise.world import World
 
@@ -50,6 +50,7 @@ class _Reduction:
     def __init__(self, group: Any):
         self.group, self.works = group, []
         self.is_done = False  # a backward has summed gradients that may still be there
+        self.was_begun = False  # since the window began
 
     def refuse_summing_twice(self, module: nn.Module, _args: Any) -> None:
         """Before a forward that a backward may follow: gradients that were summed over the ranks already would be summed
@@ -80,7 +81,7 @@ def _sum_over_ranks(reduction: _Reduction, bucket: dist.GradBucket) -> torch.fut
         reduction.works.clear()
     work = dist.all_reduce(bucket.buffer(), group=reduction.group, async_op=True)
     reduction.works.append(work)
-    reduction.is_done = True
+    reduction.is_done = reduction.was_begun = True
     return work.get_future().then(lambda future: future.value()[0])
 
 
@@ -89,11 +90,6 @@ class DDPEngine:
 
     def __init__(self, module: nn.Module, reduction: _Reduction | None):
         self.root, self._reduction = module, reduction  # None: nothing is trained, so nothing is reduced
-        self._was_called = False
-        module.register_forward_pre_hook(self._called)
-
-    def _called(self, _module: nn.Module, _args: Any) -> None:
-        self._was_called = self._was_called or torch.is_grad_enabled()
 
     def set_sync(self, sync: bool) -> None:
         if self._reduction is not None:
@@ -103,26 +99,38 @@ class DDPEngine:
         return None
 
     def entered(self) -> list[str]:
-        """Nothing is gathered, so nothing has to be entered alike; but gradients are only summed if the module itself
-        was called.
+        """Nothing is gathered, so nothing has to be entered alike; but gradients are only summed by a backward from a
+        call of the module itself, and only at the window's last micro-batch.
 
         Raises:
-            UsageError: gradients came from calls of its parts alone.
+            UsageError: there are gradients, and nothing summed them.
         """
-        if self._reduction is None or self._was_called:
+        if self._reduction is None or self._reduction.was_begun:
             return []
         alone = next((name for name, param in self.root.named_parameters() if param.grad is not None), None)
         if alone is not None:
             raise UsageError(
                 "parts of the module were called, but not the module itself",
-                why="its gradients are summed over the ranks by way of its own forward, so these were not: replicas drift",
-                fix="call model(...); what else is to run belongs into its forward",
+                why="its gradients are summed over the ranks by way of its own forward in the window's last micro-batch, "
+                "so these were not: replicas drift",
+                fix="call model(...) for each micro-batch; what else is to run belongs into its forward",
                 name=canonical_name(self.root, alone),
             )
         return []
 
     def begin(self) -> None:
-        self._was_called = False
+        if self._reduction is not None:
+            self._reduction.was_begun = False
+
+    def explain(self, error: BaseException) -> UnsupportedError | None:
+        if "mark a variable ready only once" not in str(error):
+            return None
+        return UnsupportedError(
+            "a backward inside the backward, as reentrant activation checkpointing runs one",
+            why="DDP looks for unused parameters in the graph, where such a part is hidden, so it counted them as ready already",
+            fix='call checkpoint(..., use_reentrant=False), or shard with Sharding(engine="fsdp2"), which is exact with both',
+            name=module_of_error(self.root, error),
+        )
 
     def abandon(self) -> None:
         self.set_sync(True)

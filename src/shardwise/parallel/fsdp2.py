@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from shardwise._compat import (
     drop_partial_gradients,
@@ -20,8 +21,8 @@ from shardwise._compat import (
     unit_gradients,
     unit_groups,
 )
-from shardwise.anatomy import canonical_modules, canonical_tensors, dtype_of
-from shardwise.errors import UnsupportedError
+from shardwise.anatomy import canonical_modules, canonical_tensors, dtype_of, module_of_error
+from shardwise.errors import UnsupportedError, UsageError
 from shardwise.parallel.tensors import give_memory, tensors_of
 from shardwise.recipe import ROOT, Cut, Recipe
 from shardwise.world import World
@@ -111,6 +112,22 @@ def _whole_outputs(_module: nn.Module, _args: Any, output: Any) -> Any:
     return tree_map(
         lambda t: _NotAView.apply(t) if isinstance(t, Tensor) and t.requires_grad and t._is_view() else t, output
     )
+
+
+def _refuse_ungathered(name: str) -> Any:
+    """Before a module inside a unit: refuses a call that did not come through the unit, by which its parameters are
+    gathered. (torch's own error speaks of mixed tensors in an operator.)"""
+
+    def before(module: nn.Module, _args: Any) -> None:
+        if any(isinstance(param, DTensor) for param in module._parameters.values()):
+            raise UsageError(
+                f"a call of a part of the model, {type(module).__name__}, by itself",
+                why="its parameters are cut over the ranks, and gathered only while the model's own forward runs",
+                fix="call model(...); what else is to run belongs into its forward",
+                name=name,
+            )
+
+    return before
 
 
 def _root_unit(recipe: Recipe) -> Any:
@@ -205,6 +222,16 @@ class FSDP2Engine:
         for group in self._groups:
             drop_partial_gradients(group)
 
+    def explain(self, error: BaseException) -> UsageError | None:
+        if "got mixed torch.Tensor and DTensor" not in str(error):
+            return None
+        return UsageError(
+            "a parameter of one unit used by code outside that unit",
+            why="it is cut over the ranks there: parameters are gathered only while the module of their unit runs",
+            fix='let both be in one unit: leave units at "auto", or Sharding(units="none")',
+            name=module_of_error(self.root, error),
+        )
+
     def _watch_units(self, root: nn.Module) -> None:
         names = {
             id(t): n for n, o, a in reversed(list(canonical_tensors(root, "_parameters"))) for t in [o._parameters[a]]
@@ -222,6 +249,8 @@ class FSDP2Engine:
                 child.register_forward_pre_hook(self._entry_recorder(prefix))
                 if any(id(group) in self._anchored for group in unit_groups(child)):
                     child.register_forward_pre_hook(_anchor_inputs, with_kwargs=True, prepend=True)
+            elif any(isinstance(param, DTensor) for param in child._parameters.values()):
+                child.register_forward_pre_hook(_refuse_ungathered(prefix))
         root.register_forward_pre_hook(lambda *_: self._set_in_forward(True), prepend=True)
         root.register_forward_hook(lambda *_: self._set_in_forward(False), always_call=True)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._compat import foreach_norms, local_tensor
-from shardwise.errors import UsageError
+from shardwise.errors import ShardwiseError, UsageError
 from shardwise.layout import Coord
 from shardwise.parallel.stale import Structure, refuse_deepcopy
 from shardwise.parallel.tensors import loose_tensors, tensors_of
@@ -35,6 +35,9 @@ class Engine(Protocol):
 
     def begin(self) -> None:
         """A window starts."""
+
+    def explain(self, error: BaseException) -> ShardwiseError | None:
+        """An error of torch's own in our words, where we know what it comes from; else None."""
 
     def abandon(self) -> None:
         """A window ended in an exception: forget what it left half done."""

@@ -206,9 +206,17 @@ class Window:
                 raise
         elif error is not None:
             self._abandon()
-            world = self.runtime.world
-            if world.size > 1 and not isinstance(error, ShardwiseError) and is_lost_peer(error):
-                raise world.agreement.explain(error, f"{self.place}, forward or backward") from error
+            self._raise_in_our_words(error)
+
+    def _raise_in_our_words(self, error: BaseException) -> None:
+        world = self.runtime.world
+        if isinstance(error, ShardwiseError):
+            return
+        known = self.runtime.engine.explain(error)
+        if known is not None:
+            raise known from error
+        if world.size > 1 and is_lost_peer(error):
+            raise world.agreement.explain(error, f"{self.place}, forward or backward") from error
 
     def _abandon(self) -> None:
         self.runtime.in_window = False
