@@ -1,8 +1,13 @@
-"""What a run refuses before it starts a rank: a folder in use, and data too small for one window."""
+"""What a run refuses before it starts a rank: a folder in use, data too small for one window, a disk without room."""
 
 import fcntl
+import shutil
 import subprocess
 import sys
+
+import pytest
+
+from shardwise.cli import main as cli
 
 TINY = ["--train.steps=1", "--launch.nproc=1", "--log.plot=false", "--train.eval_every=1"]
 
@@ -29,4 +34,13 @@ def test_data_too_small_for_a_window_is_refused_before_a_rank_starts(tmp_path):
     (tmp_path / "tiny.txt").write_text("abc")
     done = _train(tmp_path / "run", *TINY, f"--data.path={tmp_path / 'tiny.txt'}")
     assert done.returncode == 2 and "3 bytes" in done.stderr and "seq_len=128 + 1 tokens" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_is_refused_before_a_rank_starts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("shardwise.launch.launch_local", lambda *_, **__: pytest.fail("a rank was started"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: (1 << 40, 1 << 40, 1024))
+    assert cli.main(["train", *TINY, f"--log.dir={tmp_path / 'run'}"]) == 2
+    told = capsys.readouterr().err
+    assert "with 1.00 KiB free on its disk" in told and "the run will write about 69.47 KiB" in told
     assert not (tmp_path / "run").exists()

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from zoo import ConvNet, Odd
 
 import shardwise as sw
-from shardwise.state import save_weights
+from shardwise.state import save_weights, weights_bytes
 
 LAYOUTS = [
     ("dp_shard=1", 1),
@@ -57,20 +57,24 @@ def save(name, layout, dest):
     with sw.init(layout, device="cpu") as world:
         model = sw.parallelize(build(name), world, sharding=sw.Sharding(min_unit_bytes=0))
         try:
-            return str(save_weights(model, dest))
+            save_weights(model, dest)
+            return weights_bytes(model)
         except sw.CheckpointError as error:
             return error
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_saved_weights_open_with_safetensors_and_ties_are_stored_once(ranks, name, tmp_path):
-    ranks.run(save, 2, name, "dp_shard=2", str(tmp_path / "w"))
+    foretold = ranks.run(save, 2, name, "dp_shard=2", str(tmp_path / "w"))
     stored = load_file(tmp_path / "w" / "model.safetensors")
     expected = build(name).state_dict()
     assert all(torch.equal(value, expected[key]) for key, value in stored.items())
     assert set(expected) - set(stored) == ({"head.weight", "blocks.1.shared.weight", "blocks.1.shared.bias",
         "blocks.2.shared.weight", "blocks.2.shared.bias"} if name == "odd" else set())  # fmt: skip
     assert os.listdir(tmp_path / "w") == ["model.safetensors"]
+    tensors = sum(value.numel() * value.element_size() for value in stored.values())
+    assert tensors < (tmp_path / "w" / "model.safetensors").stat().st_size <= foretold[0] == foretold[1]
+    assert foretold[0] < tensors + 300 * len(stored)
 
 
 def test_a_place_that_cannot_be_written_is_an_error_on_every_rank_and_keeps_the_old_file(ranks, tmp_path):

@@ -149,3 +149,8 @@ def test_without_matplotlib_the_reason_is_returned(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     assert "pip install 'shardwise[plot]'" in plot_losses({"a": [(0, 1.0)]}, tmp_path / "loss.png", title="a run")
     assert not (tmp_path / "loss.png").exists()
+
+
+def test_a_picture_that_cannot_be_written_is_no_reason_to_end_a_run(tmp_path):
+    told = plot_losses({"a": [(0, 1.0)]}, tmp_path / "none" / "loss.png", title="a run")
+    assert told == f"no picture: {tmp_path}/none/loss.png cannot be written: No such file or directory"

@@ -196,8 +196,10 @@ def _prepare(config: "RunConfig") -> TextIO:
     """Makes the folder of the run, takes it for this process, writes the resolved configuration, and moves an older run's
     metrics aside. The folder is held as long as the returned file is open; a process that is killed lets go of it."""
     from shardwise.config.render import dump_config
+    from shardwise.train.space import check_space
 
     folder = Path(config.log.dir)
+    check_space(config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         held = _hold(folder)

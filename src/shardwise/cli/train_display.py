@@ -151,6 +151,9 @@ class Display:
     def _show_val(self, *, step: int, loss: float, **_: Any) -> None:
         self.say(f"{'':<9}  step {step}: validation loss {loss:.4f} {self.unit}")
 
+    def _show_trouble(self, *, text: str) -> None:
+        self.row("trouble", text)
+
     def _show_weights(self, *, path: str) -> None:
         """Named in the report."""
 

@@ -1,6 +1,7 @@
 """Weights out: a plain safetensors file that any tool opens."""
 
 import contextlib
+import math
 import os
 from pathlib import Path
 
@@ -10,11 +11,23 @@ from torch import nn
 
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.parallel import runtime_of
+from shardwise.recipe import DTYPE_BYTES
 from shardwise.state.full import full_state_dict
 
-__all__ = ["save_weights"]
+__all__ = ["save_weights", "weights_bytes"]
 
 WEIGHTS = "model.safetensors"
+
+
+HEADER = 256  # bytes for a tensor's name, dtype, shape and place in the file
+
+
+def weights_bytes(model: nn.Module) -> int:
+    """Size in bytes of the file that :func:`save_weights` would write, a little too large; no communication."""
+    recipe = runtime_of(model).recipe
+    tensors = [(param.shape, param.storage) for param in recipe.params.values()]
+    tensors += [(buffer.shape, buffer.dtype) for buffer in recipe.buffers.values() if buffer.persistent]
+    return sum(math.prod(shape) * DTYPE_BYTES.get(dtype, 8) + HEADER for shape, dtype in tensors)
 
 
 def save_weights(model: nn.Module, dest: str | os.PathLike[str]) -> Path:

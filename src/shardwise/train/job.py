@@ -7,9 +7,10 @@ files and speaks. It speaks in *events*, small dicts given to ``emit``; who star
 Events (``kind`` and its fields): ``phase`` text; ``data`` name, train_samples, val_samples, tokens_per_step; ``model``
 name, num_params, units, why; ``sample`` when, prompt, text, word_share; ``step`` step, steps, loss, grad_norm, lr,
 tokens_per_s, seconds_left, skipped, memory; ``memory`` per_rank, one_process, rss; ``val`` step, loss, num_tokens;
-``weights`` path.
+``weights`` path; ``trouble`` text.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +20,16 @@ import torch
 from torch import nn
 
 from shardwise.config.schema import RunConfig
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.parallel import describe, recipe_of
-from shardwise.state import save_weights
+from shardwise.state import save_weights, weights_bytes
 from shardwise.train.data import Loader
 from shardwise.train.evaluate import evaluate
 from shardwise.train.memory import memory_of, state_bytes
 from shardwise.train.metrics import MetricsWriter, Pace
 from shardwise.train.parts import Corpus, build_model, make_optimizer, make_scheduler, open_data, prompt_of, vocab_of
 from shardwise.train.sample import complete_text, vocabulary, word_share
+from shardwise.train.space import check_space, spare_folders
 from shardwise.train.step import TrainStep
 from shardwise.world import World
 
@@ -46,6 +49,10 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
         world: the open world; it stays open.
         emit: called as ``emit(kind, **fields)`` on rank 0 with the events above.
 
+    Raises:
+        ConfigError: the disk has no room for what the run will write; before the first step.
+        CheckpointError: at the end, where weights or metrics could not be written; it says what is kept, and where.
+
     Returns:
         the last figures, equal on every rank but for memory: ``loss``, ``val_loss`` (None without validation data),
         ``num_params``, ``steps``, ``seconds``.
@@ -64,6 +71,7 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
         on_nonfinite=config.train.on_nonfinite,
     )
     run = _Run(config=config, world=world, corpus=corpus, model=model, optim=optim, step=step, emit=emit)
+    run.check_space()
     run.introduce()
     run.complete("before")
     run.all_steps()
@@ -96,12 +104,30 @@ class _Run:
             "val_loss": None,
         }
         self.metrics = MetricsWriter(self.folder / "metrics.jsonl") if self.world.is_main else None
+        self.unwritten: CheckpointError | None = None
 
     def tell(self, kind: str, **fields: Any) -> None:
-        """Writes a line of metrics and says it."""
-        if self.metrics is not None:
-            self.metrics.write(kind=kind, **fields)
+        """Writes a line of metrics and says it. A disk that is full ends the lines, not the training: it has weights to
+        give, and the error is raised once they are written."""
+        if self.metrics is not None and self.unwritten is None:
+            try:
+                self.metrics.write(kind=kind, **fields)
+            except CheckpointError as error:
+                self.unwritten = error
+                self.emit("trouble", text=f"{error.given}: {error.why}; training goes on, its figures are not kept")
         self.emit(kind, **fields)
+
+    def check_space(self) -> None:
+        """Refuses a run that would find the disk full at its end; all ranks take part."""
+        problem: ConfigError | None = None
+        if self.world.is_main:
+            try:
+                check_space(self.config, weights_bytes(self.model))
+            except ConfigError as error:
+                problem = error
+        problem = self.world.broadcast(problem)
+        if problem is not None:
+            raise problem
 
     def introduce(self) -> None:
         """Says what is trained on what."""
@@ -118,7 +144,15 @@ class _Run:
         why = next(note.why for note in recipe.notes if note.name == "engine")
         self.emit("model", name=name, num_params=self.last["num_params"], units=len(recipe.units), why=why)
         if self.metrics is not None:
-            (self.folder / "recipe.txt").write_text(describe(self.model), encoding="utf-8")
+            recipe_file = self.folder / "recipe.txt"
+            try:
+                recipe_file.write_text(describe(self.model), encoding="utf-8")
+            except OSError as error:
+                raise CheckpointError(
+                    f"recipe to {recipe_file}",
+                    why=f"writing failed: {error.strerror or error}",
+                    fix="free space, or name another folder: --log.dir=PATH",
+                ) from error
 
     def complete(self, when: str) -> None:
         """Completes the same prompt before and after; on every rank, since every rank takes part in each forward."""
@@ -208,12 +242,47 @@ class _Run:
     def export(self) -> None:
         """Writes the final weights; all ranks take part."""
         name = self.config.checkpoint.export
+        kept = "no weights were asked for"
         if name is not None:
             self.emit("phase", text="writing the weights")
-            save_weights(self.model, self.folder / name)
+            try:
+                kept = f"the weights are whole, in {save_weights(self.model, self.folder / name)}"
+            except CheckpointError as error:
+                raise self.rescue(error) from error
             self.tell("weights", path=str(self.folder / name))
         if self.metrics is not None:
             self.metrics.close()
+        unwritten = self.world.broadcast(self.unwritten)
+        if unwritten is not None:
+            raise CheckpointError(unwritten.given, why=f"{unwritten.why}; {kept}", fix=unwritten.fix) from unwritten
+
+    def rescue(self, error: CheckpointError) -> CheckpointError:
+        """Writes weights that could not be written where they belong to another disk; all ranks take part.
+
+        Returns:
+            the error to raise, with what is kept and where; equal on every rank.
+        """
+        spare = self.world.broadcast(spare_folders(weights_bytes(self.model)) if self.world.is_main else None)
+        saved: Path | None = None
+        for folder in spare:
+            if saved is None:
+                with contextlib.suppress(CheckpointError):  # the first error is the one to tell
+                    saved = save_weights(self.model, folder)
+            if self.world.is_main and (saved is None or saved.parent != folder):
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+        steps = f"{self.config.train.steps} steps"
+        if saved is None:
+            outcome = f"no other place had room either, so the weights of these {steps} are lost"
+            fix = "free space or name a folder on another disk (--log.dir=PATH), and run again"
+        else:
+            outcome = f"the weights of these {steps} were written to {saved} instead"
+            fix = f"move them from there: mv {saved} {self.folder}"
+        return CheckpointError(
+            error.given,
+            why=f"{error.why}; {outcome}; the metrics are in {self.folder / 'metrics.jsonl'}",
+            fix=fix,
+        )
 
 
 def _silent(kind: str, **fields: Any) -> None:

@@ -41,5 +41,8 @@ def plot_losses(curves: Mapping[str, Curve], path: str | Path, *, title: str, un
     axes.grid(alpha=0.3)
     if curves:
         axes.legend()
-    figure.savefig(Path(path), dpi=130)
+    try:
+        figure.savefig(Path(path), dpi=130)
+    except OSError as error:
+        return f"no picture: {path} cannot be written: {error.strerror or error}"
     return None

@@ -1,0 +1,73 @@
+"""Room on disk: what a run will write against what is free, and where else weights may go if the end finds no room.
+
+A run that finds the disk full when it has trained loses what it was for, so the room is looked at when it starts: by the
+launcher for the small files, by rank 0 with the weights once the model is built. Torch-free: launchers use it too.
+"""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from shardwise.config.schema import RunConfig
+from shardwise.errors import ConfigError
+from shardwise.recipe import human_bytes
+
+__all__ = ["check_space", "small_files_bytes", "spare_folders"]
+
+METRICS_LINE = 800  # bytes; a line of a step has about 750
+TEXTS = 64 << 10  # the resolved configuration, the recipe, two samples
+PICTURE = 256 << 10
+
+
+def small_files_bytes(config: RunConfig) -> int:
+    """Most that a run writes besides weights, in bytes: metrics, picture, configuration and recipe; an estimate."""
+    train, log = config.train, config.log
+    lines = 6 + train.steps // log.every + train.steps // (train.eval_every or train.steps)
+    return lines * METRICS_LINE + TEXTS + (PICTURE if log.plot else 0)
+
+
+def check_space(config: RunConfig, weights_bytes: int | None = None) -> None:
+    """Refuses a run whose files do not fit on the disk. What others write meanwhile, and quotas, it cannot see.
+
+    Args:
+        config: the run.
+        weights_bytes: size of the final weights; None where the model is not built yet.
+
+    Raises:
+        ConfigError: with what is needed and what is free.
+    """
+    folder, export, small = Path(config.log.dir), config.checkpoint.export, small_files_bytes(config)
+    needs = [(folder, small, f"{human_bytes(small)} of metrics, picture and texts", "log.dir")]
+    if export is not None and weights_bytes is not None:
+        needs.append((folder / export, weights_bytes, f"{human_bytes(weights_bytes)} of weights", "checkpoint.export"))
+    disks = [_standing(path).stat().st_dev for path, *_ in needs]
+    for disk in dict.fromkeys(disks):
+        here = [need for need, its in zip(needs, disks, strict=True) if its == disk]
+        path, total = here[0][0], sum(need[1] for need in here)
+        size, _, free = shutil.disk_usage(_standing(path))
+        if size and free < total:  # a file system of no size (/proc) does not count; writing there tells what is wrong
+            raise ConfigError(
+                f"{here[0][3]}: {str(path)!r}, with {human_bytes(free)} free on its disk",
+                why=f"the run will write about {human_bytes(total)}: {', '.join(need[2] for need in here)}",
+                fix=f"free {human_bytes(total - free)} there, or name a folder on another disk: --{here[0][3]}=PATH",
+            )
+
+
+def spare_folders(size: int) -> list[Path]:
+    """New folders for ``size`` bytes that could not be written where they belong: in the working directory, and among the
+    temporary files. Only where the disk has that much free; the caller removes those it does not fill."""
+    found = []
+    for parent in dict.fromkeys((os.getcwd(), tempfile.gettempdir())):
+        try:
+            if shutil.disk_usage(parent).free > size:
+                found.append(Path(tempfile.mkdtemp(prefix="shardwise-weights-", dir=parent)))
+        except OSError:
+            continue  # a place that cannot be written either
+    return found
+
+
+def _standing(path: Path) -> Path:
+    """The folder itself, or the nearest above it that there is."""
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.is_dir())

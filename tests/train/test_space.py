@@ -1,0 +1,191 @@
+"""A disk without room: refused before the first step with the numbers; at the end, what was trained is kept elsewhere."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+import shardwise as sw
+from shardwise.config import load_config
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.train import job, space
+from shardwise.train.metrics import MetricsWriter, read_metrics
+
+Usage = namedtuple("Usage", "total used free")
+TINY = (
+    "--model.args={dim: 32, num_layers: 1, ffn: 48}",
+    "--data.seq_len=32",
+    "--data.val_fraction=0",
+    "--train.steps=2",
+    "--train.eval_every=0",
+    "--log.plot=false",
+    "--launch.device=cpu",
+)
+
+
+def config(folder: Path, *overrides: str):
+    given = {word.partition("=")[0] for word in overrides}
+    kept = [word for word in TINY if word.partition("=")[0] not in given]
+    return load_config(None, [*kept, f"--log.dir={folder}", *overrides]).config
+
+
+def test_too_little_room_is_refused_with_the_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, 5 << 20))
+    space.check_space(config(tmp_path / "run"))
+    space.check_space(config(tmp_path / "run"), 4 << 20)
+    with pytest.raises(ConfigError) as caught:
+        space.check_space(config(tmp_path / "run"), 8 << 20)
+    assert str(caught.value) == (
+        f"log.dir: '{tmp_path / 'run'}', with 5.00 MiB free on its disk\n"
+        "  why: the run will write about 8.07 MiB: 69.47 KiB of metrics, picture and texts, 8.00 MiB of weights\n"
+        "  fix: free 3.07 MiB there, or name a folder on another disk: --log.dir=PATH"
+    )
+    space.check_space(config(tmp_path / "run", "--checkpoint.export=null"), 8 << 20)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_estimate_of_the_small_files_grows_with_the_lines(tmp_path):
+    short, long = (space.small_files_bytes(config(tmp_path, f"--train.steps={steps}")) for steps in (10, 100_010))
+    assert long - short == 10_000 * space.METRICS_LINE
+    assert space.small_files_bytes(config(tmp_path, "--log.plot=true")) > 256 << 10
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a second disk")
+def test_weights_on_another_disk_are_counted_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(9, 0, 0 if "shm" in str(path) else 1 << 40))
+    with pytest.raises(ConfigError, match=r"checkpoint.export: '/dev/shm/none', with 0 B free on its disk"):
+        space.check_space(config(tmp_path, "--checkpoint.export=/dev/shm/none"), 1)
+
+
+# ---- on ranks ------------------------------------------------------------------------------------------------------
+
+
+def _train(folder, how):
+    """Trains with a disk that fails in one way, and gives how it ended, and what rank 0 said was wrong."""
+    os.chdir(folder)
+    tempfile.tempdir = str(folder / "temp")
+    patch, said = pytest.MonkeyPatch(), []
+    if how == "no room at the start":
+        patch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, 80 << 10))
+    if how in ("full at the end", "full everywhere"):
+        real = job.save_weights
+
+        def save(model, dest):
+            if Path(dest).name == "weights" or how == "full everywhere":
+                raise CheckpointError(f"weights to {dest}", why="writing failed: the disk is full", fix="free space")
+            return real(model, dest)
+
+        patch.setattr(job, "save_weights", save)
+    if how == "metrics do not fit":
+
+        def write(self, **fields):
+            raise self._unwritable(OSError(28, "No space left on device"))
+
+        patch.setattr(MetricsWriter, "write", write)
+    with patch.context(), sw.init("dp_shard=2", device="cpu", timeout_s=30) as world:
+        try:
+            run = config(folder / "run")
+            job.train(run, world, lambda kind, **fields: said.append(fields["text"]) if kind == "trouble" else None)
+        except sw.ShardwiseError as error:
+            return type(error).__name__, str(error), said
+        finally:
+            patch.undo()
+            tempfile.tempdir = None
+    return "done", "", said
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "temp").mkdir()
+    return tmp_path
+
+
+def test_weights_that_do_not_fit_are_refused_before_the_first_step(ranks, folder):
+    for kind, text, _ in ranks.run(_train, 2, folder, "no room at the start"):
+        assert kind == "ConfigError" and "with 80.00 KiB free on its disk" in text and "KiB of weights" in text
+    assert read_metrics(folder / "run/metrics.jsonl") == []
+
+
+def test_weights_that_cannot_be_written_are_kept_elsewhere_and_where_is_told(ranks, folder):
+    first, second = ranks.run(_train, 2, folder, "full at the end")
+    assert first[:2] == second[:2]
+    (kept,) = folder.glob("shardwise-weights-*/model.safetensors")
+    assert first[0] == "CheckpointError"
+    assert (
+        f"the disk is full; the weights of these 2 steps were written to {kept} instead; the metrics are in "
+        in first[1]
+    )
+    assert f"fix: move them from there: mv {kept} {folder / 'run'}" in first[1]
+    assert load_file(kept) and not list((folder / "temp").iterdir())
+
+
+def test_weights_that_fit_nowhere_are_said_to_be_lost_and_leave_nothing_behind(ranks, folder):
+    for kind, text, _ in ranks.run(_train, 2, folder, "full everywhere"):
+        assert (
+            kind == "CheckpointError"
+            and "no other place had room either, so the weights of these 2 steps are lost" in text
+        )
+        assert str(folder / "run/metrics.jsonl") in text
+    assert not list(folder.glob("**/shardwise-weights-*"))
+
+
+def test_metrics_that_cannot_be_written_do_not_cost_the_training(ranks, folder):
+    first, second = ranks.run(_train, 2, folder, "metrics do not fit")
+    assert first[0] == second[0] == "CheckpointError"
+    assert "No space left on device; the weights are whole, in " in first[1]
+    assert load_file(folder / "run/weights/model.safetensors")
+    (said,) = first[2]
+    assert "training goes on, its figures are not kept" in said
+
+
+# ---- a real disk ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 2 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no small disk can be mounted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.timeout(100)
+def test_a_disk_that_fills_while_training_leaves_the_weights_beside_and_no_traceback(tmp_path, small_disk):
+    (tmp_path / "filler.py").write_text(
+        "import os\n"
+        "from pathlib import Path\n"
+        "from shardwise.train.reference import ReferenceConfig, ReferenceModel\n"
+        "class Filler(ReferenceModel):\n"
+        "    def forward(self, input_ids):\n"
+        "        if self.training and os.environ.get('RANK') == '0' and not Path('disk/ballast').exists():\n"
+        "            with open('disk/ballast', 'wb', buffering=0) as file:\n"
+        "                try:\n"
+        "                    while file.write(bytes(512)): pass\n"
+        "                except OSError: pass\n"
+        "        return super().forward(input_ids)\n"
+        "def build(): return Filler(ReferenceConfig(dim=32, num_layers=1, ffn=48))\n"
+    )
+    words = ["--model.build=filler.py:build", "--log.dir=disk/run", "--nproc", "2", *TINY[1:]]
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwise", "train", *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr, done.stderr
+    (kept,) = tmp_path.glob("shardwise-weights-*/model.safetensors")
+    assert load_file(kept)
+    assert "No space left on device" in done.stderr and f"were written to {kept} instead" in done.stderr
