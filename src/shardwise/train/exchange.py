@@ -4,7 +4,6 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise._compat import BatchNormBase, local_tensor
@@ -47,7 +46,7 @@ class Exchange:
                     runtime.parameters[name].grad = None
         if "whole" in summed:
             self._set_replicated(summed["used"], summed["whole"])
-        if "buffers" in summed and runtime.world.size > 1:
+        if "buffers" in summed:
             flags = summed["buffers"].tolist()
             changed = [buffer for buffer, flag in zip(self.buffers.values(), flags, strict=True) if flag]
             _same_buffers(runtime, changed)
@@ -126,11 +125,6 @@ def restore_buffers(runtime: Runtime, kept: Mapping[str, Tensor]) -> None:
 
 
 def _same_buffers(runtime: Runtime, changed: list[Tensor]) -> None:
-    """Buffers that changed on any rank become equal again: rank 0's, or the mean over ranks (integers: rank 0's)."""
-    mean = runtime.recipe.buffer_policy == "mean"
-    for buffer in changed:
-        if mean and buffer.is_floating_point():
-            dist.all_reduce(buffer)
-            buffer /= runtime.world.size
-        else:
-            dist.broadcast(buffer, src=0)
+    """Buffers that changed on any rank become equal again, by the policy: rank 0's, or the mean over ranks."""
+    place = f"window {runtime.step + 1}, making buffers equal"
+    runtime.world.agreement.equalise(changed, place, mean=runtime.recipe.buffer_policy == "mean")

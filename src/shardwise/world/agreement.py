@@ -4,12 +4,13 @@ An exchange is one sum over all ranks of a small float64 vector, made of named e
 sums alone (n * sum(x^2) == sum(x)^2 exactly when all x are equal), so every rank sees the same numbers and
 takes the same decision without a second round. Each exchange carries a digest of what it is: ranks that come to different
 ones are told so, instead of adding one's token count to another's norm. Waiting polls: an alarm raised elsewhere is
-seen at once, and a rank that does not come is named, with where it is, before the group's own timeout.
+seen at once, and a rank that does not come is named, with where it is, before the group's own timeout. What an exchange
+shows to differ and a policy makes equal (:meth:`Agreement.equalise`) is waited for alike.
 """
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -83,20 +84,49 @@ class Agreement:
         dist.all_gather_object(found, value, group=self.group)
         return found
 
+    def equalise(self, tensors: Sequence[Tensor], place: str, *, mean: bool) -> None:
+        """Makes each of ``tensors`` equal on all ranks, in place: rank 0's, or with ``mean`` the mean over ranks (what is
+        not floating: rank 0's). Every rank gives the same ones, as an exchange before has told.
+
+        Raises:
+            RankError: a peer was lost, or did not come in time.
+        """
+        self.check_open(place)
+        if self.size == 1:
+            return
+        wires = [tensor.detach().contiguous() for tensor in tensors]
+        averaged = [mean and wire.is_floating_point() for wire in wires]
+        self._carry_out(lambda: [self._start(*pair) for pair in zip(wires, averaged, strict=True)], place)
+        for tensor, wire, is_mean in zip(tensors, wires, averaged, strict=True):
+            if is_mean:
+                wire /= self.size
+            if not tensor.is_contiguous():
+                tensor.detach().copy_(wire)
+
+    def _start(self, wire: Tensor, mean: bool) -> Any:
+        if mean:
+            return dist.all_reduce(wire, group=self.group, async_op=True)
+        bits = wire.view(-1).view(torch.uint8)  # as bytes: gloo does not take every dtype (int16)
+        return dist.broadcast(bits, src=0, group=self.group, async_op=True)
+
     def _all_reduce(self, packed: Tensor, place: str) -> None:
         self.num_exchanges += 1
         if self.size == 1:
             return
-        self._at(place)
         wire = packed.to(self.device)
+        self._carry_out(lambda: [dist.all_reduce(wire, group=self.group, async_op=True)], place)
+        packed.copy_(wire)
+
+    def _carry_out(self, start: Callable[[], list[Any]], place: str) -> None:
+        """Collectives that ``start`` starts, waited for here: with this rank's place told, and a peer that is lost named."""
+        self._at(place)
         try:
-            work = dist.all_reduce(wire, group=self.group, async_op=True)
-            self._wait(work, place)
+            for work in start():
+                self._wait(work, place)
         except RuntimeError as error:
             if isinstance(error, RankError):
                 raise
             raise self.explain(error, place) from error
-        packed.copy_(wire)
 
     def _wait(self, work: Any, place: str) -> None:
         if self.watch is None:
