@@ -12,21 +12,20 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise._compat import foreach_scale, local_tensor
 from shardwise.errors import ConfigError, UnsupportedError
-from shardwise.parallel import Runtime, norm_power_sum, runtime_of
+from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.stale import refuse_stale
+from shardwise.train.norm import GradientNorm
 
 __all__ = [
     "clip_grad_norm_",
     "clip_grad_value_",
     "is_elementwise",
     "local_optimizer",
-    "owned_gradients",
     "scale_gradients",
 ]
 
@@ -36,16 +35,6 @@ _ELEMENTWISE = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
     torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD,
 )  # fmt: skip
-
-
-def owned_gradients(runtime: Runtime, *, without: tuple[str, ...] = ()) -> list[Tensor]:
-    """The pieces of local gradients this rank counts, so that over all ranks every element is counted once."""
-    return [
-        piece
-        for name, grad in runtime.gradients().items()
-        if name not in without
-        for piece in runtime.owned(name, grad)
-    ]
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
@@ -66,14 +55,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, norm_type: float = 2.0
             fix="use max_norm=1.0, norm_type=2.0",
         )
     runtime = runtime_of(model)
-    total = norm_power_sum(owned_gradients(runtime), norm_type)
-    if norm_type == float("inf"):
-        norm = total.to(runtime.world.agreement.device)
-        if runtime.world.size > 1:
-            dist.all_reduce(norm, op=dist.ReduceOp.MAX)
-        norm = norm.cpu()
-    else:
-        norm = runtime.world.agreement.sum({"norm": total}, "clipping")["norm"] ** (1.0 / norm_type)
+    total = GradientNorm(runtime, norm_type)
+    settings = f"max_norm={float(max_norm)}, norm_type={float(norm_type)}"  # in the place: ranks with others are told
+    summed = runtime.world.agreement.sum({"norm": total.entry()}, f"clipping ({settings})")
+    norm = total.finish(summed["norm"])
     scale_gradients(runtime, float(norm), max_norm)
     return norm
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ConfigError, NonFiniteError, ShardwiseError, UnsupportedError, UsageError
-from shardwise.parallel import Runtime, norm_power_sum, runtime_of
+from shardwise.parallel import Runtime, runtime_of
 from shardwise.train.exchange import restore_buffers
 from shardwise.train.loss import (
     Batch,
@@ -21,7 +21,8 @@ from shardwise.train.loss import (
     next_token_loss,
     refuse_parameters,
 )
-from shardwise.train.optim import is_elementwise, local_optimizer, owned_gradients, scale_gradients
+from shardwise.train.norm import GradientNorm
+from shardwise.train.optim import is_elementwise, local_optimizer, scale_gradients
 from shardwise.train.window import Window
 from shardwise.world import agree_on
 
@@ -107,6 +108,7 @@ class TrainStep:
         self.max_grad_norm, self.on_nonfinite = max_grad_norm, on_nonfinite
         self.num_steps = self.num_skipped = 0
         self._runtime: Runtime = runtime_of(model)
+        self._norm = GradientNorm(self._runtime, whole_after=self._runtime.replicated)
         self._is_sum_checked = False
         self._told_sum = False  # whether the last window's loss told a sum from a mean on this rank
         _refuse_unfit(self._runtime, optim, scheduler)
@@ -126,7 +128,7 @@ class TrainStep:
             raise self._agreed_problem(problem)
         self._is_sum_checked = self._is_sum_checked or float(agreed["checked"]) > 0
         means = {name: float(agreed[f"sum of {name}"]) / w.num_tokens for name in sorted(sums)}
-        norm, loss = self._norm(agreed["norm"]), means.pop("loss")
+        norm, loss = float(self._norm.finish(agreed["norm"])), means.pop("loss")
         self.num_steps += 1
         is_finite = math.isfinite(norm) and math.isfinite(loss)
         if is_finite:
@@ -158,18 +160,12 @@ class TrainStep:
 
     def _entries(self, sums: Mapping[str, Tensor], problem: ShardwiseError | None) -> dict[str, Tensor | float]:
         """What the step adds to the window's second exchange."""
-        grads = owned_gradients(self._runtime, without=tuple(self._runtime.replicated))
         return {
             "problem": float(problem is not None),
             "checked": float(self._told_sum),
-            "norm": norm_power_sum(grads, 2.0),
+            "norm": self._norm.entry(),
             **{f"sum of {name}": value for name, value in sums.items()},  # by name: a rank with other metrics is named
         }
-
-    def _norm(self, owned: Tensor) -> float:
-        """The 2-norm of the whole gradient: what was summed over ranks, and parameters that every rank holds whole."""
-        replicated = (g for n, g in self._runtime.gradients().items() if n in self._runtime.replicated)
-        return float((owned + norm_power_sum(replicated, 2.0)).sqrt())
 
     def _step(self, norm: float) -> None:
         if self.max_grad_norm is not None:
