@@ -1,6 +1,6 @@
 """What a sharded module must agree on before a step: units entered, parameters used, 0-dim gradients, buffers written."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from shardwise.parallel import Runtime
 from shardwise.parallel.tensors import tensors_of
 from shardwise.world.agreement import digest_of
 
-__all__ = ["Exchange", "buffer_versions", "clone_buffers", "restore_buffers"]
+__all__ = ["Exchange", "buffer_versions"]
 
 
 class Exchange:
@@ -110,18 +110,6 @@ def _changed_buffers(runtime: Runtime, buffers: Mapping[str, Tensor], versions: 
         for buffer in module.buffers(recurse=False)
     }
     return changed | {name for name, buffer in buffers.items() if id(buffer) in statistics}
-
-
-def clone_buffers(runtime: Runtime, names: Container[str] | None = None) -> dict[str, Tensor]:
-    found = tensors_of(runtime.module, "_buffers").items()
-    return {name: buffer.clone() for name, buffer in found if names is None or name in names}
-
-
-def restore_buffers(runtime: Runtime, kept: Mapping[str, Tensor]) -> None:
-    """Writes the values of ``kept`` back into the buffers of those names."""
-    for name, buffer in tensors_of(runtime.module, "_buffers").items():
-        if name in kept:
-            buffer.copy_(kept[name])
 
 
 def _same_buffers(runtime: Runtime, changed: list[Tensor]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import ConfigError, NonFiniteError, ShardwiseError, UnsupportedError, UsageError
 from shardwise.parallel import Runtime, runtime_of
-from shardwise.train.exchange import restore_buffers
+from shardwise.train.kept import clone_buffers, restore_buffers
 from shardwise.train.loss import (
     Batch,
     Loss,
@@ -120,7 +120,7 @@ class TrainStep:
     def __call__(self, window: Iterable[Batch]) -> StepOutput:
         self._refuse_old_gradients()
         with Window(self.model, window, loss=self.loss, count=self.count) as w:
-            kept = w.copy_buffers(None) if self.on_nonfinite == "skip" else {}
+            kept = clone_buffers(self._runtime) if self.on_nonfinite == "skip" else {}
             sums, problem = self._forward_backward(w)
             agreed = w.finish(self._entries(sums, problem))
         if float(agreed["problem"]):

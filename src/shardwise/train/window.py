@@ -13,7 +13,7 @@ them at its end, as in one process. An exception on the way restores the module:
 
 import contextlib
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from shardwise.errors import ConfigError, RankError, ShardwiseError, UsageError
 from shardwise.launch.failure import is_lost_peer
 from shardwise.parallel import Runtime, runtime_of
-from shardwise.parallel.tensors import tensors_of
 from shardwise.train.batch import MicroBatch
-from shardwise.train.exchange import Exchange, buffer_versions, clone_buffers, restore_buffers
+from shardwise.train.exchange import Exchange, buffer_versions
+from shardwise.train.kept import KeptGradients, clone_buffers, restore_buffers
 from shardwise.train.loss import Batch, as_micro_batches, count_of
 from shardwise.world.rng import derive_seed, forked_rng
 
@@ -52,10 +52,7 @@ class Window:
         self._count = count_of(loss, count)
         self._padding = False
         self._num_begun, self._is_complete = 0, False
-        self._rng_before: Tensor | None = None
-        self._cuda_before: Tensor | None = None
-        self._kept_buffers: dict[str, Tensor] | None = None
-        self._kept_grads: dict[str, Tensor] = {}
+        self._undo = contextlib.ExitStack()  # what ends with the micro-batch that runs
 
     @property
     def num_tokens(self) -> float:
@@ -78,23 +75,9 @@ class Window:
         self.num_valid = count_tokens(self.model, self.batches, count=self._count)
         runtime.engine.begin()
         runtime.in_window = True
-        self._put_gradients_aside()
+        self._kept_gradients = KeptGradients(runtime)
         self._versions = buffer_versions(runtime)
         return self
-
-    def _put_gradients_aside(self) -> None:
-        """Only this window's contribution is summed over ranks: what is there already has been. Copied, because DDP
-        reduces in the memory that gradients live in."""
-        for name, param in self.runtime.parameters.items():
-            if param.grad is not None:
-                self._kept_grads[name] = param.grad.detach().clone()
-                param.grad = None
-
-    def _bring_gradients_back(self) -> None:
-        for name, grad in self._kept_grads.items():
-            param = self.runtime.parameters[name]
-            param.grad = grad if param.grad is None else param.grad + grad
-        self._kept_grads = {}
 
     def rehearse(self, run: Callable[[MicroBatch], T]) -> T:
         """``run`` on the first micro-batch, without a trace: no gradients, random numbers of its own, buffers and engine
@@ -129,9 +112,7 @@ class Window:
             batch = self._micro_batch(i)
             self._num_begun += 1
             self.runtime.engine.set_sync(i == len(self.batches) - 1)
-            self._kept_buffers = clone_buffers(self.runtime) if batch.padding else None
-            self._padding = batch.padding
-            self._fork_rng(batch.index)
+            self._begin_micro_batch(batch)
             yield batch
             self._end_micro_batch()
         self._is_complete = True
@@ -141,39 +122,20 @@ class Window:
         axis, given = self.runtime.world.axis("dp"), self.batches[i]
         return given if isinstance(given, MicroBatch) else MicroBatch(given, index=i * axis.size + axis.rank)
 
+    def _begin_micro_batch(self, batch: MicroBatch) -> None:
+        """Random numbers come from a stream of the micro-batch's own, (seed, step, global index), the same whichever
+        rank runs it; a padding leaves no trace in sums and buffers."""
+        runtime, world = self.runtime, self.runtime.world
+        self._padding = batch.padding
+        if batch.padding:
+            self._undo.callback(restore_buffers, runtime, clone_buffers(runtime))
+        seed = derive_seed(world.seed, "forward", runtime.step, batch.index)
+        self._undo.enter_context(forked_rng(seed, world.device))
+
     def _end_micro_batch(self) -> None:
-        self._restore_rng()
+        """Not a with block around the yield: an exception in the caller's loop leaves the generator where it is."""
+        self._undo.close()
         self._padding = False
-        if self._kept_buffers is not None:
-            restore_buffers(self.runtime, self._kept_buffers)
-            self._kept_buffers = None
-
-    def _fork_rng(self, index: int) -> None:
-        """A stream of this micro-batch's own: (seed, step, global index), the same whichever rank runs it."""
-        world = self.runtime.world
-        self._rng_before = torch.get_rng_state()
-        seed = derive_seed(world.seed, "forward", self.runtime.step, index)
-        if world.device.type == "cuda":
-            self._cuda_before = torch.cuda.get_rng_state(world.device)
-        torch.manual_seed(seed)
-
-    def _restore_rng(self) -> None:
-        if self._rng_before is not None:
-            torch.set_rng_state(self._rng_before)
-            self._rng_before = None
-        if self._cuda_before is not None:
-            torch.cuda.set_rng_state(self._cuda_before, self.runtime.world.device)
-            self._cuda_before = None
-
-    def copy_buffers(self, names: Container[str] | None) -> dict[str, Tensor]:
-        """Copies of the buffers in ``names`` (None: of all), for :func:`restore_buffers`."""
-        return clone_buffers(self.runtime, names)
-
-    def written_buffers(self) -> set[str]:
-        """The buffers that some rank wrote in this window; known once it is finished."""
-        flags = (self.agreed or {}).get("buffers")
-        names = tensors_of(self.runtime.module, "_buffers")
-        return set() if flags is None else {name for name, flag in zip(names, flags.tolist(), strict=True) if flag}
 
     # ---- leaving ---------------------------------------------------------------------------------------------
 
@@ -192,21 +154,23 @@ class Window:
             {**own.entries(), **(entries or {})}, f"{self.place}, before the step"
         )
         own.apply(self.agreed)
-        self._bring_gradients_back()
+        self._kept_gradients.add_back()
         runtime.step += 1
         runtime.in_window = False
         return self.agreed
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if error is None and self.agreed is None:
-            try:
-                self.finish()
-            except BaseException:
-                self._abandon()
-                raise
-        elif error is not None:
+        if error is not None:
             self._abandon()
             self._raise_in_our_words(error)
+            return
+        try:
+            if self.agreed is None:
+                self.finish()
+        except BaseException:
+            self._abandon()
+            raise
+        self._kept_gradients.forget()
 
     def _raise_in_our_words(self, error: BaseException) -> None:
         world = self.runtime.world
@@ -222,9 +186,7 @@ class Window:
         self.runtime.in_window = False
         self._end_micro_batch()
         self.runtime.engine.abandon()
-        for param in self.runtime.parameters.values():
-            param.grad = None
-        self._bring_gradients_back()
+        self._kept_gradients.put_back()
 
 
 def window(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None, count: Any = None) -> Window:

@@ -1,0 +1,51 @@
+"""What was there before a window, or before a micro-batch of it, and comes back: gradients and buffers."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from shardwise.parallel import Runtime
+from shardwise.parallel.tensors import tensors_of
+
+__all__ = ["KeptGradients", "clone_buffers", "restore_buffers"]
+
+
+class KeptGradients:
+    """Gradients from before a window, put aside when it is made: only the window's contribution is summed over ranks,
+    what is there already has been. Copied, because DDP reduces in the memory that gradients live in."""
+
+    def __init__(self, runtime: Runtime):
+        self.runtime = runtime
+        self._kept = {name: p.grad.detach().clone() for name, p in runtime.parameters.items() if p.grad is not None}
+        self._drop()
+
+    def add_back(self) -> None:
+        """Adds them to the window's, as one process would have."""
+        for name, grad in self._kept.items():
+            param = self.runtime.parameters[name]
+            param.grad = grad if param.grad is None else param.grad + grad
+
+    def put_back(self) -> None:
+        """Gradients as before the window."""
+        self._drop()
+        self.add_back()
+
+    def forget(self) -> None:
+        """Frees the copies."""
+        self._kept = {}
+
+    def _drop(self) -> None:
+        for param in self.runtime.parameters.values():
+            param.grad = None
+
+
+def clone_buffers(runtime: Runtime) -> dict[str, Tensor]:
+    """Copies of all buffers, for :func:`restore_buffers`."""
+    return {name: buffer.clone() for name, buffer in tensors_of(runtime.module, "_buffers").items()}
+
+
+def restore_buffers(runtime: Runtime, kept: Mapping[str, Tensor]) -> None:
+    """Writes the values of ``kept`` back into the buffers of those names."""
+    for name, buffer in tensors_of(runtime.module, "_buffers").items():
+        if name in kept:
+            buffer.copy_(kept[name])
