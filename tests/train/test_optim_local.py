@@ -1,5 +1,7 @@
 """An optimizer that steps on local shards: the numbers of stock stepping, and everything the user sees of it unchanged."""
 
+import warnings
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -92,6 +94,50 @@ def test_rprop_which_has_no_stock_stepping_on_shards(ranks):
     (one,) = ranks.run(_train, 1, "Rprop", OPTIMIZERS["Rprop"], "dp_shard=1", False, "before", engine=None)
     for found in ranks.run(_train, 2, "Rprop", OPTIMIZERS["Rprop"], "dp_shard=2", True, "after"):
         assert_close(found[0], one[0])
+
+
+def _schedules(schedule, is_local_again):
+    """The first turn of a scheduler made before or after the optimizer became local; every warning is an error."""
+    world, model = shard("dp_shard=2")
+    with world, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        if schedule == "after":
+            sw.local_optimizer(optim)
+        scheduler = torch.optim.lr_scheduler.StepLR(optim, 1, gamma=0.5)
+        if schedule == "before" or is_local_again:
+            sw.local_optimizer(optim)
+        _backward(world, model, 0)
+        optim.step()
+        scheduler.step()
+        return optim.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("is_local_again", [False, True])
+@pytest.mark.parametrize("schedule", ["before", "after"])
+def test_a_scheduler_does_not_take_a_local_step_for_a_missing_one(ranks, schedule, is_local_again):
+    assert ranks.run(_schedules, 2, schedule, is_local_again) == [0.05, 0.05]
+
+
+def _schedules_too_early(schedule):
+    """A scheduler that really comes before the first step: torch's own warning is still there."""
+    world, model = shard("dp_shard=2")
+    with world, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        if schedule == "after":
+            sw.local_optimizer(optim)
+        scheduler = torch.optim.lr_scheduler.StepLR(optim, 1, gamma=0.5)
+        if schedule == "before":
+            sw.local_optimizer(optim)
+        scheduler.step()
+        return [str(w.message) for w in caught if "lr_scheduler.step()" in str(w.message)]
+
+
+@pytest.mark.parametrize("schedule", ["before", "after"])
+def test_a_scheduler_that_comes_before_the_first_step_is_still_told(ranks, schedule):
+    for texts in ranks.run(_schedules_too_early, 2, schedule):
+        assert len(texts) == 1 and "Detected call of `lr_scheduler.step()` before `optimizer.step()`" in texts[0]
 
 
 def _stale():
