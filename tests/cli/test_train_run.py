@@ -1,5 +1,6 @@
 """``shardwise train`` from end to end: what it says, what it leaves behind, how it fails, and under torchrun."""
 
+import contextlib
 import json
 import os
 import re
@@ -178,7 +179,8 @@ def test_a_killed_rank_ends_the_others_and_is_named_and_metrics_are_kept(tmp_pat
     done = start(tmp_path, "train", *words)
     assert done.returncode == 1
     assert "rank 1 was killed by signal 9 (SIGKILL)" in done.stderr
-    assert "kept       runs/latest/metrics.jsonl" in done.stdout
+    assert "kept       3 of 50 steps were done\n" in done.stdout
+    assert "           runs/latest/metrics.jsonl (metrics up to step 3)\n           no weights\n" in done.stdout
     steps = [row["step"] for row in read_metrics(tmp_path / "runs/latest/metrics.jsonl") if row["kind"] == "step"]
     assert steps == [1, 2, 3]  # two micro-batches a step on each rank: the seventh forward is in step 4
 
@@ -253,9 +255,20 @@ def test_the_parent_of_the_ranks_never_imports_torch(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def ranks_in(folder: Path) -> list[int]:
+    """Processes that a run in ``folder`` started: they have its working directory."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (process / "cwd").readlink() == folder and (process / "stat").read_text().split()[2] != "Z":
+                found.append(int(process.name))
+    return found
+
+
 @pytest.mark.timeout(100)
-def test_interrupting_the_parent_ends_the_ranks(tmp_path, text):
-    words = [word for word in TINY if not word.startswith("--train.steps")]
+@pytest.mark.parametrize("to", ["the parent", "the group, as a terminal does"])
+def test_an_interrupted_run_says_what_is_kept_and_leaves_no_rank(tmp_path, text, to):
+    words = [word for word in TINY if not word.startswith(("--train.steps", "--log.every"))]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with subprocess.Popen(
         [sys.executable, "-m", "shardwise", "train", *words, f"--data.path={text}", "--train.steps=100000"],
@@ -264,16 +277,27 @@ def test_interrupting_the_parent_ends_the_ranks(tmp_path, text):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     ) as run:
         try:
-            first = next(line for line in run.stdout if re.search(r"step \d+", line))
-            run.send_signal(signal.SIGINT)
+            next(line for line in run.stdout if re.search(r"step \d+: validation", line))
+            assert len(ranks_in(tmp_path)) >= 2
+            (os.kill if to == "the parent" else os.killpg)(run.pid, signal.SIGINT)
             out, err = run.communicate(timeout=60)
         finally:
             run.kill()
-    assert first and run.returncode == 130 and "interrupted" in err
-    assert "kept       runs/latest/metrics.jsonl" in out
-    assert read_metrics(tmp_path / "runs/latest/metrics.jsonl")
+    assert run.returncode == 130 and err == "interrupted\n"
+    end = re.search(
+        r"^kept       (\d+) of 100000 steps were done\n"
+        r"           runs/latest/metrics.jsonl \(metrics up to step (\d+)\)\n"
+        r"           no weights\n\Z",
+        out,
+        re.MULTILINE,
+    )
+    assert end is not None, out
+    rows = [row["step"] for row in read_metrics(tmp_path / "runs/latest/metrics.jsonl") if row["kind"] == "step"]
+    assert int(end[1]) >= int(end[2]) == rows[-1]
+    assert ranks_in(tmp_path) == []
 
 
 @pytest.mark.parametrize(

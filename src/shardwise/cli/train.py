@@ -124,10 +124,10 @@ def _launch(loaded: "Loaded[RunConfig]") -> int:
                 on_event=display.on_event,
                 on_line=display.on_line,
             )
+            no_picture = _draw(config, display)
         except BaseException:
             _keep(config, display)
             raise
-        no_picture = _draw(config, display)
     _report(config, results[0], no_picture, display)
     return 0
 
@@ -176,10 +176,10 @@ def _be_a_rank(loaded: "Loaded[RunConfig]") -> int:
         display.on_phase("loading torch")
         try:
             result = run_rank(config, lambda event: display.on_event(0, event))
+            no_picture = _draw(config, display)
         except BaseException:
             _keep(config, display)
             raise
-        no_picture = _draw(config, display)
     _report(config, result, no_picture, display)
     return 0
 
@@ -252,10 +252,23 @@ def _draw(config: "RunConfig", display: "Display") -> str | None:
 
 
 def _keep(config: "RunConfig", display: "Display") -> None:
-    """After a failure: says what is left of the run."""
-    metrics = Path(config.log.dir) / "metrics.jsonl"
-    if metrics.exists():
-        display.row("kept", f"{metrics}, up to the last line written before the failure")
+    """After a failure or an interruption: says how far the run came, and what is left of it, and where."""
+    from shardwise.train.metrics import read_metrics
+
+    folder, export = Path(config.log.dir), config.checkpoint.export
+    if not (folder / "metrics.jsonl").exists():
+        return  # it ended before it had anything to keep
+    written = [row["step"] for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "step"]
+    done = max([display.latest.get("step", 0), *written])
+    lines = [f"{done} of {config.train.steps} steps were done"]
+    last = f"up to step {max(written)}" if written else "without a step"
+    lines.append(f"{folder / 'metrics.jsonl'} (metrics {last})")
+    if display.weights is not None:
+        lines.append(f"{display.weights} (weights, safetensors)")
+    elif export is not None:
+        older = (folder / export).exists()
+        lines.append(f"no weights{f' (those in {folder / export} are older)' if older else ''}")
+    display.row("kept", "\n".join(lines))
 
 
 def _report(config: "RunConfig", result: dict[str, Any], no_picture: str | None, display: "Display") -> None:

@@ -45,6 +45,7 @@ class Display:
         self.live = able if live is None else live
         self.phase = "starting"
         self.latest: dict[str, Any] = {}
+        self.weights: str | None = None
         self._state = 0
         self._started = self._spoken = self._phase_since = clock()
         self._lock = threading.RLock()
@@ -155,7 +156,7 @@ class Display:
         self.row("trouble", text)
 
     def _show_weights(self, *, path: str) -> None:
-        """Named in the report."""
+        self.weights = path  # named in the report
 
     # ---- what is drawn -----------------------------------------------------------------------------------------
 
