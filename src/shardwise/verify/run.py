@@ -1,5 +1,6 @@
 """``sw.verify``: the user's own model, sharded and in one process, compared number by number."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -61,15 +62,7 @@ def verify(
     """
     if not batches or not all(batches):
         raise ConfigError("verify without batches", why="there is nothing to compare", fix="give at least one window")
-    degrees = parse_layout(layout)
-    size = num_ranks
-    if size is None:
-        if -1 in degrees.values():
-            raise ConfigError(f"verify(layout={layout!r})", why="-1 needs a number of ranks", fix="pass num_ranks=2")
-        size = 1
-        for degree in degrees.values():
-            size *= degree
-    layout_of(layout, size)
+    size = _num_ranks(layout, num_ranks)
     task = Task(
         build=build,
         windows=batches,
@@ -84,6 +77,20 @@ def verify(
     noise = run_oracle(task, otherwise=True)
     ranks = (run or _in_fresh_processes)(run_sharded, size, task, layout, sharding)
     return compare(task, oracle, ranks, noise=noise, gate=GATES[dtype] if gate is None else gate)
+
+
+def _num_ranks(layout: str, given: int | None) -> int:
+    """How many ranks to start for ``layout``.
+
+    Raises:
+        ConfigError: it has a ``-1`` and no number of ranks was given, or it does not fit that number.
+    """
+    degrees = parse_layout(layout)
+    if given is None and -1 in degrees.values():
+        raise ConfigError(f"verify(layout={layout!r})", why="-1 needs a number of ranks", fix="pass num_ranks=2")
+    size = math.prod(degrees.values()) if given is None else given
+    layout_of(layout, size)
+    return size
 
 
 def _in_fresh_processes(function: Any, num_ranks: int, *args: Any) -> list[RankRecord]:
