@@ -184,6 +184,8 @@ def _shortened(command: str, folder: Path) -> str | None:
             return f"python {ROOT / script}"
         case ["python", "benchmarks/step.py", *_]:
             return f"{command} --model tiny --rounds 2".replace("--write docs/", "--write ")
+        case ["python", "benchmarks/wrap.py", *_]:
+            return f"{command} --ranks 8 --blocks 2 --repeats 1".replace("--write docs/", "--write ")
         case ["make", "demo"]:
             return f"{_make('demo')} ARGS={shlex.quote(SHORT + ' --log.dir=' + str(folder / 'run'))}"
         case ["make", "test" | "soak" | "gpu" | "check" | "picture" as target]:

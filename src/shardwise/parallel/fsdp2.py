@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._compat import (
     drop_partial_gradients,
+    lazy_chunks,
     materialise,
     on_unit_backward,
     reset_iteration,
@@ -47,13 +48,14 @@ def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine
         _refuse_containers(modules, unit.modules)
         for target in targets:
             target.register_forward_hook(_whole_outputs)  # before FSDP2's own hook, which is added next
-        fully_shard(  # type: ignore[call-overload]
-            targets if len(targets) > 1 else targets[0],
-            mesh=mesh,
-            reshard_after_forward=unit.reshard,
-            mp_policy=_precision(recipe, unit.name),
-            ignored_params=whole,
-        )
+        with lazy_chunks():
+            fully_shard(  # type: ignore[call-overload]
+                targets if len(targets) > 1 else targets[0],
+                mesh=mesh,
+                reshard_after_forward=unit.reshard,
+                mp_policy=_precision(recipe, unit.name),
+                ignored_params=whole,
+            )
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.set_gradient_divide_factor(1.0)

@@ -52,12 +52,18 @@ class _Sizes:
     """Bytes of compute-dtype parameters below a module, each tied tensor counted once."""
 
     def __init__(self, anatomy: Anatomy, compute: str | None):
-        self.bytes = {name: fact.numel * DTYPE_BYTES[compute or fact.dtype] for name, fact in anatomy.params.items()}
         self.dtype = compute
-        self.total = sum(self.bytes.values())
+        self.total = 0
+        self._below: dict[str, int] = {}  # module name -> bytes
+        for name, fact in anatomy.params.items():
+            size = fact.numel * DTYPE_BYTES[compute or fact.dtype]
+            self.total += size
+            for end in (i for i, letter in enumerate(name) if letter == "."):
+                self._below[name[:end]] = self._below.get(name[:end], 0) + size
 
     def of(self, modules: tuple[str, ...]) -> int:
-        return sum(size for name, size in self.bytes.items() if any(name.startswith(f"{m}.") for m in modules))
+        """Of modules none of which is inside another."""
+        return sum(self._below.get(module, 0) for module in modules)
 
 
 def _splittable(anatomy: Anatomy) -> tuple[list[BlockList], list[Note]]:
@@ -132,7 +138,7 @@ def _free_of_outside_ties(anatomy: Anatomy, blocks: tuple[str, ...], notes: list
 def _tied_outside(anatomy: Anatomy, block: str, blocks: tuple[str, ...]) -> str | None:
     homes = {name: name for name in blocks}
     for name, fact in anatomy.params.items():
-        owners = {_home_of(owner, homes) for owner in (name, *fact.aliases)}
+        owners = {_home_of(owner, homes) for owner in (name, *fact.aliases)} if fact.aliases else ()
         if block in owners and None in owners:
             return name
     return None

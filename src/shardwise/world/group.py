@@ -14,7 +14,15 @@ from shardwise.errors import ConfigError, RankError
 from shardwise.world.env import Env
 from shardwise.world.watch import Watch
 
-__all__ = ["choose_device", "env_of_group", "has_cpu_backend", "set_threads", "start_group", "start_watch"]
+__all__ = [
+    "choose_device",
+    "env_of_group",
+    "has_cpu_backend",
+    "is_imagined",
+    "set_threads",
+    "start_group",
+    "start_watch",
+]
 
 _FIX_BACKEND = 'use "gloo", "nccl" or "cuda:nccl,cpu:gloo"'
 _store: tuple[tuple[str, int], dist.Store] | None = None  # of the last rendezvous: see _join
@@ -131,6 +139,11 @@ def start_watch(rank: int, size: int, timeout_s: float, source: str) -> Watch:
 def has_cpu_backend() -> bool:
     """Whether the group takes tensors on the CPU."""
     return "cpu:" in dist.get_backend_config()
+
+
+def is_imagined() -> bool:
+    """Whether the group is torch's fake one, whose collectives do nothing: there is nobody to agree with."""
+    return dist.get_backend() == "fake"
 
 
 def set_threads(local_world_size: int) -> None:

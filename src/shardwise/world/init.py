@@ -19,7 +19,15 @@ from shardwise.world.agreement import Agreement
 from shardwise.world.axis import Axis
 from shardwise.world.env import Env, read_env
 from shardwise.world.fingerprint import agree_on, package_versions
-from shardwise.world.group import choose_device, env_of_group, has_cpu_backend, set_threads, start_group, start_watch
+from shardwise.world.group import (
+    choose_device,
+    env_of_group,
+    has_cpu_backend,
+    is_imagined,
+    set_threads,
+    start_group,
+    start_watch,
+)
 from shardwise.world.rng import seed_all
 from shardwise.world.watch import Watch
 
@@ -40,6 +48,8 @@ def init(
 
     Who the peers are comes from an existing process group, else the environment of torchrun, else that of a SLURM
     step, else there is one rank: a real process group of one, so that one process takes the same code path as many.
+    A group of torch's backend ``"fake"`` has no peers: one process sees what a rank of any number of them would hold,
+    and is agreed with as if they gave what it gives.
 
     Args:
         layout: degrees of the mesh axes, such as ``"dp_shard=4"`` or ``"dp_replicate=2,dp_shard=-1"``.
@@ -96,12 +106,19 @@ class World:
         self._owns_group, self.closed = owns_group, False
         self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.size)): dist.group.WORLD}
         self.watch: Watch | None = None
-        if self.size > 1:
+        imagined = is_imagined()
+        if self.size > 1 and not imagined:
             self.watch = start_watch(self.rank, self.size, timeout_s, self.source)
         try:
             small = torch.device("cpu") if has_cpu_backend() else device
             self.agreement = Agreement(
-                self.size, self.rank, group=dist.group.WORLD, device=small, timeout_s=timeout_s, watch=self.watch
+                self.size,
+                self.rank,
+                group=dist.group.WORLD,
+                device=small,
+                timeout_s=timeout_s,
+                watch=self.watch,
+                imagined=imagined,
             )
             facts = {"layout": str(layout), "seed": seed, "versions": package_versions()}
             agree_on(self.agreement, facts, what="the ranks' start-up", fix="start every rank with the same command")
@@ -144,7 +161,7 @@ class World:
         if not 0 <= src < self.size:
             raise UsageError(f"broadcast(src={src})", why=f"ranks are 0 to {self.size - 1}", fix="use one of them")
         self.agreement.check_open("a broadcast")
-        if self.size == 1:
+        if self.agreement.is_alone:
             return value
         is_tensor = isinstance(value, Tensor)
         box = [(is_tensor, (value.shape, value.dtype) if is_tensor else value)]

@@ -1,0 +1,77 @@
+"""A world on torch's fake group: one process sees what a rank of any number of them would hold."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from shardwise._compat import local_tensor
+from shardwise.config.options import Sharding
+from shardwise.parallel import parallelize, recipe_of, runtime_of
+from shardwise.recipe import extents
+from shardwise.train.step import TrainStep
+from shardwise.world import init
+
+
+class Net(nn.Module):
+    """Even and uneven rows, fewer rows than ranks, a 0-dim parameter, a frozen one."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(67, 16)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 30), nn.Tanh(), nn.Linear(30, 16)) for _ in range(3)])
+        self.scale = nn.Parameter(torch.ones(()))
+        self.frozen = nn.Parameter(torch.ones(5, 3), requires_grad=False)
+        self.head = nn.Linear(16, 67, bias=False)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x) * self.scale
+
+
+def imagined(size: int, rank: int, layout: str):
+    """What rank ``rank`` of ``size`` holds: name -> shape, ours, raw FSDP2's, and by the recipe; and a step's loss."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=size)
+    try:
+        with init(layout, device="cpu") as world:
+            sharding = Sharding(min_unit_bytes=0)
+            model = parallelize(Net, world, sharding=sharding)
+            ours = {name: tuple(local_tensor(p).shape) for name, p in runtime_of(model).parameters.items()}
+            raw = Net()
+            mesh = world.mesh if world.layout.dp_replicate > 1 else world.mesh["dp_shard"]
+            for block in raw.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(raw, mesh=mesh, ignored_params={raw.scale})
+            theirs = {name: tuple(local_tensor(p).shape) for name, p in raw.named_parameters()}
+            params, coord = recipe_of(model).params, runtime_of(model).view.coord
+            planned = {name: [piece.sizes for piece in extents(param, coord)] for name, param in params.items()}
+            step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm=1.0)
+            ids = torch.arange(8).view(1, 8)
+            loss = step([{"input_ids": ids, "labels": ids + 1}]).loss
+        assert dist.is_initialized()  # the group was there before: closing the world leaves it
+    finally:
+        dist.destroy_process_group()
+    return ours, theirs, planned, loss
+
+
+@pytest.mark.parametrize(
+    ("size", "rank", "layout"),
+    [
+        (8, 0, "dp_shard=8"),
+        (8, 7, "dp_shard=8"),
+        (64, 9, "dp_replicate=4,dp_shard=16"),
+        (8192, 0, "dp_shard=-1"),
+        (8192, 66, "dp_shard=-1"),
+    ],
+)
+def test_a_rank_of_many_is_imagined_in_one_process(ranks, size, rank, layout):
+    ours, theirs, planned, loss = ranks.run(imagined, 1, size, rank, layout)[0]
+    assert ours == theirs
+    for name, shape in ours.items():
+        (piece,) = planned[name] or [None]
+        assert shape == piece if piece is not None else 0 in shape
+    assert loss == pytest.approx(loss)  # a number: not NaN
