@@ -36,8 +36,15 @@ from shardwise.parallel import recipe_of
 from shardwise.state import full_state_dict
 from shardwise.train.data import Loader
 from shardwise.train.memory import memory_of
-from shardwise.train.parts import build_model, build_plain, make_optimizer, make_scheduler, open_data, vocab_of
-from shardwise.train.step import TrainStep
+from shardwise.train.parts import (
+    build_model,
+    build_plain,
+    make_optimizer,
+    make_scheduler,
+    make_step,
+    open_data,
+    vocab_of,
+)
 from shardwise.world import init
 
 __all__ = ["RANKS", "STUDIES", "Study", "check", "run_plain", "run_rank", "run_study"]
@@ -82,16 +89,10 @@ def run_rank(config: bytes, steps: int) -> dict[str, Any]:
     run = msgspec.json.decode(config, type=RunConfig)
     with init("dp_shard=-1", device="cpu", seed=run.train.seed) as world:
         model = build_model(run, world)
-        optim = make_optimizer(run.optim, model)
-        step = TrainStep(
-            model,
-            optim,
-            scheduler=make_scheduler(run.schedule, optim, run.train.steps),
-            max_grad_norm=run.train.max_grad_norm,
-        )
+        step = make_step(run, model)
         first = full_state_dict(model)
         losses = [step(window).loss for window in _windows(run, world, steps)]
-        use = memory_of(model, optim)
+        use = memory_of(model, step.optim)
         return {
             "losses": losses,
             "first": first,

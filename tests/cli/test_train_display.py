@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from shardwise.cli.train_display import Display, bytes_text, seconds_text
+from shardwise.cli.train_display import Display, seconds_text
+from shardwise.recipe import human_bytes
 
 STEP = {
     "kind": "step",
@@ -42,8 +43,8 @@ def test_memory_says_per_rank_against_one_process():
     text = shown(
         {"kind": "memory", "per_rank": [6 << 20, 5 << 20], "one_process": 12 << 20, "rss": [1], "cuda_peak": [0]}
     )
-    assert "6.0 MiB of parameters, gradients and optimizer state per rank" in text
-    assert "12.0 MiB in one process (50%)" in " ".join(text.split())
+    assert "6.00 MiB of parameters, gradients and optimizer state per rank" in text
+    assert "12.00 MiB in one process (50%)" in " ".join(text.split())
 
 
 def test_rows_of_the_start():
@@ -72,10 +73,10 @@ def test_status_of_a_step_has_everything_asked_for():
     display.on_event(0, {"kind": "memory", "per_rank": [6 << 20], "one_process": 12 << 20})
     display.on_event(0, STEP)
     assert display.status() == (
-        "step 12/500  loss 2.3457  grad norm 0.500  41,234 tokens/s  6.0 MiB/rank  3 min 20 s left"
+        "step 12/500  loss 2.3457  grad norm 0.500  41,234 tokens/s  6.00 MiB/rank  3 min 20 s left"
     )
     display.on_event(0, {**STEP, "skipped": True, "grad_norm": None, "seconds_left": None, "loss": float("nan")})
-    assert display.status() == "step 12/500  loss nan  41,234 tokens/s  6.0 MiB/rank  SKIPPED: not finite"
+    assert display.status() == "step 12/500  loss nan  41,234 tokens/s  6.00 MiB/rank  SKIPPED: not finite"
 
 
 def test_status_of_a_phase_has_its_age():
@@ -155,11 +156,6 @@ def test_a_terminal_that_cannot_be_redrawn_gets_plain_lines(monkeypatch):
 
 
 def test_units_for_people():
-    assert [bytes_text(n) for n in (12, 2048, 3 << 20, 5 << 30, 7 << 40)] == [
-        "12 B",
-        "2.0 KiB",
-        "3.0 MiB",
-        "5.0 GiB",
-        "7.0 TiB",
-    ]
+    sizes = ["12 B", "2.00 KiB", "3.00 MiB", "5.00 GiB", "7.00 TiB"]
+    assert [human_bytes(n) for n in (12, 2048, 3 << 20, 5 << 30, 7 << 40)] == sizes
     assert [seconds_text(n) for n in (0.4, 59.4, 200, 7500)] == ["0 s", "59 s", "3 min 20 s", "2 h 5 min"]

@@ -6,6 +6,7 @@ import gc
 import warnings
 from pathlib import Path
 
+import matrix
 import parallel.constructors as make
 import torch
 from torch import Tensor, nn
@@ -15,14 +16,7 @@ from shardwise.config.options import Sharding
 from shardwise.parallel import parallelize, recipe_of, runtime_of
 from shardwise.world import init
 
-LAYOUTS = {  # name -> (layout, ranks, engine)
-    "one": ("dp_shard=1", 1, "auto"),
-    "ddp-2": ("dp_replicate=2", 2, "auto"),
-    "fsdp-2": ("dp_shard=2", 2, "auto"),
-    "fsdp-4": ("dp_shard=4", 4, "auto"),
-    "hsdp-2x2": ("dp_replicate=2,dp_shard=2", 4, "auto"),
-    "fsdp2-2x1": ("dp_replicate=2", 2, "fsdp2"),
-}
+LAYOUTS = {name: matrix.LAYOUTS[name] for name in ("one", "ddp-2", "fsdp-2", "fsdp-4", "hsdp-2x2", "fsdp2-2x1")}
 
 
 def builder(name: str):

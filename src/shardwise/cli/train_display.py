@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
-__all__ = ["Display", "bytes_text", "seconds_text"]
+from shardwise.recipe import human_bytes
+
+__all__ = ["Display", "seconds_text"]
 
 _QUIET_S = 1.5
 _QUIET_LATER_S = 30.0
@@ -141,8 +143,8 @@ class Display:
         share = f"{self._state / max(1, one_process):.0%}"
         self.row(
             "memory",
-            f"{bytes_text(self._state)} of parameters, gradients and optimizer state per rank, "
-            f"{bytes_text(one_process)} in one process ({share})",
+            f"{human_bytes(self._state)} of parameters, gradients and optimizer state per rank, "
+            f"{human_bytes(one_process)} in one process ({share})",
         )
 
     def _show_step(self, **figures: Any) -> None:
@@ -170,7 +172,7 @@ class Display:
             parts.append(f"grad norm {now['grad_norm']:.3f}")
         parts.append(f"{now['tokens_per_s']:,.0f} tokens/s")
         if self._state:
-            parts.append(f"{bytes_text(self._state)}/rank")
+            parts.append(f"{human_bytes(self._state)}/rank")
         if now.get("skipped"):
             parts.append("SKIPPED: not finite")
         if now["seconds_left"] is not None:
@@ -198,15 +200,6 @@ class Display:
             quiet = _QUIET_S if now - self._started < _EARLY_S else _QUIET_LATER_S
             if now - self._spoken >= quiet:
                 self.say(f"{'':<9}  {self.status()}")
-
-
-def bytes_text(size: float) -> str:
-    """A number of bytes for people: "6.1 MiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 def seconds_text(seconds: float) -> str:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from shardwise.config.schema import RunConfig
@@ -27,7 +26,7 @@ from shardwise.train.data import Loader
 from shardwise.train.evaluate import evaluate
 from shardwise.train.memory import memory_of, state_bytes
 from shardwise.train.metrics import MetricsWriter, Pace
-from shardwise.train.parts import Corpus, build_model, make_optimizer, make_scheduler, open_data, prompt_of, vocab_of
+from shardwise.train.parts import Corpus, build_model, make_step, open_data, prompt_of, vocab_of
 from shardwise.train.sample import complete_text, vocabulary, word_share
 from shardwise.train.space import check_space, spare_folders
 from shardwise.train.step import TrainStep
@@ -62,15 +61,8 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
     corpus = open_data(config.data, vocab=vocab_of(config))
     emit("phase", text="building the model")
     model = build_model(config, world)
-    optim = make_optimizer(config.optim, model)
-    step = TrainStep(
-        model,
-        optim,
-        scheduler=make_scheduler(config.schedule, optim, config.train.steps),
-        max_grad_norm=config.train.max_grad_norm,
-        on_nonfinite=config.train.on_nonfinite,
-    )
-    run = _Run(config=config, world=world, corpus=corpus, model=model, optim=optim, step=step, emit=emit)
+    step = make_step(config, model)
+    run = _Run(config=config, world=world, corpus=corpus, model=model, step=step, emit=emit)
     run.check_space()
     run.introduce()
     run.complete("before")
@@ -88,7 +80,6 @@ class _Run:
     world: World
     corpus: Corpus
     model: nn.Module
-    optim: torch.optim.Optimizer
     step: TrainStep
     emit: Emit
 
@@ -199,7 +190,7 @@ class _Run:
             "steps": self.config.train.steps,
             "loss": float(out.loss),
             "grad_norm": None if out.grad_norm is None else float(out.grad_norm),
-            "lr": self.optim.param_groups[0]["lr"],
+            "lr": self.step.optim.param_groups[0]["lr"],
             "tokens": int(out.num_tokens),
             "tokens_per_s": pace.tokens_per_s,
             "seconds_left": pace.seconds_left,
@@ -209,14 +200,14 @@ class _Run:
         }
         self.last["loss"] = figures["loss"]
         if done % self.config.log.every == 0 or done in (1, self.config.train.steps):
-            self.tell("step", **figures, memory=memory_of(self.model, self.optim).as_dict())
+            self.tell("step", **figures, memory=memory_of(self.model, self.step.optim).as_dict())
         else:
             self.emit("step", **figures)
 
     def measure(self) -> None:
         """Memory of every rank against one process; all ranks take part."""
-        here, alone = state_bytes(self.model, self.optim)
-        use = memory_of(self.model, self.optim)
+        here, alone = state_bytes(self.model, self.step.optim)
+        use = memory_of(self.model, self.step.optim)
         rows = self.world.gather({"state": here, "rss": use.rss, "cuda_peak": use.cuda_peak})
         self.tell(
             "memory",

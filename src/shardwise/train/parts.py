@@ -13,6 +13,7 @@ from shardwise.errors import ConfigError
 from shardwise.parallel import parallelize
 from shardwise.train.corpus import BYTES, TokenFile, TokenWindows, pydoc_text
 from shardwise.train.reference import build as build_reference
+from shardwise.train.step import TrainStep
 from shardwise.world import World
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "build_plain",
     "make_optimizer",
     "make_scheduler",
+    "make_step",
     "open_data",
     "prompt_of",
     "vocab_of",
@@ -120,6 +122,18 @@ def build_plain(config: RunConfig) -> nn.Module:
             fix="name a function that returns the module, or the module's class",
         )
     return module
+
+
+def make_step(config: RunConfig, model: nn.Module) -> TrainStep:
+    """The step of a config with its optimizer and scheduler over a sharded model; every rank must call it."""
+    optim = make_optimizer(config.optim, model)
+    return TrainStep(
+        model,
+        optim,
+        scheduler=make_scheduler(config.schedule, optim, config.train.steps),
+        max_grad_norm=config.train.max_grad_norm,
+        on_nonfinite=config.train.on_nonfinite,
+    )
 
 
 def make_optimizer(optim: Optim, model: nn.Module) -> torch.optim.Optimizer:
