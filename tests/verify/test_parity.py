@@ -1,6 +1,8 @@
 """Loss, every gradient, the norm and every updated parameter equal those of one plain process, in float64."""
 
 import functools
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,3 +89,10 @@ def test_the_sample_covers_every_pair():
 def test_every_fault_is_tried():
     source = Path(__file__).read_text()
     assert all(f'("{name}"' in source for name in FAULTS)
+
+
+def test_verify_is_the_function_whatever_was_imported_before():
+    """Python puts an imported module under its name in the package: `sw.verify` could then not be called."""
+    code = "import shardwise.verify.compare, shardwise as sw; sw.verify(1, 2, batches=[])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert "shardwise.errors.ConfigError" in done.stderr, done.stderr
