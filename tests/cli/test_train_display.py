@@ -1,5 +1,6 @@
 """The display of a run: every event has its words, a quiet run keeps talking, and a terminal is redrawn in place."""
 
+import contextlib
 import io
 import time
 
@@ -159,3 +160,13 @@ def test_units_for_people():
     sizes = ["12 B", "2.00 KiB", "3.00 MiB", "5.00 GiB", "7.00 TiB"]
     assert [human_bytes(n) for n in (12, 2048, 3 << 20, 5 << 30, 7 << 40)] == sizes
     assert [seconds_text(n) for n in (0.4, 59.4, 200, 7500)] == ["0 s", "59 s", "3 min 20 s", "2 h 5 min"]
+
+
+def test_a_log_on_a_full_disk_does_not_end_the_run(capsys):
+    with open("/dev/full", "w") as full:
+        display = Display(stream=full, live=False)
+        for n in range(3):
+            display.say(str(n))
+        assert capsys.readouterr().err == "the output cannot be written (No space left on device); the run goes on\n"
+        with contextlib.suppress(OSError):
+            full.close()

@@ -5,6 +5,7 @@ On a terminal the last lines are redrawn in place; in a pipe or a log file a thr
 whenever nothing was printed for a while.
 """
 
+import contextlib
 import os
 import sys
 import textwrap
@@ -48,6 +49,7 @@ class Display:
         self.phase = "starting"
         self.latest: dict[str, Any] = {}
         self.weights: str | None = None
+        self._unwritable = False
         self._state = 0
         self._started = self._spoken = self._phase_since = clock()
         self._lock = threading.RLock()
@@ -91,7 +93,19 @@ class Display:
             if self._screen is not None:
                 self._screen.console.print(text, markup=False)
             else:
-                print(text, file=self.stream, flush=True)
+                self._write(text)
+
+    def _write(self, text: str) -> None:
+        """A log file on a full disk is no reason to end a run; a reader that is gone (``| head``) is."""
+        try:
+            print(text, file=self.stream, flush=True)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            if not self._unwritable:
+                self._unwritable = True
+                with contextlib.suppress(OSError):  # it may be the same file
+                    print(f"the output cannot be written ({error.strerror}); the run goes on", file=sys.stderr)
 
     def row(self, label: str, text: str) -> None:
         """Prints a labelled line for good; a long text goes on below itself."""
