@@ -5,8 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from shardwise.testing import RankPool
+
+# How long an example takes says something about the machine and its other users, nothing about the code.
+settings.register_profile("shardwise", deadline=None)
+settings.load_profile("shardwise")
 
 PRELOAD = (
     "torch",
