@@ -82,3 +82,17 @@ def test_a_place_that_cannot_be_written_is_an_error_on_every_rank_and_keeps_the_
     for error in ranks.run(save, 2, "conv", "dp_shard=2", str(tmp_path / "file" / "w")):
         assert isinstance(error, sw.CheckpointError) and "model.safetensors" in str(error)
     assert Path(tmp_path / "file").read_text() == "not a directory"
+
+
+def save_under_umask(umask, dest):
+    before = os.umask(umask)
+    try:
+        save("odd", "dp_shard=2", dest)
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660)])
+def test_the_umask_decides_who_may_read_weights(ranks, tmp_path, umask, mode):
+    ranks.run(save_under_umask, 2, umask, tmp_path)
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == mode

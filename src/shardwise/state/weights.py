@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import stat
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -52,7 +53,9 @@ def save_weights(model: nn.Module, dest: str | os.PathLike[str]) -> Path:
         part = path.with_name(f".{WEIGHTS}.{os.getpid()}.part")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            mode = _mode_of_new_file(part)
             save_file(stored, part, metadata={"format": "pt"})
+            _give_mode(part, mode)
             os.replace(part, path)
         except (OSError, SafetensorError) as error:
             with contextlib.suppress(OSError):  # what was not made cannot be removed
@@ -66,3 +69,16 @@ def save_weights(model: nn.Module, dest: str | os.PathLike[str]) -> Path:
     if problem is not None:
         raise problem
     return path
+
+
+def _mode_of_new_file(path: Path) -> int:
+    """Makes an empty file, and gives the permissions that the umask (or the folder's rules) gave it."""
+    with path.open("wb") as file:
+        return stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+
+
+def _give_mode(path: Path, mode: int) -> None:
+    """safetensors makes files that their owner alone can read."""
+    if stat.S_IMODE(path.stat().st_mode) != mode:
+        with contextlib.suppress(PermissionError):  # a file system that keeps no permissions
+            path.chmod(mode)
