@@ -28,11 +28,33 @@ def test_lines_are_json_and_there_at_once(tmp_path):
     assert read_metrics(path)[1] == {"step": 2, "loss": "nan", "worst": "-inf", "parts": [1, 2], "memory": {"0": 3}}
 
 
-def test_a_torn_line_is_left_out_and_not_continued(tmp_path):
+def test_a_torn_line_is_left_out_with_a_word_and_not_continued(tmp_path):
     path = tmp_path / "m.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2, "lo')
-    assert read_metrics(path) == [{"step": 1}]
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "lo\xc3')
+    with pytest.warns(UserWarning, match=r"left out of .*m\.jsonl: line 2, which was cut off"):
+        assert read_metrics(path) == [{"step": 1}]
     with MetricsWriter(path) as out:
+        out.write(step=3)
+    said: list[str] = []
+    assert read_metrics(path, say=said.append) == [{"step": 1}, {"step": 3}]
+    assert said == [f"left out of {path}: line 2, which was cut off"]
+
+
+def test_what_a_full_disk_took_of_a_line_is_cut_off_again(tmp_path, monkeypatch):
+    real, path = os.write, tmp_path / "m.jsonl"
+
+    def little_room(file, data):
+        if len(data) < 20:  # the second write of a line
+            raise OSError(28, "No space left on device")
+        return real(file, data[:-10])
+
+    with MetricsWriter(path) as out:
+        out.write(step=1)
+        monkeypatch.setattr(os, "write", little_room)
+        with pytest.raises(CheckpointError, match="No space left"):
+            out.write(step=2, loss=2.5)
+        monkeypatch.undo()
+        assert path.read_text() == '{"step": 1}\n'
         out.write(step=3)
     assert read_metrics(path) == [{"step": 1}, {"step": 3}]
 

@@ -1,9 +1,11 @@
 """What a run writes down and shows: metrics as JSON lines, speed, and time left. Torch-free: launchers read it too."""
 
+import contextlib
 import json
 import math
 import os
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +20,8 @@ class MetricsWriter:
     """Appends one JSON object a line; what was written survives the death of the process.
 
     Each line goes to the system in one write, so a reader never sees half of one while the run lives, and a killed
-    run loses nothing it has written. A file whose last line was cut off (a full disk) is continued on a new line.
+    run loses nothing it has written. A line is whole or absent: what a full disk took of one is cut off again, and a
+    file whose last line was cut off is continued on a new line.
     NaN and infinities, which JSON cannot hold, are written as the strings "nan", "inf" and "-inf". One rank writes.
 
     Args:
@@ -48,11 +51,13 @@ class MetricsWriter:
                 fix="write before close(), or open a new MetricsWriter",
             )
         line = json.dumps(_plain(fields), allow_nan=False) + "\n"
+        data, before = line.encode(), os.fstat(self._file).st_size
         try:
-            data = line.encode()
             while data:  # a full disk may take a part only, and says so at the next write
                 data = data[os.write(self._file, data) :]
         except OSError as error:
+            with contextlib.suppress(OSError):  # the error of the write is the one to tell
+                os.ftruncate(self._file, before)
             raise self._unwritable(error) from error
 
     def close(self) -> None:
@@ -87,14 +92,28 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Reads what a :class:`MetricsWriter` wrote; a line that was cut off by a crash is left out."""
-    rows = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
+def read_metrics(path: str | Path, *, say: Callable[[str], None] | None = None) -> list[dict[str, Any]]:
+    """Reads what a :class:`MetricsWriter` wrote; a line that was cut off by a crash is left out, and that is said.
+
+    Args:
+        path: the file.
+        say: takes the sentence about lines left out; None: it is a Python warning.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    rows, torn = [], []
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         try:
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue  # a torn line: the only kind of broken line the writer can leave
+        except ValueError:  # no JSON, or no text: a torn line is the only kind of broken line the writer can leave
+            torn.append(number)
+    if torn:
+        text = f"left out of {path}: line {', '.join(map(str, torn))}, which was cut off"
+        if say is None:
+            warnings.warn(text, stacklevel=2)
+        else:
+            say(text)
     return rows
 
 
