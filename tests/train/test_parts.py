@@ -71,8 +71,13 @@ def test_a_model_of_the_users(tmp_path):
         return build_plain(RunConfig(model=Model(build=f"{file}:{name}", args=args)))
 
     assert isinstance(build("build", width=5), nn.Linear)
-    with pytest.raises(ConfigError, match=r"model.args=\{'widht': 5\} .*\n  why: it cannot be called with them"):
+    with pytest.raises(
+        ConfigError, match=r"model.args=\{'widht': 5\} .*\n  why: it cannot be called with them"
+    ) as told:
         build("build", widht=5)
+    assert told.value.fix == "did you mean 'width'? it takes: width"
+    with pytest.raises(ConfigError, match="write 'width: 5'"):
+        build("build", **{"width:5": None})
     with pytest.raises(TypeError, match="NoneType"):  # a fault of the function itself is not the config's
         build("broken")
     with pytest.raises(ConfigError, match="it returned str, and training needs"):
@@ -80,8 +85,12 @@ def test_a_model_of_the_users(tmp_path):
 
 
 def test_the_reference_model_refuses_unknown_sizes():
-    with pytest.raises(ConfigError, match=r"model\.args=.*'dmi'.* for the reference model"):
+    with pytest.raises(ConfigError, match=r"^model\.args\.dmi=3\n  why: the reference model takes no 'dmi'"):
         build_plain(RunConfig(model=Model(args={"dmi": 3})))
+
+
+def test_sizes_that_are_whole_floats_are_whole_numbers():
+    assert build_plain(RunConfig(model=Model(args={"dim": 32.0, "num_layers": 1, "rope_base": 100}))).config.dim == 32
 
 
 def test_optimizers_have_the_settings_of_the_config_and_leave_frozen_parameters():

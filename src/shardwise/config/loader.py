@@ -21,7 +21,7 @@ from shardwise.config.check import checked, struct_in
 from shardwise.config.options import Options, default_of, hints_of
 from shardwise.config.schema import RunConfig
 from shardwise.config.sources import Keys, Layer, parse_yaml_value, read_file
-from shardwise.config.suggest import closest, did_you_mean
+from shardwise.config.suggest import closest, did_you_mean, missing_blank
 from shardwise.config.target import load_target, looks_like_target
 from shardwise.errors import ConfigError, ShardwiseError
 
@@ -213,7 +213,7 @@ def _build(cls: type[C], values: Mapping[str, Any], path: Keys, layer: Layer, or
     hints = hints_of(cls)
     for key in values:
         if key not in hints:
-            raise _unknown_key(key, list(hints), path, layer)
+            raise _unknown_key(key, values[key], list(hints), path, layer)
     built: dict[str, Any] = {}
     for key, hint in hints.items():
         here = (*path, key)
@@ -249,12 +249,12 @@ def _section(value: Any, path: Keys, cls: type[msgspec.Struct], layer: Layer) ->
     return value
 
 
-def _unknown_key(key: str, known: list[str], path: Keys, layer: Layer) -> ConfigError:
+def _unknown_key(key: str, value: object, known: list[str], path: Keys, layer: Layer) -> ConfigError:
     section = ".".join(path)
     return ConfigError(
         f"{'.'.join((*path, key))} ({_origin(layer, (*path, key))})",
         why=f"there is no key '{key}' in {section or 'a configuration'}",
-        fix=did_you_mean(key, known, what=f"keys of {section}" if section else "sections"),
+        fix=missing_blank(key, value) or did_you_mean(key, known, what=f"keys of {section}" if section else "sections"),
     )
 
 

@@ -6,7 +6,7 @@ Kept free of heavy imports, because the command line asks for it before it knows
 import difflib
 from collections.abc import Iterable, Sequence
 
-__all__ = ["closest", "did_you_mean", "listing"]
+__all__ = ["closest", "did_you_mean", "listing", "missing_blank"]
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
@@ -36,6 +36,12 @@ def did_you_mean(word: str, known: Sequence[str], *, what: str) -> str:
     near = closest(word, known)
     hint = f"did you mean '{near}'? " if near else ""
     return f"{hint}{what}: {listing(known)}"
+
+
+def missing_blank(key: str, value: object) -> str:
+    """The hint about ``{dim:32}``, which YAML reads as the one key ``dim:32`` without a value; else nothing."""
+    name, colon, rest = key.partition(":")
+    return f"YAML wants a blank after the colon: write '{name}: {rest}'" if colon and value is None else ""
 
 
 def listing(names: Iterable[str]) -> str:

@@ -1,18 +1,22 @@
 """The parts of a training run, each made from its section of the configuration."""
 
+import inspect
 import math
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from shardwise.config.schema import Data, Optim, RunConfig, Schedule
+from shardwise.config.suggest import did_you_mean, missing_blank
 from shardwise.config.target import load_target
 from shardwise.errors import ConfigError
 from shardwise.parallel import parallelize
 from shardwise.train.corpus import BYTES, TokenFile, TokenWindows, pydoc_text
 from shardwise.train.reference import build as build_reference
+from shardwise.train.reference_config import check_reference_args
 from shardwise.train.step import TrainStep
 from shardwise.world import World
 
@@ -99,21 +103,20 @@ def build_plain(config: RunConfig) -> nn.Module:
         ConfigError: the arguments are none of the function's, or it returns no module.
     """
     model = config.model
-    args = dict(model.args)
     if model.build is None:
-        args.setdefault("max_seq", max(256, config.data.seq_len))
-    function = build_reference if model.build is None else load_target(model.build, what="model.build")
-    name = model.build or "the reference model"
+        sizes = check_reference_args(model.args, seq_len=config.data.seq_len)
+        return build_reference(**{"max_seq": max(256, config.data.seq_len), **sizes})
+    function = load_target(model.build, what="model.build")
     try:
-        module = function(**args)
+        module = function(**model.args)
     except TypeError as error:
         # Only a call that does not fit is the config's fault; a TypeError from inside the function is passed on.
-        if error.__traceback__ is not None and error.__traceback__.tb_next is not None and model.build is not None:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
             raise
         raise ConfigError(
-            f"model.args={args} for {name}",
+            f"model.args={model.args} for {model.build}",
             why=f"it cannot be called with them: {error}",
-            fix="give the keyword arguments the function takes",
+            fix=_arguments_of(function, model.args),
         ) from error
     if not isinstance(module, nn.Module):
         raise ConfigError(
@@ -122,6 +125,17 @@ def build_plain(config: RunConfig) -> nn.Module:
             fix="name a function that returns the module, or the module's class",
         )
     return module
+
+
+def _arguments_of(function: Callable[..., object], given: Mapping[str, object]) -> str:
+    """Which keyword arguments a function takes, for the fix of a call that does not fit."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # one written in C need not say
+        return "give the keyword arguments the function takes"
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    unknown = next((name for name in given if name not in names), "")
+    return missing_blank(unknown, given.get(unknown)) or did_you_mean(unknown, names, what="it takes")
 
 
 def make_step(config: RunConfig, model: nn.Module) -> TrainStep:

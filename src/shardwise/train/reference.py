@@ -10,58 +10,14 @@ heads, K key and value heads, H width of a head.
 # ruff: noqa: N803, N806, N815 (the suffixes are capitals)
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.errors import ConfigError
+from shardwise.train.reference_config import ReferenceConfig
 
 __all__ = ["ReferenceConfig", "ReferenceModel", "build"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReferenceConfig:
-    """The sizes of a :class:`ReferenceModel`; the defaults make 0.8 M parameters.
-
-    Args:
-        vocab: number of tokens (256: bytes).
-        dim: width of the residual stream.
-        num_layers: number of blocks.
-        num_heads: query heads; divides ``dim``.
-        num_kv_heads: key and value heads; divides ``num_heads``.
-        ffn: inner width of the feed-forward.
-        max_seq: longest sequence, in positions.
-        rope_base: base of the rotary frequencies.
-        norm_eps: added to the mean square in RMSNorm.
-        tie_embeddings: the output layer shares the weight of the embedding.
-    """
-
-    vocab: int = 256
-    dim: int = 128
-    num_layers: int = 4
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    ffn: int = 352
-    max_seq: int = 256
-    rope_base: float = 10000.0
-    norm_eps: float = 1e-5
-    tie_embeddings: bool = False
-
-    def __post_init__(self):
-        if self.dim % self.num_heads or (self.dim // self.num_heads) % 2:
-            raise ConfigError(
-                f"dim={self.dim} with num_heads={self.num_heads}",
-                why="each head gets dim / num_heads channels, an even number because positions rotate pairs",
-                fix=f"use dim={2 * self.num_heads * max(1, self.dim // (2 * self.num_heads))}",
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"num_heads={self.num_heads} with num_kv_heads={self.num_kv_heads}",
-                why="each key and value head serves the same number of query heads",
-                fix=f"use num_kv_heads={math.gcd(self.num_heads, self.num_kv_heads)}",
-            )
 
 
 class Linear(nn.Linear):
