@@ -170,3 +170,10 @@ def test_a_log_on_a_full_disk_does_not_end_the_run(capsys):
         assert capsys.readouterr().err == "the output cannot be written (No space left on device); the run goes on\n"
         with contextlib.suppress(OSError):
             full.close()
+
+
+def test_a_path_is_never_cut():
+    out = io.StringIO()
+    path = "/somewhere/" + "long-name-" * 20
+    Display(stream=out, live=False).row("kept", f"{path} (weights)")
+    assert path in out.getvalue()

@@ -189,11 +189,14 @@ def test_an_error_on_a_rank_is_told_once_as_a_sentence(tmp_path, text):
     done = start(tmp_path, "train", *TINY, f"--data.path={text}", "--model.args={dmi: 3}", before=("-m", "shardwise"))
     assert done.returncode == 2
     assert "override --model.args is given twice" in done.stderr
-    words = [word for word in TINY if not word.startswith("--model")]
-    done = start(tmp_path, "train", *words, f"--data.path={text}", "--model.args={dmi: 3}")
+    (tmp_path / "mine.py").write_text("def build(dim): pass\n")
+    words = ["--model.build=mine.py:build", "--model.args={dmi: 3}", "--log.dir=a/b", *TINY[1:]]
+    done = start(tmp_path, "train", *words, f"--data.path={text}")
     assert done.returncode == 2
     assert done.stderr.count("ConfigError") == 1 and "unexpected keyword argument 'dmi'" in done.stderr
-    assert "Traceback" not in done.stderr + done.stdout
+    assert "model.args={'dmi': 3} for" in done.stderr and "did you mean 'dim'?" in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout and "kept" not in done.stdout
+    assert not (tmp_path / "a").exists()
 
 
 def test_torchrun_works_as_it_is(tmp_path, text):
@@ -225,6 +228,19 @@ def no_launch(monkeypatch):
         (["--data.path=."], "why: it is a directory"),
         (["--parallel.layout=dp_shard=3", "--nproc", "2"], "layout 'dp_shard=3' on 2 ranks"),
         (["--parallel.layout=tp=2", "--nproc", "2"], "tp=2"),
+        (
+            ["--model.args={dmi: 3}"],
+            "model.args.dmi=3 (override --model.args)\n  why: the reference model takes no 'dmi'",
+        ),
+        (["--model.args={dmi: 3}"], "fix: did you mean 'dim'? it takes: vocab, dim,"),
+        (["--model.args={dim:32,num_layers:1}"], "write 'dim: 32'"),
+        (
+            ["--model.args={dim: wide}"],
+            "model.args.dim='wide' (override --model.args)\n  why: expected a whole number >= 1",
+        ),
+        (["--model.args={dim: 30}"], "dim=30 with num_heads=4"),
+        (["--model.args={max_seq: 8}"], "max_seq=8 (override --model.args) with data.seq_len=128"),
+        (["--parallel.sharding={engine:fsdp2}"], "write 'engine: fsdp2'"),
         (["--log.dir=/proc/none"], "log.dir='/proc/none'\n  why: it cannot be written"),
     ],
 )
@@ -316,3 +332,118 @@ def test_it_knows_whether_it_is_a_rank(monkeypatch, environ, a_rank):
     for key, value in environ.items():
         monkeypatch.setenv(key, value)
     assert _started_by_others() is a_rank
+
+
+# ---- what is in the folder is what is told ---------------------------------------------------------------------------
+
+OWN = (
+    "import os, shutil, signal, sys, time\n"
+    "from pathlib import Path\n"
+    "from shardwise.train.reference import ReferenceConfig, ReferenceModel\n"
+    "import shardwise.state.weights as weights\n"
+    "RANK = os.environ['RANK']\n"
+    "class Own(ReferenceModel):\n"
+    "    calls = 0\n"
+    "    def forward(self, input_ids):\n"
+    "        Own.calls += self.training\n"
+    "        if Own.calls == 3 and RANK == '0': act()\n"
+    "        return super().forward(input_ids)\n"
+    "def build(): return Own(ReferenceConfig(dim=32, num_layers=1, ffn=48))\n"
+)
+
+
+def own(folder: Path, text: Path, act: str, *words: str) -> tuple[str, ...]:
+    """The words of a run whose model does something to it on rank 0, in its second step."""
+    (folder / "own.py").write_text(OWN + act)
+    given = {word.partition("=")[0] for word in words}
+    kept = [word for word in TINY[1:] if word.partition("=")[0] not in given]
+    return "train", "--model.build=own.py:build", f"--data.path={text}", "--nproc", "2", *kept, *words
+
+
+def test_a_folder_that_is_removed_during_the_run_does_not_cost_the_report(tmp_path, text):
+    done = start(tmp_path, *own(tmp_path, text, "def act(): shutil.rmtree('runs')\n"))
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert "\nresult     validation loss" in done.stdout and "\nproof " in done.stdout
+    assert "no picture: the metrics are gone: No such file or directory" in done.stdout
+    files = done.stdout[done.stdout.index("\nfiles ") : done.stdout.index("\npicture ")]
+    assert files.split() == ["files", "runs/latest/weights", "(weights,", "safetensors)"]
+
+
+STOP_IN_WRITING = (
+    "real = weights.save_file\n"
+    "def save_file(tensors, path, **more):\n"
+    "    real(tensors, path, **more)\n"
+    "    os.kill({whom}, signal.{what}), time.sleep(60)\n"
+    "weights.save_file = save_file\n"
+    "def act(): pass\n"
+)
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_rank_killed_while_weights_are_written_leaves_the_older_ones_or_none(tmp_path, text, older):
+    weights = tmp_path / "runs/latest/weights"
+    if older:
+        weights.mkdir(parents=True)
+        (weights / "model.safetensors").write_bytes(b"older")
+    act = STOP_IN_WRITING.format(whom="os.getpid()", what="SIGKILL")
+    done = start(tmp_path, *own(tmp_path, text, act))
+    assert done.returncode == 1 and "rank 0 was killed by signal 9" in done.stderr
+    assert done.stdout.endswith(
+        "no weights (those in runs/latest/weights are older)\n" if older else "           no weights\n"
+    )
+    assert [file.read_bytes() for file in weights.iterdir()] == [b"older"] * older
+
+
+def test_ctrl_c_while_weights_are_written_leaves_no_half_of_them(tmp_path, text):
+    act = STOP_IN_WRITING.format(whom="os.getppid()", what="SIGINT")
+    done = start(tmp_path, *own(tmp_path, text, act))
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+    assert "kept       4 of 4 steps were done\n" in done.stdout and done.stdout.endswith("  no weights\n")
+    assert list((tmp_path / "runs/latest/weights").iterdir()) == []
+
+
+def test_ctrl_c_at_the_start_leaves_nothing(tmp_path, text):
+    act = "os.kill(os.getppid(), signal.SIGINT), time.sleep(60)\n"
+    done = start(tmp_path, *own(tmp_path, text, act))
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+    assert "kept" not in done.stdout and not (tmp_path / "runs").exists()
+
+
+def test_an_older_run_is_untouched_by_one_that_never_began(tmp_path, text):
+    folder = tmp_path / "runs/latest"
+    folder.mkdir(parents=True)
+    for name in ("config.yaml", "metrics.jsonl", "metrics.previous.jsonl"):
+        (folder / name).write_text(name)
+    done = start(tmp_path, *own(tmp_path, text, "raise ValueError('bad')\n"))
+    assert done.returncode == 1 and "ValueError: bad" in done.stderr
+    assert {file.name: file.read_text() for file in folder.iterdir()} == {
+        name: name for name in ("config.yaml", "metrics.jsonl", "metrics.previous.jsonl")
+    }
+
+
+@pytest.mark.parametrize("closed", ["| head -1", ">&-"])
+def test_a_reader_that_left_is_no_traceback(tmp_path, text, closed):
+    words = ["train", *TINY, f"--data.path={text}", "--nproc", "1"]
+    run = shlex.join([sys.executable, "-m", "shardwise", *words])
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {run} {closed}"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (done.returncode, done.stderr) == (141 if "head" in closed else 0, "")
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_torchrun_that_is_ended_says_what_is_kept(tmp_path, text, number):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardwise")
+    act = f"os.kill(os.getppid(), signal.{number.name}), time.sleep(0.2)\n"
+    words = own(tmp_path, text, f"def act():\n    {act}", "--train.steps=100000", "--train.eval_every=0")
+    done = start(tmp_path, *(word for word in words if word not in ("--nproc", "2")), before=torchrun)
+    assert done.returncode != 0
+    assert re.search(r"^kept       \d+ of 100000 steps were done$", done.stdout, re.MULTILINE), (
+        done.stdout + done.stderr
+    )

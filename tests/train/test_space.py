@@ -15,7 +15,7 @@ import shardwise as sw
 from shardwise.config import load_config
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train import job, space
-from shardwise.train.metrics import MetricsWriter, read_metrics
+from shardwise.train.metrics import MetricsWriter
 
 Usage = namedtuple("Usage", "total used free")
 TINY = (
@@ -61,6 +61,15 @@ def test_weights_on_another_disk_are_counted_there(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(9, 0, 0 if "shm" in str(path) else 1 << 40))
     with pytest.raises(ConfigError, match=r"checkpoint.export: '/dev/shm/none', with 0 B free on its disk"):
         space.check_space(config(tmp_path, "--checkpoint.export=/dev/shm/none"), 1)
+
+
+def test_a_place_for_weights_that_cannot_be_written_is_refused_early(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"checkpoint\.export: '.*file'\n  why: it is a file"):
+        space.check_space(config(tmp_path, f"--checkpoint.export={tmp_path / 'file'}"))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match=rf"{tmp_path} cannot be written"):
+        space.check_space(config(tmp_path, f"--checkpoint.export={tmp_path / 'new/weights'}"))
 
 
 # ---- on ranks ------------------------------------------------------------------------------------------------------
@@ -109,7 +118,7 @@ def folder(tmp_path):
 def test_weights_that_do_not_fit_are_refused_before_the_first_step(ranks, folder):
     for kind, text, _ in ranks.run(_train, 2, folder, "no room at the start"):
         assert kind == "ConfigError" and "with 80.00 KiB free on its disk" in text and "KiB of weights" in text
-    assert read_metrics(folder / "run/metrics.jsonl") == []
+    assert not (folder / "run").exists()
 
 
 def test_weights_that_cannot_be_written_are_kept_elsewhere_and_where_is_told(ranks, folder):
@@ -121,7 +130,7 @@ def test_weights_that_cannot_be_written_are_kept_elsewhere_and_where_is_told(ran
         f"the disk is full; the weights of these 2 steps were written to {kept} instead; the metrics are in "
         in first[1]
     )
-    assert f"fix: move them from there: mv {kept} {folder / 'run'}" in first[1]
+    assert first[1].endswith(f"fix: move them from there: mv {kept} {folder / 'run/weights'}/")
     assert load_file(kept) and not list((folder / "temp").iterdir())
 
 
@@ -189,3 +198,8 @@ def test_a_disk_that_fills_while_training_leaves_the_weights_beside_and_no_trace
     (kept,) = tmp_path.glob("shardwise-weights-*/model.safetensors")
     assert load_file(kept)
     assert "No space left on device" in done.stderr and f"were written to {kept} instead" in done.stderr
+    assert done.stderr.rstrip().endswith(f"mv {kept} disk/run/weights/")
+    said = " ".join(done.stdout[done.stdout.index("\nkept ") :].split())
+    assert said.endswith(f"{kept} (weights, safetensors)") and "older" not in said
+    text = (small_disk / "run/metrics.jsonl").read_text()
+    assert text == "" or text.endswith("\n")

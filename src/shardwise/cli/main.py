@@ -4,12 +4,14 @@ A command is one file of this folder with ``add_arguments(parser)`` and ``run(ar
 it also takes ``--a.b=c`` (in ``args.overrides``), and with ``more_help() -> str`` adds to its ``--help``. Only the
 command that is called is imported, so that help and mistakes answer at once.
 
-Exit status: 0 done, 1 failed, 2 not understood (a :class:`~shardwise.errors.ConfigError`), 130 interrupted.
+Exit status: 0 done, 1 failed, 2 not understood (a :class:`~shardwise.errors.ConfigError`), 130 interrupted, 141 nobody reads
+what it writes.
 ``SHARDWISE_TRACEBACK=1`` shows where in the code an error came from.
 """
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -48,6 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # The reader has left (`| head -1`), as the system's own tools end then; nor may Python flush into it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def error_text(error: ShardwiseError, stream: TextIO) -> str:

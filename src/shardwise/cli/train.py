@@ -6,17 +6,18 @@ their events are shown until the report. Only the ranks import torch.
 """
 
 import argparse
-import fcntl
 import os
+import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.arguments import Parser
-from shardwise.errors import CheckpointError, ConfigError, LayoutError
+from shardwise.errors import ConfigError, LayoutError
 
 if TYPE_CHECKING:
-    from shardwise.cli.train_display import Display
+    from shardwise.cli.train_folder import RunFolder
     from shardwise.config.loader import Loaded
     from shardwise.config.schema import RunConfig
 
@@ -69,9 +70,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_early(loaded: "Loaded[RunConfig]") -> None:
-    """Refuse what can be refused before a process starts: no layout, a missing model function, a missing data file."""
+    """Refuse what can be refused before a process starts: no layout, a missing model function, sizes, a missing data file."""
     from shardwise.config.target import check_target
     from shardwise.layout import parse_layout
+    from shardwise.train.reference_config import check_reference_args
 
     config, origins = loaded.config, loaded.origins
     try:
@@ -79,7 +81,9 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
     except LayoutError as error:
         error.given = f"{error.given} ({origins['parallel.layout']})"
         raise
-    if config.model.build is not None:
+    if config.model.build is None:
+        check_reference_args(config.model.args, seq_len=config.data.seq_len, origins=origins)
+    else:
         check_target(config.model.build, what="model.build", origin=origins["model.build"])
     path = config.data.path
     if path is not None and not Path(path).is_file():
@@ -104,31 +108,27 @@ def _launch(loaded: "Loaded[RunConfig]") -> int:
     import msgspec
 
     from shardwise.cli.train_display import Display
+    from shardwise.cli.train_folder import RunFolder, unit_of
     from shardwise.launch import launch_local
     from shardwise.layout import layout_of
 
     config = loaded.config
     nproc, why = _ranks(loaded)
     layout_of(config.parallel.layout, nproc)
-    held = _prepare(config)
-    with held, Display(unit=_unit(config)) as display:
+    with Display(unit=unit_of(config)) as display, RunFolder(config, display) as folder:
         display.row("ranks", f"{nproc} local process{'es' if nproc > 1 else ''}: {why}")
         display.on_phase("starting the ranks (each loads torch, a few seconds)")
-        try:
-            results = launch_local(
-                "shardwise.cli.train_rank:main",
-                nproc=nproc,
-                args=(msgspec.json.encode(config),),
-                # torch's own C++ warnings speak to whoever writes the training loop, which here is not the user.
-                env={"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")},
-                on_event=display.on_event,
-                on_line=display.on_line,
-            )
-            no_picture = _draw(config, display)
-        except BaseException:
-            _keep(config, display)
-            raise
-    _report(config, results[0], no_picture, display)
+        results = launch_local(
+            "shardwise.cli.train_rank:main",
+            nproc=nproc,
+            args=(msgspec.json.encode(config),),
+            # torch's own C++ warnings speak to whoever writes the training loop, which here is not the user.
+            env={"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")},
+            on_event=display.on_event,
+            on_line=display.on_line,
+        )
+        no_picture = folder.draw(unit_of(config))
+    _report(folder, results[0], no_picture)
     return 0
 
 
@@ -156,6 +156,7 @@ def _started_by_others() -> bool:
 
 def _be_a_rank(loaded: "Loaded[RunConfig]") -> int:
     from shardwise.cli.train_display import Display
+    from shardwise.cli.train_folder import RunFolder, unit_of
     from shardwise.cli.train_rank import run_rank
 
     config = loaded.config
@@ -170,125 +171,38 @@ def _be_a_rank(loaded: "Loaded[RunConfig]") -> int:
     if rank:
         run_rank(config, lambda event: None)
         return 0
-    held = _prepare(config)
-    with held, Display(unit=_unit(config)) as display:
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _leave)  # so that a preempted run still says what is kept
+    with Display(unit=unit_of(config)) as display, RunFolder(config, display) as folder:
         display.row("ranks", f"{size}, as the launcher of this environment started them")
         display.on_phase("loading torch")
-        try:
-            result = run_rank(config, lambda event: display.on_event(0, event))
-            no_picture = _draw(config, display)
-        except BaseException:
-            _keep(config, display)
-            raise
-    _report(config, result, no_picture, display)
+        result = run_rank(config, lambda event: display.on_event(0, event))
+        no_picture = folder.draw(unit_of(config))
+    _report(folder, result, no_picture)
     return 0
 
 
-# ---- files and the report --------------------------------------------------------------------------------------------
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
-def _unit(config: "RunConfig") -> str:
-    tokens = config.data.path is not None and config.data.path.endswith((".npy", ".bin"))
-    return "nats/token" if tokens else "nats/byte"
+# ---- the report ------------------------------------------------------------------------------------------------------
 
 
-def _prepare(config: "RunConfig") -> TextIO:
-    """Makes the folder of the run, takes it for this process, writes the resolved configuration, and moves an older run's
-    metrics aside. The folder is held as long as the returned file is open; a process that is killed lets go of it."""
-    from shardwise.config.render import dump_config
-    from shardwise.train.space import check_space
-
-    folder = Path(config.log.dir)
-    check_space(config)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        held = _hold(folder)
-        (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-        if (folder / "metrics.jsonl").exists():
-            (folder / "metrics.jsonl").replace(folder / "metrics.previous.jsonl")
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointError(
-            f"log.dir={config.log.dir!r}",
-            why=f"it cannot be written: {error}",
-            fix="name another folder: --log.dir=PATH",
-        ) from error
-    return held
-
-
-def _hold(folder: Path) -> TextIO:
-    held = (folder / ".lock").open("a+", encoding="utf-8")
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        held.seek(0)
-        owner = held.read().strip() or "unknown"
-        held.close()
-        raise CheckpointError(
-            f"log.dir={str(folder)!r}",
-            why=f"another run is writing there (process {owner}), and their metrics and weights would mix",
-            fix="wait for it, or name another folder: --log.dir=PATH",
-        ) from None
-    held.truncate(0)
-    held.write(f"{os.getpid()}\n")
-    held.flush()
-    return held
-
-
-def _draw(config: "RunConfig", display: "Display") -> str | None:
-    """Draws the loss curve; the reason why there is none, as a line."""
-    if not config.log.plot:
-        return "no picture: log.plot=false"
-    from shardwise.train.metrics import read_metrics
-    from shardwise.train.plot import plot_losses
-
-    display.on_phase("drawing the loss curve")
-    rows = read_metrics(Path(config.log.dir) / "metrics.jsonl")
-    kinds = {"training": "step", "validation": "val"}
-    curves = {name: [(r["step"], float(r["loss"])) for r in rows if r["kind"] == kind] for name, kind in kinds.items()}
-    curves = {name: points for name, points in curves.items() if points}
-    return plot_losses(curves, Path(config.log.dir) / "loss.png", title="shardwise train", unit=_unit(config))
-
-
-def _keep(config: "RunConfig", display: "Display") -> None:
-    """After a failure or an interruption: says how far the run came, and what is left of it, and where."""
-    from shardwise.train.metrics import read_metrics
-
-    folder, export = Path(config.log.dir), config.checkpoint.export
-    if not (folder / "metrics.jsonl").exists():
-        return  # it ended before it had anything to keep
-    written = [row["step"] for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "step"]
-    done = max([display.latest.get("step", 0), *written])
-    lines = [f"{done} of {config.train.steps} steps were done"]
-    last = f"up to step {max(written)}" if written else "without a step"
-    lines.append(f"{folder / 'metrics.jsonl'} (metrics {last})")
-    if display.weights is not None:
-        lines.append(f"{display.weights} (weights, safetensors)")
-    elif export is not None:
-        older = (folder / export).exists()
-        lines.append(f"no weights{f' (those in {folder / export} are older)' if older else ''}")
-    display.row("kept", "\n".join(lines))
-
-
-def _report(config: "RunConfig", result: dict[str, Any], no_picture: str | None, display: "Display") -> None:
+def _report(folder: "RunFolder", result: dict[str, Any], no_picture: str | None) -> None:
     from shardwise.cli.train_display import seconds_text
+    from shardwise.cli.train_folder import unit_of
 
-    folder, unit = Path(config.log.dir), _unit(config)
+    display, unit = folder.display, unit_of(folder.config)
     display.say()
     val = result["val_loss"]
     final = f"validation loss {val:.4f} {unit}" if val is not None else f"training loss {result['loss']:.4f} {unit}"
     display.row("result", f"{final} after {result['steps']} steps in {seconds_text(result['seconds'])}")
     display.row("proof", result["proof"]["text"])
-    files = [f"{folder / 'metrics.jsonl'}", f"{folder / 'config.yaml'} (everything resolved)"]
-    if no_picture is None:
-        files.append(f"{folder / 'loss.png'} (loss curve)")
-    if config.checkpoint.export is not None:
-        files.append(f"{folder / config.checkpoint.export} (weights, safetensors)")
-    display.row("files", "\n".join(files))
+    display.row("files", "\n".join(folder.files(picture=no_picture is None)) or "none")
     if no_picture is not None:
         display.row("picture", no_picture)
     width = max(len(command) for command, _ in NEXT)
     for n, (command, shows) in enumerate(NEXT):
-        text = command.format(config=folder / "config.yaml")
+        text = command.format(config=folder.path / "config.yaml")
         display.say(f"{'try' if n == 0 else '':<9}  {text:<{width}}  # {shows}")

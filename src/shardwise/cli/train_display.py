@@ -6,6 +6,7 @@ whenever nothing was printed for a while.
 """
 
 import contextlib
+import io
 import os
 import sys
 import textwrap
@@ -42,12 +43,13 @@ class Display:
         live: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.stream = stream or sys.stdout
+        self.stream = stream or sys.stdout or io.StringIO()  # a process may be started with stdout closed
         self.unit, self._clock = unit, clock
         able = self.stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
         self.live = able if live is None else live
         self.phase = "starting"
         self.latest: dict[str, Any] = {}
+        self.began = False
         self.weights: str | None = None
         self._unwritable = False
         self._state = 0
@@ -110,7 +112,7 @@ class Display:
     def row(self, label: str, text: str) -> None:
         """Prints a labelled line for good; a long text goes on below itself."""
         width = max(40, min(110, _width(self.stream)) - len(_INDENT))
-        lines = [part for line in text.splitlines() for part in textwrap.wrap(line, width) or [""]] or [""]
+        lines = [part for line in text.splitlines() for part in _wrapped(line, width)] or [""]
         self.say("\n".join(f"{label if n == 0 else '':<9}  {line}" for n, line in enumerate(lines)))
 
     def on_phase(self, text: str) -> None:
@@ -139,6 +141,7 @@ class Display:
         self.row("layout", f"{layout}: {why}")
 
     def _show_data(self, *, name: str, train_samples: int, val_samples: int, tokens_per_step: int) -> None:
+        self.began = True  # from here on there are files of this run
         self.row(
             "data",
             f"{name}: {train_samples:,} samples to train on, {val_samples:,} to validate; "
@@ -213,7 +216,10 @@ class Display:
             # A run of hours shall not fill its log with what nobody reads.
             quiet = _QUIET_S if now - self._started < _EARLY_S else _QUIET_LATER_S
             if now - self._spoken >= quiet:
-                self.say(f"{'':<9}  {self.status()}")
+                try:
+                    self.say(f"{'':<9}  {self.status()}")
+                except BrokenPipeError:
+                    return  # the main thread finds out at its next line, and ends the run
 
 
 def seconds_text(seconds: float) -> str:
@@ -229,6 +235,11 @@ def seconds_text(seconds: float) -> str:
 def _printable(text: str) -> str:
     """Text of a model in one line: whatever a terminal could take for a command becomes a blank."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    # Between words only: a path that is cut at a hyphen cannot be copied.
+    return textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def _width(stream: TextIO) -> int:

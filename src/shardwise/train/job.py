@@ -11,6 +11,7 @@ tokens_per_s, seconds_left, skipped, memory; ``memory`` per_rank, one_process, r
 """
 
 import contextlib
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.config.render import dump_config
 from shardwise.config.schema import RunConfig
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.parallel import describe, recipe_of
@@ -64,6 +66,7 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
     step = make_step(config, model)
     run = _Run(config=config, world=world, corpus=corpus, model=model, step=step, emit=emit)
     run.check_space()
+    run.open_files()
     run.introduce()
     run.complete("before")
     run.all_steps()
@@ -94,7 +97,7 @@ class _Run:
             "steps": self.config.train.steps,
             "val_loss": None,
         }
-        self.metrics = MetricsWriter(self.folder / "metrics.jsonl") if self.world.is_main else None
+        self.metrics: MetricsWriter | None = None
         self.unwritten: CheckpointError | None = None
 
     def tell(self, kind: str, **fields: Any) -> None:
@@ -120,6 +123,30 @@ class _Run:
         if problem is not None:
             raise problem
 
+    def open_files(self) -> None:
+        """Writes the resolved configuration and the recipe, and begins the metrics, an older run's moved aside.
+
+        Only now: a run that was refused before leaves the folder as it found it.
+        """
+        if not self.world.is_main:
+            return
+        file = self.folder / "config.yaml"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file.write_text(dump_config(self.config), encoding="utf-8")
+            file = self.folder / "recipe.txt"
+            file.write_text(describe(self.model), encoding="utf-8")
+            file = self.folder / "metrics.jsonl"
+            with contextlib.suppress(FileNotFoundError):
+                file.replace(self.folder / "metrics.previous.jsonl")
+        except OSError as error:
+            raise CheckpointError(
+                f"the file {file}",
+                why=f"writing failed: {error.strerror or error}",
+                fix="free space, or name another folder: --log.dir=PATH",
+            ) from error
+        self.metrics = MetricsWriter(file)
+
     def introduce(self) -> None:
         """Says what is trained on what."""
         data, val = self.config.data, self.corpus.val
@@ -134,16 +161,6 @@ class _Run:
         recipe = recipe_of(self.model)
         why = next(note.why for note in recipe.notes if note.name == "engine")
         self.emit("model", name=name, num_params=self.last["num_params"], units=len(recipe.units), why=why)
-        if self.metrics is not None:
-            recipe_file = self.folder / "recipe.txt"
-            try:
-                recipe_file.write_text(describe(self.model), encoding="utf-8")
-            except OSError as error:
-                raise CheckpointError(
-                    f"recipe to {recipe_file}",
-                    why=f"writing failed: {error.strerror or error}",
-                    fix="free space, or name another folder: --log.dir=PATH",
-                ) from error
 
     def complete(self, when: str) -> None:
         """Completes the same prompt before and after; on every rank, since every rank takes part in each forward."""
@@ -268,7 +285,9 @@ class _Run:
             fix = "free space or name a folder on another disk (--log.dir=PATH), and run again"
         else:
             outcome = f"the weights of these {steps} were written to {saved} instead"
-            fix = f"move them from there: mv {saved} {self.folder}"
+            self.emit("weights", path=str(saved))
+            where = self.folder / str(self.config.checkpoint.export)
+            fix = f"move them from there: mv {shlex.quote(str(saved))} {shlex.quote(str(where))}/"
         return CheckpointError(
             error.given,
             why=f"{error.why}; {outcome}; the metrics are in {self.folder / 'metrics.jsonl'}",

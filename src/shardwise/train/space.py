@@ -41,6 +41,8 @@ def check_space(config: RunConfig, weights_bytes: int | None = None) -> None:
     needs = [(folder, small, f"{human_bytes(small)} of metrics, picture and texts", "log.dir")]
     if export is not None and weights_bytes is not None:
         needs.append((folder / export, weights_bytes, f"{human_bytes(weights_bytes)} of weights", "checkpoint.export"))
+    if export is not None and os.path.isabs(export):
+        _check_folder(Path(export))
     disks = [_standing(path).stat().st_dev for path, *_ in needs]
     for disk in dict.fromkeys(disks):
         here = [need for need, its in zip(needs, disks, strict=True) if its == disk]
@@ -52,6 +54,15 @@ def check_space(config: RunConfig, weights_bytes: int | None = None) -> None:
                 why=f"the run will write about {human_bytes(total)}: {', '.join(need[2] for need in here)}",
                 fix=f"free {human_bytes(total - free)} there, or name a folder on another disk: --{here[0][3]}=PATH",
             )
+
+
+def _check_folder(export: Path) -> None:
+    """Weights are written last, and a place they cannot go to would be found when there is a run to lose."""
+    given, fix = f"checkpoint.export: {str(export)!r}", "name another folder: --checkpoint.export=PATH"
+    if export.exists() and not export.is_dir():
+        raise ConfigError(given, why="it is a file, and the weights need a folder", fix=fix)
+    if not os.access(_standing(export), os.W_OK | os.X_OK):
+        raise ConfigError(given, why=f"{_standing(export)} cannot be written", fix=fix)
 
 
 def spare_folders(size: int) -> list[Path]:
@@ -70,4 +81,4 @@ def spare_folders(size: int) -> list[Path]:
 def _standing(path: Path) -> Path:
     """The folder itself, or the nearest above it that there is."""
     path = path.absolute()
-    return next(place for place in (path, *path.parents) if place.is_dir())
+    return next(place for place in (path, *path.parents) if os.path.isdir(place))

@@ -1,0 +1,179 @@
+"""The folder of a run, as the process that shows the run sees it: taken, given back, and told what is in it."""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from shardwise.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from shardwise.cli.train_display import Display
+    from shardwise.config.schema import RunConfig
+
+__all__ = ["RunFolder", "unit_of"]
+
+Stamp = dict[Path, tuple[int, int]]
+
+
+class RunFolder:
+    """Taken for this process inside ``with``; a process that is killed lets go of it.
+
+    The run's own files are written by rank 0, once it is certain that there will be a run. One that ends before has
+    the folder as it was: what taking it made is removed again.
+
+    Raises:
+        CheckpointError: the folder cannot be made or written, or another run is writing there.
+        ConfigError: its disk has no room.
+    """
+
+    def __init__(self, config: "RunConfig", display: "Display"):
+        self.config, self.display = config, display
+        self.path = Path(config.log.dir)
+        self.metrics = self.path / "metrics.jsonl"
+        export = config.checkpoint.export
+        self.weights = None if export is None else self.path / export
+        self._made: list[Path] = []
+        self._held: TextIO | None = None
+
+    def __enter__(self) -> "RunFolder":
+        from shardwise.train.space import check_space
+
+        check_space(self.config)
+        lock = self.path / ".lock"
+        missing = [place for place in (lock, self.path, *self.path.parents) if not place.exists()]
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._held = _hold(lock)
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise CheckpointError(
+                f"log.dir={self.config.log.dir!r}",
+                why=f"it cannot be written: {error}",
+                fix="name another folder: --log.dir=PATH",
+            ) from error
+        self._made = missing
+        self._clear()
+        self._before = _weights_in(self.weights)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        held = self._held
+        try:
+            if kind is not None:
+                self._clear()
+                if self.display.began:
+                    self.display.row("kept", "\n".join(self._kept()))
+                else:
+                    self._leave_no_trace()
+        finally:
+            if held is not None:
+                held.close()
+
+    def draw(self, unit: str) -> str | None:
+        """Draws the loss curve; the reason why there is none, as a line."""
+        if not self.config.log.plot:
+            return "no picture: log.plot=false"
+        from shardwise.train.plot import plot_losses
+
+        self.display.on_phase("drawing the loss curve")
+        try:
+            rows = self._rows(lambda text: self.display.row("trouble", text))
+        except OSError as error:
+            return f"no picture: the metrics are gone: {error.strerror or error}: {self.metrics}"
+        curves = {name: _points(rows, kind) for name, kind in (("training", "step"), ("validation", "val"))}
+        curves = {name: points for name, points in curves.items() if points}
+        return plot_losses(curves, self.path / "loss.png", title="shardwise train", unit=unit)
+
+    def files(self, *, picture: bool) -> list[str]:
+        """What a finished run left, a line each; without its picture, one that is there is an older run's."""
+        notes: dict[Path, str] = {
+            self.metrics: "",
+            self.path / "config.yaml": " (everything resolved)",
+        }
+        if picture:
+            notes[self.path / "loss.png"] = " (loss curve)"
+        if self.weights is not None:
+            notes[self.weights] = " (weights, safetensors)"
+        return [f"{path}{note}" for path, note in notes.items() if path.exists()]
+
+    def _kept(self) -> list[str]:
+        """After a failure or an interruption: how far the run came, and what is left of it, and where."""
+        notes: list[str] = []
+        steps = [self.display.latest.get("step", 0)]
+        try:
+            written = [row["step"] for row in self._rows(notes.append) if row["kind"] == "step"]
+            last = f"up to step {max(written)}" if written else "without a step"
+            metrics = f"{self.metrics} (metrics {last})"
+            steps += written
+        except OSError as error:
+            metrics = f"no metrics ({self.metrics}: {error.strerror or error})"
+        lines = [f"{max(steps)} of {self.config.train.steps} steps were done", metrics, *notes]
+        now = _weights_in(self.weights)
+        if self.display.weights is not None:
+            lines.append(f"{self.display.weights} (weights, safetensors)")
+        elif now != self._before and now:  # renamed into place before it could be told
+            lines.append(f"{self.weights} (weights, safetensors)")
+        elif self.weights is not None:
+            lines.append(f"no weights{f' (those in {self.weights} are older)' if now else ''}")
+        return lines
+
+    def _rows(self, say: Callable[[str], None]) -> list[dict[str, Any]]:
+        from shardwise.train.metrics import read_metrics
+
+        return read_metrics(self.metrics, say=say)
+
+    def _clear(self) -> None:
+        """Removes halves of weights that a killed process left inside the folder; nobody else writes there now."""
+        if self.weights is None or self.path not in self.weights.parents:
+            return
+        with contextlib.suppress(OSError):
+            for part in self.weights.glob(".*.part"):
+                part.unlink()
+
+    def _leave_no_trace(self) -> None:
+        with contextlib.suppress(OSError):  # in use, or gone already
+            for place in self._made:
+                place.rmdir() if place.is_dir() else place.unlink()
+
+
+def unit_of(config: "RunConfig") -> str:
+    """The unit of the loss."""
+    tokens = config.data.path is not None and config.data.path.endswith((".npy", ".bin"))
+    return "nats/token" if tokens else "nats/byte"
+
+
+def _hold(lock: Path) -> TextIO:
+    held = lock.open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        held.seek(0)
+        owner = held.read().strip() or "unknown"
+        held.close()
+        raise CheckpointError(
+            f"log.dir={str(lock.parent)!r}",
+            why=f"another run is writing there (process {owner}), and their metrics and weights would mix",
+            fix="wait for it, or name another folder: --log.dir=PATH",
+        ) from None
+    held.truncate(0)
+    held.write(f"{os.getpid()}\n")
+    held.flush()
+    return held
+
+
+def _points(rows: list[dict[str, Any]], kind: str) -> list[tuple[float, float]]:
+    return [(row["step"], float(row["loss"])) for row in rows if row["kind"] == kind]
+
+
+def _weights_in(folder: Path | None) -> Stamp:
+    """The files of weights in a folder, each with what tells it from one that takes its place."""
+    found: Stamp = {}
+    with contextlib.suppress(OSError):
+        for file in folder.glob("*.safetensors") if folder is not None else ():
+            facts = file.stat()
+            found[file] = (facts.st_ino, facts.st_mtime_ns)
+    return found
