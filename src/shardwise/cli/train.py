@@ -7,10 +7,8 @@ their events are shown until the report. Only the ranks import torch.
 
 import argparse
 import os
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.arguments import Parser
@@ -158,6 +156,7 @@ def _be_a_rank(loaded: "Loaded[RunConfig]") -> int:
     from shardwise.cli.train_display import Display
     from shardwise.cli.train_folder import RunFolder, unit_of
     from shardwise.cli.train_rank import run_rank
+    from shardwise.launch import terminable
 
     config = loaded.config
     rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
@@ -171,19 +170,14 @@ def _be_a_rank(loaded: "Loaded[RunConfig]") -> int:
     if rank:
         run_rank(config, lambda event: None)
         return 0
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _leave)  # so that a preempted run still says what is kept
-    with Display(unit=unit_of(config)) as display, RunFolder(config, display) as folder:
+    # A preempted run says what is kept, too.
+    with terminable(), Display(unit=unit_of(config)) as display, RunFolder(config, display) as folder:
         display.row("ranks", f"{size}, as the launcher of this environment started them")
         display.on_phase("loading torch")
         result = run_rank(config, lambda event: display.on_event(0, event))
         no_picture = folder.draw(unit_of(config))
     _report(folder, result, no_picture)
     return 0
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------

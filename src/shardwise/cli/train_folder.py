@@ -131,7 +131,7 @@ class RunFolder:
         if self.weights is None or self.path not in self.weights.parents:
             return
         with contextlib.suppress(OSError):
-            for part in self.weights.glob(".*.part"):
+            for part in self.weights.glob(".*.safetensors.*.part"):
                 part.unlink()
 
     def _leave_no_trace(self) -> None:

@@ -25,7 +25,7 @@ from shardwise.launch.failure import Failure, load_error, rank_error, root_cause
 from shardwise.launch.process import Guard, held_port
 from shardwise.launch.rank import Callbacks, RankProcess
 
-__all__ = ["launch_local"]
+__all__ = ["launch_local", "terminable"]
 
 _TICK_S = 0.05
 _SETTLE_S = 0.7
@@ -71,7 +71,7 @@ def launch_local(
     _check(target, nproc)
     callbacks = Callbacks(on_line or _print_line, on_event or _ignore_event)
     job = Job(target=target, args=pickle.dumps(tuple(args)), path=tuple(sys.path), pythonpath=_pythonpath(env))
-    with held_port() as port, _terminable(), Guard() as guard:
+    with held_port() as port, terminable(), Guard() as guard:
         base = {"OMP_NUM_THREADS": "1", **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         watch = _Watch(guard, grace_s, timeout_s, stopped_s)
         try:
@@ -202,8 +202,8 @@ class _Watch:
 
 
 @contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Turns SIGTERM into SystemExit(143) for a while, so that the ranks are ended on the way out.
+def terminable() -> Iterator[None]:
+    """Turns SIGTERM into SystemExit(143) for a while, so that what has to be ended or said is, on the way out.
 
     Left alone where the application has a handler of its own, and off the main thread, where Python allows none.
     """

@@ -41,8 +41,8 @@ def check_space(config: RunConfig, weights_bytes: int | None = None) -> None:
     needs = [(folder, small, f"{human_bytes(small)} of metrics, picture and texts", "log.dir")]
     if export is not None and weights_bytes is not None:
         needs.append((folder / export, weights_bytes, f"{human_bytes(weights_bytes)} of weights", "checkpoint.export"))
-    if export is not None and os.path.isabs(export):
-        _check_folder(Path(export))
+    if export is not None and (os.path.isabs(export) or (folder / export).exists()):
+        _check_folder(folder / export)
     disks = [_standing(path).stat().st_dev for path, *_ in needs]
     for disk in dict.fromkeys(disks):
         here = [need for need, its in zip(needs, disks, strict=True) if its == disk]
