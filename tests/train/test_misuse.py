@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwise as sw
+from shardwise.state import save_weights
 
 
 def build():
@@ -113,3 +114,47 @@ def test_ranks_that_would_step_differently_are_named(ranks, what):
     for outcome in ranks.run(different, 2, what):
         text, who = outcome
         assert what in text and "rank 0" in text and "rank 1" in text and who == (1,)
+
+
+def alone(call, folder):
+    """Rank 0 makes a call that all ranks must make; rank 1 closes its world."""
+    world = sw.init("dp_shard=2", device="cpu", timeout_s=60)
+    try:
+        model = sw.parallelize(build, world)
+        if world.is_main:
+            {
+                "full_state_dict": lambda: sw.full_state_dict(model),
+                "save_weights": lambda: save_weights(model, folder),
+                "evaluate": lambda: sw.evaluate(model, [batch()], loss=sum_loss),
+            }[call]()
+    finally:
+        world.close() if world.rank else None
+
+
+@pytest.mark.parametrize(
+    ("call", "place"),
+    [
+        ("full_state_dict", "full_state_dict, before it is gathered"),
+        ("save_weights", "full_state_dict, before it is gathered"),
+        ("evaluate", "evaluation, a batch"),
+    ],
+)
+def test_a_call_of_rank_0_alone_names_the_ranks_that_left(ranks, tmp_path, call, place):
+    """`if world.is_main: save(...)`: it waited for them until the group's timeout, and they for it."""
+    with pytest.raises(sw.RankError) as caught:
+        ranks.run(alone, 2, call, str(tmp_path), timeout_s=25)
+    assert f"rank 1 left while rank 0 waited at {place}" in str(caught.value)
+
+
+def other_call():
+    with sw.init("dp_shard=2", device="cpu", timeout_s=60) as world:
+        model = sw.parallelize(build, world)
+        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=sum_loss)
+        with pytest.raises(sw.RankError) as caught:
+            sw.full_state_dict(model) if world.is_main else step([batch()])
+        return str(caught.value)
+
+
+def test_a_call_of_rank_0_alone_while_others_train_on_is_named(ranks):
+    for text in ranks.run(other_call, 2):
+        assert "full_state_dict" in text and "window 1, before forward" in text

@@ -25,8 +25,13 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[s
     Args:
         model: from ``parallelize``.
         trainable_only: leave out frozen parameters and buffers.
+
+    Raises:
+        RankError: a rank does not come: it has left, or makes another call.
     """
     runtime = runtime_of(model)
+    # What follows cannot be waited for with a limit: a rank that does not come is named here.
+    runtime.world.agreement.sum({}, "full_state_dict, before it is gathered")
     found: dict[str, Tensor] = {}
     for name, param in runtime.recipe.params.items():
         if trainable_only and not param.trainable:
