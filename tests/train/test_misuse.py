@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader
 
 import shardwise as sw
 from shardwise.state import save_weights
@@ -19,6 +20,10 @@ def batch():
 
 def sum_loss(output, b):
     return F.cross_entropy(output, b["labels"], reduction="sum")
+
+
+def with_number(output, b):
+    return {"loss": sum_loss(output, b), "right": float((output.argmax(-1) == b["labels"]).sum())}
 
 
 def errors():
@@ -37,6 +42,22 @@ def errors():
             "optimizer class": lambda: sw.TrainStep(model, torch.optim.SGD),
             "no optimizer": lambda: sw.TrainStep(model, None),
             "layout for world": lambda: sw.parallelize(build, "dp_shard=1"),
+            "scheduler class": lambda: sw.TrainStep(
+                model, optim, loss=sum_loss, scheduler=torch.optim.lr_scheduler.CosineAnnealingLR
+            ),
+            "scheduler of another kind": lambda: sw.TrainStep(model, optim, loss=sum_loss, scheduler=lambda step: 0.1),
+            "loss class": lambda: sw.TrainStep(model, optim, loss=nn.CrossEntropyLoss),
+            "loss name": lambda: sw.TrainStep(model, optim, loss="cross_entropy"),
+            "count": lambda: sw.TrainStep(model, optim, loss=sum_loss, count=8),
+            "count of a window": lambda: sw.window(model, [batch()], count=8),
+            "count of an evaluation": lambda: sw.evaluate(model, [batch()], loss=sum_loss, count=8),
+            "forward": lambda: sw.TrainStep(model, optim, loss=sum_loss, forward="logits"),
+            "forward of an evaluation": lambda: sw.evaluate(model, [batch()], loss=sum_loss, forward="logits"),
+            "metric by item": lambda: sw.TrainStep(model, optim, loss=with_number)([batch()]),
+            "loss by item": lambda: sw.TrainStep(model, optim, loss=lambda o, b: sum_loss(o, b).item())([batch()]),
+            "string field": lambda: next(iter(sw.Loader([{"text": "a word"}], world, global_batch=1, micro_batch=1))),
+            "None field": lambda: next(iter(sw.Loader([{"mask": None}], world, global_batch=1, micro_batch=1))),
+            "DataLoader": lambda: sw.Loader(DataLoader([batch()], batch_size=1), world, global_batch=1, micro_batch=1),
             "float labels": lambda: sw.TrainStep(model, optim)([{"x": torch.ones(2, 4), "labels": torch.ones(2, 3)}]),
         }
         for name, call in tries.items():
@@ -44,6 +65,8 @@ def errors():
                 call()
             except sw.ShardwiseError as error:
                 found[name] = str(error)
+            except Exception as error:
+                found[name] = f"not ours: {error!r}"
     return found
 
 
@@ -56,6 +79,20 @@ WORDS = {
     "optimizer class": "torch.optim.AdamW(model.parameters()",
     "no optimizer": "torch.optim.AdamW(model.parameters()",
     "layout for world": "world = sw.init('dp_shard=1')",
+    "scheduler class": "TrainStep(scheduler=CosineAnnealingLR)",
+    "scheduler of another kind": "it is not an object with step()",
+    "loss class": "loss=CrossEntropyLoss, a class",
+    "loss name": "loss='cross_entropy'",
+    "count": "pass count=lambda batch: ...",
+    "count of a window": "pass count=lambda batch: ...",
+    "count of an evaluation": "pass count=lambda batch: ...",
+    "forward": "pass forward=lambda model, batch: ...",
+    "forward of an evaluation": "pass forward=lambda model, batch: ...",
+    "metric by item": "return a tensor: drop float() / .item()",
+    "loss by item": "return a tensor: drop float() / .item()",
+    "string field": "'text' of a sample is 'a word'",
+    "None field": "'mask' of a sample is None",
+    "DataLoader": "pass loader.dataset; Loader makes the batches itself",
     "float labels": "a cross entropy: a label is the number of a class",
 }
 

@@ -163,6 +163,82 @@ def test_a_mean_is_refused_on_every_rank(ranks, layout, _engine, task):
         assert same
 
 
+def _mean_metric(layout, mean, late):
+    """Windows run until the metric is refused, and its text; ``late``: it is 0 in the first window, which tells nothing."""
+    world, model = shard(layout)
+    with world:
+
+        def loss(output, batch):
+            total = sum_loss(output, batch)
+            hits = batch["hits"].double()
+            return {"loss": total, "seen": (batch["labels"] != -100).sum(), "acc": hits.mean() if mean else hits.sum()}
+
+        _, step = _step(model, loss=loss)
+        for i in range(3):
+            window = mine([batch(0), batch(1)], world)
+            for b in window:  # only rank 1 can tell
+                b["hits"] = torch.full((2,), float(world.rank == 1 and not (late and i == 0)))
+            before = values(model)
+            try:
+                out = step(window)
+            except ConfigError as error:
+                return i, str(error), all(torch.equal(before[n], t) for n, t in values(model).items())
+        return out.num_tokens, out.metrics, step._sums.settled
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+@pytest.mark.parametrize(("layout", "_engine"), TWO)
+def test_a_mean_among_the_metrics_is_refused_by_name(ranks, layout, _engine, late):
+    """It was divided by the tokens once more, and reported without a word."""
+    for num_done, text, same in ranks.run(_mean_metric, 2, layout, True, late):
+        assert num_done == int(late) and same
+        assert (
+            "a loss whose 'acc' is a mean" in text and "{'acc': (...).sum()}" in text and "twice over gives 1" in text
+        )
+
+
+def test_sums_among_the_metrics_are_settled(ranks):
+    for num, metrics, settled in ranks.run(_mean_metric, 2, "dp_shard=2", False, True):
+        assert metrics == {"seen": 1.0, "acc": pytest.approx(2 / num)} and settled == {"loss", "seen", "acc"}
+
+
+class MeanMetricTask(Task):
+    def forward(self, batch):
+        total = super().forward(batch)
+        return {"loss": total, "level": total.detach() / len(batch["labels"])}
+
+
+def _mean_metric_of_a_task(layout):
+    world, model = shard(layout, build=lambda: MeanMetricTask(build(), sum_loss))
+    with world, pytest.raises(ConfigError) as caught:
+        _step(model, loss=None)[1](mine([batch(0), batch(1)], world))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("layout", "_engine"), TWO)
+def test_a_mean_among_the_metrics_of_a_task_is_refused_by_name(ranks, layout, _engine):
+    for text in ranks.run(_mean_metric_of_a_task, 2, layout):
+        assert "a loss whose 'level' is a mean" in text
+
+
+def _mean_in_evaluation(name):
+    def loss(output, batch):
+        total = sum_loss(output, batch)
+        mean = total / len(batch["labels"])
+        return {"loss": total, "level": mean} if name == "level" else mean
+
+    world, model = shard("dp_shard=2")
+    with world, pytest.raises(ConfigError) as caught:
+        sw.evaluate(model, [batch(0), batch(1)] if world.rank else [], loss=loss)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["loss", "level"])
+def test_a_mean_in_an_evaluation_is_refused_on_every_rank(ranks, name):
+    for text in ranks.run(_mean_in_evaluation, 2, name):
+        assert ("a loss that takes a mean" if name == "loss" else "a loss whose 'level' is a mean") in text
+
+
 def _trains_task(layout, engine):
     world, model = shard(layout, engine=engine, build=build_task)
     with world:
@@ -197,10 +273,10 @@ def _rehearses(layout):
     for tried in (True, False):
         world, model = shard(layout, build=build_normed_task)
         _, step = _step(model, loss=None)
-        step._is_sum_checked = not tried
+        step._sums.settled = set() if tried else {"loss"}
         torch.manual_seed(11)
         out = step(mine([batch(i) for i in range(4)], world))
-        found.append((out.loss, values(model), dict(model.named_buffers()), torch.rand(1), step._is_sum_checked))
+        found.append((out.loss, values(model), dict(model.named_buffers()), torch.rand(1), step._sums.settled))
         world.close()
     return found
 
@@ -208,7 +284,7 @@ def _rehearses(layout):
 @pytest.mark.parametrize(("layout", "_engine"), TWO)
 def test_trying_a_task_leaves_no_trace(ranks, layout, _engine):
     for tried, untried in ranks.run(_rehearses, 2, layout):
-        assert tried[4] and tried[0] == untried[0] and torch.equal(tried[3], untried[3])
+        assert tried[4] == {"loss"} and tried[0] == untried[0] and torch.equal(tried[3], untried[3])
         for a, b in ((tried[1], untried[1]), (tried[2], untried[2])):
             assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 

@@ -9,7 +9,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise.errors import UsageError
 from shardwise.parallel import Runtime, runtime_of
-from shardwise.train.loss import Batch, Loss, as_sums, call, count_of, next_token_loss
+from shardwise.train.loss import Batch, Loss, as_sums, call, count_of, next_token_loss, refuse_uncallable
+from shardwise.train.sums import SumCheck, agreed_problem
 
 __all__ = ["evaluate"]
 
@@ -37,18 +38,27 @@ def evaluate(
 
     Raises:
         UsageError: no rank has a batch.
+        ConfigError: an entry of the loss is a mean.
+        RankError: a rank does not come: it has left, or makes another call.
     """
     runtime = runtime_of(model)
+    refuse_uncallable(loss=loss, forward=forward)
     counter = count_of(loss, count if count is not None or loss is not None else getattr(model, "count", None))
     modes = {module: module.training for module in model.modules()}
     model.eval()
     totals: dict[str, Tensor] = {}
     tokens = torch.zeros((), dtype=torch.float64)
+    check, problem = SumCheck(), None
     try:
         with torch.no_grad():
-            for batch, counts in _in_step(runtime, _flat(loader)):
+            for i, (batch, counts) in enumerate(_in_step(runtime, _flat(loader))):
                 result = forward(model, batch) if loss is not None else model(batch)
                 sums = as_sums(loss(result, batch) if loss is not None else result)
+                if loss is not None and counts:
+                    check.begin(i)
+                    check.try_loss(loss, result, batch, sums)
+                    check.agree(sorted(sums), check.entry(sorted(sums)))  # with itself: the others hear at the end
+                    problem = problem or check.problem
                 for name, value in sums.items():
                     value = value.double().cpu() if counts else torch.zeros((), dtype=torch.float64)
                     totals[name] = totals.get(name, torch.zeros((), dtype=torch.float64)) + value
@@ -61,8 +71,15 @@ def evaluate(
             model.reshard()  # the root stays gathered after a forward that no backward follows
     names = sorted(totals)
     agreed = runtime.world.agreement.sum(
-        {"tokens": tokens, **{f"sum of {name}": totals[name] for name in names}}, "evaluation, adding up"
+        {
+            "tokens": tokens,
+            "problem": float(problem is not None),
+            **{f"sum of {name}": totals[name] for name in names},
+        },
+        "evaluation, adding up",
     )
+    if float(agreed["problem"]):
+        raise agreed_problem(runtime, problem)
     num_tokens = float(agreed["tokens"])
     if not num_tokens:
         raise UsageError(

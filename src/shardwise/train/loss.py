@@ -6,7 +6,6 @@ sum is divided by that one number.
 """
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,24 +13,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise._compat import tree_map
 from shardwise.errors import ConfigError, UsageError
-from shardwise.train.batch import IGNORED, MicroBatch
+from shardwise.train.batch import IGNORED
 
 __all__ = [
     "TaskModel",
     "as_micro_batches",
     "as_sums",
     "call",
-    "check_sum",
-    "check_task_sum",
     "count_of",
     "next_token_loss",
-    "refuse_parameters",
+    "refuse_uncallable",
 ]
 
 Batch = Mapping[str, Tensor]
 Loss = Callable[[Any, Batch], Tensor | Mapping[str, Tensor]]
+_TAKES = {"loss": "output, batch", "count": "batch", "forward": "model, batch"}
 
 
 def next_token_loss(output: Any, batch: Batch) -> Tensor:
@@ -103,9 +100,24 @@ def count_of(loss: Any, count: Callable[[Batch], Any] | None) -> Callable[[Batch
     """The function that counts a micro-batch: ``count`` if given, else ``loss.count``, else valid labels.
 
     The returned function raises ConfigError for a batch it has nothing to count in.
+
+    Raises:
+        UsageError: ``count`` cannot be called.
     """
+    refuse_uncallable(count=count)
     own = getattr(loss, "count", None)
     return next((found for found in (count, own) if callable(found)), _valid_labels)
+
+
+def refuse_uncallable(**given: Any) -> None:
+    """Raises UsageError for an argument ``loss``, ``count`` or ``forward`` that is neither None nor a function."""
+    for name, value in given.items():
+        if value is not None and (not callable(value) or isinstance(value, type)):
+            raise UsageError(
+                f"{name}={value.__name__}, a class" if isinstance(value, type) else f"{name}={value!r}",
+                why=f"it is called as {name}({_TAKES[name]}), once for each micro-batch",
+                fix=f"pass {name}=lambda {_TAKES[name]}: ..., a function, or an object that can be called so",
+            )
 
 
 def _valid_labels(batch: Batch) -> Tensor:
@@ -158,103 +170,20 @@ def as_sums(result: Any) -> dict[str, Tensor]:
             fix='return {"loss": total, ...}',
         )
     for name, value in sums.items():
-        if not isinstance(value, Tensor) or value.dim() != 0:
-            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        if not isinstance(value, Tensor):
             raise ConfigError(
-                f"a loss whose {name!r} is {shape}",
+                f"a loss whose {name!r} is of type {type(value).__name__}",
+                why="every entry is a 0-dim tensor, the sum over this micro-batch; a Python number has lost its gradient, "
+                "and reading it waits for the device",
+                fix="return a tensor: drop float() / .item()",
+            )
+        if value.dim() != 0:
+            raise ConfigError(
+                f"a loss whose {name!r} is {tuple(value.shape)}",
                 why="every entry is the sum over this micro-batch: one number",
                 fix='use reduction="sum", or .sum()',
             )
     return sums
-
-
-def refuse_parameters(loss: Any) -> None:
-    """Raises UsageError for a loss with parameters: nothing would shard or reduce them."""
-    if loss is not None and not callable(loss):
-        raise UsageError(f"loss={loss!r}", why="it cannot be called", fix="pass a function of (output, batch)")
-    if type(loss).__module__ == nn.modules.loss.__name__ or getattr(loss, "__module__", "") == F.__name__:
-        name = getattr(loss, "__name__", type(loss).__name__)
-        raise UsageError(
-            f"loss={name}, torch's own",
-            why="it takes (output, target); here a loss takes (output, batch) and returns a sum",
-            fix='wrap it: loss=lambda output, batch: F.cross_entropy(output, batch["labels"], reduction="sum")',
-        )
-    if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
-        name = next(iter(dict(loss.named_parameters())))
-        raise UsageError(
-            f"loss={type(loss).__name__}, which owns parameters",
-            why="only the model's parameters are sharded and reduced over the ranks",
-            fix="put it in the model: model = sw.TaskModel(model, loss), and TrainStep(..., loss=None)",
-            name=name,
-        )
-
-
-def doubled(value: Any, size: int) -> Any:
-    """``value`` with every tensor of first dim ``size`` in it put behind itself, in mappings and lists too."""
-    return tree_map(
-        lambda x: torch.cat([x, x]) if isinstance(x, Tensor) and x.dim() and x.shape[0] == size else x, value
-    )
-
-
-def batch_size(batch: Batch) -> int | None:
-    """Size of the first dim of a micro-batch's first tensor; None where there is none."""
-    first = next(iter(batch.values()), None)
-    return first.shape[0] if isinstance(first, Tensor) and first.dim() else None
-
-
-def mean_error(once: float, twice: float) -> tuple[bool, ConfigError | None]:
-    """Whether the loss of a micro-batch and of the same twice over tell a sum from a mean, and an error for a mean: a
-    sum doubles, a mean stays."""
-    if once == 0.0 or once != once:
-        return False, None
-    if not 0.9 < twice / once < 1.1:
-        return True, None
-    return True, ConfigError(
-        "a loss that takes a mean",
-        why=f"the micro-batch twice over gives {twice:.6g}, once {once:.6g}: a sum would double. Means of "
-        "unequal micro-batches and ranks cannot be combined into the right gradient",
-        fix='use reduction="sum"; Shardwise divides by the tokens of all ranks',
-    )
-
-
-def check_sum(loss: Loss, output: Any, batch: Batch, once: Tensor) -> tuple[bool, ConfigError | None]:
-    """Tries ``loss`` on a micro-batch put behind itself; returns what :func:`mean_error` does.
-
-    Args:
-        loss: the loss function.
-        output: the model's output for ``batch``; tensors in it that have the batch's first dim are doubled with it.
-        batch: the micro-batch.
-        once: the loss of it, 0-dim.
-    """
-    size = batch_size(batch)
-    if size is None:
-        return False, None
-    with torch.no_grad():
-        try:
-            twice = as_sums(loss(doubled(output, size), doubled(dict(batch), size)))["loss"]
-        except (RuntimeError, ValueError, IndexError) as error:
-            _warn_unchecked(error)
-            return True, None
-    return mean_error(float(once.detach()), float(twice))
-
-
-def check_task_sum(model: nn.Module, batch: Batch) -> tuple[bool, ConfigError | None]:
-    """The same for a module that returns its loss: its forward runs on the micro-batch, and on it twice over. All ranks
-    must call it alike."""
-    size = batch_size(batch)
-    if size is None:
-        return False, None
-    once, twice = (float(as_sums(model(b))["loss"]) for b in (batch, MicroBatch(doubled(dict(batch), size))))
-    return mean_error(once, twice)
-
-
-def _warn_unchecked(error: Exception) -> None:
-    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    warnings.warn(
-        f"the loss could not be tried on a micro-batch twice over ({text}), so nothing tells whether it is a sum: a mean "
-        'would train wrong (use reduction="sum")',
-        stacklevel=2,
-    )
 
 
 class TaskModel(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import ConfigError, NonFiniteError, ShardwiseError, UnsupportedError, UsageError
+from shardwise.errors import ConfigError, NonFiniteError, ShardwiseError, UsageError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.train.kept import clone_buffers, restore_buffers
 from shardwise.train.loss import (
@@ -16,13 +16,13 @@ from shardwise.train.loss import (
     Loss,
     as_sums,
     call,
-    check_sum,
-    check_task_sum,
     next_token_loss,
-    refuse_parameters,
+    refuse_uncallable,
 )
 from shardwise.train.norm import GradientNorm
 from shardwise.train.optim import is_elementwise, local_optimizer, scale_gradients
+from shardwise.train.refuse import no_gradient, nothing_of, refuse_parameters, refuse_unfit
+from shardwise.train.sums import SumCheck, agreed_problem
 from shardwise.train.window import Window
 from shardwise.world import agree_on
 
@@ -95,38 +95,32 @@ class TrainStep:
             raise ConfigError(
                 f"max_grad_norm={max_grad_norm}", why="it is a number above 0", fix="use 1.0, or None for no clipping"
             )
+        refuse_uncallable(loss=loss, count=count, forward=forward)
         refuse_parameters(loss)
-        if not isinstance(optim, torch.optim.Optimizer):
-            raise UsageError(
-                f"TrainStep(model, {getattr(optim, '__name__', type(optim).__name__)})",
-                why="it is not an optimizer object",
-                fix="pass one built from the sharded model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
-            )
+        runtime = runtime_of(model)
+        refuse_unfit(runtime, optim, scheduler)
         self.model, self.optim, self.scheduler = model, optim, scheduler
         self.loss, self.forward = loss, forward
         self.count = count if count is not None or loss is not None else getattr(model, "count", None)
         self.max_grad_norm, self.on_nonfinite = max_grad_norm, on_nonfinite
         self.num_steps = self.num_skipped = 0
-        self._runtime: Runtime = runtime_of(model)
+        self._runtime: Runtime = runtime
         self._norm = GradientNorm(self._runtime, whole_after=self._runtime.replicated)
-        self._is_sum_checked = False
-        self._told_sum = False  # whether the last window's loss told a sum from a mean on this rank
-        _refuse_unfit(self._runtime, optim, scheduler)
-        _refuse_foreign_parameters(self._runtime, optim)
+        self._sums = SumCheck()
         _agree_on_settings(self)
         if is_elementwise(optim):
             local_optimizer(optim)
 
     def __call__(self, window: Iterable[Batch]) -> StepOutput:
         self._refuse_old_gradients()
-        with Window(self.model, window, loss=self.loss, count=self.count) as w:
+        with Window(self.model, window, loss=self.loss, count=self.count, trains=True) as w:
             kept = clone_buffers(self._runtime) if self.on_nonfinite == "skip" else {}
             sums, problem = self._forward_backward(w)
             agreed = w.finish(self._entries(sums, problem))
         if float(agreed["problem"]):
             self._drop_gradients()
-            raise self._agreed_problem(problem)
-        self._is_sum_checked = self._is_sum_checked or float(agreed["checked"]) > 0
+            raise agreed_problem(self._runtime, problem)
+        self._sums.agree(sorted(sums), agreed["told"])
         means = {name: float(agreed[f"sum of {name}"]) / w.num_tokens for name in sorted(sums)}
         norm, loss = float(self._norm.finish(agreed["norm"])), means.pop("loss")
         self.num_steps += 1
@@ -141,28 +135,30 @@ class TrainStep:
         """Forward and backward of every micro-batch of a window. Returns this rank's detached sums (float64, CPU), and
         a fault of the loss that all ranks must hear of."""
         totals: dict[str, Tensor] = {}
-        problem: ShardwiseError | None = None
-        self._told_sum = False
-        if self.loss is None and not self._is_sum_checked:
-            self._told_sum, problem = w.rehearse(lambda batch: check_task_sum(self.model, batch))
+        detached: ShardwiseError | None = None
+        self._sums.begin(self.num_steps)
+        if self.loss is None and self._sums.is_due:
+            w.rehearse(lambda batch: self._sums.try_task(self.model, batch))
         for batch in w:
             output = self.model(batch) if self.loss is None else self.forward(self.model, batch)
-            result = output if self.loss is None else self.loss(output, batch)
-            sums = as_sums(result)
-            if self.loss is not None and not (self._is_sum_checked or self._told_sum or batch.padding):
-                self._told_sum, problem = check_sum(self.loss, output, batch, sums["loss"])
+            sums = as_sums(output if self.loss is None else self.loss(output, batch))
+            if self.loss is not None:
+                self._sums.try_loss(self.loss, output, batch, sums)
+            if not sums["loss"].requires_grad:
+                detached = no_gradient(self._runtime)
+                sums["loss"] = sums["loss"] + nothing_of(output, detached)
             (sums["loss"] / w.num_tokens).backward()
             for name, value in sums.items():
                 value = value.detach().double()
                 value = torch.zeros_like(value) if batch.padding else value
                 totals[name] = totals[name] + value if name in totals else value
-        return {name: value.cpu() for name, value in totals.items()}, problem
+        return {name: value.cpu() for name, value in totals.items()}, detached or self._sums.problem
 
     def _entries(self, sums: Mapping[str, Tensor], problem: ShardwiseError | None) -> dict[str, Tensor | float]:
         """What the step adds to the window's second exchange."""
         return {
             "problem": float(problem is not None),
-            "checked": float(self._told_sum),
+            "told": self._sums.entry(sorted(sums)),
             "norm": self._norm.entry(),
             **{f"sum of {name}": value for name, value in sums.items()},  # by name: a rank with other metrics is named
         }
@@ -200,10 +196,6 @@ class TrainStep:
         for param in self._runtime.parameters.values():
             param.grad = None
 
-    def _agreed_problem(self, problem: ShardwiseError | None) -> ShardwiseError:
-        found = self._runtime.world.agreement.gather(problem, "naming a fault of the loss")
-        return problem or next(error for error in found if error is not None)
-
     def _nonfinite(self, norm: float, loss: float, own_loss: Tensor) -> NonFiniteError:
         runtime = self._runtime
         bad = next((name for name, grad in runtime.gradients().items() if not grad.isfinite().all()), None)
@@ -227,28 +219,6 @@ def _listed(ranks: tuple[int, ...]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _refuse_unfit(runtime: Runtime, optim: torch.optim.Optimizer, scheduler: Any) -> None:
-    kind = type(optim).__name__
-    if isinstance(optim, torch.optim.LBFGS):
-        raise UnsupportedError(
-            "TrainStep with LBFGS",
-            why="it runs forward and backward several times inside one step, through a closure",
-            fix="use an optimizer that steps once per window, such as AdamW",
-        )
-    if kind in {"Muon", "Adafactor"} and runtime.recipe.grid.dp_shard > 1:
-        raise UnsupportedError(
-            f"TrainStep with {kind} on layout {runtime.recipe.grid}",
-            why="it mixes elements of a whole matrix, and this rank holds some of its rows",
-            fix='keep the parameters whole: sw.init("dp_replicate=-1"); or use an elementwise optimizer such as AdamW',
-        )
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise UsageError(
-            "TrainStep(scheduler=ReduceLROnPlateau)",
-            why="it steps on a measured value, which a training step does not have",
-            fix='leave scheduler out, and call scheduler.step(sw.evaluate(model, loader)["loss"]) after each evaluation',
-        )
-
-
 def _agree_on_settings(step: "TrainStep") -> None:
     """Raises RankError on every rank if ranks would step differently: replicas would drift apart without a word."""
     facts: dict[str, Any] = {
@@ -266,16 +236,3 @@ def _agree_on_settings(step: "TrainStep") -> None:
         what="the ranks' steps",
         fix="build the same optimizer, scheduler and TrainStep with the same settings on every rank",
     )
-
-
-def _refuse_foreign_parameters(runtime: Runtime, optim: torch.optim.Optimizer) -> None:
-    known = {id(param): name for name, param in runtime.parameters.items()}
-    held = [param for group in optim.param_groups for param in group["params"]]
-    strange = next((param for param in held if id(param) not in known), None)
-    if strange is not None:
-        raise UsageError(
-            f"{type(optim).__name__} holds a parameter of shape {tuple(strange.shape)} that the model does not have",
-            why="it was built before the module was sharded, or for another model: its steps would change nothing",
-            fix="build the optimizer from model.parameters() after parallelize",
-            name=getattr(strange, "_shardwise_replaced", None),
-        )

@@ -26,6 +26,7 @@ from shardwise.train.batch import MicroBatch
 from shardwise.train.exchange import Exchange, buffer_versions
 from shardwise.train.kept import KeptGradients, clone_buffers, restore_buffers
 from shardwise.train.loss import Batch, as_micro_batches, count_of
+from shardwise.train.refuse import explain_no_gradient, refuse_gradless
 from shardwise.world.rng import derive_seed, forked_rng
 
 T = TypeVar("T")
@@ -44,12 +45,15 @@ class Window:
         num_valid: the same count as it is, 0 included.
     """
 
-    def __init__(self, model: nn.Module, batches: Iterable[Batch], *, loss: Any = None, count: Any = None):
+    def __init__(
+        self, model: nn.Module, batches: Iterable[Batch], *, loss: Any = None, count: Any = None, trains: bool = False
+    ):
         self.model, self.batches = model, as_micro_batches(batches)
         self.runtime: Runtime = runtime_of(model)
         self.num_valid: int | float = 0
         self.agreed: dict[str, Tensor] | None = None  # sums of the second exchange
         self._count = count_of(loss, count)
+        self._trains = trains  # a backward follows each forward, for sure
         self._padding = False
         self._num_begun, self._is_complete = 0, False
         self._undo = contextlib.ExitStack()  # what ends with the micro-batch that runs
@@ -72,7 +76,7 @@ class Window:
                 "a window inside a window", why="they would share one model's gradients", fix="leave the first"
             )
         runtime.check_unchanged()
-        self.num_valid = count_tokens(self.model, self.batches, count=self._count)
+        self.num_valid = _count(runtime, self.batches, self._count, trains=self._trains)
         runtime.engine.begin()
         runtime.in_window = True
         self._kept_gradients = KeptGradients(runtime)
@@ -176,7 +180,7 @@ class Window:
         world = self.runtime.world
         if isinstance(error, ShardwiseError):
             return
-        known = self.runtime.engine.explain(error)
+        known = self.runtime.engine.explain(error) or explain_no_gradient(self.runtime, error)
         if known is not None:
             raise known from error
         if world.size > 1 and is_lost_peer(error):
@@ -212,10 +216,14 @@ def count_tokens(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None
     Raises:
         RankError, UsageError, ConfigError: as :func:`window` says.
     """
-    runtime, batches = runtime_of(model), as_micro_batches(batches)
-    counter = count_of(loss, count)
+    return _count(runtime_of(model), as_micro_batches(batches), count_of(loss, count), trains=False)
+
+
+def _count(runtime: Runtime, batches: list[Batch], counter: Callable[[Batch], Any], *, trains: bool) -> int | float:
     tokens, problem = 0, None
     try:
+        if trains:
+            refuse_gradless(runtime)
         if not batches:
             raise UsageError("an empty window", why="a step needs at least one micro-batch", fix=_FIX_LENGTH)
         # Summed as tensors: one wait for the device instead of one per micro-batch.

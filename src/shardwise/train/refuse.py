@@ -1,0 +1,147 @@
+"""What a step cannot train with, told before it computes anything; and a loss that leads back to no parameter."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise._compat import tree_map
+from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
+from shardwise.parallel import Runtime
+
+__all__ = ["explain_no_gradient", "no_gradient", "nothing_of", "refuse_gradless", "refuse_parameters", "refuse_unfit"]
+
+
+def refuse_parameters(loss: Any) -> None:
+    """Raises UsageError for a loss with parameters: nothing would shard or reduce them."""
+    if type(loss).__module__ == nn.modules.loss.__name__ or getattr(loss, "__module__", "") == F.__name__:
+        name = getattr(loss, "__name__", type(loss).__name__)
+        raise UsageError(
+            f"loss={name}, torch's own",
+            why="it takes (output, target); here a loss takes (output, batch) and returns a sum",
+            fix='wrap it: loss=lambda output, batch: F.cross_entropy(output, batch["labels"], reduction="sum")',
+        )
+    if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
+        name = next(iter(dict(loss.named_parameters())))
+        raise UsageError(
+            f"loss={type(loss).__name__}, which owns parameters",
+            why="only the model's parameters are sharded and reduced over the ranks",
+            fix="put it in the model: model = sw.TaskModel(model, loss), and TrainStep(..., loss=None)",
+            name=name,
+        )
+
+
+def refuse_unfit(runtime: Runtime, optim: Any, scheduler: Any) -> None:
+    """Raises UsageError or UnsupportedError for an optimizer or scheduler that a step cannot use."""
+    if not isinstance(optim, torch.optim.Optimizer):
+        raise UsageError(
+            f"TrainStep(model, {getattr(optim, '__name__', type(optim).__name__)})",
+            why="it is not an optimizer object",
+            fix="pass one built from the sharded model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
+        )
+    _refuse_kind(runtime, optim)
+    _refuse_foreign_parameters(runtime, optim)
+    _refuse_scheduler(scheduler)
+
+
+def _refuse_kind(runtime: Runtime, optim: torch.optim.Optimizer) -> None:
+    kind = type(optim).__name__
+    if isinstance(optim, torch.optim.LBFGS):
+        raise UnsupportedError(
+            "TrainStep with LBFGS",
+            why="it runs forward and backward several times inside one step, through a closure",
+            fix="use an optimizer that steps once per window, such as AdamW",
+        )
+    if kind in {"Muon", "Adafactor"} and runtime.recipe.grid.dp_shard > 1:
+        raise UnsupportedError(
+            f"TrainStep with {kind} on layout {runtime.recipe.grid}",
+            why="it mixes elements of a whole matrix, and this rank holds some of its rows",
+            fix='keep the parameters whole: sw.init("dp_replicate=-1"); or use an elementwise optimizer such as AdamW',
+        )
+
+
+def _refuse_scheduler(scheduler: Any) -> None:
+    if isinstance(scheduler, type) or (scheduler is not None and not callable(getattr(scheduler, "step", None))):
+        raise UsageError(
+            f"TrainStep(scheduler={getattr(scheduler, '__name__', repr(scheduler))})",
+            why="it is not an object with step(), which is called after each optimizer step",
+            fix="pass one built from the optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optim, num_steps)",
+        )
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise UsageError(
+            "TrainStep(scheduler=ReduceLROnPlateau)",
+            why="it steps on a measured value, which a training step does not have",
+            fix='leave scheduler out, and call scheduler.step(sw.evaluate(model, loader)["loss"]) after each evaluation',
+        )
+
+
+def _refuse_foreign_parameters(runtime: Runtime, optim: torch.optim.Optimizer) -> None:
+    known = {id(param): name for name, param in runtime.parameters.items()}
+    held = [param for group in optim.param_groups for param in group["params"]]
+    strange = next((param for param in held if id(param) not in known), None)
+    if strange is not None:
+        raise UsageError(
+            f"{type(optim).__name__} holds a parameter of shape {tuple(strange.shape)} that the model does not have",
+            why="it was built before the module was sharded, or for another model: its steps would change nothing",
+            fix="build the optimizer from model.parameters() after parallelize",
+            name=getattr(strange, "_shardwise_replaced", None),
+        )
+
+
+# ---- nothing to differentiate ----------------------------------------------------------------------------------
+
+
+def refuse_gradless(runtime: Runtime) -> None:
+    """Raises UsageError where no backward can come to a gradient, whatever the loss: told before the first forward."""
+    if torch.is_inference_mode_enabled() or not torch.is_grad_enabled() or not _is_trained(runtime):
+        raise no_gradient(runtime)
+
+
+def no_gradient(runtime: Runtime) -> UsageError:
+    """Why a loss has no gradient on this rank."""
+    if torch.is_inference_mode_enabled():
+        return UsageError(
+            "a training step inside torch.inference_mode()",
+            why="nothing is recorded there, so backward has nothing to run",
+            fix="call step(window) outside it; for a loss without training, sw.evaluate(model, loader)",
+        )
+    if not torch.is_grad_enabled():
+        return UsageError(
+            "a training step with gradients switched off",
+            why="it runs inside torch.no_grad(), or after torch.set_grad_enabled(False), so nothing is recorded",
+            fix="call step(window) outside it; for a loss without training, sw.evaluate(model, loader)",
+        )
+    if not _is_trained(runtime):
+        return UsageError(
+            "a model without a trainable parameter",
+            why=f"requires_grad is False on all {len(runtime.parameters)} of its parameters",
+            fix="leave requires_grad on for what is to be trained, before parallelize",
+        )
+    return UsageError(
+        "a loss that is detached from the model",
+        why="it has no gradient: a .detach(), torch.no_grad() or torch.tensor(...) lies between the model and it",
+        fix="compute it from the model's output alone; for a micro-batch with nothing to count, return output.sum() * 0",
+    )
+
+
+def nothing_of(output: Any, error: ShardwiseError) -> Tensor:
+    """0 as a function of a model's output: its backward runs the collectives that other ranks wait for, and no more.
+
+    Raises:
+        ShardwiseError: ``error``, where the output has no gradient either.
+    """
+    found: list[Tensor] = []
+    tree_map(lambda x: found.append(x) if isinstance(x, Tensor) and x.requires_grad else None, output)
+    if not found:
+        raise error
+    return sum((x.sum() * 0 for x in found), torch.zeros((), device=found[0].device))
+
+
+def explain_no_gradient(runtime: Runtime, error: BaseException) -> UsageError | None:
+    """torch's error of a backward without a graph, in our words; None for any other."""
+    return no_gradient(runtime) if "does not require grad and does not have a grad_fn" in str(error) else None
+
+
+def _is_trained(runtime: Runtime) -> bool:
+    return any(param.requires_grad for param in runtime.parameters.values())
