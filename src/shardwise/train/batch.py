@@ -83,7 +83,7 @@ def default_collate(samples: Sequence[Any]) -> dict[str, Tensor]:
                 why="a batch needs the same keys in every sample",
                 fix="return the same keys from dataset[i], or give collate=",
             )
-    return {name: _stack(name, [torch.as_tensor(row[name]) for row in rows]) for name in names}
+    return {name: _stack(name, [_as_tensor(name, row[name]) for row in rows]) for name in names}
 
 
 def _as_mapping(sample: Any) -> Mapping[str, Any]:
@@ -99,6 +99,18 @@ def _as_mapping(sample: Any) -> Mapping[str, Any]:
         why="the default collate knows mappings of tensors, one tensor, and a tuple (input, labels)",
         fix="return a dict of tensors from dataset[i], or give collate=, a function from a list of samples to a dict",
     )
+
+
+def _as_tensor(name: str, value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        shown = repr(value)
+        raise ConfigError(
+            f"{name!r} of a sample is {shown if len(shown) <= 40 else shown[:40] + '...'}, of type {type(value).__name__}",
+            why="a micro-batch holds tensors, and this cannot become one",
+            fix="drop it from what dataset[i] returns, or give collate=, a function from a list of samples to a dict of tensors",
+        ) from error
 
 
 def _stack(name: str, values: list[Tensor]) -> Tensor:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from shardwise.errors import ConfigError, UsageError
 from shardwise.train.batch import IGNORED, MicroBatch, default_collate, shift_labels
@@ -198,6 +199,12 @@ def _check_sizes(global_batch: int, micro_batch: int) -> None:
 
 
 def _length(dataset: Any) -> int:
+    if isinstance(dataset, DataLoader):
+        raise UsageError(
+            "a DataLoader where a dataset goes",
+            why="it makes batches in an order of its own, which neither ranks nor a resumed run would share",
+            fix="pass loader.dataset; Loader makes the batches itself (global_batch=, micro_batch=, shuffle=, collate=)",
+        )
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise UsageError(
             f"a dataset of type {type(dataset).__name__} without len() and [i]",
