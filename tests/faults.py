@@ -5,7 +5,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -24,11 +23,16 @@ def averaged() -> Any:
 
 
 def averaged_ddp() -> Any:
-    def average(reduction: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        work = dist.all_reduce(bucket.buffer(), group=reduction.group, async_op=True)
-        return work.get_future().then(lambda future: future.value()[0] / reduction.group.size())
+    """DDP as torch has it: gradients averaged over the ranks."""
+    engine = shardwise.parallel.ddp.DDPEngine
+    summed = engine._set_gradients
 
-    return mock.patch.object(shardwise.parallel.ddp, "_sum_over_ranks", average)
+    def average(self: Any, used: list[float]) -> None:
+        for bucket in self.buckets:
+            bucket.flat /= self.world.axis("dp").size
+        summed(self, used)
+
+    return mock.patch.object(engine, "_set_gradients", average)
 
 
 def all_reduce_dropped() -> Any:

@@ -1,7 +1,6 @@
 """The only file that touches private names of torch; each with what it is for, checked against torch 2.13."""
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import DDP as DDPModule  # noqa: N811 - a class: replicate() puts it over a module's own
-from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_map
@@ -20,6 +19,7 @@ __all__ = [
     "BatchNormBase",
     "DDPModule",
     "TorchDispatchMode",
+    "at_end_of_backward",
     "connection_to",
     "default_store",
     "drop_partial_gradients",
@@ -31,14 +31,12 @@ __all__ = [
     "local_tensor",
     "materialise",
     "on_unit_backward",
-    "replicate",
     "reset_iteration",
-    "reset_replica",
-    "start_replica",
     "tree_any",
     "tree_map",
     "unit_gradients",
     "unit_groups",
+    "unit_reshard",
 ]
 
 
@@ -58,19 +56,9 @@ def forget_failed_group() -> None:
     dist.distributed_c10d._world.group_count = 0
 
 
-def start_replica(module: nn.Module) -> None:
-    """Builds the reducer of a replicated module now instead of at its first forward, without torch's deprecation note: of
-    the two ways to leave buffers alone, ``broadcast_buffers=False`` is the one that also does so at the start."""
-    state = replicate.state(module)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
-        state.lazy_init()
-
-
-def reset_replica(module: nn.Module) -> None:
-    """Lets a replicated module begin anew after a forward or backward that an exception ended: its reducer would go on
-    waiting for the gradients that never came."""
-    replicate.state(module)._ddp.reducer._reset_state()
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Calls ``call`` when the backward that is running ends. Only from within one."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 class _Chunks:
@@ -109,6 +97,15 @@ def unit_groups(module: nn.Module) -> list[Any]:
     if not isinstance(module, FSDPModule):
         return []
     return list(module._get_fsdp_state()._fsdp_param_groups)
+
+
+def unit_reshard(module: nn.Module) -> bool | int:
+    """``reshard_after_forward`` of one unit, as ``fully_shard`` was given it."""
+    group = unit_groups(module)[0]
+    if group.post_forward_mesh_info is None:
+        return False
+    size = group.post_forward_mesh_info.shard_mesh_size
+    return True if size == group.mesh_info.shard_mesh_size else size
 
 
 def on_unit_backward(group: Any, seen: Callable[[list[int], bool], None], before: Callable[[], None]) -> None:
@@ -159,6 +156,7 @@ def gathered_parameters(module: nn.Module) -> Iterator[tuple[Tensor, nn.Paramete
 
 def drop_partial_gradients(group: Any) -> None:
     """Forgets gradients of micro-batches whose reduction never came (a window that ended in an exception)."""
+    group._partial_reduce_output = None
     for param in group.fsdp_params:
         param.unsharded_accumulated_grad = None
         full = getattr(param, "_unsharded_param", None)
@@ -166,10 +164,16 @@ def drop_partial_gradients(group: Any) -> None:
             full.grad = None
 
 
-def materialise(module: nn.Module, device: torch.device) -> None:
-    """Gives memory to what is still on meta of a sharded module. Unlike ``to_empty`` it leaves real tensors alone, so that
-    tied buffers stay tied."""
-    module._apply(lambda t: torch.empty_like(t, device=device) if t.device.type == "meta" else t)
+def materialise(module: nn.Module, device: torch.device, *, cut: torch.device) -> None:
+    """Gives memory to what is still on meta of a sharded module: on ``cut`` to shards, on ``device`` to the rest. Unlike
+    ``to_empty`` it leaves real tensors alone, so that tied buffers stay tied."""
+
+    def make(tensor: Tensor) -> Tensor:
+        if tensor.device.type != "meta":
+            return tensor
+        return torch.empty_like(tensor, device=cut if isinstance(tensor, DTensor) else device)
+
+    module._apply(make)
 
 
 def foreach_norms(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:

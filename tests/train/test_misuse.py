@@ -102,37 +102,6 @@ def test_first_mistakes_are_told_with_the_call_to_make(ranks):
     assert {name: text for name, text in WORDS.items() if text not in found.get(name, "")} == {}
 
 
-def bare_loop(layout, num_backwards, zero_between):
-    """A loop without windows; the gradient, or the error."""
-    with sw.init(layout, device="cpu") as world:
-        torch.manual_seed(0)
-        model = sw.parallelize(build(), world)
-        try:
-            for _ in range(num_backwards):
-                if zero_between == "zeros":
-                    for param in model.parameters():
-                        if param.grad is not None:
-                            param.grad.zero_()
-                (F.cross_entropy(model(batch()["x"]), batch()["labels"], reduction="sum") / world.size).backward()
-        except sw.UsageError as error:
-            return str(error)
-        grad = next(iter(model.parameters())).grad
-        return (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
-
-
-def test_ddp_gradients_are_never_summed_over_ranks_twice(ranks):
-    """The sum hook of a second backward would find the first one's sum in .grad and add it up again: 3x after two."""
-    once = ranks.run(bare_loop, 1, "dp_shard=1", 1, None)[0]
-    for grad in ranks.run(bare_loop, 2, "dp_replicate=2", 1, None):
-        torch.testing.assert_close(grad, once)
-    for text in ranks.run(bare_loop, 2, "dp_replicate=2", 2, None):
-        assert "summed over the ranks already" in text and "with sw.window(model, batches)" in text
-    for grad in ranks.run(bare_loop, 2, "dp_replicate=2", 2, "zeros"):
-        torch.testing.assert_close(grad, once)
-    for grad in ranks.run(bare_loop, 2, "dp_shard=2", 2, None):  # FSDP2 adds to what was reduced: exact
-        torch.testing.assert_close(grad, 2 * once)
-
-
 def different(what):
     with sw.init("dp_replicate=2", device="cpu") as world:
         model = sw.parallelize(build, world)

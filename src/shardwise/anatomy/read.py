@@ -28,12 +28,14 @@ def read_anatomy(module: nn.Module, *, example: Mapping[str, Tensor] | None = No
     params = _tensors(module, "_parameters")
     buffers = _tensors(module, "_buffers")
     skipped = _skipped_by(module, example) if example is not None else None
+    classes = {name: _user_class(child) for name, child in canonical_modules(module)}
     return Anatomy(
         module_class=_user_class(unwrap_module(module)).__name__,
         params=params,
         buffers=buffers,
         lists=find_block_lists(module, skipped),
-        classes={name: _user_class(child).__name__ for name, child in canonical_modules(module)},
+        classes={name: cls.__name__ for name, cls in classes.items()},
+        class_paths={name: f"{cls.__module__}.{cls.__qualname__}" for name, cls in classes.items()},
     )
 
 
@@ -74,9 +76,9 @@ def _tensors(root: nn.Module, kind: str) -> dict[str, TensorFact]:
 
 
 def _user_class(module: nn.Module) -> type:
-    """The class the user wrote, below the one FSDP2 or DDP puts over it."""
+    """The class the user wrote, below the one FSDP2 puts over it."""
     mro = type(module).__mro__
-    return mro[2] if len(mro) > 2 and mro[1].__name__ in {"FSDPModule", "DDP"} else mro[0]
+    return mro[2] if len(mro) > 2 and mro[1].__name__ == "FSDPModule" else mro[0]
 
 
 def _skipped_by(module: nn.Module, example: Mapping[str, Tensor]) -> dict[str, str] | None:

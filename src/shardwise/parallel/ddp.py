@@ -1,139 +1,192 @@
-"""Replicated data parallelism: torch's composable DDP in place, with gradients summed instead of averaged.
+"""Replicated data parallelism: whole copies, whose gradients are summed over the ranks, never averaged.
 
-``find_unused_parameters`` is always on: parameters used on some ranks only are then reduced right, ones no rank
-used keep ``grad is None``, and buckets are never rebuilt after the first step, so a resumed run is bit-equal (on 4
-ranks a rebuild moves sums by 1e-8).
+Gradients are summed bucket by bucket while backward still runs: a hook on each parameter tells when its gradient is
+there, and a bucket whose parameters all have theirs is sent. What makes the sum right in every loop is what happens
+besides:
+
+* Buckets are sent in one fixed order, from the last parameters to the first, and the last bucket only at the end. So
+  ranks that used other parameters, or in another order, still send the same; and a resumed run is bit-equal.
+* A gradient moves into its bucket when it is sent. What a later backward adds (two losses, two forwards, a checkpoint
+  that is recomputed, a parameter used outside forward) is then there by itself and is sent after the rest.
+* The last bucket carries along which parameters were used, and which buckets have such late parts: no further message.
+  A parameter that no rank used ends with ``grad is None``, as in one process.
+
+torch's own reducer instead takes each forward of the root for one backward, and parameters outside that graph for
+unused: two backwards in one micro-batch left gradients 0.5 off without a word, and a second model, an encoder called by
+itself, or a loss on a block's attribute ended in errors.
 """
 
-import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise._compat import replicate, reset_replica, start_replica
-from shardwise.anatomy import canonical_name, module_of_error
-from shardwise.errors import UnsupportedError, UsageError
+from shardwise._compat import at_end_of_backward
+from shardwise.anatomy import canonical_tensors
+from shardwise.config.options import DDP
+from shardwise.parallel.buckets import Bucket, make_buckets
 from shardwise.recipe import Recipe
 from shardwise.world import World
 
 __all__ = ["DDPEngine", "apply_ddp"]
 
-_SETTLE_S = 5.0
-
 
 def apply_ddp(module: nn.Module, recipe: Recipe, world: World) -> "DDPEngine":
     """Makes ``module`` a replica, in place. Its tensors must have their values already."""
-    if any(param.trainable for param in recipe.params.values()):
-        group = world.axis("dp").group or dist.group.WORLD
-        replicate(
-            module,
-            process_group=group,
-            find_unused_parameters=True,
-            gradient_as_bucket_view=True,
-            broadcast_buffers=False,  # buffers follow the recipe's policy, once per window
-            init_sync=False,  # values were scattered from rank 0 already
-        )
-        reduction = _Reduction(group)
-        module.register_comm_hook(reduction, _sum_over_ranks)  # type: ignore[operator]
-        start_replica(module)
-        if world.axis("dp").size > 1:
-            module.register_forward_pre_hook(reduction.refuse_summing_twice, prepend=True)
-        return DDPEngine(module, reduction)
-    return DDPEngine(module, None)
-
-
-class _Reduction:
-    """The group that gradients are summed over, and the sums that the last backward began."""
-
-    def __init__(self, group: Any):
-        self.group, self.works = group, []
-        self.is_done = False  # a backward has summed gradients that may still be there
-        self.was_begun = False  # since the window began
-
-    def refuse_summing_twice(self, module: nn.Module, _args: Any) -> None:
-        """Before a forward that a backward may follow: gradients that were summed over the ranks already would be summed
-        again, n times as large (a window puts them aside; torch's averaging hides it, since a mean of equals is the
-        same)."""
-        if not self.is_done or not torch.is_grad_enabled():
-            return
-        grads = [param.grad for param in module.parameters() if param.grad is not None]
-        if any(bool(grad.any()) for grad in grads):
-            raise UsageError(
-                "a second backward on top of gradients that were summed over the ranks already",
-                why="each backward outside a window sums .grad over all ranks, so what is in it would count again",
-                fix="run the micro-batches of a step inside `with sw.window(model, batches) as w:`, or call zero_grad() first",
-            )
-        self.is_done = False
-
-    def settle(self) -> None:
-        """Waits for sums of a backward that was left: they write into memory that the next backward uses. Bounded, since
-        a peer that has ended will never come; then there is no next backward either."""
-        end = time.monotonic() + _SETTLE_S
-        while not all(work.is_completed() for work in self.works) and time.monotonic() < end:
-            time.sleep(1e-3)
-        self.works.clear()
-
-
-def _sum_over_ranks(reduction: _Reduction, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    if bucket.index() == 0:
-        reduction.works.clear()
-    work = dist.all_reduce(bucket.buffer(), group=reduction.group, async_op=True)
-    reduction.works.append(work)
-    reduction.is_done = reduction.was_begun = True
-    return work.get_future().then(lambda future: future.value()[0])
+    first = {id(o._parameters[a]): o._parameters[a] for _, o, a in canonical_tensors(module, "_parameters")}
+    trained = [param for param in first.values() if param is not None and param.requires_grad]
+    return DDPEngine(trained, world, (recipe.ddp or DDP()).bucket_cap_mb)
 
 
 class DDPEngine:
-    """Handles on a module replicated by :func:`apply_ddp`."""
+    """Sums the gradients of one replicated module."""
 
-    def __init__(self, module: nn.Module, reduction: _Reduction | None):
-        self.root, self._reduction = module, reduction  # None: nothing is trained, so nothing is reduced
+    def __init__(self, params: list[nn.Parameter], world: World, bucket_cap_mb: float):
+        self.params, self.world = params, world
+        self.group = world.gradient_group() if params else None
+        self._is_alone = world.axis("dp").size == 1 or not params
+        self.buckets = [] if self._is_alone else make_buckets(params, int(bucket_cap_mb * 2**20))
+        self._bucket_of = {i: bucket for bucket in self.buckets for i in bucket.members}
+        self._used = torch.zeros(len(params), dtype=torch.uint8)
+        self._summed: set[int] = set()  # parameters whose .grad is a sum over the ranks already
+        self._done: dict[int, Tensor] = {}  # such sums, put aside while new parts are summed
+        self._sync: bool | None = None  # as set_sync says
+        self._forget()
+        if not self._is_alone:
+            for i, param in enumerate(params):
+                param.register_hook(self._before(i))
+                param.register_post_accumulate_grad_hook(self._after(i))
 
-    def set_sync(self, sync: bool) -> None:
-        if self._reduction is not None:
-            self.root.set_requires_gradient_sync(sync)  # type: ignore[operator]
+    # ---- what a window calls ---------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        self._forget()
+        self._summed.clear()
+        self._done.clear()
+        self._used.zero_()
+
+    def set_sync(self, sync: bool | None) -> None:
+        self._sync = sync
+
+    def complete(self, place: str) -> None:
+        self._sync = None
+        if not self._is_alone:
+            self._send_rest()
+            self._collect(place)
+
+    def abandon(self) -> None:
+        for bucket in self.buckets:
+            bucket.settle()
+        self._forget()
+        self._sync = None
+        self._summed = set(range(len(self.params)))  # what is put back was summed before
 
     def used(self) -> None:
         return None
 
     def entered(self) -> list[str]:
-        """Nothing is gathered, so nothing has to be entered alike; but gradients are only summed by a backward from a
-        call of the module itself, and only at the window's last micro-batch.
-
-        Raises:
-            UsageError: there are gradients, and nothing summed them.
-        """
-        if self._reduction is None or self._reduction.was_begun:
-            return []
-        alone = next((name for name, param in self.root.named_parameters() if param.grad is not None), None)
-        if alone is not None:
-            raise UsageError(
-                "parts of the module were called, but not the module itself",
-                why="its gradients are summed over the ranks by way of its own forward in the window's last micro-batch, "
-                "so these were not: replicas drift",
-                fix="call model(...) for each micro-batch; what else is to run belongs into its forward",
-                name=canonical_name(self.root, alone),
-            )
         return []
 
-    def begin(self) -> None:
-        if self._reduction is not None:
-            self._reduction.was_begun = False
+    def explain(self, error: BaseException) -> None:
+        return None
 
-    def explain(self, error: BaseException) -> UnsupportedError | None:
-        if "mark a variable ready only once" not in str(error):
-            return None
-        return UnsupportedError(
-            "a backward inside the backward, as reentrant activation checkpointing runs one",
-            why="DDP looks for unused parameters in the graph, where such a part is hidden, so it counted them as ready already",
-            fix='call checkpoint(..., use_reentrant=False), or shard with Sharding(engine="fsdp2"), which is exact with both',
-            name=module_of_error(self.root, error),
-        )
+    # ---- while backward runs ---------------------------------------------------------------------------------
 
-    def abandon(self) -> None:
-        self.set_sync(True)
-        if self._reduction is not None:
-            self._reduction.settle()
-            reset_replica(self.root)
+    def _before(self, i: int) -> Callable[[Tensor], None]:
+        def hook(_grad: Tensor) -> None:
+            self._put_aside(i)
+
+        return hook
+
+    def _after(self, i: int) -> Callable[[Tensor], None]:
+        bucket = self._bucket_of[i]
+
+        def hook(_param: Tensor) -> None:
+            self._used[i] = 1
+            if self._sync is False:
+                return
+            if self._sync is None and not self._is_queued:
+                self._is_queued = True
+                at_end_of_backward(self._end_of_backward)
+            if bucket.work is not None:
+                bucket.has_late_parts = True
+            else:
+                bucket.missing.discard(i)
+                self._send_ready()
+
+        return hook
+
+    def _end_of_backward(self) -> None:
+        self._is_queued = False
+        self.complete("a backward outside a window")
+
+    def _put_aside(self, i: int) -> None:
+        """A gradient that is a sum over the ranks must not be summed again."""
+        if i in self._summed:
+            self._summed.discard(i)
+            grad = self.params[i].grad
+            if grad is not None:
+                self._done[i], self.params[i].grad = grad, None
+
+    def _take(self, i: int) -> Tensor | None:
+        """This rank's own part of a gradient, which moves out of ``.grad``."""
+        self._put_aside(i)
+        grad, self.params[i].grad = self.params[i].grad, None
+        return grad
+
+    # ---- sending ---------------------------------------------------------------------------------------------
+
+    def _send_ready(self) -> None:
+        """Sends what is complete, in order; never the last bucket, which tells what the whole pass was like."""
+        while self._num_sent < len(self.buckets) - 1 and not self.buckets[self._num_sent].missing:
+            self._send(self.buckets[self._num_sent])
+
+    def _send(self, bucket: Bucket) -> None:
+        grads = {i: self._take(i) for i in bucket.members}
+        for i, grad in grads.items():
+            if grad is not None:  # perhaps put there by hand, which no hook tells
+                self._used[i] = 1
+        bucket.fill(grads, self._tail() if bucket is self.buckets[-1] else None)
+        bucket.work = self._sum(bucket.flat)
+        self._num_sent += 1
+
+    def _tail(self) -> Tensor:
+        return torch.cat([torch.tensor([bucket.has_late_parts for bucket in self.buckets]), self._used])
+
+    def _sum(self, flat: Tensor) -> Any:
+        return dist.all_reduce(flat, group=self.group, async_op=True)
+
+    def _send_rest(self) -> None:
+        for bucket in self.buckets[self._num_sent :]:
+            self._send(bucket)
+
+    def _collect(self, place: str) -> None:
+        agreement = self.world.agreement
+        agreement.carry_out(lambda: [bucket.work for bucket in self.buckets], f"{place}, summing gradients")
+        late, used = self.buckets[-1].tail.split([len(self.buckets), len(self.params)])
+        late_buckets = [bucket for bucket, flag in zip(self.buckets, late.tolist(), strict=True) if flag]
+        if late_buckets:
+            parts = [bucket.packed({i: self._take(i) for i in bucket.members}) for bucket in late_buckets]
+            agreement.carry_out(lambda: [self._sum(part) for part in parts], f"{place}, summing late gradients")
+            for bucket, part in zip(late_buckets, parts, strict=True):
+                bucket.flat[: len(part)] += part
+        self._set_gradients(used.tolist())
+        self._forget()
+
+    def _set_gradients(self, used: list[float]) -> None:
+        for bucket in self.buckets:
+            for i, grad in bucket.views().items():
+                done = self._done.pop(i, None)
+                if done is not None:
+                    self.params[i].grad = done.add_(grad) if used[i] else done
+                else:
+                    self.params[i].grad = grad if used[i] else None
+        self._summed = set(range(len(self.params)))
+        self._used.zero_()
+
+    def _forget(self) -> None:
+        self._num_sent, self._is_queued = 0, False
+        for bucket in self.buckets:
+            bucket.reset()

@@ -23,8 +23,12 @@ _KEY = "_shardwise_runtime"  # in the module's __dict__: neither a child, a para
 class Engine(Protocol):
     """What a data-parallel engine (DDP, FSDP2) can do while training."""
 
-    def set_sync(self, sync: bool) -> None:
-        """Whether the next backward reduces gradients over the ranks."""
+    def set_sync(self, sync: bool | None) -> None:
+        """Whether the next backward's gradients are summed over the ranks: False: not yet; True: they are when
+        :meth:`complete` is called; None: when each backward ends, as outside of windows."""
+
+    def complete(self, place: str) -> None:
+        """After the last backward of a window: its gradients are final on return. ``place`` is for messages."""
 
     def used(self) -> Tensor | None:
         """uint8 flag per trainable parameter, in the order of ``Runtime.trainable``: got a gradient on this rank since

@@ -12,11 +12,11 @@ __all__ = ["KeptGradients", "clone_buffers", "restore_buffers"]
 
 class KeptGradients:
     """Gradients from before a window, put aside when it is made: only the window's contribution is summed over ranks,
-    what is there already has been. Copied, because DDP reduces in the memory that gradients live in."""
+    what is there already has been."""
 
     def __init__(self, runtime: Runtime):
         self.runtime = runtime
-        self._kept = {name: p.grad.detach().clone() for name, p in runtime.parameters.items() if p.grad is not None}
+        self._kept = {name: p.grad.detach() for name, p in runtime.parameters.items() if p.grad is not None}
         self._drop()
 
     def add_back(self) -> None:

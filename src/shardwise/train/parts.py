@@ -93,6 +93,7 @@ def build_model(config: RunConfig, world: World) -> nn.Module:
         init=parallel.init,
         precision=parallel.precision,
         sharding=parallel.sharding,
+        ddp=parallel.ddp,
     )
 
 

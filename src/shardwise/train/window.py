@@ -119,8 +119,8 @@ class Window:
             self._begin_micro_batch(batch)
             yield batch
             self._end_micro_batch()
+        self.runtime.engine.complete(self.place)
         self._is_complete = True
-        self.runtime.engine.set_sync(True)
 
     def _micro_batch(self, i: int) -> MicroBatch:
         axis, given = self.runtime.world.axis("dp"), self.batches[i]
@@ -269,8 +269,13 @@ def accumulate(model: nn.Module, *, is_last: bool) -> Iterator[None]:
     engine.set_sync(is_last)
     try:
         yield
-    finally:
-        engine.set_sync(True)
+    except BaseException:
+        engine.abandon()
+        raise
+    if is_last:
+        engine.complete("the last micro-batch")
+    else:
+        engine.set_sync(None)
 
 
 def _refuse_problem(runtime: Runtime, sums: Mapping[str, Tensor], problem: ShardwiseError | None, place: str) -> None:

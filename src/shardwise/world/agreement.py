@@ -105,7 +105,7 @@ class Agreement:
             return
         wires = [tensor.detach().contiguous() for tensor in tensors]
         averaged = [mean and wire.is_floating_point() for wire in wires]
-        self._carry_out(lambda: [self._start(*pair) for pair in zip(wires, averaged, strict=True)], place)
+        self.carry_out(lambda: [self._start(*pair) for pair in zip(wires, averaged, strict=True)], place)
         for tensor, wire, is_mean in zip(tensors, wires, averaged, strict=True):
             if is_mean:
                 wire /= self.size
@@ -124,10 +124,10 @@ class Agreement:
             packed *= self.size
             return
         wire = packed.to(self.device)
-        self._carry_out(lambda: [dist.all_reduce(wire, group=self.group, async_op=True)], place)
+        self.carry_out(lambda: [dist.all_reduce(wire, group=self.group, async_op=True)], place)
         packed.copy_(wire)
 
-    def _carry_out(self, start: Callable[[], list[Any]], place: str) -> None:
+    def carry_out(self, start: Callable[[], list[Any]], place: str) -> None:
         """Collectives that ``start`` starts, waited for here: with this rank's place told, and a peer that is lost named."""
         self._at(place)
         try:

@@ -104,6 +104,7 @@ class World:
         self.source = env.source
         self._local_size = env.local_world_size
         self._owns_group, self.closed = owns_group, False
+        self._gradients: Any = None
         self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.size)): dist.group.WORLD}
         self.watch: Watch | None = None
         imagined = is_imagined()
@@ -233,10 +234,20 @@ class World:
         """The process group of ``ranks``; only they take part in making it. The world's own is used again, since a
         second group of all ranks would cost memory and would not have the world's timeout."""
         if ranks not in self._groups:
-            self._groups[ranks] = dist.new_group(
-                list(ranks), timeout=timedelta(seconds=self.timeout_s), use_local_synchronization=True
-            )
+            self._groups[ranks] = self._new_group(ranks)
         return self._groups[ranks]
+
+    def _new_group(self, ranks: tuple[int, ...]) -> Any:
+        timeout = timedelta(seconds=self.timeout_s)
+        return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+
+    def gradient_group(self) -> Any:
+        """A group of the data-parallel ranks for sums that run beside others: ranks may reach them at other moments, and
+        collectives of one group meet in the order they are started. All ranks must call it alike; None for one rank."""
+        ranks = self.axis("dp").ranks
+        if len(ranks) > 1 and self._gradients is None:
+            self._gradients = self._new_group(ranks)
+        return self._gradients
 
     def _make_mesh(self) -> DeviceMesh:
         names = ("dp_replicate", "dp_shard")

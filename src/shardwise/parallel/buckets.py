@@ -1,0 +1,99 @@
+"""Buckets: gradients that travel together as one flat tensor."""
+
+import contextlib
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Bucket", "make_buckets"]
+
+_SETTLE_S = 5.0
+
+
+def make_buckets(params: list[nn.Parameter], cap_bytes: int) -> list["Bucket"]:
+    """Neighbours of one dtype and device, from the last parameter to the first, since backward reaches them so; a bucket
+    is full at ``cap_bytes``. At least one bucket."""
+    groups: list[list[int]] = []
+    size = 0
+    for i in reversed(range(len(params))):
+        param = params[i]
+        if not groups or size >= cap_bytes or _kind(params[groups[-1][-1]]) != _kind(param):
+            groups.append([])
+            size = 0
+        groups[-1].append(i)
+        size += param.numel() * param.element_size()
+    return [Bucket({i: params[i] for i in group}) for group in groups]
+
+
+def _is_dense(param: nn.Parameter) -> bool:
+    """Whether a gradient can have the parameter's own order of dims (channels_last), which fused optimizers ask for."""
+    return param.numel() > 0 and torch.empty_like(param, device="meta").stride() == param.stride()
+
+
+def _kind(param: nn.Parameter) -> tuple[torch.dtype, torch.device]:
+    return param.dtype, param.device
+
+
+class Bucket:
+    """Gradients of some parameters, and the message they are sent in.
+
+    Attributes:
+        members: index -> parameter.
+        missing: indices whose gradient this pass has not brought yet.
+        flat: what is sent: the gradients one after another, then the tail.
+        work: the sum over the ranks, once it was begun.
+        has_late_parts: this rank has gradients that came after that.
+    """
+
+    def __init__(self, members: dict[int, nn.Parameter]):
+        self.members = members
+        self.numel = sum(param.numel() for param in members.values())
+        self._has_own_order = {i: _is_dense(param) for i, param in members.items()}
+        self.reset()
+
+    def reset(self) -> None:
+        """Ready for the next pass. The flat tensor lives on where gradients are views of it."""
+        self.missing = set(self.members)
+        self.flat = self.tail = torch.empty(0)
+        self.work: Any = None
+        self.has_late_parts = False
+
+    def fill(self, grads: dict[int, Tensor | None], tail: Tensor | None) -> None:
+        """Writes ``grads`` (None counts as zeros) and ``tail`` into a new flat tensor."""
+        self.flat = self.packed(grads, num_more=0 if tail is None else len(tail))
+        self.tail = self.flat[self.numel :]
+        if tail is not None:
+            self.tail.copy_(tail)
+
+    def packed(self, grads: dict[int, Tensor | None], num_more: int = 0) -> Tensor:
+        """``grads`` one after another in a new tensor, zeros where there is none, with room for ``num_more``."""
+        like = next(iter(self.members.values()))
+        flat = torch.zeros(self.numel + num_more, dtype=like.dtype, device=like.device)
+        for i, view in self._views_of(flat).items():
+            grad = grads[i]
+            if grad is not None:
+                view.copy_(grad.to_dense() if grad.is_sparse else grad)
+        return flat
+
+    def views(self) -> dict[int, Tensor]:
+        """Index -> gradient, in the memory of the message."""
+        return self._views_of(self.flat)
+
+    def _views_of(self, flat: Tensor) -> dict[int, Tensor]:
+        found, start = {}, 0
+        for i, param in self.members.items():
+            piece = flat[start : start + param.numel()]
+            if self._has_own_order[i]:
+                piece = piece.as_strided(param.shape, param.stride(), start)
+            found[i] = piece if self._has_own_order[i] else piece.view(param.shape)
+            start += param.numel()
+        return found
+
+    def settle(self) -> None:
+        """Waits for a sum that was left: bounded, since a peer that has ended will never come."""
+        end = time.monotonic() + _SETTLE_S
+        with contextlib.suppress(RuntimeError):  # it failed: nothing is written any more
+            while self.work is not None and not self.work.is_completed() and time.monotonic() < end:
+                time.sleep(1e-3)

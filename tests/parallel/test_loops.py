@@ -1,0 +1,183 @@
+"""Loops of one's own give the gradients of one process, under replicas whatever the loop does; torch's own reducer is off,
+hangs or ends in an error in most of them."""
+
+import pytest
+import torch
+from parallel.loops import LOOPS, TwoTowers
+from torch import nn
+
+from shardwise.config.options import DDP
+from shardwise.errors import RankError
+from shardwise.parallel import parallelize
+from shardwise.train.optim import clip_grad_norm_
+from shardwise.train.window import accumulate, count_tokens, window
+from shardwise.world import init
+
+WHOLE = ("encoders_by_themselves", "gradients_by_hand", "a_gradient_penalty")  # need parameters that are not cut
+
+
+def model() -> nn.Module:
+    torch.manual_seed(5)
+    return TwoTowers().double()
+
+
+def batch(index: int) -> dict:
+    x = torch.randn(2 + index % 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(index))
+    return {"x": x}
+
+
+def count(given: dict) -> int:
+    return len(given["x"])
+
+
+def one_process(loop: str, num: int) -> dict:
+    plain = model()
+    batches = [batch(i) for i in range(num)]
+    for given in batches:
+        LOOPS[loop](plain, given["x"], float(sum(map(count, batches))))
+    return {name: param.grad for name, param in plain.named_parameters()}
+
+
+def whole(sharded: nn.Module) -> dict:
+    grads = {name: param.grad for name, param in sharded.named_parameters()}
+    return {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in grads.items()}
+
+
+def in_a_window(layout: str, loop: str, accumulate_num: int, bucket_cap_mb: float) -> dict:
+    with init(layout, device="cpu", timeout_s=20) as world:
+        sharded = parallelize(model(), world, ddp=DDP(bucket_cap_mb=bucket_cap_mb))
+        given = [batch(i) for i in range(world.rank, accumulate_num * world.size, world.size)]
+        with window(sharded, given, count=count) as w:
+            for each in w:
+                LOOPS[loop](sharded, each["x"], w.num_tokens)
+        return whole(sharded)
+
+
+def assert_equal(found: dict, want: dict, *, zeros_for_none: bool = False) -> None:
+    for name, grad in want.items():
+        if grad is None and zeros_for_none:  # outside a window FSDP2 cannot tell what no rank used
+            assert not found[name].any()
+            continue
+        assert (grad is None) == (found[name] is None), name
+        if grad is not None:
+            torch.testing.assert_close(
+                found[name], grad, rtol=1e-12, atol=1e-14, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+@pytest.mark.parametrize("accumulate_num", [1, 2])
+@pytest.mark.parametrize("bucket_cap_mb", [25.0, 1e-4])
+@pytest.mark.parametrize("loop", list(LOOPS))
+def test_replicas(ranks, loop, accumulate_num, bucket_cap_mb):
+    want = one_process(loop, 2 * accumulate_num)
+    for found in ranks.run(in_a_window, 2, "dp_replicate=2", loop, accumulate_num, bucket_cap_mb):
+        assert_equal(found, want)
+
+
+@pytest.mark.parametrize("loop", list(LOOPS))
+def test_shards(ranks, loop):
+    want = one_process(loop, 4)
+    try:
+        results = ranks.run(in_a_window, 2, "dp_shard=2", loop, 2, 25.0, timeout_s=40)
+    except RankError:
+        assert loop in WHOLE
+        return
+    for found in results:
+        assert_equal(found, want)
+
+
+# ---- without a window ------------------------------------------------------------------------------------------------
+
+
+def backwards_by_themselves(layout: str, zero_between: bool) -> dict:
+    with init(layout, device="cpu", timeout_s=20) as world:
+        sharded = parallelize(model(), world, ddp=DDP(bucket_cap_mb=1e-4))
+        for i in range(3):
+            if zero_between:
+                sharded.zero_grad()
+            LOOPS["forward_backward_twice"](sharded, batch(2 * i + world.rank)["x"], 1.0)
+        return whole(sharded)
+
+
+@pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2"])
+@pytest.mark.parametrize("zero_between", [True, False])
+def test_each_backward_outside_a_window_is_summed_once(ranks, layout, zero_between):
+    """A sum over the ranks that is in .grad already must not be summed again: it was 3x too large after two."""
+    plain = model()
+    for i in range(4 if zero_between else 0, 6):
+        LOOPS["forward_backward_twice"](plain, batch(i)["x"], 1.0)
+    for found in ranks.run(backwards_by_themselves, 2, layout, zero_between):
+        want = {name: param.grad for name, param in plain.named_parameters()}
+        assert_equal(found, want, zeros_for_none=layout == "dp_shard=2")
+
+
+def with_the_parts(layout: str) -> dict:
+    with init(layout, device="cpu", timeout_s=20) as world:
+        sharded = parallelize(model(), world)
+        for step in range(2):  # the second on top of the first, which is summed already
+            given = [batch(4 * step + i) for i in range(world.rank, 4, 2)]
+            n = count_tokens(sharded, given, count=count)
+            for i, each in enumerate(given):
+                with accumulate(sharded, is_last=i == 1):
+                    LOOPS["one_forward_two_backwards"](sharded, each["x"], float(n))
+        return whole(sharded)
+
+
+@pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2"])
+def test_the_parts_of_a_window(ranks, layout):
+    plain = model()
+    for step in range(2):
+        given = [batch(4 * step + i) for i in range(4)]
+        for each in given:
+            LOOPS["one_forward_two_backwards"](plain, each["x"], float(sum(map(count, given))))
+    for found in ranks.run(with_the_parts, 2, layout):
+        want = {name: param.grad for name, param in plain.named_parameters()}
+        assert_equal(found, want, zeros_for_none=layout == "dp_shard=2")
+
+
+# ---- two models ------------------------------------------------------------------------------------------------------
+
+
+def generator() -> nn.Module:
+    torch.manual_seed(6)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def adversaries(layout: str, freezes: bool, steps: int = 3) -> list[float]:
+    """The usual loop of two models that train each other; the norms of both."""
+    with init(layout, device="cpu", timeout_s=20) as world:
+        gen, dis = parallelize(generator(), world), parallelize(model(), world)
+        optims = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (gen, dis)]
+        norms = []
+        for step in range(steps):
+            given = [batch(8 * step + i) for i in range(world.rank, 4, world.size)]
+            with window(dis, given, count=count) as w:
+                for each in w:
+                    with torch.no_grad():
+                        fake = gen(each["x"])
+                    ((dis(each["x"]).sum() - dis(fake).pow(2).sum()) / w.num_tokens).backward()
+            norms.append(float(clip_grad_norm_(dis, 1.0)))
+            optims[1].step()
+            optims[1].zero_grad()
+            if freezes:
+                dis.requires_grad_(False)
+            with window(gen, given, count=count) as w:
+                for each in w:
+                    (dis(gen(each["x"])).sum() / w.num_tokens).backward()
+            if freezes:
+                dis.requires_grad_(True)
+            norms.append(float(clip_grad_norm_(gen, 1.0)))
+            if not freezes:  # what the generator's loss left there, as in one process
+                norms.append(float(clip_grad_norm_(dis, 1e9)))
+            for optim in optims:
+                optim.step()
+                optim.zero_grad()
+        return norms
+
+
+@pytest.mark.parametrize("freezes", [True, False])
+def test_two_models_that_train_each_other(ranks, freezes):
+    (want,) = ranks.run(adversaries, 1, "dp_shard=1", freezes)
+    for layout in ("dp_replicate=2", "dp_shard=2"):
+        for found in ranks.run(adversaries, 2, layout, freezes):
+            assert found == pytest.approx(want, rel=1e-12)
