@@ -16,7 +16,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwise.config.options import Parallel, Precision, Sharding
+    from shardwise.config.fsdp1 import from_fsdp1
+    from shardwise.config.options import DDP, Parallel, Precision, Prefetch, Sharding
     from shardwise.errors import (
         CheckpointError,
         ConfigError,
@@ -44,7 +45,8 @@ if TYPE_CHECKING:
     from shardwise.world import Axis, World, init
 
 _HOME = {
-    "shardwise.config.options": ("Parallel", "Precision", "Sharding"),
+    "shardwise.config.fsdp1": ("from_fsdp1",),
+    "shardwise.config.options": ("DDP", "Parallel", "Precision", "Prefetch", "Sharding"),
     "shardwise.errors": (
         "CheckpointError", "ConfigError", "LayoutError", "NonFiniteError", "PlanError", "RankError", "ShardwiseError",
         "UnsupportedError", "UsageError", "VerifyError",
@@ -67,6 +69,7 @@ _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __version__ = "0.1.0"
 __all__ = [
+    "DDP",
     "Axis",
     "CheckpointError",
     "ConfigError",
@@ -78,6 +81,7 @@ __all__ = [
     "Parallel",
     "PlanError",
     "Precision",
+    "Prefetch",
     "RankError",
     "Recipe",
     "Sharding",
@@ -96,6 +100,7 @@ __all__ = [
     "count_tokens",
     "describe",
     "evaluate",
+    "from_fsdp1",
     "full_state_dict",
     "init",
     "local_optimizer",

@@ -83,7 +83,18 @@ def test_reshard_over_less_than_two_ranks_is_refused(reshard):
         ({"min_unit_bytes": "16MiB"}, "got the text '16MiB'"),
         ({"engine": "fsdp"}, "did you mean 'fsdp2'"),
         ({"buffers": "rank1"}, "did you mean 'rank0'"),
-        ({"units": "blocks"}, "expected one of 'auto', 'none', or a list (each: text)"),
+        ({"units": 3}, "expected text, or a list (each: text); got the whole number 3"),
+        ({"units": "Block", "min_unit_params": 3}, "each module named is a unit, whatever its size"),
+        (
+            {"min_unit_params": 3, "min_unit_bytes": 4},
+            "units are merged by number, so min_unit_bytes would have no effect",
+        ),
+        ({"pin_memory": False}, "nothing is kept in host memory, so pin_memory would have no effect"),
+        ({"prefetch": "noen"}, "did you mean 'none'?"),
+        ({"sync_every_microbatch": "all"}, "expected true or false, or one of 'reduce_scatter'"),
+        ({"reshard_after_forward": {"a": 1}}, "so it is 2 or more"),
+        ({"reshard_after_forward": False, "reshard_every": 2}, "no unit frees its parameters"),
+        ({"engine": "ddp", "prefetch": "none"}, "ddp keeps whole copies, so prefetch would have no effect"),
         ({"units": ["a", 3]}, "the whole number 3 at place 2 of the list"),
         ({"units": [""]}, "an empty pattern matches no module"),
         ({"units": "none", "min_unit_bytes": 0}, "one unit whatever its size, so min_unit_bytes would have no effect"),
@@ -101,6 +112,8 @@ def test_sharding_refuses(options, words):
 
 def test_patterns_may_come_as_a_list():
     assert Sharding(units=["Block*"]).units == ("Block*",)
+    assert Sharding(units="Block, blocks.*").units == ("Block", "blocks.*")
+    assert Sharding(units=callable).units is callable
 
 
 def test_records_are_frozen_and_take_keywords_only():

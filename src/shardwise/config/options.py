@@ -10,7 +10,7 @@ Precision(storage='float32', compute='bfloat16', reduce='float32', output=None, 
 
 import typing
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -19,10 +19,12 @@ from shardwise.config.suggest import listing
 from shardwise.errors import ConfigError, UnsupportedError
 
 __all__ = [
+    "DDP",
     "DTYPE_WORDS",
     "Options",
     "Parallel",
     "Precision",
+    "Prefetch",
     "Sharding",
     "default_of",
     "doc",
@@ -60,9 +62,13 @@ def hints_of(cls: type[msgspec.Struct]) -> dict[str, Any]:
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all option records: every field is checked, and lists become tuples, when one is built."""
 
+    functions: ClassVar[frozenset[str]] = frozenset()  # fields that may also be a function, given from Python
+
     def __post_init__(self) -> None:
         for key, hint in hints_of(type(self)).items():
             value = getattr(self, key)
+            if callable(value) and key in self.functions:
+                continue
             where = f"{type(self).__name__}({key}={value!r})"
             msgspec.structs.force_setattr(self, key, checked(value, hint, where=where, key=key))
         self.check()
@@ -140,40 +146,84 @@ def precision_of(value: str | Precision | None) -> Precision:
     return Precision(storage=name, compute=name, reduce=name)
 
 
+class Prefetch(Options, frozen=True, kw_only=True):
+    """How many units ahead of the one that computes are gathered. More overlaps more and holds more memory."""
+
+    forward: Annotated[
+        Annotated[int, msgspec.Meta(ge=0)],
+        doc(
+            "units gathered before a unit's forward runs; 0: each when it is entered, while the one before still computes"
+        ),
+    ] = 0
+    backward: Annotated[
+        Annotated[int, msgspec.Meta(ge=0)],
+        doc("units gathered before a unit's backward runs; 1: the next one, as FSDP2 does; 0: none"),
+    ] = 1
+
+
+NO_PREFETCH = Prefetch(forward=0, backward=0)
+
+
 class Sharding(Options, frozen=True, kw_only=True):
     """How parameters, gradients and optimizer state are spread over the data-parallel ranks."""
+
+    functions: ClassVar[frozenset[str]] = frozenset({"units"})
 
     engine: Annotated[
         Literal["auto", "ddp", "fsdp2"],
         doc("ddp: whole copies; fsdp2: shards; auto: ddp where dp_shard=1 and storage is compute, else fsdp2"),
     ] = "auto"
     units: Annotated[
-        Literal["auto", "none"] | tuple[str, ...],
-        doc("auto: repeated blocks; none: the model is one unit; a list of patterns of module names or class names"),
+        str | tuple[str, ...],
+        doc(
+            "auto: repeated blocks; none: the model is one unit; no_split: what the model lists in _no_split_modules; "
+            "model: what its own fully_shard method shards; else patterns of module names or classes, as a list or with "
+            "commas; in Python also a function of (name, module)"
+        ),
     ] = "auto"
     min_unit_bytes: Annotated[
         Annotated[int, msgspec.Meta(ge=0)],
         doc("bytes of compute-dtype parameters; neighbouring blocks are merged until a unit holds as many"),
     ] = 16 << 20
+    min_unit_params: Annotated[
+        Annotated[int, msgspec.Meta(ge=0)] | None,
+        doc("the same, as a number of parameters; in place of min_unit_bytes"),
+    ] = None
     reshard_after_forward: Annotated[
-        bool | int,
+        bool | int | dict[str, bool | int],
         doc(
             "true: free the gathered parameters after forward; false: keep them for backward; a number >= 2: keep "
-            "them sharded over that many ranks"
+            "them sharded over that many ranks; or one of these per pattern of module names or classes"
         ),
     ] = True
+    reshard_every: Annotated[
+        Annotated[int, msgspec.Meta(ge=1)],
+        doc("only every so many-th unit frees its parameters after forward, the others keep them; 1: each does"),
+    ] = 1
+    offload: Annotated[bool, doc("keep parameters, gradients and optimizer state in host memory between uses")] = False
+    pin_memory: Annotated[bool, doc("with offload: page-locked host memory, which copies to the device faster")] = True
+    prefetch: Annotated[
+        Literal["default", "none"] | Prefetch,
+        doc("default: in backward one unit ahead; none: nothing ahead; or how many units each way"),
+    ] = "default"
+    sync_every_microbatch: Annotated[
+        bool | Literal["reduce_scatter"],
+        doc(
+            "false: sum gradients over the ranks once, at a window's last micro-batch; true: at each one, which holds no "
+            "whole gradients in between; reduce_scatter: at each within dp_shard, over dp_replicate at the last"
+        ),
+    ] = False
     buffers: Annotated[
         Literal["rank0", "mean"], doc("which value a floating buffer (as of BatchNorm) takes when ranks differ")
     ] = "rank0"
 
     def check(self) -> None:
-        reshard = self.reshard_after_forward
-        if not isinstance(reshard, bool) and reshard < 2:
-            raise ConfigError(
-                f"Sharding(reshard_after_forward={reshard})",
-                why="a number is how many ranks share the parameters between forward and backward, so it is 2 or more",
-                fix="use true (free them), false (keep them whole), or a number from 2 to the size of dp_shard",
-            )
+        given = self.reshard_after_forward
+        for reshard in given.values() if isinstance(given, dict) else (given,):
+            self._check_reshard(reshard)
+        if isinstance(self.units, str) and self.units not in UNIT_WORDS:
+            patterns = tuple(part.strip() for part in self.units.split(","))
+            msgspec.structs.force_setattr(self, "units", patterns)
         if isinstance(self.units, tuple) and not all(self.units):
             raise ConfigError(
                 f"Sharding(units={list(self.units)})",
@@ -181,12 +231,25 @@ class Sharding(Options, frozen=True, kw_only=True):
                 fix='remove it, or use units="none" for one single unit',
             )
         if self.units == "none":
-            self._refuse_without_effect("units", ("min_unit_bytes",), "the model is one unit whatever its size")
-        if isinstance(self.units, tuple):
-            self._refuse_without_effect("units", ("min_unit_bytes",), "each module named is a unit, whatever its size")
+            self._refuse_without_effect("units", SIZES, "the model is one unit whatever its size")
+        elif self.units != "auto":
+            self._refuse_without_effect("units", SIZES, "each module named is a unit, whatever its size")
+        elif self.min_unit_params is not None:
+            self._refuse_without_effect("min_unit_params", ("min_unit_bytes",), "units are merged by number")
         if self.engine == "ddp":
-            keys = ("units", "min_unit_bytes", "reshard_after_forward")
-            self._refuse_without_effect("engine", keys, "ddp keeps whole copies")
+            self._refuse_without_effect("engine", FSDP2_ONLY, "ddp keeps whole copies")
+        if not self.offload:
+            self._refuse_without_effect("offload", ("pin_memory",), "nothing is kept in host memory")
+        if self.reshard_every > 1 and given is False:
+            self._refuse_without_effect("reshard_after_forward", ("reshard_every",), "no unit frees its parameters")
+
+    def _check_reshard(self, reshard: bool | int) -> None:
+        if not isinstance(reshard, bool) and reshard < 2:
+            raise ConfigError(
+                f"Sharding(reshard_after_forward={reshard})",
+                why="a number is how many ranks share the parameters between forward and backward, so it is 2 or more",
+                fix="use true (free them), false (keep them whole), or a number from 2 to the size of dp_shard",
+            )
 
     def _refuse_without_effect(self, chosen: str, keys: tuple[str, ...], because: str) -> None:
         for key in keys:
@@ -196,6 +259,30 @@ class Sharding(Options, frozen=True, kw_only=True):
                     why=f"{because}, so {key} would have no effect",
                     fix=f"remove {key}, or use another {chosen}",
                 )
+
+
+UNIT_WORDS = ("auto", "none", "no_split", "model")
+SIZES = ("min_unit_bytes", "min_unit_params")
+FSDP2_ONLY = (
+    "units",
+    *SIZES,
+    "reshard_after_forward",
+    "reshard_every",
+    "offload",
+    "prefetch",
+    "sync_every_microbatch",
+)
+"""Options of :class:`Sharding` that replicas have no use for."""
+
+
+class DDP(Options, frozen=True, kw_only=True):
+    """How replicas sum their gradients. Always, and so no options: gradients are views of what was sent, and parameters
+    that a rank did not use are told from those that no rank used."""
+
+    bucket_cap_mb: Annotated[
+        Annotated[float, msgspec.Meta(gt=0)],
+        doc("MiB of gradients that are reduced together; smaller starts earlier, larger needs fewer messages"),
+    ] = 25.0
 
 
 def default_of(cls: type[msgspec.Struct], key: str) -> Any:
@@ -218,6 +305,7 @@ class Parallel(Options, frozen=True, kw_only=True):
     ] = None
     precision: Annotated[str | Precision | None, doc("bf16, fp32, fp64, or a dtype each; null: as the model is")] = None
     sharding: Annotated[Sharding, doc("how data-parallel ranks share the model")] = Sharding()
+    ddp: Annotated[DDP, doc("how replicas reduce gradients, where the engine is ddp")] = DDP()
 
     def check(self) -> None:
         precision_of(self.precision)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise._compat import DDPModule
 from shardwise.anatomy import dtype_of, read_anatomy
-from shardwise.config.options import Precision, Sharding, precision_of
+from shardwise.config.options import DDP, Precision, Sharding, precision_of
 from shardwise.errors import PlanError, UsageError
 from shardwise.parallel.ddp import apply_ddp
 from shardwise.parallel.fsdp2 import apply_fsdp2
@@ -22,6 +22,7 @@ from shardwise.parallel.runtime import Runtime, attach, has_runtime, runtime_of
 from shardwise.parallel.sources import build_with_source
 from shardwise.parallel.stale import mark_stale
 from shardwise.parallel.tensors import follow_parameters, give_memory, tensors_of
+from shardwise.parallel.units import with_named_units
 from shardwise.recipe import Anatomy, Note, Recipe, describe_recipe, fingerprint_of, make_recipe
 from shardwise.world import World, agree_on
 
@@ -38,6 +39,7 @@ def parallelize(
     init: str | None = None,
     precision: str | Precision | None = None,
     sharding: Sharding | None = None,
+    ddp: DDP | None = None,
 ) -> M:
     """Shards a module over the ranks of ``world`` and gives it back: the same object, class, names and methods.
 
@@ -53,7 +55,8 @@ def parallelize(
             seeded falls back to where a constructor cannot be recorded (the recipe's notes say why).
         precision: None = the module as it is; ``"fp32"``, ``"bf16"`` (stored and reduced in fp32, computed in bf16), or
             a :class:`~shardwise.config.options.Precision`.
-        sharding: engine, units and resharding; None = all automatic.
+        sharding: engine, units, resharding, offload, prefetch and accumulation; None = all automatic.
+        ddp: how replicas reduce their gradients; None = as torch does.
 
     Raises:
         UsageError: the module is sharded or wrapped already, or is on meta without a callable to build it.
@@ -77,7 +80,8 @@ def parallelize(
     _refuse_wrapped(module)
     _cast_storage(module, chosen)
     anatomy = read_anatomy(module, example=example)
-    recipe = make_recipe(anatomy, world.layout, precision=chosen, sharding=sharding or Sharding())
+    units = with_named_units(module, sharding or Sharding(), world)
+    recipe = make_recipe(anatomy, world.layout, precision=chosen, sharding=units, ddp=ddp)
     if source.note is not None:
         recipe = _with_note(recipe, source.note)
     _agree_on_recipe(recipe, world)
@@ -181,7 +185,12 @@ def _agree_on_recipe(recipe: Recipe, world: World) -> None:
         for n, p in recipe.params.items()
     }
     facts |= {f"buffer {n}": f"{b.shape} {b.dtype}" for n, b in recipe.buffers.items()}
-    facts |= {"units": [list(unit.modules) for unit in recipe.units], "recipe": recipe.fingerprint}
+    facts |= {
+        f"unit {u.name or '(root)'}": [u.modules, u.reshard, u.prefetch_forward, u.prefetch_backward]
+        for u in recipe.units
+    }
+    facts |= {"recipe": recipe.fingerprint, "offload": recipe.offload, "ddp": str(recipe.ddp)}
+    facts |= {"sync_every_microbatch": recipe.sync_every_microbatch}
     facts |= {f"dtypes of {n}": [p.storage, p.compute, p.reduce] for n, p in recipe.params.items()}
     agree_on(
         world.agreement,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardwise._compat import (
@@ -54,6 +54,7 @@ def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine
                 mesh=mesh,
                 reshard_after_forward=unit.reshard,
                 mp_policy=_precision(recipe, unit.name),
+                offload_policy=_offload(recipe, world),
                 ignored_params=whole,
             )
     for child in module.modules():
@@ -61,7 +62,8 @@ def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine
             child.set_gradient_divide_factor(1.0)
             child.set_force_sum_reduction_for_comms(True)
             child.set_reduce_scatter_unused_params(True, recurse=False)
-    materialise(module, world.device)
+    _set_prefetch(modules, recipe)
+    materialise(module, world.device, cut=torch.device("cpu") if recipe.offload else world.device)
     _cast_root(module, recipe)
     return FSDP2Engine(module, recipe)
 
@@ -132,6 +134,24 @@ def _refuse_ungathered(name: str) -> Any:
     return before
 
 
+def _offload(recipe: Recipe, world: World) -> OffloadPolicy:
+    if not recipe.offload:
+        return OffloadPolicy()
+    # Page-locked memory is the accelerator's; without one torch fails at the first shard ("Cannot access accelerator device").
+    return CPUOffloadPolicy(pin_memory=recipe.pin_memory and world.device.type != "cpu")
+
+
+def _set_prefetch(modules: dict[str, nn.Module], recipe: Recipe) -> None:
+    """Of the modules of a unit the first one entered stands for it: FSDP2 has one state for them all."""
+    heads: dict[str, Any] = {unit.name: modules[unit.modules[0]] for unit in recipe.units}
+    for unit in recipe.units:
+        if unit.prefetch_forward:
+            heads[unit.name].set_modules_to_forward_prefetch([heads[name] for name in unit.prefetch_forward])
+        if unit.prefetch_backward is not None:  # an empty list would mean FSDP2's own choice; itself: nothing more
+            behind = [heads[name] for name in unit.prefetch_backward] or [heads[unit.name]]
+            heads[unit.name].set_modules_to_backward_prefetch(behind)
+
+
 def _root_unit(recipe: Recipe) -> Any:
     return next(unit for unit in recipe.units if unit.name == ROOT)
 
@@ -194,7 +214,7 @@ class FSDP2Engine:
     """Handles on a module sharded by :func:`apply_fsdp2`."""
 
     def __init__(self, module: nn.Module, recipe: Recipe):
-        self.root = module
+        self.root, self.recipe = module, recipe
         trainable = [name for name, param in recipe.params.items() if param.trainable]
         self._position = {name: i for i, name in enumerate(trainable)}
         self._used = torch.zeros(len(trainable), dtype=torch.uint8)
@@ -205,8 +225,15 @@ class FSDP2Engine:
         self._watch_units(module)
         self._watch_replicated(module, recipe)
 
-    def set_sync(self, sync: bool) -> None:
-        self.root.set_requires_gradient_sync(sync)  # type: ignore[operator]
+    def set_sync(self, sync: bool | None) -> None:
+        sync = sync is not False  # at the end of each backward is all that FSDP2 knows
+        each = self.recipe.sync_every_microbatch
+        self.root.set_requires_gradient_sync(sync or bool(each))  # type: ignore[operator]
+        if each == "reduce_scatter":
+            self.root.set_requires_all_reduce(sync)  # type: ignore[operator]
+
+    def complete(self, place: str) -> None:
+        self.set_sync(None)
 
     def used(self) -> Tensor:
         return self._used
@@ -219,7 +246,7 @@ class FSDP2Engine:
         self._entered = []
 
     def abandon(self) -> None:
-        self.set_sync(True)
+        self.set_sync(None)
         reset_iteration(self.root)
         for group in self._groups:
             drop_partial_gradients(group)

@@ -4,7 +4,7 @@ import hashlib
 
 import msgspec
 
-from shardwise.config.options import Precision, Sharding, default_of
+from shardwise.config.options import DDP, FSDP2_ONLY, Precision, Sharding, default_of
 from shardwise.errors import PlanError, UnsupportedError
 from shardwise.layout import Layout
 from shardwise.recipe.recipe import Engine, Recipe, check_recipe
@@ -16,7 +16,9 @@ __all__ = ["fingerprint_of", "make_recipe"]
 FLOATING = ("float64", "float32", "float16", "bfloat16")
 
 
-def make_recipe(anatomy: Anatomy, layout: Layout, *, precision: Precision, sharding: Sharding) -> Recipe:
+def make_recipe(
+    anatomy: Anatomy, layout: Layout, *, precision: Precision, sharding: Sharding, ddp: DDP | None = None
+) -> Recipe:
     """The recipe of a module under a layout: pure, the same on every rank.
 
     Raises:
@@ -27,17 +29,11 @@ def make_recipe(anatomy: Anatomy, layout: Layout, *, precision: Precision, shard
     notes = [Note(name="engine", why=f"{engine}: {why}")]
     if engine == "fsdp2":
         _check_reshard(layout, sharding.reshard_after_forward)
-        units, unit_notes = make_units(
-            anatomy,
-            units=sharding.units,
-            min_unit_bytes=sharding.min_unit_bytes,
-            reshard=sharding.reshard_after_forward,
-            compute=precision.compute,
-        )
+        units, unit_notes = make_units(anatomy, sharding, precision.compute)
         notes += unit_notes
     else:
         units = (Unit(name=ROOT, modules=(ROOT,), reshard=False, why="replicated: DDP keeps every parameter whole"),)
-    notes += _without_effect(units, engine, sharding)
+    notes += _without_effect(units, engine, sharding, ddp or DDP())
     homes = unit_of_params(anatomy, units)
     params = {name: _param(fact, homes[name], engine, precision, notes, name) for name, fact in anatomy.params.items()}
     recipe = Recipe(
@@ -51,6 +47,10 @@ def make_recipe(anatomy: Anatomy, layout: Layout, *, precision: Precision, shard
         buffer_policy=sharding.buffers,
         output=precision.output,
         cast_inputs=precision.cast_inputs,
+        offload=sharding.offload and engine == "fsdp2",
+        pin_memory=sharding.pin_memory,
+        sync_every_microbatch=sharding.sync_every_microbatch if engine == "fsdp2" else False,
+        ddp=(ddp or DDP()) if engine == "ddp" else None,
         notes=tuple(notes),
     )
     check_recipe(recipe)
@@ -80,6 +80,8 @@ def _engine(anatomy: Anatomy, layout: Layout, precision: Precision, sharding: Sh
         return "fsdp2", f"dp_shard={layout.dp_shard} cuts parameters"
     if casts:
         return "fsdp2", f"{casts}, which DDP cannot do"
+    if sharding.offload:
+        return "fsdp2", "parameters are kept in host memory, which DDP cannot do"
     return "ddp", "dp_shard=1 and storage dtype = compute dtype: nothing to gather"
 
 
@@ -105,24 +107,32 @@ def _dtypes(fact: TensorFact, precision: Precision) -> tuple[str, str, str]:
     return storage, compute, precision.reduce or compute
 
 
-def _check_reshard(layout: Layout, reshard: bool | int) -> None:
-    if not isinstance(reshard, bool) and layout.dp_shard % reshard:
-        divisors = [n for n in range(2, layout.dp_shard + 1) if layout.dp_shard % n == 0]
-        raise PlanError(
-            f"reshard_after_forward={reshard} on dp_shard={layout.dp_shard}",
-            why="between forward and backward parameters stay cut over groups of that many ranks, so it must divide dp_shard",
-            fix=f"use {' or '.join(map(str, divisors))}, or true" if divisors else "use true or false",
-        )
+def _check_reshard(layout: Layout, given: bool | int | dict[str, bool | int]) -> None:
+    for reshard in given.values() if isinstance(given, dict) else (given,):
+        if not isinstance(reshard, bool) and layout.dp_shard % reshard:
+            divisors = [n for n in range(2, layout.dp_shard + 1) if layout.dp_shard % n == 0]
+            raise PlanError(
+                f"reshard_after_forward={reshard} on dp_shard={layout.dp_shard}",
+                why="between forward and backward parameters stay cut over groups of that many ranks, so it must divide "
+                "dp_shard",
+                fix=f"use {' or '.join(map(str, divisors))}, or true" if divisors else "use true or false",
+            )
 
 
-def _without_effect(units: tuple[Unit, ...], engine: str, sharding: Sharding) -> list[Note]:
+def _without_effect(units: tuple[Unit, ...], engine: str, sharding: Sharding, ddp: DDP) -> list[Note]:
     """Options that this recipe has no use for: said, because another layout may have."""
-    keys = ("units", "min_unit_bytes", "reshard_after_forward") if engine == "ddp" else ("reshard_after_forward",)
-    if engine == "fsdp2" and len(units) > 1:
-        return []
-    because = "DDP keeps whole copies" if engine == "ddp" else "the root is the only unit, and it stays gathered"
-    given = [key for key in keys if getattr(sharding, key) != default_of(Sharding, key)]
-    return [Note(name=key, why=f"{getattr(sharding, key)!r} has no effect here: {because}") for key in given]
+    idle: list[tuple[Sharding | DDP, str, str]] = []  # record, key, why
+    if engine == "ddp":
+        idle = [(sharding, key, "DDP keeps whole copies") for key in FSDP2_ONLY]
+    else:
+        idle = [(ddp, key, "the engine is fsdp2") for key in DDP.__struct_fields__]
+        if len(units) == 1:
+            alone = "the root is the only unit, and it stays gathered"
+            idle += [(sharding, key, alone) for key in ("reshard_after_forward", "reshard_every", "prefetch")]
+    given = [(record, key, why) for record, key, why in idle if getattr(record, key) != default_of(type(record), key)]
+    return [
+        Note(name=key, why=f"{getattr(record, key)!r} has no effect here: {because}") for record, key, because in given
+    ]
 
 
 def _param(fact: TensorFact, unit: str, engine: str, precision: Precision, notes: list[Note], name: str) -> Param:

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from shardwise.config.options import DDP
 from shardwise.errors import PlanError
 from shardwise.layout import AXES, Coord, Layout
 from shardwise.recipe.check import check_param
@@ -41,6 +42,10 @@ class Recipe(Record, frozen=True):
     buffer_policy: str = "rank0"
     output: str | None = None  # dtype of floating outputs; None = as computed
     cast_inputs: str = "root"
+    offload: bool = False  # parameters, gradients and optimizer state live in host memory
+    pin_memory: bool = True  # ... page-locked, where there is an accelerator
+    sync_every_microbatch: bool | Literal["reduce_scatter"] = False
+    ddp: DDP | None = None  # how replicas reduce; None: they are shards
     notes: tuple[Note, ...] = ()
     version: int = RECIPE_VERSION
 

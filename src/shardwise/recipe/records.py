@@ -71,6 +71,9 @@ class Anatomy(Record, frozen=True):
     buffers: dict[str, TensorFact]
     lists: tuple[BlockList, ...]
     classes: dict[str, str]  # module name -> class name
+    class_paths: dict[
+        str, str
+    ] = {}  # module name -> class name with its package, as in "torch.nn.modules.linear.Linear"
 
 
 class Part(Record, frozen=True):
@@ -116,12 +119,16 @@ class Buffer(Record, frozen=True):
 
 
 class Unit(Record, frozen=True):
-    """Modules gathered together; ``reshard`` as FSDP2's ``reshard_after_forward`` takes it."""
+    """Modules gathered together; ``reshard`` as FSDP2's ``reshard_after_forward`` takes it. The units named in
+    ``prefetch_forward`` are gathered when this one's forward begins, those in ``prefetch_backward`` when its backward
+    does; None: as FSDP2 does by itself, the unit that ran before this one."""
 
     name: str
     modules: tuple[str, ...]
     reshard: bool | int
     why: str
+    prefetch_forward: tuple[str, ...] = ()
+    prefetch_backward: tuple[str, ...] | None = None
 
 
 class Note(Record, frozen=True):

@@ -6,40 +6,41 @@ The rule: the blocks of outermost lists that every rank is sure to enter, neighb
 """
 
 import difflib
-import fnmatch
+from collections.abc import Sequence
 
+from shardwise.config.options import Sharding
 from shardwise.errors import PlanError
+from shardwise.recipe.patterns import matches
 from shardwise.recipe.records import DTYPE_BYTES, ROOT, Anatomy, BlockList, Note, Unit, human_bytes
+from shardwise.recipe.timing import with_timing
 
 __all__ = ["make_units", "unit_of_params"]
 
 
-def make_units(
-    anatomy: Anatomy, *, units: str | tuple[str, ...], min_unit_bytes: int, reshard: bool | int, compute: str | None
-) -> tuple[tuple[Unit, ...], tuple[Note, ...]]:
+def make_units(anatomy: Anatomy, sharding: Sharding, compute: str | None) -> tuple[tuple[Unit, ...], tuple[Note, ...]]:
     """Units in the order of the module, the root unit last, and notes on what was decided.
 
     Raises:
         PlanError: a name pattern that matches no module.
     """
-    sizes = _Sizes(anatomy, compute)
+    units, sizes = sharding.units, _Sizes(anatomy, sharding, compute)
     if isinstance(units, tuple):
-        lists, notes = [_named_blocks(anatomy, units)], []
-        min_unit_bytes = 0  # the user said which modules are units: none is merged away
+        lists, notes = [_named_blocks(anatomy, units)], []  # none of them is merged away
     elif units == "none":
         lists, notes = [], [Note(name=ROOT, why='one unit: units="none"')]
     else:
         lists, notes = _splittable(anatomy)
-        if sizes.total < min_unit_bytes:
-            small = f"one unit: the model's {human_bytes(sizes.total)} are below min_unit_bytes = {human_bytes(min_unit_bytes)}"
+        if not sizes.is_full([ROOT]):
+            small = f"one unit: the model's {sizes.in_words([ROOT])} are below {sizes.goal}"
             lists, notes = [], [Note(name=ROOT, why=small)]
     made: list[Unit] = []
     for block_list in lists:
-        groups = _merge(_free_of_outside_ties(anatomy, block_list.blocks, notes), sizes, min_unit_bytes)
+        groups = _merge(_free_of_outside_ties(anatomy, block_list.blocks, notes), sizes)
         groups = _join_tied(anatomy, groups, notes)
-        made += [_unit(block_list, group, reshard, sizes, min_unit_bytes) for group in groups]
+        made += [_unit(block_list, group, sizes) for group in groups]
     rest = "what no other unit holds; stays gathered from forward to backward, which starts with it"
-    return (*made, Unit(name=ROOT, modules=(ROOT,), reshard=False, why=rest)), tuple(notes)
+    root = Unit(name=ROOT, modules=(ROOT,), reshard=False, why=rest)
+    return with_timing(anatomy, (*made, root), sharding), tuple(notes)
 
 
 def unit_of_params(anatomy: Anatomy, units: tuple[Unit, ...]) -> dict[str, str]:
@@ -49,20 +50,33 @@ def unit_of_params(anatomy: Anatomy, units: tuple[Unit, ...]) -> dict[str, str]:
 
 
 class _Sizes:
-    """Bytes of compute-dtype parameters below a module, each tied tensor counted once."""
+    """How much lies below a module, each tied tensor counted once, and how much makes a unit."""
 
-    def __init__(self, anatomy: Anatomy, compute: str | None):
+    def __init__(self, anatomy: Anatomy, sharding: Sharding, compute: str | None):
+        self.by_number = sharding.min_unit_params is not None
         self.dtype = compute
-        self.total = 0
-        self._below: dict[str, int] = {}  # module name -> bytes
+        least = sharding.min_unit_bytes if sharding.min_unit_params is None else sharding.min_unit_params
+        self._least = 0 if isinstance(sharding.units, tuple) else least
+        self._below: dict[str, int] = {ROOT: 0}  # module name -> bytes or number
         for name, fact in anatomy.params.items():
-            size = fact.numel * DTYPE_BYTES[compute or fact.dtype]
-            self.total += size
-            for end in (i for i, letter in enumerate(name) if letter == "."):
-                self._below[name[:end]] = self._below.get(name[:end], 0) + size
+            size = fact.numel * (1 if self.by_number else DTYPE_BYTES[compute or fact.dtype])
+            for module in (ROOT, *(name[:end] for end, letter in enumerate(name) if letter == ".")):
+                self._below[module] = self._below.get(module, 0) + size
 
-    def of(self, modules: tuple[str, ...]) -> int:
+    @property
+    def goal(self) -> str:
+        if self.by_number:
+            return f"min_unit_params = {self._least:,}"
+        return f"min_unit_bytes = {human_bytes(self._least)}"
+
+    def is_full(self, modules: Sequence[str]) -> bool:
         """Of modules none of which is inside another."""
+        return self._of(modules) >= self._least
+
+    def in_words(self, modules: Sequence[str]) -> str:
+        return f"{self._of(modules):,} parameters" if self.by_number else human_bytes(self._of(modules))
+
+    def _of(self, modules: Sequence[str]) -> int:
         return sum(self._below.get(module, 0) for module in modules)
 
 
@@ -84,7 +98,7 @@ def _named_blocks(anatomy: Anatomy, patterns: tuple[str, ...]) -> BlockList:
         found = [
             name
             for name, cls in anatomy.classes.items()
-            if name and (_matches(name, pattern) or fnmatch.fnmatchcase(cls, pattern))
+            if name and (matches(name, cls, pattern) or pattern == anatomy.class_paths.get(name))
         ]
         if not found:
             raise _no_match(anatomy, pattern)
@@ -116,12 +130,6 @@ def _no_match(anatomy: Anatomy, pattern: str) -> PlanError:
     )
 
 
-def _matches(name: str, pattern: str) -> bool:
-    """Part by part, so that ``blocks.*`` means the blocks and not all that is in them."""
-    parts, patterns = name.split("."), pattern.split(".")
-    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
-
-
 def _free_of_outside_ties(anatomy: Anatomy, blocks: tuple[str, ...], notes: list[Note]) -> tuple[str, ...]:
     """Without the blocks that share a tensor with a module outside ``blocks``: those stay in the root unit, and so do
     the blocks that share one with them."""
@@ -144,14 +152,14 @@ def _tied_outside(anatomy: Anatomy, block: str, blocks: tuple[str, ...]) -> str 
     return None
 
 
-def _merge(blocks: tuple[str, ...], sizes: _Sizes, min_unit_bytes: int) -> list[list[str]]:
+def _merge(blocks: tuple[str, ...], sizes: _Sizes) -> list[list[str]]:
     groups: list[list[str]] = []
     full = True
     for block in blocks:
         if full:
             groups.append([])
         groups[-1].append(block)
-        full = sizes.of(tuple(groups[-1])) >= min_unit_bytes
+        full = sizes.is_full(groups[-1])
     if len(groups) > 1 and not full:
         rest = groups.pop()
         groups[-1] += rest
@@ -180,10 +188,9 @@ def _home_of(owner: str, homes: dict):
     return None
 
 
-def _unit(block_list: BlockList, group: list[str], reshard: bool | int, sizes: _Sizes, min_unit_bytes: int) -> Unit:
-    size = human_bytes(sizes.of(tuple(group)))
-    size += f" in {sizes.dtype}" if sizes.dtype else ""
+def _unit(block_list: BlockList, group: list[str], sizes: _Sizes) -> Unit:
+    size = sizes.in_words(group) + (f" in {sizes.dtype}" if sizes.dtype and not sizes.by_number else "")
     if len(group) == 1:
-        return Unit(name=group[0], modules=tuple(group), reshard=reshard, why=f"{size}; {block_list.why}")
-    why = f"{len(group)} neighbours merged to reach min_unit_bytes = {human_bytes(min_unit_bytes)}: {size}; {block_list.why}"
-    return Unit(name=f"{group[0]}..{group[-1]}", modules=tuple(group), reshard=reshard, why=why)
+        return Unit(name=group[0], modules=tuple(group), reshard=True, why=f"{size}; {block_list.why}")
+    why = f"{len(group)} neighbours merged to reach {sizes.goal}: {size}; {block_list.why}"
+    return Unit(name=f"{group[0]}..{group[-1]}", modules=tuple(group), reshard=True, why=why)

@@ -1,5 +1,6 @@
 """``sw.verify``: the user's own model, sharded and in one process, compared number by number."""
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -7,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.config.options import Sharding
-from shardwise.errors import ConfigError
+from shardwise.config.suggest import did_you_mean
+from shardwise.errors import ConfigError, UsageError
 from shardwise.launch import launch_local
 from shardwise.layout import layout_of, parse_layout
+from shardwise.parallel import parallelize
 from shardwise.train.loss import call, count_of, next_token_loss
 from shardwise.verify.compare import Report, compare
 from shardwise.verify.oracle import Task, run_oracle
@@ -31,11 +33,11 @@ def verify(
     forward: Any = call,
     optimizer: Any = "sgd",
     max_grad_norm: float | None = None,
-    sharding: Sharding | None = None,
     dtype: torch.dtype = torch.float64,
     gate: float | None = None,
     num_ranks: int | None = None,
     run: Callable[..., list[RankRecord]] | None = None,
+    **options: Any,
 ) -> Report:
     """Trains a few steps twice, sharded over local CPU processes and in one plain process, and compares loss, every
     gradient, the norm and every updated parameter. Call it from an ordinary process; it starts the ranks itself.
@@ -48,13 +50,14 @@ def verify(
         loss, count, forward: as :class:`~shardwise.train.step.TrainStep` takes them; top-level functions.
         optimizer: "sgd" (momentum 0.9), "adamw", or a top-level function of the parameters.
         max_grad_norm: clip, or None.
-        sharding: options of ``parallelize``.
         dtype: what both sides compute in; float64 shows faults that rounding would hide.
         gate: the largest error allowed; default 1e-12 in float64, 1e-5 in float32.
         num_ranks: needed where the layout has ``-1``.
         run: ``run(function, num_ranks, *args)`` -> results by rank, such as a pool's; default: fresh processes.
+        options: keyword arguments of ``parallelize``: ``sharding``, ``ddp`` and so on.
 
     Raises:
+        UsageError: an option that parallelize does not have.
         VerifyError: naming the first tensor that differs.
 
     Example:
@@ -62,6 +65,7 @@ def verify(
     """
     if not batches or not all(batches):
         raise ConfigError("verify without batches", why="there is nothing to compare", fix="give at least one window")
+    _refuse_unknown(options)
     size = _num_ranks(layout, num_ranks)
     task = Task(
         build=build,
@@ -75,8 +79,19 @@ def verify(
     )
     oracle = run_oracle(task)
     noise = run_oracle(task, otherwise=True)
-    ranks = (run or _in_fresh_processes)(run_sharded, size, task, layout, sharding)
+    ranks = (run or _in_fresh_processes)(run_sharded, size, task, layout, options)
     return compare(task, oracle, ranks, noise=noise, gate=GATES[dtype] if gate is None else gate)
+
+
+def _refuse_unknown(options: Mapping[str, Any]) -> None:
+    known = [name for name, p in inspect.signature(parallelize).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    for name in options:
+        if name not in known:
+            raise UsageError(
+                f"verify({name}=...)",
+                why="neither verify nor parallelize has such an option",
+                fix=did_you_mean(name, known, what="options of parallelize"),
+            )
 
 
 def _num_ranks(layout: str, given: int | None) -> int:

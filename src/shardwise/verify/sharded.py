@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from shardwise._compat import TorchDispatchMode, local_tensor
-from shardwise.config.options import Sharding
 from shardwise.parallel import parallelize, recipe_of, runtime_of
 from shardwise.train.batch import MicroBatch
 from shardwise.train.step import TrainStep
 from shardwise.verify.oracle import Task, make_optimizer
 from shardwise.world import World, init
 
-__all__ = ["RankRecord", "RankStep", "run_sharded", "share_of"]
+__all__ = ["CountCollectives", "RankRecord", "RankStep", "run_sharded", "share_of"]
 
 
 @dataclass
@@ -40,8 +39,8 @@ class RankRecord:
     steps: list[RankStep]
 
 
-class _CountCollectives(TorchDispatchMode):
-    """Counts collectives by name, so that a comparison cannot pass on a model that was never sharded."""
+class CountCollectives(TorchDispatchMode):
+    """Within: counts collectives by name, so that a comparison cannot pass on a model that was never sharded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,14 +53,14 @@ class _CountCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run_sharded(task: Task, layout: str, sharding: Sharding | None = None) -> RankRecord:
-    """Runs ``task`` on this rank of ``layout``. All ranks call it.
+def run_sharded(task: Task, layout: str, options: Mapping[str, Any] | None = None) -> RankRecord:
+    """Runs ``task`` on this rank of ``layout``, with ``options`` for ``parallelize``. All ranks call it.
 
     Every rank builds the module, ranks other than 0 with another seed: a rank that kept its own values would be seen.
     """
     with init(layout, device="cpu", timeout_s=60) as world:
         module = task.make(task.seed + world.rank)
-        model = parallelize(module, world, sharding=sharding)
+        model = parallelize(module, world, **(options or {}))
         optim = make_optimizer(task, [p for p in model.parameters() if p.requires_grad])
         step = TrainStep(
             model,
@@ -95,7 +94,7 @@ def _run_step(step: TrainStep, optim: torch.optim.Optimizer, window: list[MicroB
 
     handle = optim.register_step_pre_hook(keep)
     try:
-        with _CountCollectives() as counter:
+        with CountCollectives() as counter:
             out = step(window)
     finally:
         handle.remove()
