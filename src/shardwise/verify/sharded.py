@@ -42,9 +42,16 @@ class RankRecord:
 class CountCollectives(TorchDispatchMode):
     """Within: counts collectives by name, so that a comparison cannot pass on a model that was never sharded."""
 
+    supports_higher_order_operators = True  # as compiled blocks that run again are made of
+
     def __init__(self) -> None:
         super().__init__()
         self.counts: dict[str, int] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Or compiled blocks would run as they are written while this looks on."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
