@@ -5,15 +5,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise.config.loader import Loaded, load_config
-    from shardwise.config.options import Parallel, Precision, Sharding, precision_of
+    from shardwise.config.options import Compile, Parallel, Precision, Remat, Sharding, precision_of
     from shardwise.config.render import dump_config, print_config
     from shardwise.config.schema import RunConfig
     from shardwise.config.target import check_target, load_target
 
 __all__ = [
+    "Compile",
     "Loaded",
     "Parallel",
     "Precision",
+    "Remat",
     "RunConfig",
     "Sharding",
     "check_target",
@@ -25,9 +27,11 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Compile": "options",
     "Loaded": "loader",
     "Parallel": "options",
     "Precision": "options",
+    "Remat": "options",
     "RunConfig": "schema",
     "Sharding": "options",
     "check_target": "target",

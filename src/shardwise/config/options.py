@@ -8,28 +8,31 @@ would have no effect raises :class:`~shardwise.errors.ConfigError`.
 Precision(storage='float32', compute='bfloat16', reduce='float32', output=None, cast_inputs='root')
 """
 
-import typing
-from functools import cache
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from shardwise.config.check import checked
+from shardwise.config.record import Options, doc, hints_of
 from shardwise.config.suggest import listing
+from shardwise.config.techniques import Compile, Remat, compile_of, remat_of
 from shardwise.errors import ConfigError, UnsupportedError
 
 __all__ = [
     "DDP",
     "DTYPE_WORDS",
+    "Compile",
     "Options",
     "Parallel",
     "Precision",
     "Prefetch",
+    "Remat",
     "Sharding",
+    "compile_of",
     "default_of",
     "doc",
     "hints_of",
     "precision_of",
+    "remat_of",
 ]
 
 DTYPE_WORDS = {
@@ -45,40 +48,6 @@ DTYPE_WORDS = {
     "fp64": "float64",
 }
 """The words accepted for a dtype, and torch's name for each."""
-
-
-def doc(text: str) -> msgspec.Meta:
-    """The description of a field, shown by ``--help`` and in the docs."""
-    return msgspec.Meta(description=text)
-
-
-@cache
-def hints_of(cls: type[msgspec.Struct]) -> dict[str, Any]:
-    """Field name -> type of a record, in declaration order, with descriptions and limits."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    return {name: hints[name] for name in cls.__struct_fields__}
-
-
-class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all option records: every field is checked, and lists become tuples, when one is built."""
-
-    functions: ClassVar[frozenset[str]] = frozenset()  # fields that may also be a function, given from Python
-
-    def __post_init__(self) -> None:
-        for key, hint in hints_of(type(self)).items():
-            value = getattr(self, key)
-            if callable(value) and key in self.functions:
-                continue
-            where = f"{type(self).__name__}({key}={value!r})"
-            msgspec.structs.force_setattr(self, key, checked(value, hint, where=where, key=key))
-        self.check()
-
-    def check(self) -> None:
-        """Cross checks of a record's own fields. Raises :class:`ConfigError`."""
-
-    def computed(self) -> dict[tuple[str, str], Any]:
-        """Defaults that depend on other fields: (section, key) -> value. A record settles them in :meth:`check`."""
-        return {}
 
 
 class Precision(Options, frozen=True, kw_only=True):
@@ -306,9 +275,20 @@ class Parallel(Options, frozen=True, kw_only=True):
     precision: Annotated[str | Precision | None, doc("bf16, fp32, fp64, or a dtype each; null: as the model is")] = None
     sharding: Annotated[Sharding, doc("how data-parallel ranks share the model")] = Sharding()
     ddp: Annotated[DDP, doc("how replicas reduce gradients, where the engine is ddp")] = DDP()
+    remat: Annotated[
+        Literal["none", "full", "selective"] | Remat | None,
+        doc(
+            "full: run each block again in backward instead of keeping what it computed; selective: keep the costly part"
+        ),
+    ] = None
+    compile: Annotated[
+        Literal["none", "blocks"] | Compile | None, doc("blocks: torch.compile each block; null: none")
+    ] = None
 
     def check(self) -> None:
         precision_of(self.precision)
+        remat_of(self.remat)
+        compile_of(self.compile)
         if not self.layout.strip():
             raise ConfigError(
                 "Parallel(layout='')",

@@ -1,0 +1,45 @@
+"""The base of all option records, and what is known of their fields. Torch-free."""
+
+import typing
+from functools import cache
+from typing import Any, ClassVar
+
+import msgspec
+
+from shardwise.config.check import checked
+
+__all__ = ["Options", "doc", "hints_of"]
+
+
+def doc(text: str) -> msgspec.Meta:
+    """The description of a field, shown by ``--help`` and in the docs."""
+    return msgspec.Meta(description=text)
+
+
+@cache
+def hints_of(cls: type[msgspec.Struct]) -> dict[str, Any]:
+    """Field name -> type of a record, in declaration order, with descriptions and limits."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {name: hints[name] for name in cls.__struct_fields__}
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all option records: every field is checked, and lists become tuples, when one is built."""
+
+    functions: ClassVar[frozenset[str]] = frozenset()  # fields that may also be a function, given from Python
+
+    def __post_init__(self) -> None:
+        for key, hint in hints_of(type(self)).items():
+            value = getattr(self, key)
+            if callable(value) and key in self.functions:
+                continue
+            where = f"{type(self).__name__}({key}={value!r})"
+            msgspec.structs.force_setattr(self, key, checked(value, hint, where=where, key=key))
+        self.check()
+
+    def check(self) -> None:
+        """Cross checks of a record's own fields. Raises :class:`ConfigError`."""
+
+    def computed(self) -> dict[tuple[str, str], Any]:
+        """Defaults that depend on other fields: (section, key) -> value. A record settles them in :meth:`check`."""
+        return {}

@@ -1,0 +1,63 @@
+"""Remat and Compile: words and records; what contradicts itself is refused, in Python and in a file."""
+
+import pytest
+
+from shardwise.config import load_config
+from shardwise.config.options import Compile, Parallel, Remat, compile_of, remat_of
+from shardwise.errors import ConfigError
+
+
+@pytest.mark.parametrize("value", [None, "none"])
+def test_none_is_none(value):
+    assert remat_of(value) is None and compile_of(value) is None
+
+
+def test_words_stand_for_records():
+    assert remat_of("full") == Remat() and remat_of("selective") == Remat(mode="selective")
+    assert compile_of("blocks") == Compile() and compile_of(Compile(dynamic=True)).dynamic is True
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: remat_of("ful"), "did you mean 'full'?"),
+        (lambda: remat_of(True), "neither a word for remat nor a Remat record"),
+        (lambda: compile_of("block"), "did you mean 'blocks'?"),
+        (lambda: Remat(mode="half"), "expected one of 'full', 'selective'"),
+        (lambda: Remat(every=0), "expected a whole number >= 1"),
+        (lambda: Remat(save=("matmul",)), "so save would have no effect"),
+        (lambda: Remat(mode="selective", save=()), "none is named"),
+        (lambda: Remat(mode="selective", save=("",)), "an empty name"),
+        (lambda: Remat(mode="selective", offload=True), "only a part would be offloaded"),
+        (lambda: Remat(targets=()), "means no module"),
+        (lambda: Compile(targets=("",)), "means no module"),
+        (lambda: Compile(backend=""), "no backend has this name"),
+        (lambda: Compile(backend="eager", mode="max-autotune"), "mode would have no effect"),
+        (lambda: Compile(backend="eager", activation_memory_budget=0.5), "the budget would have no effect"),
+        (lambda: Compile(activation_memory_budget=1.5), "expected a number >= 0 and <= 1"),
+        (lambda: Parallel(remat="some"), "expected one of 'none', 'full', 'selective'"),
+    ],
+)
+def test_values_that_cannot_work_are_refused(make, words):
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert words in str(caught.value)
+
+
+def test_from_a_file_and_the_command_line(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("parallel:\n  remat: {mode: selective, every: 2, save: [attention]}\n  compile: {backend: eager}\n")
+    parallel = load_config(path).config.parallel
+    assert parallel.remat == Remat(mode="selective", every=2, save=("attention",)) and parallel.compile == Compile(
+        backend="eager"
+    )
+    changed = load_config(path, ["--parallel.remat.every=3", "--parallel.compile.backend=aot_eager"]).config.parallel
+    assert changed.remat.every == 3 and changed.compile == Compile(backend="aot_eager")
+
+
+def test_a_wrong_key_is_told_with_its_line(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("parallel:\n  remat:\n    mode: full\n    evry: 2\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert "run.yaml:4" in str(caught.value) and "did you mean" in str(caught.value)
