@@ -36,6 +36,7 @@ def read_anatomy(module: nn.Module, *, example: Mapping[str, Tensor] | None = No
         lists=find_block_lists(module, skipped),
         classes={name: cls.__name__ for name, cls in classes.items()},
         class_paths={name: f"{cls.__module__}.{cls.__qualname__}" for name, cls in classes.items()},
+        containers=tuple(name for name, child in canonical_modules(module) if _has_no_forward(child)),
     )
 
 
@@ -73,6 +74,10 @@ def _tensors(root: nn.Module, kind: str) -> dict[str, TensorFact]:
         )
         for key, (tensor, persistent) in facts.items()
     }
+
+
+def _has_no_forward(module: nn.Module) -> bool:
+    return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 
 def _user_class(module: nn.Module) -> type:

@@ -8,7 +8,7 @@ would have no effect raises :class:`~shardwise.errors.ConfigError`.
 Precision(storage='float32', compute='bfloat16', reduce='float32', output=None, cast_inputs='root')
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 

@@ -1,7 +1,7 @@
 """A recipe as text: what is gathered when, what every rank holds, and why each choice was made."""
 
 from shardwise.recipe.recipe import Recipe
-from shardwise.recipe.records import DTYPE_BYTES, Param, human_bytes
+from shardwise.recipe.records import DTYPE_BYTES, Edit, Param, human_bytes
 
 __all__ = ["describe_recipe", "human_bytes"]
 
@@ -31,8 +31,24 @@ def describe_recipe(recipe: Recipe) -> str:
         lines.append(
             f"frozen: {len(frozen)} parameter{'s' if len(frozen) > 1 else ''} ({', '.join(frozen[:3])}{', ...' if len(frozen) > 3 else ''})"
         )
+    lines += _edits(recipe)
     lines += [f"{note.name or '(root)'}: {note.why}" for note in recipe.notes]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _edits(recipe: Recipe) -> list[str]:
+    """A line for the modules that are changed alike for one reason."""
+    groups: dict[tuple[str, str], list[Edit]] = {}
+    for edit in recipe.edits:
+        groups.setdefault((edit.technique, edit.why), []).append(edit)
+    lines = []
+    for (technique, why), edits in groups.items():
+        names = [edit.module for edit in edits]
+        given = ", ".join(f"{key}={value}" for key, value in edits[0].args.items() if value not in (None, False))
+        count = f"{len(names)} module{'s' if len(names) > 1 else ''}"
+        shown = ", ".join(names if len(names) < 4 else [names[0], "...", names[-1]])
+        lines.append(f"{technique}: {count} ({shown}): {why} [{given}]")
+    return lines
 
 
 def _param_bytes(recipe: Recipe, name: str) -> int:

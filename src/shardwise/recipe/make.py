@@ -4,9 +4,10 @@ import hashlib
 
 import msgspec
 
-from shardwise.config.options import DDP, FSDP2_ONLY, Precision, Sharding, default_of
+from shardwise.config.options import DDP, FSDP2_ONLY, Compile, Precision, Remat, Sharding, default_of
 from shardwise.errors import PlanError, UnsupportedError
 from shardwise.layout import Layout
+from shardwise.recipe.edits import make_edits
 from shardwise.recipe.recipe import Engine, Recipe, check_recipe
 from shardwise.recipe.records import ROOT, Anatomy, Buffer, Cut, Note, Param, TensorFact, Unit
 from shardwise.recipe.units import make_units, unit_of_params
@@ -17,12 +18,19 @@ FLOATING = ("float64", "float32", "float16", "bfloat16")
 
 
 def make_recipe(
-    anatomy: Anatomy, layout: Layout, *, precision: Precision, sharding: Sharding, ddp: DDP | None = None
+    anatomy: Anatomy,
+    layout: Layout,
+    *,
+    precision: Precision,
+    sharding: Sharding,
+    ddp: DDP | None = None,
+    remat: Remat | None = None,
+    compile: Compile | None = None,
 ) -> Recipe:
     """The recipe of a module under a layout: pure, the same on every rank.
 
     Raises:
-        PlanError: options that name no module, or a number of ranks to reshard over that does not divide dp_shard.
+        PlanError: options that name no module or undo each other, or a number of ranks to reshard over that does not divide dp_shard.
         UnsupportedError: trainable parameters of several storage dtypes in one unit.
     """
     engine, why = _engine(anatomy, layout, precision, sharding)
@@ -51,6 +59,7 @@ def make_recipe(
         pin_memory=sharding.pin_memory,
         sync_every_microbatch=sharding.sync_every_microbatch if engine == "fsdp2" else False,
         ddp=(ddp or DDP()) if engine == "ddp" else None,
+        edits=make_edits(anatomy, remat=remat, compile=compile, units=units),
         notes=tuple(notes),
     )
     check_recipe(recipe)

@@ -15,7 +15,7 @@ from shardwise.errors import PlanError
 from shardwise.layout import AXES, Coord, Layout
 from shardwise.recipe.check import check_param
 from shardwise.recipe.cuts import Slice, extents, local_shape, owners
-from shardwise.recipe.records import DTYPE_BYTES, ROOT, Buffer, Note, Param, Record, Unit
+from shardwise.recipe.records import DTYPE_BYTES, ROOT, Buffer, Edit, Note, Param, Record, Unit
 
 __all__ = ["RECIPE_VERSION", "Engine", "RankView", "Recipe", "check_recipe"]
 
@@ -46,6 +46,7 @@ class Recipe(Record, frozen=True):
     pin_memory: bool = True  # ... page-locked, where there is an accelerator
     sync_every_microbatch: bool | Literal["reduce_scatter"] = False
     ddp: DDP | None = None  # how replicas reduce; None: they are shards
+    edits: tuple[Edit, ...] = ()  # changes in the code, in the order in which they are made
     notes: tuple[Note, ...] = ()
     version: int = RECIPE_VERSION
 

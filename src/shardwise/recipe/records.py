@@ -7,6 +7,8 @@ Shapes are in elements, sizes in elements along one tensor dim, dtypes are torch
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 __all__ = [
@@ -15,6 +17,7 @@ __all__ = [
     "BlockList",
     "Buffer",
     "Cut",
+    "Edit",
     "Note",
     "Param",
     "Part",
@@ -74,6 +77,7 @@ class Anatomy(Record, frozen=True):
     class_paths: dict[
         str, str
     ] = {}  # module name -> class name with its package, as in "torch.nn.modules.linear.Linear"
+    containers: tuple[str, ...] = ()  # modules without a forward of their own, as a ModuleList
 
 
 class Part(Record, frozen=True):
@@ -129,6 +133,16 @@ class Unit(Record, frozen=True):
     why: str
     prefetch_forward: tuple[str, ...] = ()
     prefetch_backward: tuple[str, ...] | None = None
+
+
+class Edit(Record, frozen=True):
+    """A change in the code of one module: what a technique does to it, with final values that JSON can hold."""
+
+    module: str
+    technique: str
+    action: str
+    args: dict[str, Any]
+    why: str
 
 
 class Note(Record, frozen=True):
