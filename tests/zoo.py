@@ -266,8 +266,9 @@ def hf(config: str, model: str, **changes: Any) -> nn.Module:
         if "drop" in name and isinstance(getattr(made, name), float):
             setattr(made, name, 0.0)
     built = getattr(transformers, model)(made)
-    if hasattr(made, "use_cache"):
-        built.config.use_cache = False
+    for part in built.modules():  # an encoder-decoder gives each half a configuration of its own
+        if hasattr(getattr(part, "config", None), "use_cache"):
+            part.config.use_cache = False
     return built
 
 

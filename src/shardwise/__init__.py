@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise.config.fsdp1 import from_fsdp1
-    from shardwise.config.options import DDP, Parallel, Precision, Prefetch, Sharding
+    from shardwise.config.options import DDP, Compile, Parallel, Precision, Prefetch, Remat, Sharding
     from shardwise.errors import (
         CheckpointError,
         ConfigError,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "shardwise.config.fsdp1": ("from_fsdp1",),
-    "shardwise.config.options": ("DDP", "Parallel", "Precision", "Prefetch", "Sharding"),
+    "shardwise.config.options": ("DDP", "Compile", "Parallel", "Precision", "Prefetch", "Remat", "Sharding"),
     "shardwise.errors": (
         "CheckpointError", "ConfigError", "LayoutError", "NonFiniteError", "PlanError", "RankError", "ShardwiseError",
         "UnsupportedError", "UsageError", "VerifyError",
@@ -72,6 +72,7 @@ __all__ = [
     "DDP",
     "Axis",
     "CheckpointError",
+    "Compile",
     "ConfigError",
     "Layout",
     "LayoutError",
@@ -84,6 +85,7 @@ __all__ = [
     "Prefetch",
     "RankError",
     "Recipe",
+    "Remat",
     "Sharding",
     "ShardwiseError",
     "StepOutput",

@@ -13,11 +13,15 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_any, tree_map
+from torch.utils._python_dispatch import _disable_current_modes as unseen
+from torch.utils._pytree import tree_any, tree_flatten, tree_map, tree_unflatten
+from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
 __all__ = [
     "BatchNormBase",
     "DDPModule",
+    "StopRecomputation",
     "TorchDispatchMode",
     "at_end_of_backward",
     "connection_to",
@@ -26,17 +30,24 @@ __all__ = [
     "foreach_norms",
     "foreach_scale",
     "forget_failed_group",
+    "function_modes",
     "gathered_parameters",
+    "is_taken_apart",
     "lazy_chunks",
     "local_tensor",
     "materialise",
+    "memory_budget",
     "on_unit_backward",
+    "operator_names",
     "reset_iteration",
     "tree_any",
+    "tree_flatten",
     "tree_map",
+    "tree_unflatten",
     "unit_gradients",
     "unit_groups",
     "unit_reshard",
+    "unseen",
 ]
 
 
@@ -189,3 +200,44 @@ def foreach_scale(tensors: list[Tensor], factor: float) -> None:
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's piece of a DTensor, without the autograd work of ``to_local``; any other tensor as it is."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def function_modes() -> list[Any]:
+    """The modes that see every call of torch now, outermost first."""
+    return torch.overrides._get_current_function_mode_stack()
+
+
+def operator_names() -> list[str]:
+    """The names of torch's own operators, without overloads."""
+    names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
+    return sorted(name.removeprefix("aten::") for name in names)
+
+
+def is_taken_apart(operator: Any) -> bool:
+    """Whether autograd and what stands below it see other operators in the place of this one."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
+
+
+@contextlib.contextmanager
+def memory_budget(budget: float) -> Iterator[None]:
+    """Within: graphs that are compiled keep this part of their activations for backward, and every random number.
+
+    torch counts ``bernoulli``, of which dropout is made, among what may be run again, where it draws anew: with a budget below
+    1 gradients belonged to other dropout masks, without an error. A budget of exactly 0 keeps nothing whatever is banned.
+    """
+    from torch._functorch import config, partitioners
+
+    choose = partitioners.choose_saved_values_set
+
+    def keeping_random(joint_graph: Any, *args: Any, **kwargs: Any) -> Any:
+        for node in joint_graph.nodes:
+            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return choose(joint_graph, *args, **kwargs)
+
+    partitioners.choose_saved_values_set = keeping_random  # type: ignore[assignment]
+    try:
+        with config.patch(activation_memory_budget=budget + 1e-9 if budget < 1 else budget):
+            yield
+    finally:
+        partitioners.choose_saved_values_set = choose

@@ -39,7 +39,8 @@ def prove(config: "RunConfig", world: "World") -> dict[str, Any]:
     if count > MOST_PARAMS:
         text = f"left out: {count:,} parameters are too many to gather at every step (at most {MOST_PARAMS:,})"
         return {"largest": None, "name": None, "text": text}
-    options = {"sharding": config.parallel.sharding, "ddp": config.parallel.ddp}
+    given = config.parallel
+    options = {"sharding": given.sharding, "ddp": given.ddp, "remat": given.remat, "compile": given.compile}
     records = world.gather(run_sharded(task, str(world.layout), options))
     outcome: Any = None
     if world.is_main:

@@ -14,21 +14,29 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise._compat import DDPModule
 from shardwise.anatomy import dtype_of, read_anatomy
-from shardwise.config.options import DDP, Precision, Sharding, precision_of
+from shardwise.config.options import DDP, Compile, Precision, Remat, Sharding, compile_of, precision_of, remat_of
 from shardwise.errors import PlanError, UsageError
+from shardwise.parallel.compile import apply_compile, check_compile
 from shardwise.parallel.ddp import apply_ddp
 from shardwise.parallel.fsdp2 import apply_fsdp2
+from shardwise.parallel.remat import apply_remat, check_remat, explain_remat
 from shardwise.parallel.runtime import Runtime, attach, has_runtime, runtime_of
 from shardwise.parallel.sources import build_with_source
 from shardwise.parallel.stale import mark_stale
 from shardwise.parallel.tensors import follow_parameters, give_memory, tensors_of
 from shardwise.parallel.units import with_named_units
-from shardwise.recipe import Anatomy, Note, Recipe, describe_recipe, fingerprint_of, make_recipe
+from shardwise.recipe import Anatomy, Edit, Note, Recipe, describe_recipe, fingerprint_of, make_recipe
 from shardwise.world import World, agree_on
 
 __all__ = ["apply_recipe", "describe", "parallelize", "recipe_of", "world_of"]
 
 M = TypeVar("M", bound=nn.Module)
+
+# What changes the code of modules, in the order in which it is done, before they are sharded: (checks, does it).
+_TECHNIQUES: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
+    "remat": (check_remat, apply_remat),
+    "compile": (check_compile, apply_compile),
+}
 
 
 def parallelize(
@@ -40,6 +48,8 @@ def parallelize(
     precision: str | Precision | None = None,
     sharding: Sharding | None = None,
     ddp: DDP | None = None,
+    remat: str | Remat | None = None,
+    compile: str | Compile | None = None,
 ) -> M:
     """Shards a module over the ranks of ``world`` and gives it back: the same object, class, names and methods.
 
@@ -57,6 +67,9 @@ def parallelize(
             a :class:`~shardwise.config.options.Precision`.
         sharding: engine, units, resharding, offload, prefetch and accumulation; None = all automatic.
         ddp: how replicas reduce their gradients; None = as torch does.
+        remat: ``"full"``: every block runs again in backward instead of keeping what it computed; ``"selective"``: but for
+            its matrix products and attention; or a :class:`~shardwise.config.options.Remat`.
+        compile: ``"blocks"``: ``torch.compile`` of every block; or a :class:`~shardwise.config.options.Compile`.
 
     Raises:
         UsageError: the module is sharded or wrapped already, or is on meta without a callable to build it.
@@ -81,7 +94,17 @@ def parallelize(
     _cast_storage(module, chosen)
     anatomy = read_anatomy(module, example=example)
     units = with_named_units(module, sharding or Sharding(), world)
-    recipe = make_recipe(anatomy, world.layout, precision=chosen, sharding=units, ddp=ddp)
+    recipe = make_recipe(
+        anatomy,
+        world.layout,
+        precision=chosen,
+        sharding=units,
+        ddp=ddp,
+        remat=remat_of(remat),
+        compile=compile_of(compile),
+    )
+    for technique, (check, _) in _TECHNIQUES.items():
+        check(module, _edits(recipe, technique), world)
     if source.note is not None:
         recipe = _with_note(recipe, source.note)
     _agree_on_recipe(recipe, world)
@@ -106,6 +129,8 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
             fix="make the recipe from this module and layout: parallelize does",
             name=_first_difference(anatomy, recipe),
         )
+    for technique, (_, apply) in _TECHNIQUES.items():
+        apply(module, _edits(recipe, technique), world)
     before = tensors_of(module, "_parameters")
     if recipe.engine == "ddp":
         give_memory(module, world.device)
@@ -113,6 +138,7 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
     else:
         engine = apply_fsdp2(module, recipe, world)
     runtime = Runtime(module, recipe, world, engine)
+    runtime.explainers.append(explain_remat)
     follow_parameters(module, before, runtime.parameters)
     mark_stale(before, runtime.parameters)
     attach(module, runtime)
@@ -132,6 +158,10 @@ def recipe_of(model: nn.Module) -> Recipe:
 def world_of(model: nn.Module) -> World:
     """The world that ``model`` was sharded over."""
     return runtime_of(model).world
+
+
+def _edits(recipe: Recipe, technique: str) -> list[Edit]:
+    return [edit for edit in recipe.edits if edit.technique == technique]
 
 
 # ---- checks and moves -----------------------------------------------------------------------------------------
@@ -191,6 +221,7 @@ def _agree_on_recipe(recipe: Recipe, world: World) -> None:
     }
     facts |= {"recipe": recipe.fingerprint, "offload": recipe.offload, "ddp": str(recipe.ddp)}
     facts |= {"sync_every_microbatch": recipe.sync_every_microbatch}
+    facts |= {f"{e.technique} of {e.module}": [e.action, e.args] for e in recipe.edits}
     facts |= {f"dtypes of {n}": [p.storage, p.compute, p.reduce] for n, p in recipe.params.items()}
     agree_on(
         world.agreement,

@@ -1,7 +1,7 @@
 """The one run-time object that hangs on a sharded module: its recipe, its world, and handles on the engine."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -59,6 +59,7 @@ class Runtime:
         self.replicated = [n for n in self.trainable if cut_engine and recipe.params[n].shape == ()]
         self.step = 0  # optimizer steps begun: part of every random stream's name
         self.in_window = False
+        self.explainers: list[Callable[[BaseException], ShardwiseError | None]] = []  # of techniques
         self._structure = Structure(module)
 
     # ---- tensors ---------------------------------------------------------------------------------------------
@@ -95,6 +96,12 @@ class Runtime:
         return {name: local_tensor(grad) for name, p in self.parameters.items() if (grad := p.grad) is not None}
 
     # ---- checks ----------------------------------------------------------------------------------------------
+
+    def explain(self, error: BaseException) -> ShardwiseError | None:
+        """An error of torch's own in our words, where we know what it comes from; else None."""
+        return next(
+            (known for ask in (*self.explainers, self.engine.explain) if (known := ask(error)) is not None), None
+        )
 
     def check_unchanged(self) -> None:
         """Raises UsageError if the module is no longer the one that was sharded; see :class:`Structure`."""

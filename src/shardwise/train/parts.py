@@ -94,6 +94,8 @@ def build_model(config: RunConfig, world: World) -> nn.Module:
         precision=parallel.precision,
         sharding=parallel.sharding,
         ddp=parallel.ddp,
+        remat=parallel.remat,
+        compile=parallel.compile,
     )
 
 

@@ -180,7 +180,7 @@ class Window:
         world = self.runtime.world
         if isinstance(error, ShardwiseError):
             return
-        known = self.runtime.engine.explain(error) or explain_no_gradient(self.runtime, error)
+        known = self.runtime.explain(error) or explain_no_gradient(self.runtime, error)
         if known is not None:
             raise known from error
         if world.size > 1 and is_lost_peer(error):
