@@ -130,7 +130,11 @@ def _resolve(anatomy: Anatomy, targets: str | tuple[str, ...], every: int, recor
 
 
 def _named(anatomy: Anatomy, pattern: str, record: str) -> list[str]:
-    found = [name for name, cls in anatomy.classes.items() if name and matches(name, cls, pattern)]
+    found = [
+        name
+        for name, cls in anatomy.classes.items()
+        if name and (matches(name, cls, pattern) or pattern == anatomy.class_paths.get(name))
+    ]
     if found:
         return found
     classes = sorted({cls for name, cls in anatomy.classes.items() if name})

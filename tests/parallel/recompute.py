@@ -1,0 +1,179 @@
+"""Models whose blocks run twice, one plain process that draws what the ranks draw, and what can be seen of a second run."""
+
+import contextlib
+from collections import Counter
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise._compat import TorchDispatchMode, local_tensor
+from shardwise.config.options import Sharding
+from shardwise.parallel import parallelize, recipe_of, runtime_of
+from shardwise.train.batch import MicroBatch
+from shardwise.train.window import window
+from shardwise.world import init
+from shardwise.world.rng import derive_seed, forked_rng
+
+LAYOUTS = {  # name -> (layout, ranks, engine)
+    "one": ("dp_shard=1", 1, "fsdp2"),
+    "ddp-2": ("dp_replicate=2", 2, "auto"),
+    "ddp-4": ("dp_replicate=4", 4, "auto"),
+    "fsdp-2": ("dp_shard=2", 2, "auto"),
+    "fsdp-4": ("dp_shard=4", 4, "auto"),
+}
+NUM_MICRO = 4
+SEED = 11
+
+
+class Block(nn.Module):
+    """Attention, dropout, keyword arguments, a tuple in and a tuple out; counts its runs."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.qkv, self.out, self.up = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.register_buffer("gain", torch.linspace(0.5, 1.5, dim))
+        self.runs = 0
+
+    def forward(self, x: Tensor, *, mask: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        if not torch.compiler.is_compiling():
+            self.runs += 1
+        q, k, v = (part[:, None] for part in self.qkv(x).chunk(3, -1))
+        q, k = q * rope[0] + rope[1], k * rope[0] + rope[1]
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[:, 0]
+        x = x + F.dropout(self.out(y), 0.3, self.training)
+        y = F.dropout(torch.tanh(self.up(x)) * self.gain.to(x.dtype), 0.2, self.training)
+        return x + y, y.square().sum()
+
+
+class Model(nn.Module):
+    """Blocks called with keywords; the second list is of experts that some tokens skip, so it is no unit."""
+
+    def __init__(self, dim: int = 8, num_blocks: int = 3):
+        super().__init__()
+        self.embed = nn.Embedding(13, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(num_blocks))
+        self.experts = nn.ModuleList(nn.Linear(dim, dim) for _ in range(2))
+        self.head = nn.Linear(dim, 13)
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embed(input_ids)
+        length = input_ids.shape[1]
+        mask = torch.ones(length, length, dtype=torch.bool).tril()
+        rope = (torch.linspace(0.5, 1, length)[:, None].to(x), torch.linspace(-1, 1, length)[:, None].to(x))
+        extra = x.new_zeros(())
+        for block in self.blocks:
+            x, more = block(x, mask=mask, rope=rope)
+            extra = extra + more
+        x = self.experts[int(input_ids[0, 0]) % 2](x)
+        return self.head(x), extra
+
+
+def build() -> Model:
+    torch.manual_seed(5)
+    return Model().double()
+
+
+def batches() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    made = []
+    for i in range(NUM_MICRO):
+        ids = torch.randint(0, 13, (2, 6), generator=generator)
+        labels = ids.roll(-1, 1)
+        labels[:, 5 - i :] = -100
+        made.append({"input_ids": ids, "labels": labels})
+    return made
+
+
+def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits, extra = model(batch["input_ids"])
+    return F.cross_entropy(logits.flatten(0, 1).to(torch.float64), batch["labels"].flatten(), reduction="sum") + extra
+
+
+def one_process(make=build) -> dict[str, Tensor | None]:
+    """Gradients of one plain process: no shardwise but for the names of its random streams."""
+    model, given = make(), batches()
+    tokens = sum(int((b["labels"] != -100).sum()) for b in given)
+    for i, batch in enumerate(given):
+        with forked_rng(derive_seed(SEED, "forward", 0, i)):
+            (loss_of(model, batch) / tokens).backward()
+    return {name: param.grad for name, param in model.named_parameters()}
+
+
+class CountOps(TorchDispatchMode):
+    """Within: counts operators by name."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def bytes_kept(found: list[int]):
+    """Within: adds up the bytes that forward keeps for backward."""
+    found.append(0)
+
+    def pack(tensor: Tensor) -> Tensor:
+        found[-1] += tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
+
+
+def train(layout: str, engine: str = "auto", make=build, units=None, **options):
+    """One window on this rank. Gives whole gradients, runs of each block, operators in backward, bytes kept per forward,
+    names, edits of the recipe, and the order in which dynamo's graphs grew."""
+    from torch._dynamo.utils import counters
+
+    keep = {"min_unit_bytes": 0} if engine != "ddp" and units is None else {}
+    keep |= {"units": units} if units else {}
+    with init(layout, device="cpu", seed=SEED, timeout_s=60) as world:
+        counters.clear()
+        model = make()
+        model = parallelize(model, world, sharding=Sharding(engine=engine, **keep), **options)
+        mine = [MicroBatch(b, index=i, padding=False) for i, b in enumerate(batches()) if i % world.size == world.rank]
+        kept: list[int] = []
+        backward: Counter[str] = Counter()
+        with window(model, mine) as w:
+            for batch in w:
+                with bytes_kept(kept):
+                    loss = loss_of(model, batch) / w.num_tokens
+                with CountOps() as ops:
+                    loss.backward()
+                backward += ops.counts
+        grads = {}
+        for name, param in runtime_of(model).parameters.items():
+            grad = param.grad
+            full = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+            grads[name] = None if full is None else local_tensor(full).detach().clone()
+        return {
+            "grads": grads,
+            "runs": [getattr(block, "runs", None) for block in model.blocks],
+            "backward": backward,
+            "kept": kept,
+            "names": [list(model.state_dict()), [name for name, _ in model.named_modules()]],
+            "edits": [(edit.technique, edit.module) for edit in recipe_of(model).edits],
+            "graphs": counters["stats"].get("unique_graphs", 0),
+            "breaks": sum(counters["graph_break"].values()),
+            "micro": len(mine),
+        }
+
+
+def assert_same(grads: dict[str, Tensor | None], want: dict[str, Tensor | None], gate: float = 1e-12) -> None:
+    largest = max(float(g.abs().max()) for g in want.values() if g is not None)
+    for name, other in want.items():
+        assert (grads[name] is None) == (other is None), name
+        if other is not None:
+            error = float((grads[name] - other).abs().max()) / max(float(other.abs().max()), 1e-6 * largest)
+            assert error <= gate, f"{name}: {error:.1e}"
