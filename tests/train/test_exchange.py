@@ -5,7 +5,8 @@ from unittest import mock
 
 import pytest
 import torch
-from train.plain import Net, batch, mine, sum_loss
+from torch import nn
+from train.plain import Net, batch, mine, plain_backward, shard, sum_loss
 
 import shardwise as sw
 import shardwise.train.exchange
@@ -95,3 +96,43 @@ def test_a_rank_that_does_not_come_to_make_buffers_equal_is_named(ranks, policy,
     assert who == (absent,)
     assert f"rank {1 - absent} waited 3 s at window 1, making buffers equal" in text
     assert f"rank {absent} is at a long lunch" in text
+
+
+class Rotor(nn.Module):
+    """A 0-dim complex parameter, which no engine cuts."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.turn = nn.Parameter(torch.tensor(0.6 + 0.8j))
+
+    def forward(self, input_ids):
+        x = (nn.functional.one_hot(input_ids, 4) * self.turn).pow(2)
+        x = x.real + x.imag
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def build_rotor():
+    torch.manual_seed(3)
+    rotor = Rotor()
+    rotor.blocks.double()
+    rotor.turn.data = rotor.turn.data.to(torch.complex128)
+    return rotor
+
+
+def _rotor_gradients():
+    world, model = shard("dp_shard=2", build=build_rotor)
+    with world, sw.window(model, mine([batch(i, vocab=4) for i in range(4)], world)) as w:
+        for b in w:
+            (sum_loss(model(b["input_ids"]), b) / w.num_tokens).backward()
+    return model.turn.grad
+
+
+def test_a_complex_number_among_the_parameters_has_the_gradient_of_one_process(ranks):
+    plain = build_rotor()
+    plain_backward(plain, [batch(i, vocab=4) for i in range(4)])
+    assert plain.turn.grad.imag.abs() > 1e-3
+    for got in ranks.run(_rotor_gradients, 2):
+        torch.testing.assert_close(got, plain.turn.grad, rtol=1e-12, atol=0)

@@ -56,7 +56,8 @@ class Exchange:
         for name, value in zip(runtime.replicated, whole, strict=True):
             param = runtime.parameters[name]
             if used[runtime.trainable.index(name)] > 0:
-                param.grad = value.to(param.device, param.dtype)
+                both = torch.complex(value[0], value[1])
+                param.grad = (both if param.is_complex() else both.real).to(param.device, param.dtype)
 
     def _units_differ(self) -> RankError:
         lists = self.runtime.world.agreement.gather(self.runtime.engine.entered(), "naming the units that differ")
@@ -79,9 +80,10 @@ class Exchange:
 
 
 def _gradient_or_zero(param: nn.Parameter) -> Tensor:
+    """The gradient of a 0-dim parameter as float64 [2]: real part, imaginary part."""
     if param.grad is None:
-        return torch.zeros((), dtype=torch.float64)
-    return local_tensor(param.grad).detach().double().cpu()
+        return torch.zeros(2, dtype=torch.float64)
+    return torch.view_as_real(local_tensor(param.grad).detach().to(torch.complex128).cpu())
 
 
 def buffer_versions(runtime: Runtime) -> dict[str, tuple[int, int, float]]:
