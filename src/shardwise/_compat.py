@@ -24,6 +24,7 @@ __all__ = [
     "StopRecomputation",
     "TorchDispatchMode",
     "at_end_of_backward",
+    "cast_floating",
     "connection_to",
     "default_store",
     "drop_partial_gradients",
@@ -185,6 +186,19 @@ def materialise(module: nn.Module, device: torch.device, *, cut: torch.device) -
         return torch.empty_like(tensor, device=cut if isinstance(tensor, DTensor) else device)
 
     module._apply(make)
+
+
+def cast_floating(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """``module.to(dtype)`` that keeps imaginary parts: complex tensors get the complex dtype of that precision."""
+    if not any(tensor.is_complex() for tensor in (*module.parameters(), *module.buffers())):
+        return module.to(dtype)
+
+    def cast(tensor: Tensor) -> Tensor:
+        if tensor.is_complex():
+            return tensor.to(dtype.to_complex())
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return module._apply(cast)
 
 
 def foreach_norms(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:

@@ -226,8 +226,9 @@ def _count(runtime: Runtime, batches: list[Batch], counter: Callable[[Batch], An
             refuse_gradless(runtime)
         if not batches:
             raise UsageError("an empty window", why="a step needs at least one micro-batch", fix=_FIX_LENGTH)
-        # Summed as tensors: one wait for the device instead of one per micro-batch.
-        tokens = sum(torch.as_tensor(counter(b)) for b in batches if not getattr(b, "padding", False))
+        # Summed as tensors: one wait for the device instead of one per micro-batch. In float64: a count may be a sum of
+        # weights, and the layout must not show in it.
+        tokens = sum(torch.as_tensor(counter(b)).double() for b in batches if not getattr(b, "padding", False))
     except ShardwiseError as error:
         problem = error
     place = f"window {runtime.step + 1}, before forward"

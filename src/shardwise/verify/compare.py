@@ -5,6 +5,7 @@ zero in exact arithmetic (a key's bias) would otherwise raise alarms. Pieces are
 ``extents`` alone, and copies held by several ranks must be equal to the last bit.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -160,7 +161,7 @@ def _step_differences(task: Task, recipe: Recipe, expected: StepRecord, steps: l
     yield from _tensors("param", *_comparable(task, params, expected), number)
     yield from _buffers(expected, steps, number)
     for rank, step in enumerate(steps):  # after the tensors: a tensor's name says more than a rank's
-        if step.num_tokens != expected.num_tokens:
+        if not math.isclose(step.num_tokens, expected.num_tokens, rel_tol=1e-12):  # a count may be a sum of weights
             yield Difference("num_tokens", float("inf"), f"rank {rank}", number)
         yield Difference("loss", _relative(step.loss, expected.loss), f"rank {rank}", number)
         yield Difference("grad_norm", _relative(step.grad_norm, expected.grad_norm), f"rank {rank}", number)
@@ -174,8 +175,18 @@ def _tensors(kind: str, found: Mapping[str, Tensor | None], wanted: Mapping[str,
             yield Difference(f"{kind} (None on one side)", float("inf"), name, number)
         elif value is not None and reference is not None and value.numel():
             scale = max(float(reference.abs().max()), _FLOOR * largest)
-            diff = float((value.double() - reference.double()).abs().max())
+            diff = float((_wide(value) - _wide(reference)).abs().max())
             yield Difference(kind, diff / scale if scale else diff, name, number)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Float64, or complex128: an imaginary part is compared too."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _reals(tensor: Tensor) -> Tensor:
+    """A complex tensor as its real and imaginary parts, which Adam steps one by one; any other as it is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _where_gradients_count(params: Mapping[str, Tensor | None], expected: StepRecord):
@@ -185,8 +196,9 @@ def _where_gradients_count(params: Mapping[str, Tensor | None], expected: StepRe
         grad = expected.grads[name]
         if value is None:
             continue
-        mask = torch.ones_like(value, dtype=torch.bool) if grad is None else grad.abs() > _FLOOR * largest
-        found[name], wanted[name] = value[mask], expected.params[name][mask]
+        real, reference = _reals(value), _reals(expected.params[name])
+        mask = torch.ones_like(real, dtype=torch.bool) if grad is None else _reals(grad).abs() > _FLOOR * largest
+        found[name], wanted[name] = real[mask], reference[mask]
     return found, wanted
 
 
@@ -198,8 +210,8 @@ def _buffers(expected: StepRecord, steps: list[RankStep], number: int):
             same = torch.equal(step.buffers[name], steps[0].buffers[name])
             yield Difference("buffer", 0.0 if same else float("inf"), f"{name} (rank {rank} against rank 0)", number)
         if len(steps) == 1 or not _is_statistic(name):
-            diff = (steps[0].buffers[name].double() - reference.double()).abs()
-            err = float(diff.max()) / max(float(reference.double().abs().max()), 1e-30) if diff.numel() else 0.0
+            diff = (_wide(steps[0].buffers[name]) - _wide(reference)).abs()
+            err = float(diff.max()) / max(float(_wide(reference).abs().max()), 1e-30) if diff.numel() else 0.0
             yield Difference("buffer", err, name, number)
 
 

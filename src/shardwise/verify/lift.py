@@ -7,16 +7,25 @@ would hide every difference; lifted, both sides are float64 from end to end.
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["LiftFloat32"]
 
+_WIDER = {Tensor.float: torch.float64, getattr(Tensor, "cfloat"): torch.complex128}  # noqa: B009 - missing in torch's type stubs
+
 
 class LiftFloat32(TorchFunctionMode):
-    """Within: ``.float()``, ``.to(torch.float32)`` and ``dtype=torch.float32`` mean float64."""
+    """Within: ``.float()``, ``.to(torch.float32)`` and ``dtype=torch.float32`` mean float64, complex64 means complex128."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.float:
-            return args[0].double()
-        args = tuple(torch.float64 if x is torch.float32 else x for x in args)
-        return func(*args, **{key: torch.float64 if x is torch.float32 else x for key, x in (kwargs or {}).items()})
+        if func in _WIDER:
+            return args[0].to(_WIDER[func])
+        args = tuple(_lifted(x) for x in args)
+        return func(*args, **{key: _lifted(x) for key, x in (kwargs or {}).items()})
+
+
+def _lifted(value: Any) -> Any:
+    if value is torch.float32:
+        return torch.float64
+    return torch.complex128 if value is torch.complex64 else value

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise._compat import cast_floating
+from shardwise.train.loss import count_of
 from shardwise.verify.lift import LiftFloat32
 
 __all__ = ["StepRecord", "Task", "make_optimizer", "run_oracle"]
@@ -26,18 +28,19 @@ class Task:
     Attributes:
         build: makes the module, called under ``torch.manual_seed(seed)``.
         windows: per step, the micro-batches of all ranks in global order.
-        loss: ``loss(output, batch)`` -> sum, or a mapping of sums.
-        count: ``count(batch)`` -> valid tokens.
+        loss: ``loss(output, batch)`` -> sum, or a mapping of sums; None: the module's forward takes the batch and returns it.
+        count: ``count(batch)`` -> valid tokens; None: the module's own ``count``, else valid labels.
         forward: ``forward(model, batch)`` -> output.
         optimizer: "sgd" (with momentum), "adamw", or a callable taking parameters.
         max_grad_norm: None = no clipping.
-        dtype: what the module is cast to; float64 lifts float32 islands too.
+        dtype: what the module is cast to, its complex tensors to the complex dtype of that precision; float64 lifts
+            float32 islands too.
     """
 
     build: Callable[[], nn.Module]
     windows: Sequence[Sequence[Batch]]
-    loss: Callable[[Any, Batch], Any]
-    count: Callable[[Batch], Any]
+    loss: Callable[[Any, Batch], Any] | None
+    count: Callable[[Batch], Any] | None
     forward: Callable[[nn.Module, Batch], Any]
     optimizer: Any = "sgd"
     max_grad_norm: float | None = None
@@ -48,8 +51,7 @@ class Task:
     def make(self, seed: int | None = None) -> nn.Module:
         """The module with its first values, in the task's dtype."""
         torch.manual_seed(self.seed if seed is None else seed)
-        module = self.build()
-        return module.to(self.dtype)
+        return cast_floating(self.build(), self.dtype)
 
     def lifted(self) -> contextlib.AbstractContextManager:
         """Float64 from end to end, if that is the task's dtype."""
@@ -62,7 +64,7 @@ class StepRecord:
 
     loss: float
     grad_norm: float
-    num_tokens: int
+    num_tokens: float
     grads: dict[str, Tensor | None]
     params: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
@@ -93,12 +95,13 @@ def run_oracle(task: Task, *, otherwise: bool = False) -> list[StepRecord]:
 def _step(
     task: Task, model: nn.Module, optim: torch.optim.Optimizer, window: Sequence[Batch], otherwise: bool
 ) -> StepRecord:
-    tokens = int(sum(int(task.count(batch)) for batch in window))
+    count = task.count or count_of(model, None)
+    tokens = sum(float(count(batch)) for batch in window)
     total = 0.0
-    divisor = max(tokens, 1)
+    divisor = tokens or 1.0
     for batch in reversed(window) if otherwise else window:
         with task.lifted():
-            result = task.loss(task.forward(model, batch), batch)
+            result = task.loss(task.forward(model, batch), batch) if task.loss is not None else model(batch)
         loss = result["loss"] if isinstance(result, Mapping) else result
         (loss if otherwise else loss / divisor).backward()
         total += float(loss.detach())

@@ -71,7 +71,7 @@ def verify(
         build=build,
         windows=batches,
         loss=loss,
-        count=count_of(loss, count),
+        count=count_of(loss, count) if loss is not None or count is not None else None,
         forward=forward,
         optimizer=optimizer,
         max_grad_norm=max_grad_norm,

@@ -69,10 +69,13 @@ def run_sharded(task: Task, layout: str, options: Mapping[str, Any] | None = Non
         module = task.make(task.seed + world.rank)
         model = parallelize(module, world, **(options or {}))
         optim = make_optimizer(task, [p for p in model.parameters() if p.requires_grad])
+        if task.loss is None:
+            model.forward = _Lifted(task, model.forward)
         step = TrainStep(
             model,
             optim,
-            loss=_Lifted(task, task.loss, task.count),
+            loss=None if task.loss is None else _Lifted(task, task.loss),
+            count=task.count,
             forward=_Lifted(task, task.forward),
             max_grad_norm=task.max_grad_norm,
         )
@@ -117,12 +120,10 @@ def _run_step(step: TrainStep, optim: torch.optim.Optimizer, window: list[MicroB
 
 
 class _Lifted:
-    """A function run in the task's arithmetic; carries a loss's count along."""
+    """A function run in the task's arithmetic."""
 
-    def __init__(self, task: Task, function: Any, count: Any = None):
+    def __init__(self, task: Task, function: Any):
         self.task, self.function = task, function
-        if count is not None:
-            self.count = count
 
     def __call__(self, *args: Any) -> Any:
         with self.task.lifted():
