@@ -14,7 +14,7 @@ from zoo import CASES
 
 from shardwise._compat import unit_groups
 from shardwise.config.options import DDP, Prefetch, Sharding
-from shardwise.parallel import parallelize
+from shardwise.parallel import parallelize, runtime_of
 from shardwise.train.step import TrainStep
 from shardwise.verify.sharded import CountCollectives, share_of
 from shardwise.world import init
@@ -31,24 +31,11 @@ class Seen:
 
     collectives: dict[str, int] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)  # "gather blocks.0", "forward blocks.0", ...
+    at_rest: int = 0  # bytes of parameters before the step
     whole_params: int = 0  # the most bytes of gathered parameters when a unit's backward begins
+    between: int = 0  # the most bytes of parameters kept in part from forward to backward
     whole_grads: int = 0  # bytes of whole gradients that are kept from the first micro-batch to the second
     on_host: bool = False  # FSDP2 keeps shards in host memory
-
-
-@dataclass(frozen=True)
-class Knob:
-    """One setting, where it applies, and how it shows."""
-
-    name: str
-    options: dict[str, Any]
-    layouts: dict[int, str]
-    differs: Callable[[Seen, Seen], bool]  # (with the knob, by default) -> whether it shows
-    base: dict[str, Any] = field(default_factory=lambda: {"sharding": Sharding(**BLOCKS)})
-
-
-def sharded(**options: Any) -> dict[str, Any]:
-    return {"sharding": Sharding(**BLOCKS, **options)}
 
 
 def _count(name: str) -> Callable[[Seen], int]:
@@ -58,37 +45,62 @@ def _count(name: str) -> Callable[[Seen], int]:
 gathers, scatters, sums = _count("_allgather_base"), _count("_reduce_scatter_base"), _count("allreduce")
 
 
+def gathered_before(first: str, second: str) -> Callable[[Seen], bool]:
+    """Whether unit ``first`` was gathered before ``second`` in the pass (forward or backward) that it belongs to."""
+
+    def told(seen: Seen) -> bool:
+        kind = second.split()[0]
+        start = next(i for i, word in enumerate(seen.order) if word.split()[0] == kind)
+        part = seen.order[start:]
+        return f"gather {first}" in part[: part.index(second)]
+
+    return told
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One setting, where it applies, and how it shows."""
+
+    setting: str  # as a user writes it
+    options: dict[str, Any]
+    layouts: dict[int, str]
+    observable: str
+    seen: Callable[[Seen], Any]
+    differs: Callable[[Any, Any], bool]  # (with the knob, by default) -> whether it is as it must be
+    base: dict[str, Any] = field(default_factory=lambda: {"sharding": Sharding(**BLOCKS)})
+
+
+def of_sharding(text: str, layouts: dict[int, str], observable: str, seen: Any, differs: Any) -> Knob:
+    options = eval(f"dict({text})", {"Prefetch": Prefetch, "dict": dict})
+    return Knob(text, {"sharding": Sharding(**BLOCKS, **options)}, layouts, observable, seen, differs)
+
+
+BYTES_OF_GATHERED, GATHERS, SCATTERS = "bytes gathered at most in backward", "gathers", "reduce-scatters"
 KNOBS = [
-    Knob("reshard_false", sharded(reshard_after_forward=False), FSDP, lambda a, b: gathers(a) == gathers(b) - 2 * 3),
-    Knob("reshard_false_holds_more", sharded(reshard_after_forward=False), FSDP, lambda a, b: a.whole_params > b.whole_params),
-    Knob("reshard_int", sharded(reshard_after_forward=2), {4: FSDP[4]}, lambda a, b: gathers(a) == gathers(b)),
-    Knob("reshard_of_one_unit", sharded(reshard_after_forward={"blocks.1": False}), FSDP,
-         lambda a, b: gathers(a) == gathers(b) - 2),
-    Knob("reshard_every", sharded(reshard_every=2), FSDP, lambda a, b: gathers(a) == gathers(b) - 2),
-    Knob("sync_each", sharded(sync_every_microbatch=True), FSDP,
-         lambda a, b: scatters(a) == 2 * scatters(b) and b.whole_grads > a.whole_grads == 0),
-    Knob("sync_each_hybrid", sharded(sync_every_microbatch=True), HSDP,
-         lambda a, b: scatters(a) == 2 * scatters(b) and sums(a) == sums(b) + 4),
-    Knob("reduce_scatter_each", sharded(sync_every_microbatch="reduce_scatter"), HSDP,
-         lambda a, b: scatters(a) == 2 * scatters(b) and sums(a) == sums(b)),
-    Knob("prefetch_forward", sharded(prefetch=Prefetch(forward=1)), FSDP,
-         lambda a, b: before(a, "gather blocks.1", "forward blocks.0") and not before(b, "gather blocks.1", "forward blocks.0")),
-    Knob("prefetch_none", sharded(prefetch="none"), FSDP,
-         lambda a, b: before(b, "gather blocks.1", "backward blocks.2") and not before(a, "gather blocks.1", "backward blocks.2")),
-    Knob("prefetch_two_back", sharded(prefetch=Prefetch(backward=2)), FSDP,
-         lambda a, b: before(a, "gather blocks.0", "backward blocks.2") and not before(b, "gather blocks.0", "backward blocks.2")),
-    Knob("offload", sharded(offload=True), FSDP, lambda a, b: a.on_host and not b.on_host),
-    Knob("offload_hybrid", sharded(offload=True), HSDP, lambda a, b: a.on_host and not b.on_host),
-    Knob("buckets", {"ddp": DDP(bucket_cap_mb=1e-3)}, REPLICAS, lambda a, b: sums(a) > sums(b), {}),
+    of_sharding("reshard_after_forward=False", FSDP, GATHERS, gathers, lambda a, b: a == b - 2 * 3),
+    of_sharding("reshard_after_forward=False", FSDP, BYTES_OF_GATHERED, lambda s: s.whole_params, lambda a, b: a > b),
+    of_sharding("reshard_after_forward=2", {4: FSDP[4]}, "bytes kept in part from forward to backward",
+                lambda s: s.between, lambda a, b: a > b == 0),
+    of_sharding("reshard_after_forward={'blocks.1': False}", FSDP, GATHERS, gathers, lambda a, b: a == b - 2),
+    of_sharding("reshard_every=2", FSDP, GATHERS, gathers, lambda a, b: a == b - 2),
+    of_sharding("sync_every_microbatch=True", FSDP, SCATTERS, scatters, lambda a, b: a == 2 * b),
+    of_sharding("sync_every_microbatch=True", FSDP, "bytes of whole gradients between micro-batches",
+                lambda s: s.whole_grads, lambda a, b: a == 0 < b),
+    of_sharding("sync_every_microbatch=True", HSDP, "reduce-scatters, all-reduces",
+                lambda s: (scatters(s), sums(s)), lambda a, b: a == (2 * b[0], b[1] + 4)),
+    of_sharding("sync_every_microbatch='reduce_scatter'", HSDP, "reduce-scatters, all-reduces",
+                lambda s: (scatters(s), sums(s)), lambda a, b: a == (2 * b[0], b[1])),
+    of_sharding("prefetch=Prefetch(forward=1)", FSDP, "block 1 gathered before forward of block 0",
+                gathered_before("blocks.1", "forward blocks.0"), lambda a, b: a and not b),
+    of_sharding("prefetch='none'", FSDP, "block 1 gathered before backward of block 2",
+                gathered_before("blocks.1", "backward blocks.2"), lambda a, b: b and not a),
+    of_sharding("prefetch=Prefetch(backward=2)", FSDP, "block 0 gathered before backward of block 2",
+                gathered_before("blocks.0", "backward blocks.2"), lambda a, b: a and not b),
+    of_sharding("offload=True", FSDP, "shards kept in host memory", lambda s: s.on_host, lambda a, b: a and not b),
+    of_sharding("offload=True", HSDP, "shards kept in host memory", lambda s: s.on_host, lambda a, b: a and not b),
+    Knob("DDP(bucket_cap_mb=0.001)", {"ddp": DDP(bucket_cap_mb=1e-3)}, REPLICAS, "all-reduces", sums,
+         lambda a, b: a > b, {}),
 ]  # fmt: skip
-
-
-def before(seen: Seen, first: str, second: str) -> bool:
-    """Whether ``first`` came before ``second`` in the pass (forward or backward) that ``second`` belongs to."""
-    kind = second.split()[0]
-    start = next(i for i, word in enumerate(seen.order) if word.split()[0] == kind)
-    part = seen.order[start:]
-    return first in part[: part.index(second)]
 
 
 # ---- what a rank sees ------------------------------------------------------------------------------------------------
@@ -104,7 +116,9 @@ def see(layout: str, options: dict[str, Any], case: str = "reference") -> Seen:
         step = TrainStep(model, optim, loss=chosen.loss, count=chosen.count, forward=chosen.forward)
         first, second = chosen.windows(2, 2 * world.size)
         step(share_of(first, world))  # torch makes its buckets and buffers in the first
-        seen = Seen()
+        runtime = runtime_of(model)
+        held = [runtime.local_tensors_of(name) for name in runtime.parameters]
+        seen = Seen(at_rest=sum(tensor.numel() * tensor.element_size() for tensor in held))
         with _watched(model, seen), CountCollectives() as counter:
             step(share_of(second, world))
         seen.collectives = counter.counts
@@ -151,6 +165,7 @@ def _log_passes(stack: contextlib.ExitStack, name: str, module: nn.Module, group
     def backward(_grad: Tensor) -> None:
         seen.order.append(f"backward {name}")
         seen.whole_params = max(seen.whole_params, sum(map(_whole_parameters, groups.values())))
+        seen.between = max(seen.between, sum(map(_kept_in_part, groups.values())))
 
     stack.callback(module.register_forward_pre_hook(forward).remove)
     stack.callback(module.register_forward_hook(after).remove)
@@ -159,6 +174,11 @@ def _log_passes(stack: contextlib.ExitStack, name: str, module: nn.Module, group
 def _whole_parameters(group: Any) -> int:
     whole = [param._unsharded_param for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
     return sum(tensor.untyped_storage().size() for tensor in whole)
+
+
+def _kept_in_part(group: Any) -> int:
+    kept = [getattr(param, "_sharded_post_forward_param_data", None) for param in group.fsdp_params]
+    return sum(tensor.numel() * tensor.element_size() for tensor in kept if tensor is not None)
 
 
 def _whole_gradients(group: Any) -> int:

@@ -1,41 +1,76 @@
 """Every knob leaves every number as it is, and changes what it is for."""
 
+import warnings
+
 import pytest
-from parallel.knobs import KNOBS, Knob, see
+from parallel.knobs import FSDP, HSDP, KNOBS, REPLICAS, Knob, gathers, scatters, see, sums
 from zoo import CASES
 
-from shardwise.verify import verify
+from shardwise.config.fsdp1 import from_fsdp1
+from shardwise.verify import Report, verify
 
 pytestmark = pytest.mark.timeout(180)
 
-ON_RANKS = [pytest.param(knob, size, id=f"{knob.name}-{size}") for knob in KNOBS for size in knob.layouts]
+ON_RANKS = [pytest.param(knob, size, id=f"{i}-{size}") for i, knob in enumerate(KNOBS) for size in knob.layouts]
+
+
+def compare(run, size: int, layout: str, options: dict, steps: int = 2) -> Report:
+    case = CASES["reference"]
+    return verify(
+        case.build,
+        layout,
+        batches=case.windows(steps, 3 * size),
+        loss=case.loss,
+        count=case.count,
+        forward=case.forward,
+        max_grad_norm=0.5,
+        run=run,
+        **options,
+    )
 
 
 @pytest.mark.parametrize(("knob", "size"), ON_RANKS)
 def test_a_knob_leaves_the_numbers_and_shows(ranks, knob: Knob, size: int):
     layout = knob.layouts[size]
-    for case in ("reference",):
-        chosen = CASES[case]
-        verify(
-            chosen.build,
-            layout,
-            batches=chosen.windows(3, 3 * size),
-            loss=chosen.loss,
-            count=chosen.count,
-            forward=chosen.forward,
-            max_grad_norm=0.5,
-            run=ranks.run,
-            **_for(knob, case),
-        )
-    for with_knob, by_default in zip(
-        ranks.run(see, size, layout, knob.options), ranks.run(see, size, layout, knob.base), strict=True
-    ):
-        assert knob.differs(with_knob, by_default), f"{with_knob}\n{by_default}"
+    compare(ranks.run, size, layout, knob.options)
+    changed, usual = ranks.run(see, size, layout, knob.options), ranks.run(see, size, layout, knob.base)
+    for with_knob, by_default in zip(changed, usual, strict=True):
+        a, b = knob.seen(with_knob), knob.seen(by_default)
+        assert knob.differs(a, b), f"{knob.setting}: {knob.observable}: {a}, by default {b}"
 
 
-def _for(knob: Knob, case: str) -> dict:
-    """Options that name modules are for the model whose modules they name."""
-    sharding = knob.options.get("sharding")
-    if case != "reference" and sharding is not None and isinstance(sharding.reshard_after_forward, dict):
-        return knob.base
-    return knob.options
+# ---- FSDP1's strategies ------------------------------------------------------------------------------------------------
+
+UNITS, MICRO = 4, 2  # three blocks and the root
+FREED, KEPT = MICRO * (2 * (UNITS - 1) + 1), MICRO * UNITS  # gathers of a window
+
+
+@pytest.mark.parametrize(
+    ("strategy", "part", "num_gathers", "num_scatters", "num_sums"),
+    [
+        ("FULL_SHARD", 4, FREED, UNITS, 0),
+        ("SHARD_GRAD_OP", 4, KEPT, UNITS, 0),
+        ("HYBRID_SHARD", 2, FREED, UNITS, UNITS),
+        ("HYBRID_SHARD_ZERO2", 2, KEPT, UNITS, UNITS),
+        ("NO_SHARD", 1, 0, 0, 1),
+    ],
+)
+def test_a_strategy_holds_and_sends_what_it_promises(ranks, strategy, part, num_gathers, num_scatters, num_sums):
+    """At rest a rank holds its part; in backward it has gathered one block after another, or all of them; gradients are
+    scattered, and in the hybrid ones also summed over the replicas."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        meant = from_fsdp1(strategy, ranks_per_node=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP",
+                           transformer_layer_cls="Block")  # fmt: skip
+    options = {"sharding": meant.sharding}
+    compare(ranks.run, 4, meant.layout.replace("-1", str(4 // (2 if "HYBRID" in strategy else 1))), options)
+    layout = {4: FSDP[4], 2: HSDP[4], 1: REPLICAS[4]}[part]
+    whole = sum(p.numel() * 8 for p in CASES["reference"].build().parameters())
+    seen = ranks.run(see, 4, layout, options)
+    exchanges = 2  # of the window, whatever is sharded
+    for rank in seen:
+        assert rank.at_rest == pytest.approx(whole / part, rel=0.2)  # rows of uneven tensors
+        assert (gathers(rank), scatters(rank), sums(rank)) == (num_gathers, num_scatters, num_sums + exchanges)
+        if part > 1:
+            kept = strategy in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
+            assert (rank.whole_params >= whole) if kept else (rank.whole_params < whole)

@@ -1,0 +1,58 @@
+"""Runs every knob of sharding on 2 and 4 ranks and writes what came out to docs/knobs-table.md.
+
+python tools/knob_table.py            # some minutes on 2 cores
+python tools/knob_table.py --print    # only prints
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+
+from conftest import PRELOAD  # noqa: E402
+from parallel.knobs import KNOBS, see  # noqa: E402
+from parallel.test_knobs import compare  # noqa: E402
+
+from shardwise.testing import RankPool  # noqa: E402
+
+TABLE = ROOT / "docs" / "knobs-table.md"
+HEAD = """# Knobs, measured
+
+Written by `python tools/knob_table.py`. Each setting of [units](units.md) on the reference model with a unit for each of its
+three blocks, windows of several micro-batches: the largest error against one plain process in float64 (loss, every gradient,
+the norm, every updated parameter), which a knob that does nothing would pass too; and so what the knob is for, counted on
+rank 0 in one window of two micro-batches.
+
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--print", action="store_true", help="print the table, and write nothing")
+    given = parser.parse_args()
+    rows = ["| setting | layout | largest error | observable | by default | with it |", "|---|---|--:|---|--:|--:|"]
+    with RankPool(preload=PRELOAD) as pool:
+        for knob in KNOBS:
+            for size, layout in knob.layouts.items():
+                report = compare(pool.run, size, layout, knob.options)
+                a = knob.seen(pool.run(see, size, layout, knob.options)[0])
+                b = knob.seen(pool.run(see, size, layout, knob.base)[0])
+                assert knob.differs(a, b), f"{knob.setting} on {layout}: {a}, by default {b}"
+                shown = [" and ".join(map(_word, value if isinstance(value, tuple) else (value,))) for value in (b, a)]
+                rows.append(
+                    f"| `{knob.setting}` | `{layout}` | {report.err:.1e} | {knob.observable} | {shown[0]} | {shown[1]} |"
+                )
+                print(rows[-1], flush=True)
+    if not given.print:
+        TABLE.write_text(HEAD + "\n".join(rows) + "\n", encoding="utf-8")
+    return 0
+
+
+def _word(value: object) -> str:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else f"{value:,}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
