@@ -22,7 +22,7 @@ else
 endif
 
 PYTEST = $(PYTHON) -m pytest -q $(PLUGIN) -n $(WORKERS)
-PURE = tests/config tests/cli/test_main.py tests/recipe $(wildcard tests/test_*.py)
+PURE = tests/config tests/cli/test_main.py tests/recipe tests/test_errors.py tests/test_house.py tests/test_layout.py
 CODE = src tests tools $(wildcard examples benchmarks)
 
 .DEFAULT_GOAL := help

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -154,8 +155,10 @@ def make_step(config: RunConfig, model: nn.Module) -> TrainStep:
 
 
 def make_optimizer(optim: Optim, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of a config over the trained parameters; fused unless the config says otherwise."""
-    params = [p for p in model.parameters() if p.requires_grad]
+    """The optimizer of a config over the trained parameters, in the groups that the model's own method
+    ``make_parameter_groups()`` makes where it has one; fused unless the config says otherwise."""
+    own_groups = getattr(model, "make_parameter_groups", None)
+    params: Any = own_groups() if callable(own_groups) else [p for p in model.parameters() if p.requires_grad]
     fused = True if optim.fused is None else optim.fused
     if optim.name == "sgd":
         return torch.optim.SGD(

@@ -107,6 +107,8 @@ class TrainStep:
         self._runtime: Runtime = runtime
         self._norm = GradientNorm(self._runtime, whole_after=self._runtime.replicated)
         self._sums = SumCheck()
+        self._before_step = methods_called(model, "pre_optimizer_step")
+        self._after_step = methods_called(model, "post_optimizer_step")
         _agree_on_settings(self)
         if is_elementwise(optim):
             local_optimizer(optim)
@@ -166,7 +168,11 @@ class TrainStep:
     def _step(self, norm: float) -> None:
         if self.max_grad_norm is not None:
             scale_gradients(self._runtime, norm, self.max_grad_norm)
+        for before in self._before_step:
+            before()
         self.optim.step()
+        for after in self._after_step:
+            after()
         if self.scheduler is not None:
             self.scheduler.step()
         self._drop_gradients()
@@ -217,6 +223,14 @@ class TrainStep:
 
 def _listed(ranks: tuple[int, ...]) -> str:
     return ", ".join(map(str, ranks))
+
+
+def methods_called(module: nn.Module, name: str) -> list[Callable[[], Any]]:
+    """The bound methods ``name`` of the outermost modules that have one: each calls those inside it, as it likes."""
+    method = getattr(module, name, None)
+    if callable(method):
+        return [method]
+    return [found for child in module.children() for found in methods_called(child, name)]
 
 
 def _agree_on_settings(step: "TrainStep") -> None:
