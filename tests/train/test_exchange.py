@@ -55,9 +55,9 @@ def _written(layout, policy):
         own = {}
         same = shardwise.train.exchange._same_buffers
 
-        def keep(runtime, changed):
+        def keep(runtime, changed, place):
             own.update({name: buffer.clone() for name, buffer in step.model.named_buffers()})
-            same(runtime, changed)
+            same(runtime, changed, place)
 
         with mock.patch.object(shardwise.train.exchange, "_same_buffers", keep):
             step(mine([batch(i) for i in range(4)], world))
@@ -80,7 +80,7 @@ def _never_comes(policy, absent):
     world, step = _step("dp_shard=2", policy, timeout_s=3)
     window = mine([batch(i) for i in range(2)], world)
     if world.rank == absent:
-        with mock.patch.object(shardwise.train.exchange, "_same_buffers", lambda runtime, changed: None):
+        with mock.patch.object(shardwise.train.exchange, "_same_buffers", lambda *args: None):
             step(window)
         world.watch.at("a long lunch")
         time.sleep(4.0)

@@ -242,3 +242,39 @@ def masks():
 def test_every_step_micro_batch_and_rank_has_masks_of_its_own(ranks):
     first, second = ranks.run(masks, 2)
     assert len(first) == 4 and len({tuple(mask) for mask in first + second}) == 8
+
+
+class Seen(nn.Module):
+    """Writes a buffer in eval mode only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 3)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            self.seen.mul_(0.5).add_(x.detach().mean(0))
+        return self.body(x)
+
+
+def evaluated_buffer(layout, policy):
+    with sw.init(layout, device="cpu") as world:
+        model = sw.parallelize(Seen(), world, sharding=sw.Sharding(buffers=policy, min_unit_bytes=0))
+        batches = [batch_of(10 * world.rank + i) for i in range((3, 1)[world.rank])]
+        sw.evaluate(model, batches, loss=sum_loss)
+        return model.seen.clone()
+
+
+@pytest.mark.parametrize("policy", ["rank0", "mean"])
+@pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2"])
+def test_a_buffer_written_by_an_evaluation_is_equal_on_all_ranks_and_knows_no_uncounted_copies(ranks, layout, policy):
+    def after(first, num):
+        seen = torch.zeros(4)
+        for i in range(first, first + num):
+            seen = 0.5 * seen + batch_of(i)["x"].mean(0)
+        return seen
+
+    expected = after(0, 3) if policy == "rank0" else (after(0, 3) + after(10, 1)) / 2
+    for found in ranks.run(evaluated_buffer, 2, layout, policy):
+        torch.testing.assert_close(found, expected)

@@ -1,5 +1,6 @@
 """Token-weighted evaluation over all ranks, with unequal numbers of batches."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -9,6 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise.errors import UsageError
 from shardwise.parallel import Runtime, runtime_of
+from shardwise.train.exchange import buffer_versions, buffers_written, equalise_buffers
+from shardwise.train.kept import clone_buffers, restore_buffers
 from shardwise.train.loss import Batch, Loss, as_sums, call, count_of, next_token_loss, refuse_uncallable
 from shardwise.train.sums import SumCheck, agreed_problem
 
@@ -26,7 +29,8 @@ def evaluate(
     """Sums of the loss over all ranks' batches divided by all their valid tokens; equal on every rank.
 
     All ranks must call it. They may have different numbers of batches: under FSDP every forward is collective, so before
-    each one the ranks tell whether any has a batch left, and one without runs a copy that counts as nothing.
+    each one the ranks tell whether any has a batch left, and one without runs a copy that counts as nothing and after
+    which buffers are restored. Buffers that the model writes in eval mode are made equal at the end, as after a window.
 
     Args:
         model: from ``parallelize``; put in eval mode, and back afterwards.
@@ -49,21 +53,24 @@ def evaluate(
     totals: dict[str, Tensor] = {}
     tokens = torch.zeros((), dtype=torch.float64)
     check, problem = SumCheck(), None
+    versions = buffer_versions(runtime)
     try:
         with torch.no_grad():
-            for i, (batch, counts) in enumerate(_in_step(runtime, _flat(loader))):
+            for batch, counts in _in_step(runtime, _flat(loader), check):
+                kept = {} if counts else clone_buffers(runtime)
                 result = forward(model, batch) if loss is not None else model(batch)
                 sums = as_sums(loss(result, batch) if loss is not None else result)
-                if loss is not None and counts:
-                    check.begin(i)
-                    check.try_loss(loss, result, batch, sums)
+                if loss is not None:
+                    check.try_loss(loss, result, batch, sums, counts=counts)
                     check.agree(sorted(sums), check.entry(sorted(sums)))  # with itself: the others hear at the end
                     problem = problem or check.problem
+                restore_buffers(runtime, kept)
                 for name, value in sums.items():
                     value = value.double().cpu() if counts else torch.zeros((), dtype=torch.float64)
                     totals[name] = totals.get(name, torch.zeros((), dtype=torch.float64)) + value
                 if counts:
                     tokens += float(torch.as_tensor(counter(batch)))
+        written = buffers_written(runtime, versions)  # in eval mode: a layer that only trains writes nothing
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -74,10 +81,12 @@ def evaluate(
         {
             "tokens": tokens,
             "problem": float(problem is not None),
+            "buffers": written,
             **{f"sum of {name}": totals[name] for name in names},
         },
         "evaluation, adding up",
     )
+    equalise_buffers(runtime, agreed["buffers"], "evaluation")
     if float(agreed["problem"]):
         raise agreed_problem(runtime, problem)
     num_tokens = float(agreed["tokens"])
@@ -97,15 +106,22 @@ def _flat(loader: Iterable[Any]) -> Iterator[tuple[Batch, bool]]:
             yield batch, not getattr(batch, "padding", False)
 
 
-def _in_step(runtime: Runtime, batches: Iterator[tuple[Batch, bool]]) -> Iterator[tuple[Batch, bool]]:
-    """Batches until no rank has one left; a rank without repeats its last, or one of another rank, uncounted."""
+def _in_step(runtime: Runtime, batches: Iterator[tuple[Batch, bool]], check: SumCheck) -> Iterator[tuple[Batch, bool]]:
+    """Batches until no rank has one left; a rank without repeats its last, or one of another rank, uncounted. ``check``
+    is begun anew for each, and due on every rank or on none: until one of them could tell everything."""
     agreement, last = runtime.world.agreement, None
-    while True:
+    for i in itertools.count():
         item = next(batches, None)
+        check.begin(i)
         have = agreement.sum(
-            {"have": float(item is not None), "seen": float(last is not None or item is not None)},
+            {
+                "have": float(item is not None),
+                "seen": float(last is not None or item is not None),
+                "due": float(check.is_due),
+            },
             "evaluation, a batch",
         )
+        check.is_due = float(have["due"]) == runtime.world.size
         if not float(have["have"]):
             if last is None:
                 raise UsageError(

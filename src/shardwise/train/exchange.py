@@ -12,7 +12,7 @@ from shardwise.parallel import Runtime
 from shardwise.parallel.tensors import tensors_of
 from shardwise.world.agreement import digest_of
 
-__all__ = ["Exchange", "buffer_versions"]
+__all__ = ["Exchange", "buffer_versions", "buffers_written", "equalise_buffers"]
 
 
 class Exchange:
@@ -32,8 +32,7 @@ class Exchange:
         if runtime.replicated:
             found["whole"] = torch.stack([_gradient_or_zero(runtime.parameters[n]) for n in runtime.replicated])
         if self.buffers:
-            changed = _changed_buffers(runtime, self.buffers, self.versions)
-            found["buffers"] = torch.tensor([float(name in changed) for name in self.buffers])
+            found["buffers"] = buffers_written(runtime, self.versions)
         return found
 
     def apply(self, summed: Mapping[str, Tensor]) -> None:
@@ -47,9 +46,7 @@ class Exchange:
         if "whole" in summed:
             self._set_replicated(summed["used"], summed["whole"])
         if "buffers" in summed:
-            flags = summed["buffers"].tolist()
-            changed = [buffer for buffer, flag in zip(self.buffers.values(), flags, strict=True) if flag]
-            _same_buffers(runtime, changed)
+            equalise_buffers(runtime, summed["buffers"], f"window {runtime.step + 1}")
 
     def _set_replicated(self, used: Tensor, whole: Tensor) -> None:
         runtime = self.runtime
@@ -92,6 +89,19 @@ def buffer_versions(runtime: Runtime) -> dict[str, tuple[int, int, float]]:
     return _marks(tensors_of(runtime.module, "_buffers"))
 
 
+def buffers_written(runtime: Runtime, versions: Mapping[str, Any]) -> Tensor:
+    """For an exchange: a flag per buffer, whether this rank wrote it since :func:`buffer_versions` gave ``versions``."""
+    buffers = tensors_of(runtime.module, "_buffers")
+    changed = _changed_buffers(runtime, buffers, versions)
+    return torch.tensor([float(name in changed) for name in buffers])
+
+
+def equalise_buffers(runtime: Runtime, summed: Tensor, place: str) -> None:
+    """Makes buffers that any rank wrote equal, from the sum of :func:`buffers_written`. All ranks call it."""
+    flags = zip(tensors_of(runtime.module, "_buffers").values(), summed.tolist(), strict=True)
+    _same_buffers(runtime, [buffer for buffer, flag in flags if flag], place)
+
+
 def _marks(buffers: Mapping[str, Tensor]) -> dict[str, tuple[int, int, float]]:
     if not buffers:
         return {}
@@ -114,7 +124,7 @@ def _changed_buffers(runtime: Runtime, buffers: Mapping[str, Tensor], versions: 
     return changed | {name for name, buffer in buffers.items() if id(buffer) in statistics}
 
 
-def _same_buffers(runtime: Runtime, changed: list[Tensor]) -> None:
+def _same_buffers(runtime: Runtime, changed: list[Tensor], place: str) -> None:
     """Buffers that changed on any rank become equal again, by the policy: rank 0's, or the mean over ranks."""
-    place = f"window {runtime.step + 1}, making buffers equal"
-    runtime.world.agreement.equalise(changed, place, mean=runtime.recipe.buffer_policy == "mean")
+    mean = runtime.recipe.buffer_policy == "mean"
+    runtime.world.agreement.equalise(changed, f"{place}, making buffers equal", mean=mean)

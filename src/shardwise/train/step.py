@@ -145,7 +145,7 @@ class TrainStep:
             output = self.model(batch) if self.loss is None else self.forward(self.model, batch)
             sums = as_sums(output if self.loss is None else self.loss(output, batch))
             if self.loss is not None:
-                self._sums.try_loss(self.loss, output, batch, sums)
+                self._sums.try_loss(self.loss, output, batch, sums, counts=not batch.padding)
             if not sums["loss"].requires_grad:
                 detached = no_gradient(self._runtime)
                 sums["loss"] = sums["loss"] + nothing_of(output, detached)

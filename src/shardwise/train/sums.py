@@ -22,8 +22,13 @@ _NEAR_METRIC = 0.01  # closer: sums of either sign may come near to each other b
 class SumCheck:
     """Tells for each entry of a loss, once, whether it is a sum; all ranks take part alike.
 
-    An entry that is 0 tells nothing, so a rank tries until every entry was told on some rank: ``"loss"`` in every window,
-    another entry in the first window and then ever more rarely, since it may stay 0 for ever.
+    An entry that is 0 tells nothing, so it is tried until it was told on some rank: ``"loss"`` in every window, another
+    entry in the first window and then ever more rarely, since it may stay 0 for ever. A window in which something is to
+    be told runs the loss a second time in each of its micro-batches, paddings too, whatever this rank has found
+    meanwhile: a loss may hold a collective (a sharded teacher), and then every rank must run it equally often.
+
+    Attributes:
+        is_due: whether this window tries the loss; equal on every rank.
     """
 
     def __init__(self) -> None:
@@ -31,18 +36,13 @@ class SumCheck:
         self.names: set[str] = set()  # entries the loss was seen to return
         self.found: set[str] = set()  # entries told on this rank in this window
         self.problem: ConfigError | None = None  # the first that this rank found in this window
-        self._is_metric_due = True
+        self.is_due = True
 
     def begin(self, num_steps: int) -> None:
         """A window starts (in an evaluation, a batch), after ``num_steps`` others."""
         self.found, self.problem = set(), None
-        self._is_metric_due = num_steps & (num_steps - 1) == 0  # 0, 1, 2, 4, 8, ...
-
-    @property
-    def is_due(self) -> bool:
-        """Whether there is something to tell in this window; equal on every rank before its first micro-batch."""
-        told = self.settled | self.found
-        return "loss" not in told or (self._is_metric_due and not self.names <= told)
+        is_metric_due = num_steps & (num_steps - 1) == 0  # 0, 1, 2, 4, 8, ...
+        self.is_due = "loss" not in self.settled or (is_metric_due and not self.names <= self.settled)
 
     def entry(self, names: list[str]) -> Tensor:
         """For the exchange: what this rank has told of ``names``."""
@@ -53,27 +53,30 @@ class SumCheck:
         self.names = set(names)
         self.settled |= {name for name, told in zip(names, summed.tolist(), strict=True) if told}
 
-    def try_loss(self, loss: Loss, output: Any, batch: Batch, once: Mapping[str, Tensor]) -> None:
-        """Runs ``loss`` on a micro-batch put behind itself.
+    def try_loss(self, loss: Loss, output: Any, batch: Batch, once: Mapping[str, Tensor], *, counts: bool) -> None:
+        """Runs ``loss`` on a micro-batch put behind itself, if this window is due.
 
         Args:
             loss: the loss function.
             output: the model's output for ``batch``; tensors in it that have the batch's first dim are doubled with it.
             batch: the micro-batch.
             once: what the loss returned for it.
+            counts: False for a padding: it runs as on the other ranks, and tells nothing.
         """
         self.names |= once.keys()
         size = _batch_size(batch)
-        if size is None or getattr(batch, "padding", False) or not self.is_due:
+        if size is None or not self.is_due:
             return
         with torch.no_grad():
             try:
                 twice = as_sums(loss(_doubled(output, size), _doubled(dict(batch), size)))
             except (RuntimeError, ValueError, IndexError) as error:
-                _warn_unchecked(error)
+                if not once.keys() <= self.found:
+                    _warn_unchecked(error)
                 self.found |= once.keys()
                 return
-        self._compare(once, twice)
+        if counts:
+            self._compare(once, twice)
 
     def try_task(self, model: nn.Module, batch: Batch) -> None:
         """The same for a module that returns its loss: its forward runs on the micro-batch, and on it twice over. All

@@ -1,0 +1,108 @@
+"""A loss with a collective in it (a sharded teacher) runs equally often on every rank, whatever each of them has to tell."""
+
+import pytest
+import torch
+from train.plain import Net, batch, mine, plain_backward, shard, sum_loss
+
+import shardwise as sw
+from shardwise.train.batch import MicroBatch
+
+
+def build_teacher():
+    torch.manual_seed(9)
+    return Net().double().requires_grad_(False).eval()
+
+
+def distilled(teacher):
+    """Cross entropy and the distance to a teacher at the positions that count."""
+
+    def loss(output, b):
+        with torch.no_grad():
+            wanted = teacher(b["input_ids"])
+        valid = b["labels"] != -100
+        return sum_loss(output, b) + (output - wanted)[valid].square().sum()
+
+    return loss
+
+
+def windows(kind):
+    """Two windows of one process. "ignored": the first micro-batch has nothing to count; "short": one is missing, so the
+    second rank gets a padding alone."""
+    num = 1 if kind == "short" else 4
+    return [[batch(10 * w + i, valid=0 if kind == "ignored" and not i else None) for i in range(num)] for w in (0, 1)]
+
+
+def share(window, world):
+    if len(window) == 1:
+        return [MicroBatch(window[0], index=world.rank, padding=world.rank > 0)]
+    return mine(window, world)
+
+
+def train(kind):
+    world, teacher = shard("dp_shard=2", build=build_teacher)
+    with world:
+        model = sw.parallelize(build_student(), world, sharding=sw.Sharding(min_unit_bytes=0))
+        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=distilled(teacher))
+        return [step(share(window, world)).loss for window in windows(kind)]
+
+
+def build_student():
+    torch.manual_seed(3)
+    return Net().double()
+
+
+def train_plainly(kind):
+    teacher, model = build_teacher(), build_student()
+    optim, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for window in windows(kind):
+        losses.append(plain_backward(model, window, distilled(teacher)))
+        optim.step()
+        optim.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["even", "ignored", "short"])
+def test_a_sharded_teacher_in_the_loss_meets_equal_calls_on_every_rank(ranks, kind):
+    for losses in ranks.run(train, 2, kind, timeout_s=60):
+        assert losses == pytest.approx(train_plainly(kind), rel=1e-12)
+
+
+def evaluate(num_batches):
+    world, teacher = shard("dp_shard=2", build=build_teacher)
+    with world:
+        model = sw.parallelize(build_student(), world, sharding=sw.Sharding(min_unit_bytes=0))
+        own = [batch(10 * world.rank + i, valid=0 if not i else None) for i in range(num_batches[world.rank])]
+        return sw.evaluate(model, own, loss=distilled(teacher))
+
+
+@pytest.mark.parametrize("num_batches", [(3, 2), (2, 0)])
+def test_an_evaluation_with_a_sharded_teacher_and_unequal_numbers_of_batches(ranks, num_batches):
+    teacher, model = build_teacher(), build_student()
+    batches = [batch(10 * rank + i, valid=0 if not i else None) for rank in (0, 1) for i in range(num_batches[rank])]
+    total = sum(float(distilled(teacher)(model(b["input_ids"]), b).detach()) for b in batches)
+    num = sum(int((b["labels"] != -100).sum()) for b in batches)
+    for found in ranks.run(evaluate, 2, num_batches, timeout_s=60):
+        assert found["loss"] == pytest.approx(total / num, rel=1e-12)
+
+
+def mean_of_some(layout):
+    """Only rank 1 could tell that its metric is a mean: rank 0's are 0."""
+
+    def loss(output, b):
+        total = sum_loss(output, b)
+        return {"loss": total, "share": (b["labels"] != -100).double().mean() * world.rank}
+
+    world, model = shard(layout)
+    with world:
+        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss)
+        try:
+            step([batch(world.rank)])
+        except sw.ConfigError as error:
+            return error.given
+    return None
+
+
+def test_a_mean_that_one_rank_could_tell_is_refused_on_all(ranks):
+    assert set(ranks.run(mean_of_some, 2, "dp_replicate=2")) == {
+        "a loss whose 'share' is a mean, or another value that is no sum"
+    }
