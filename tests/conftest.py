@@ -1,5 +1,6 @@
 """What all tests share: warm ranks that have the zoo's imports behind them."""
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,11 @@ from shardwise.testing import RankPool
 # How long an example takes says something about the machine and its other users, nothing about the code.
 settings.register_profile("shardwise", deadline=None)
 settings.load_profile("shardwise")
+
+# A job that a script started in the background ignores Ctrl-C, and so would every process it starts: those of the tests
+# are sent it on purpose.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 PRELOAD = (
     "torch",
