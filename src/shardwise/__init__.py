@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise.config.fsdp1 import from_fsdp1
-    from shardwise.config.options import DDP, Compile, Parallel, Precision, Prefetch, Remat, Sharding
+    from shardwise.config.options import DDP, Compile, Options, Parallel, Precision, Prefetch, Remat, Sharding
     from shardwise.errors import (
         CheckpointError,
         ConfigError,
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from shardwise.layout import Layout
     from shardwise.parallel import apply_recipe, describe, parallelize, recipe_of, world_of
+    from shardwise.parallel.transforms import transform
     from shardwise.recipe import Recipe
     from shardwise.state import full_state_dict, save_weights
     from shardwise.train.batch import MicroBatch, shift_labels
@@ -46,13 +47,14 @@ if TYPE_CHECKING:
 
 _HOME = {
     "shardwise.config.fsdp1": ("from_fsdp1",),
-    "shardwise.config.options": ("DDP", "Compile", "Parallel", "Precision", "Prefetch", "Remat", "Sharding"),
+    "shardwise.config.options": ("DDP", "Compile", "Options", "Parallel", "Precision", "Prefetch", "Remat", "Sharding"),
     "shardwise.errors": (
         "CheckpointError", "ConfigError", "LayoutError", "NonFiniteError", "PlanError", "RankError", "ShardwiseError",
         "UnsupportedError", "UsageError", "VerifyError",
     ),
     "shardwise.layout": ("Layout",),
     "shardwise.parallel": ("apply_recipe", "describe", "parallelize", "recipe_of", "world_of"),
+    "shardwise.parallel.transforms": ("transform",),
     "shardwise.recipe": ("Recipe",),
     "shardwise.state": ("full_state_dict", "save_weights"),
     "shardwise.train.batch": ("MicroBatch", "shift_labels"),
@@ -79,6 +81,7 @@ __all__ = [
     "Loader",
     "MicroBatch",
     "NonFiniteError",
+    "Options",
     "Parallel",
     "PlanError",
     "Precision",
@@ -111,6 +114,7 @@ __all__ = [
     "recipe_of",
     "save_weights",
     "shift_labels",
+    "transform",
     "verify",
     "window",
     "world_of",

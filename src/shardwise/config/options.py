@@ -284,6 +284,10 @@ class Parallel(Options, frozen=True, kw_only=True):
     compile: Annotated[
         Literal["none", "blocks"] | Compile | None, doc("blocks: torch.compile each block; null: none")
     ] = None
+    transforms: Annotated[
+        tuple[str | dict[str, Any], ...],
+        doc("your own changes of the module, in order: names, pkg.mod:function, or mappings with a name and options"),
+    ] = ()
 
     def check(self) -> None:
         precision_of(self.precision)

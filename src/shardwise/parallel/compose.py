@@ -5,7 +5,7 @@ apply it -> write the values. Everything that can be refused is refused before t
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,7 +14,17 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise._compat import DDPModule
 from shardwise.anatomy import dtype_of, read_anatomy
-from shardwise.config.options import DDP, Compile, Precision, Remat, Sharding, compile_of, precision_of, remat_of
+from shardwise.config.options import (
+    DDP,
+    Compile,
+    Options,
+    Precision,
+    Remat,
+    Sharding,
+    compile_of,
+    precision_of,
+    remat_of,
+)
 from shardwise.errors import PlanError, UsageError
 from shardwise.parallel.compile import apply_compile, check_compile
 from shardwise.parallel.ddp import apply_ddp
@@ -24,6 +34,7 @@ from shardwise.parallel.runtime import Runtime, attach, has_runtime, runtime_of
 from shardwise.parallel.sources import build_with_source
 from shardwise.parallel.stale import mark_stale
 from shardwise.parallel.tensors import follow_parameters, give_memory, tensors_of
+from shardwise.parallel.transforms import Chosen, choose, notes_of, transformed
 from shardwise.parallel.units import with_named_units
 from shardwise.recipe import Anatomy, Edit, Note, Recipe, describe_recipe, fingerprint_of, make_recipe
 from shardwise.world import World, agree_on
@@ -50,6 +61,7 @@ def parallelize(
     ddp: DDP | None = None,
     remat: str | Remat | None = None,
     compile: str | Compile | None = None,
+    transforms: Sequence[str | Mapping[str, Any] | Options] = (),
 ) -> M:
     """Shards a module over the ranks of ``world`` and gives it back: the same object, class, names and methods.
 
@@ -66,10 +78,12 @@ def parallelize(
         precision: None = the module as it is; ``"fp32"``, ``"bf16"`` (stored and reduced in fp32, computed in bf16), or
             a :class:`~shardwise.config.options.Precision`.
         sharding: engine, units, resharding, offload, prefetch and accumulation; None = all automatic.
-        ddp: how replicas reduce their gradients; None = as torch does.
+        ddp: how replicas sum their gradients; None = in buckets of 25 MiB.
         remat: ``"full"``: every block runs again in backward instead of keeping what it computed; ``"selective"``: but for
             its matrix products and attention; or a :class:`~shardwise.config.options.Remat`.
         compile: ``"blocks"``: ``torch.compile`` of every block; or a :class:`~shardwise.config.options.Compile`.
+        transforms: functions registered with :func:`shardwise.transform`, by name or config, run in this order before
+            anything else.
 
     Raises:
         UsageError: the module is sharded or wrapped already, or is on meta without a callable to build it.
@@ -88,8 +102,8 @@ def parallelize(
             if isinstance(world, str)
             else 'world = sw.init("dp_shard=-1"); model = sw.parallelize(model, world)',
         )
-    chosen = precision_of(precision)
-    module, source = build_with_source(model, world, init)
+    chosen, own = precision_of(precision), choose(transforms)
+    module, source = build_with_source(_with_transforms(model, own), world, init)
     _refuse_wrapped(module)
     _cast_storage(module, chosen)
     anatomy = read_anatomy(module, example=example)
@@ -105,6 +119,7 @@ def parallelize(
     )
     for technique, (check, _) in _TECHNIQUES.items():
         check(module, _edits(recipe, technique), world)
+    recipe = msgspec.structs.replace(recipe, notes=(*recipe.notes, *notes_of(own)))
     if source.note is not None:
         recipe = _with_note(recipe, source.note)
     _agree_on_recipe(recipe, world)
@@ -219,7 +234,12 @@ def _agree_on_recipe(recipe: Recipe, world: World) -> None:
         f"unit {u.name or '(root)'}": [u.modules, u.reshard, u.prefetch_forward, u.prefetch_backward]
         for u in recipe.units
     }
-    facts |= {"recipe": recipe.fingerprint, "offload": recipe.offload, "ddp": str(recipe.ddp)}
+    facts |= {
+        "recipe": recipe.fingerprint,
+        "notes": [note.why for note in recipe.notes if note.name == "transform"],
+        "offload": recipe.offload,
+        "ddp": str(recipe.ddp),
+    }
     facts |= {"sync_every_microbatch": recipe.sync_every_microbatch}
     facts |= {f"{e.technique} of {e.module}": [e.action, e.args] for e in recipe.edits}
     facts |= {f"dtypes of {n}": [p.storage, p.compute, p.reduce] for n, p in recipe.params.items()}
@@ -229,6 +249,14 @@ def _agree_on_recipe(recipe: Recipe, world: World) -> None:
         what="the ranks' modules",
         fix="build the same module with the same options on every rank",
     )
+
+
+def _with_transforms(model: Any, own: list[Chosen]) -> Any:
+    if not own:
+        return model
+    if isinstance(model, nn.Module):
+        return transformed(model, own)
+    return (lambda: transformed(model(), own)) if callable(model) else model
 
 
 def _with_note(recipe: Recipe, note: Note) -> Recipe:

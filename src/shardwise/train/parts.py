@@ -15,6 +15,7 @@ from shardwise.config.suggest import did_you_mean, missing_blank
 from shardwise.config.target import load_target
 from shardwise.errors import ConfigError
 from shardwise.parallel import parallelize
+from shardwise.parallel.transforms import choose, transformed
 from shardwise.train.corpus import BYTES, TokenFile, TokenWindows, pydoc_text
 from shardwise.train.reference import build as build_reference
 from shardwise.train.reference_config import check_reference_args
@@ -128,7 +129,7 @@ def build_plain(config: RunConfig) -> nn.Module:
             why=f"it returned {type(module).__name__}, and training needs a torch.nn.Module",
             fix="name a function that returns the module, or the module's class",
         )
-    return module
+    return transformed(module, choose(config.parallel.transforms))
 
 
 def _arguments_of(function: Callable[..., object], given: Mapping[str, object]) -> str:

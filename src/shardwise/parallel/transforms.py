@@ -1,0 +1,192 @@
+"""Transforms of one's own: functions that change a module before it is read and sharded, by name and in list order.
+
+    class Widen(sw.Options, frozen=True, kw_only=True):
+        factor: int = 2
+
+    @sw.transform("widen", Widen)
+    def widen(module, config):
+        ...                                # in place, or return another module
+
+    model = sw.parallelize(build, world, transforms=[Widen(factor=4)])
+
+They run while the module is built, on meta where it is: what they add is given values as what the constructor adds is.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from torch import nn
+
+from shardwise.config.options import Options
+from shardwise.config.suggest import did_you_mean
+from shardwise.config.target import load_target, looks_like_target
+from shardwise.errors import ConfigError, ShardwiseError, UsageError
+from shardwise.recipe import Note
+
+__all__ = ["Chosen", "choose", "notes_of", "transform", "transformed"]
+
+Function = Callable[..., nn.Module | None]
+
+
+@dataclass(frozen=True)
+class _Transform:
+    name: str
+    config: type[Options] | None
+    after: tuple[str, ...]
+    function: Function
+
+
+_known: dict[str, _Transform] = {}
+
+
+def transform(
+    name: str, config: type[Options] | None = None, *, after: str | Sequence[str] = ()
+) -> Callable[[Function], Function]:
+    """Registers a function ``(module)``, or ``(module, config)`` with a config, under ``name``. It changes the module in
+    place, or returns another. The same on every rank.
+
+    Args:
+        name: by which ``transforms=[...]`` and configuration files name it.
+        config: its options, a frozen record: ``class Widen(sw.Options, frozen=True, kw_only=True)``.
+        after: names of transforms that, where they are in the list too, must stand before this one.
+
+    Raises:
+        ConfigError: the name is taken by another function.
+    """
+
+    def register(function: Function) -> Function:
+        taken = _known.get(name)
+        place = f"{function.__module__}.{function.__qualname__}"
+        if taken is not None and f"{taken.function.__module__}.{taken.function.__qualname__}" != place:
+            raise ConfigError(
+                f"@transform({name!r}) on {place}",
+                why=f"{taken.function.__module__}.{taken.function.__qualname__} has that name",
+                fix="choose another name",
+            )
+        _known[name] = _Transform(name, config, (after,) if isinstance(after, str) else tuple(after), function)
+        return function
+
+    return register
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A transform with its options."""
+
+    transform: _Transform
+    config: Options | None
+
+    def __str__(self) -> str:
+        return self.transform.name if self.config is None else f"{self.transform.name}: {self.config}"
+
+
+def choose(given: Sequence[str | Mapping[str, Any] | Options]) -> list[Chosen]:
+    """The transforms that a list names: by name, as ``"pkg.mod:function"``, as a mapping with ``name`` and options, or as
+    a config.
+
+    Raises:
+        ConfigError: one that is not registered, options it does not have, or an order that an ``after=`` forbids.
+    """
+    chosen = [_chosen(entry) for entry in ([given] if isinstance(given, str) else given)]
+    names = [each.transform.name for each in chosen]
+    for i, each in enumerate(chosen):
+        late = [name for name in each.transform.after if name in names[i + 1 :]]
+        if late:
+            raise ConfigError(
+                f"transforms={names}",
+                why=f"{each.transform.name!r} must come after {late[0]!r}",
+                fix=f"put {late[0]!r} before it",
+            )
+    return chosen
+
+
+def transformed(module: nn.Module, chosen: Sequence[Chosen]) -> nn.Module:
+    """``module`` after all of ``chosen``, in order.
+
+    Raises:
+        UsageError: one of them failed, by name, or returned something else than a module.
+    """
+    for i, each in enumerate(chosen, start=1):
+        where = f"transform {each.transform.name!r} ({i} of {len(chosen)})"
+        try:
+            result = each.transform.function(module, *([each.config] if each.config is not None else []))
+        except ShardwiseError:
+            raise
+        except Exception as error:
+            raise UsageError(
+                where, why=f"it raised {type(error).__name__}: {error}", fix="see the traceback of that error, above"
+            ) from error
+        if result is not None and not isinstance(result, nn.Module):
+            raise UsageError(
+                where,
+                why=f"it returned a {type(result).__name__}",
+                fix="change the module in place, or return a module",
+            )
+        module = result if result is not None else module
+    return module
+
+
+def notes_of(chosen: Sequence[Chosen]) -> tuple[Note, ...]:
+    """What the recipe says of them."""
+    return tuple(Note(name="transform", why=str(each)) for each in chosen)
+
+
+def _chosen(entry: str | Mapping[str, Any] | Options) -> Chosen:
+    if isinstance(entry, Options):
+        found = next((known for known in _known.values() if known.config is type(entry)), None)
+        if found is None:
+            raise ConfigError(
+                f"transforms=[{entry}]",
+                why=f"no transform is registered with the config {type(entry).__name__}",
+                fix=f'@sw.transform("name", {type(entry).__name__}) on the function, in a module that is imported',
+            )
+        return Chosen(found, entry)
+    options = dict(entry) if isinstance(entry, Mapping) else {"name": entry}
+    found = _named(options.pop("name", None), entry)
+    if found.config is None:
+        if options:
+            raise ConfigError(
+                f"transforms=[{entry}]", why=f"{found.name!r} has no options", fix=f"write {found.name!r} alone"
+            )
+        return Chosen(found, None)
+    return Chosen(found, _config(found, options))
+
+
+def _named(name: Any, entry: Any) -> _Transform:
+    if not isinstance(name, str):
+        raise ConfigError(f"transforms=[{entry}]", why="it has no name", fix='give {"name": ..., and its options}')
+    if looks_like_target(name):
+        function = load_target(name, what="transform")
+        found = next((known for known in _known.values() if known.function is function), None)
+        if found is None:
+            raise ConfigError(
+                f"transforms=[{name!r}]", why="that function is not a transform", fix='put @sw.transform("name") on it'
+            )
+        return found
+    if name not in _known:
+        raise ConfigError(
+            f"transforms=[{name!r}]",
+            why="no transform of that name is registered",
+            fix=did_you_mean(name, list(_known), what="transforms") + '; or name its module: "pkg.mod:function"',
+        )
+    return _known[name]
+
+
+def _config(found: _Transform, options: dict[str, Any]) -> Options:
+    assert found.config is not None
+    fields = found.config.__struct_fields__
+    for key in options:
+        if key not in fields:
+            raise ConfigError(
+                f"{key} of transform {found.name!r}",
+                why="it has no such option",
+                fix=did_you_mean(key, fields, what="options"),
+            )
+    missing = [f.name for f in msgspec.structs.fields(found.config) if f.required and f.name not in options]
+    if missing:
+        raise ConfigError(
+            f"transform {found.name!r} without {missing[0]}", why="it has no default", fix=f"give {missing[0]}"
+        )
+    return found.config(**options)
