@@ -25,7 +25,18 @@ PAGES = (
     "README.md",
     *(
         f"docs/{name}.md"
-        for name in ("index", "layout", "units", "init", "recipe", "training", "precision", "parity", "benchmarks")
+        for name in (
+            "index",
+            "layout",
+            "units",
+            "remat",
+            "init",
+            "recipe",
+            "training",
+            "precision",
+            "parity",
+            "benchmarks",
+        )
     ),
 )
 
@@ -180,7 +191,10 @@ def _shortened(command: str, folder: Path) -> str | None:
                 shutil.copy(ROOT / name, folder)
             shutil.copytree(ROOT / "src" / "shardwise", folder / "src" / "shardwise")
             return f"{command} --dry-run --no-deps --no-build-isolation --no-index"
-        case ["python", "examples/example_units.py" | "examples/example_init.py" as script]:
+        case [
+            "python",
+            "examples/example_units.py" | "examples/example_init.py" | "examples/example_remat.py" as script,
+        ]:
             return f"python {ROOT / script}"
         case ["python", "benchmarks/step.py", *_]:
             return f"{command} --model tiny --rounds 2".replace("--write docs/", "--write ")

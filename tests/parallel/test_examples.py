@@ -20,7 +20,7 @@ def run_script(path: str) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.parametrize("name", ["example_units.py", "example_init.py"])
+@pytest.mark.parametrize("name", ["example_units.py", "example_init.py", "example_remat.py"])
 def test_the_examples_print_the_same_alone_and_on_two_ranks(ranks, name):
     path = str(EXAMPLES / name)
     alone, (first, second) = ranks.run(run_script, 1, path)[0], ranks.run(run_script, 2, path)
