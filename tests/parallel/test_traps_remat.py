@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from shardwise.config.options import Remat
+from shardwise.config.options import Compile, Remat
 from shardwise.errors import ShardwiseError
 from shardwise.parallel import parallelize, recipe_of
 from shardwise.train.window import window
@@ -267,6 +267,28 @@ def stopped(kind: str, remat: str):
 def test_what_cannot_run_twice_is_refused_by_name(ranks, kind, remat, name, words):
     found = ranks.run(stopped, 1, kind, remat)[0]
     assert found is not None and found[0] == name and words in found[1]
+
+
+def patched(compile: str | None):
+    """A forward put on the object, as hooks of other libraries do: it is what runs, both times."""
+    with init("dp_shard=1", device="cpu", timeout_s=30) as world:
+        model = routed()
+        for block in model.blocks:
+            block.forward = functools.partial(lambda inner, x: 2 * inner(x), block.forward)
+        x, grads = batches()[0]["input_ids"], []
+        for _ in range(2):
+            model.zero_grad()
+            model(x)[0].sum().backward()
+            grads.append(model.blocks[0].scores.weight.grad.clone())
+            if len(grads) == 1:
+                model = parallelize(model, world, remat="full", compile=compile and Compile(backend=compile))
+        return grads
+
+
+@pytest.mark.parametrize("compile", [None, "eager"])
+def test_a_forward_put_on_the_object_is_what_runs(ranks, compile):
+    plain, again = ranks.run(patched, 1, compile)[0]
+    assert plain.any() and torch.equal(plain, again)
 
 
 class Model(Tower):

@@ -113,6 +113,8 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
 
         def run(args: Any, kwargs: Any) -> Any:
+            if state.own is not None:
+                return state.own(*args, **kwargs)
             return type(module).forward(module, *args, **kwargs)
 
         return checkpoint(run, args, kwargs, use_reentrant=False, **state.options)
