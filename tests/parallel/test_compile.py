@@ -72,7 +72,7 @@ def one_kind_each():
     from torch._dynamo.utils import counters
 
     with init("dp_shard=1", device="cpu") as world:
-        model = parallelize(Kinds(), world, compile=Compile(backend="eager", dynamic=False), remat="full")
+        model = parallelize(Kinds(), world, compile=Compile(backend="eager"), remat="full")
         counters.clear()
         model(torch.ones(2, 4)).sum().backward()
         return counters["stats"]["unique_graphs"], dict(counters["frames"])
