@@ -38,9 +38,11 @@ __all__ = [
     "local_tensor",
     "materialise",
     "memory_budget",
+    "num_hooks",
     "on_unit_backward",
     "operator_names",
     "reset_iteration",
+    "share_hooks",
     "tree_any",
     "tree_flatten",
     "tree_map",
@@ -209,6 +211,20 @@ def foreach_norms(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -
 def foreach_scale(tensors: list[Tensor], factor: float) -> None:
     """Multiplies each tensor by ``factor``, in place."""
     torch._foreach_mul_(tensors, factor)
+
+
+def num_hooks(tensor: Tensor) -> tuple[int, int]:
+    """How many hooks ``register_hook`` and ``register_post_accumulate_grad_hook`` have put on ``tensor``."""
+    return len(tensor._backward_hooks or ()), len(tensor._post_accumulate_grad_hooks or ())
+
+
+def share_hooks(tensor: Tensor, other: Tensor) -> None:
+    """Puts the hooks of ``tensor`` on ``other`` as well. They are one collection: handles remove them from both."""
+    on_tensor, after = num_hooks(tensor)
+    if on_tensor:
+        other._backward_hooks = tensor._backward_hooks
+    if after:
+        other._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

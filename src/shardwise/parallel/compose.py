@@ -29,6 +29,7 @@ from shardwise.errors import PlanError, UsageError
 from shardwise.parallel.compile import apply_compile, check_compile
 from shardwise.parallel.ddp import apply_ddp
 from shardwise.parallel.fsdp2 import apply_fsdp2
+from shardwise.parallel.refuse import refuse_unfit_parts
 from shardwise.parallel.remat import apply_remat, check_remat, explain_remat
 from shardwise.parallel.runtime import Runtime, attach, has_runtime, runtime_of
 from shardwise.parallel.sources import build_with_source
@@ -122,6 +123,7 @@ def parallelize(
     recipe = msgspec.structs.replace(recipe, notes=(*recipe.notes, *notes_of(own)))
     if source.note is not None:
         recipe = _with_note(recipe, source.note)
+    refuse_unfit_parts(module, recipe, world)
     _agree_on_recipe(recipe, world)
     source.release(module, recipe)
     apply_recipe(module, recipe, world)
@@ -146,6 +148,7 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
         )
     for technique, (_, apply) in _TECHNIQUES.items():
         apply(module, _edits(recipe, technique), world)
+    refuse_unfit_parts(module, recipe, world)
     before = tensors_of(module, "_parameters")
     if recipe.engine == "ddp":
         give_memory(module, world.device)

@@ -60,7 +60,7 @@ class Runtime:
         self.step = 0  # optimizer steps begun: part of every random stream's name
         self.in_window = False
         self.explainers: list[Callable[[BaseException], ShardwiseError | None]] = []  # of techniques
-        self._structure = Structure(module)
+        self._structure = Structure(module, num_ranks=world.size)
 
     # ---- tensors ---------------------------------------------------------------------------------------------
 

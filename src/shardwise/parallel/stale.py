@@ -7,9 +7,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise._compat import gathered_parameters
+from shardwise._compat import gathered_parameters, num_hooks
 from shardwise.anatomy import canonical_modules, canonical_tensors
 from shardwise.errors import UnsupportedError, UsageError
 
@@ -62,18 +63,22 @@ class Structure:
     names looked up, and the whole parameters that FSDP2 puts in the place of its shards are told from foreign ones.
     """
 
-    def __init__(self, root: nn.Module):
-        self._root = root
+    def __init__(self, root: nn.Module, *, num_ranks: int):
+        self._root, self._num_ranks = root, num_ranks
         self._modules = [child for _, child in canonical_modules(root)]
         self._children, self._params = self._now()  # kept alive, so that no identity is used twice
         self._child_ids, self._param_ids = list(map(id, self._children)), list(map(id, self._params))
         self._real = [param for param in self._params if param is not None]
         self._trained = list(map(_REQUIRES_GRAD, self._real))
+        self._hooks = list(map(num_hooks, self._real))
         self._named = {name: (param, param.requires_grad) for name, param in _named_parameters(root)}
 
     def check(self) -> None:
-        """Raises UsageError if a module or parameter was added, removed, replaced, frozen or unfrozen since: FSDP2 and DDP
-        would go on without it, and the replicas would drift apart."""
+        """Raises UsageError if a module or parameter was added, removed, replaced, frozen or unfrozen since: FSDP2 and
+        DDP would go on without it, and the replicas would drift apart. Or if a hook was put on a
+        parameter where it is not called, or sees a part of the gradient only."""
+        if list(map(num_hooks, self._real)) != self._hooks:
+            self._refuse_new_hooks()
         children, params = self._now()
         same = list(map(id, children)) == self._child_ids and list(map(id, params)) == self._param_ids
         if same and list(map(_REQUIRES_GRAD, self._real)) == self._trained:
@@ -86,6 +91,21 @@ class Structure:
                 fix="change the module first, then call parallelize on it, then build the optimizer",
                 name=name,
             )
+
+    def _refuse_new_hooks(self) -> None:
+        before = {id(param): hooks for param, hooks in zip(self._real, self._hooks, strict=True)}
+        for name, (param, _) in self._named.items():
+            (on_tensor, after), (had_on_tensor, had_after) = num_hooks(param), before[id(param)]
+            is_cut = isinstance(param, DTensor)
+            if (is_cut and on_tensor > had_on_tensor) or (after > had_after and (is_cut or self._num_ranks > 1)):
+                raise UsageError(
+                    "a hook was put on a parameter after the module was sharded",
+                    why="gradients come to the gathered parameter, so it is never called"
+                    if is_cut
+                    else "it sees this rank's part of the gradient, before the sum over the ranks",
+                    fix="put it on an activation, or change gradients after the window, before optim.step()",
+                    name=name,
+                )
 
     def _now(self) -> tuple[list[Any], list[Any]]:
         children = chain.from_iterable(map(dict.values, map(_CHILDREN, self._modules)))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise._compat import share_hooks
 from shardwise.anatomy import canonical_modules, canonical_tensors
 
 __all__ = [
@@ -145,6 +146,7 @@ def replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None
                 value = value.detach()
                 value = nn.Parameter(value, requires_grad=tensor.requires_grad)
                 value.__dict__.update(vars(tensor))  # marks a library left on a parameter, such as "no weight decay"
+                share_hooks(tensor, value)
             made[id(tensor)] = value
         return made[id(tensor)]
 

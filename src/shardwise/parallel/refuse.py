@@ -1,0 +1,33 @@
+"""What a module may hold that would go silently wrong once it is sharded, refused before anything is moved."""
+
+from torch import nn
+
+from shardwise._compat import num_hooks
+from shardwise.errors import UnsupportedError
+from shardwise.parallel.tensors import tensors_of
+from shardwise.recipe import Recipe
+from shardwise.world import World
+
+__all__ = ["refuse_unfit_parts"]
+
+_WHOLE = 'keep parameters whole on every rank: sw.init("dp_replicate=-1")'
+
+
+def refuse_unfit_parts(module: nn.Module, recipe: Recipe, world: World) -> None:
+    """Raises UnsupportedError for hooks on parameters that would not fire, or would see a part only."""
+    for name, param in tensors_of(module, "_parameters").items():
+        on_tensor, after = num_hooks(param)
+        if (on_tensor or after) and recipe.params[name].cuts:
+            raise UnsupportedError(
+                "a hook on a parameter that is cut over the ranks",
+                why="gradients come to the gathered parameter, which FSDP2 makes anew, so the hook would never be called",
+                fix=f"put it on the module's output or on an activation; or {_WHOLE}",
+                name=name,
+            )
+        if after and world.size > 1:
+            raise UnsupportedError(
+                f"a post-accumulate hook on a parameter, on {world.size} ranks",
+                why="it would see this rank's part of the gradient, before the sum over the ranks",
+                fix="change gradients after the window, before optim.step(); param.register_hook is fine for what is linear",
+                name=name,
+            )
