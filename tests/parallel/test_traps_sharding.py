@@ -441,6 +441,10 @@ def freeze(model):
     model.sometimes.requires_grad_(False)
 
 
+def to_another_dtype(model):
+    model.half()
+
+
 def t_changed_after_sharding(layout: str, change: str):
     with init(layout, device="cpu", timeout_s=20) as world:
         module = build()
@@ -462,6 +466,7 @@ def t_changed_after_sharding(layout: str, change: str):
         ("replace_a_parameter", "embed.weight"),  # t_param_swap_after_shard
         ("unfreeze", "never"),  # t_ddp_unfreeze_after_wrap
         ("freeze", "sometimes"),
+        ("to_another_dtype", "sometimes"),
     ],
 )
 def test_t_changed_after_sharding(ranks, layout, change, name):

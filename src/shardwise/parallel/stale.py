@@ -18,7 +18,7 @@ __all__ = ["Structure", "mark_stale", "refuse_deepcopy", "refuse_stale"]
 
 _MARK = "_shardwise_replaced"
 _CHILDREN, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
-_REQUIRES_GRAD = attrgetter("requires_grad")
+_REQUIRES_GRAD, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
 _installed = False
 
 
@@ -70,13 +70,15 @@ class Structure:
         self._child_ids, self._param_ids = list(map(id, self._children)), list(map(id, self._params))
         self._real = [param for param in self._params if param is not None]
         self._trained = list(map(_REQUIRES_GRAD, self._real))
-        self._hooks = list(map(num_hooks, self._real))
+        self._dtypes, self._hooks = list(map(_DTYPE, self._real)), list(map(num_hooks, self._real))
         self._named = {name: (param, param.requires_grad) for name, param in _named_parameters(root)}
 
     def check(self) -> None:
-        """Raises UsageError if a module or parameter was added, removed, replaced, frozen or unfrozen since: FSDP2 and
-        DDP would go on without it, and the replicas would drift apart. Or if a hook was put on a
+        """Raises UsageError if a module or parameter was added, removed, replaced, frozen, unfrozen, or brought to another
+        dtype since: FSDP2 and DDP would go on without it, and the replicas would drift apart. Or if a hook was put on a
         parameter where it is not called, or sees a part of the gradient only."""
+        if list(map(_DTYPE, self._real)) != self._dtypes:
+            raise self._other_dtype()
         if list(map(num_hooks, self._real)) != self._hooks:
             self._refuse_new_hooks()
         children, params = self._now()
@@ -91,6 +93,17 @@ class Structure:
                 fix="change the module first, then call parallelize on it, then build the optimizer",
                 name=name,
             )
+
+    def _other_dtype(self) -> UsageError:
+        was = {id(param): dtype for param, dtype in zip(self._real, self._dtypes, strict=True)}
+        name, param = next((n, p) for n, (p, _) in self._named.items() if p.dtype != was[id(p)])
+        return UsageError(
+            f"a parameter was {was[id(param)]} when the module was sharded, and is {param.dtype} now",
+            why="the recipe says in which dtype each tensor is stored, computed with and reduced; .to(), .half() and the "
+            "like go around it",
+            fix='give it to parallelize: precision="bf16", or Precision(storage=..., compute=...)',
+            name=name,
+        )
 
     def _refuse_new_hooks(self) -> None:
         before = {id(param): hooks for param, hooks in zip(self._real, self._hooks, strict=True)}
