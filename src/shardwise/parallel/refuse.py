@@ -3,6 +3,7 @@
 from torch import nn
 
 from shardwise._compat import num_hooks
+from shardwise.anatomy import canonical_modules
 from shardwise.errors import UnsupportedError
 from shardwise.parallel.tensors import tensors_of
 from shardwise.recipe import Recipe
@@ -14,7 +15,8 @@ _WHOLE = 'keep parameters whole on every rank: sw.init("dp_replicate=-1")'
 
 
 def refuse_unfit_parts(module: nn.Module, recipe: Recipe, world: World) -> None:
-    """Raises UnsupportedError for hooks on parameters that would not fire, or would see a part only."""
+    """Raises UnsupportedError for hooks on parameters that would not fire, or would see a part only, and for embeddings
+    that write their own weight in forward."""
     for name, param in tensors_of(module, "_parameters").items():
         on_tensor, after = num_hooks(param)
         if (on_tensor or after) and recipe.params[name].cuts:
@@ -30,4 +32,15 @@ def refuse_unfit_parts(module: nn.Module, recipe: Recipe, world: World) -> None:
                 why="it would see this rank's part of the gradient, before the sum over the ranks",
                 fix="change gradients after the window, before optim.step(); param.register_hook is fine for what is linear",
                 name=name,
+            )
+    if world.size == 1 and recipe.engine == "ddp":
+        return
+    for name, child in canonical_modules(module):
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.max_norm is not None:
+            raise UnsupportedError(
+                f"a {type(child).__name__} with max_norm={child.max_norm}",
+                why="its forward writes the rows that this rank's batch looks up: under FSDP2 that is lost, and replicas "
+                "drift apart",
+                fix="leave max_norm out, and scale the rows it returns, or the weight after optim.step()",
+                name=name or None,
             )

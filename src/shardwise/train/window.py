@@ -27,6 +27,7 @@ from shardwise.train.exchange import Exchange, buffer_versions
 from shardwise.train.kept import KeptGradients, clone_buffers, restore_buffers
 from shardwise.train.loss import Batch, as_micro_batches, count_of
 from shardwise.train.refuse import explain_no_gradient, refuse_gradless
+from shardwise.train.written import WrittenParameters
 from shardwise.world.rng import derive_seed, forked_rng
 
 T = TypeVar("T")
@@ -80,7 +81,7 @@ class Window:
         runtime.engine.begin()
         runtime.in_window = True
         self._kept_gradients = KeptGradients(runtime)
-        self._versions = buffer_versions(runtime)
+        self._versions, self._written = buffer_versions(runtime), WrittenParameters(runtime)
         return self
 
     def rehearse(self, run: Callable[[MicroBatch], T]) -> T:
@@ -155,8 +156,9 @@ class Window:
             )
         own = Exchange(runtime, self._versions)
         self.agreed = runtime.world.agreement.sum(
-            {**own.entries(), **(entries or {})}, f"{self.place}, before the step"
+            {**own.entries(), "written": self._written.entry(), **(entries or {})}, f"{self.place}, before the step"
         )
+        self._written.check(self.agreed["written"])
         own.apply(self.agreed)
         self._kept_gradients.add_back()
         runtime.step += 1

@@ -1,0 +1,148 @@
+"""A forward that writes the model's parameters: refused by name where that is lost or differs by rank."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.config.options import Precision, Sharding
+from shardwise.errors import UnsupportedError
+from shardwise.parallel import parallelize
+from shardwise.train.step import TrainStep
+from shardwise.train.window import window
+from shardwise.world import init
+
+pytestmark = pytest.mark.timeout(60)
+LAYOUTS = [
+    ("dp_shard=2", 2, "fsdp2"),
+    ("dp_shard=1", 1, "fsdp2"),
+    ("dp_replicate=2", 2, "ddp"),
+    ("dp_shard=1", 1, "ddp"),
+]
+
+
+class Table(nn.Module):
+    def __init__(self, table: nn.Module):
+        super().__init__()
+        self.table, self.head = table, nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.table(x))
+
+
+class Writes(nn.Module):
+    """Normalises its weight before it uses it, or scales it by its input."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.how, self.weight = how, nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if self.how == "normalised":
+                self.weight.copy_(F.normalize(self.weight))
+            elif self.how == "by the batch":
+                self.weight.mul_(1 + x.mean())
+        return torch.tanh(x @ self.weight)
+
+
+class Net(nn.Module):
+    def __init__(self, how: str):
+        super().__init__()
+        self.blocks = nn.ModuleList([Writes("not"), Writes(how), Writes("not")])
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x * self.scale
+
+
+def with_max_norm(kind: str, layout: str, engine: str):
+    with init(layout, device="cpu", timeout_s=20) as world:
+        table = getattr(nn, kind)(7, 4, max_norm=1.0)
+        try:
+            parallelize(Table(table), world, sharding=Sharding(engine=engine))
+        except UnsupportedError as error:
+            return error.name, error.given
+        return None
+
+
+@pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
+@pytest.mark.parametrize(("layout", "size", "engine"), LAYOUTS)
+def test_max_norm_is_refused_by_name(ranks, kind, layout, size, engine):
+    alone = size == 1 and engine == "ddp"
+    for said in ranks.run(with_max_norm, size, kind, layout, engine):
+        assert said == (None if alone else ("table", f"a {kind} with max_norm=1.0"))
+
+
+def train(how: str, layout: str, engine: str, options: dict):
+    """Parameters after two windows, or what was said."""
+    with init(layout, device="cpu", timeout_s=20) as world:
+        torch.manual_seed(0)
+        keep = {} if engine == "ddp" else {"min_unit_bytes": 0}
+        sharding = Sharding(engine=engine, **keep, **options.get("sharding", {}))
+        model = parallelize(Net(how), world, sharding=sharding, precision=options.get("precision"))
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            for _ in range(2):
+                with window(model, [{"x": torch.full((2, 4), 0.1 + world.rank)}] * 2, count=len) as w:
+                    for batch in w:
+                        (model(batch["x"]).float().sum() / w.num_tokens).backward()
+                optim.step()
+                optim.zero_grad()
+        except UnsupportedError as error:
+            return error.name, error.given, error.why
+        return [param.detach() for param in model.parameters()] if engine == "ddp" else None
+
+
+@pytest.mark.parametrize("how", ["normalised", "by the batch"])
+@pytest.mark.parametrize(("layout", "size", "engine"), LAYOUTS)
+def test_a_parameter_written_in_forward(ranks, how, layout, size, engine):
+    """Under replicas a write that is the same on every rank is right."""
+    found = ranks.run(train, size, how, layout, engine, {})
+    if engine == "fsdp2" or (size > 1 and how == "by the batch"):
+        for said in found:
+            assert said[0] == "blocks.1.weight" and "writes in place" in said[1]
+            assert ("lost" in said[2]) == (engine == "fsdp2")
+    else:
+        for params in found:
+            assert all(torch.equal(a, b) for a, b in zip(params, found[0], strict=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": "bf16"},
+        {"precision": Precision(reduce="float64")},
+        {"sharding": {"offload": True}},
+        {"sharding": {"reshard_after_forward": False}},
+        {"sharding": {"sync_every_microbatch": True}},
+    ],
+    ids=str,
+)
+def test_what_fsdp2_writes_itself_is_not_taken_for_it(ranks, options):
+    for layout, size in (("dp_shard=2", 2), ("dp_shard=1", 1)):
+        assert ranks.run(train, size, "not", layout, "fsdp2", options) == [None] * size
+
+
+def one_rank_writes(layout: str):
+    with init(layout, device="cpu", timeout_s=20) as world:
+        model = parallelize(Net("by the batch" if world.is_main else "not"), world, sharding=Sharding(min_unit_bytes=0))
+        step = TrainStep(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda out, _: out.sum(), count=len, forward=apply
+        )
+        try:
+            step([{"x": torch.ones(2, 4)}])
+        except UnsupportedError as error:
+            return error.name
+        return None
+
+
+def apply(model: nn.Module, batch: dict) -> Tensor:
+    return model(batch["x"])
+
+
+def test_a_write_by_one_rank_is_told_on_all(ranks):
+    for layout in ("dp_shard=2", "dp_replicate=2"):
+        assert ranks.run(one_rank_writes, 2, layout) == ["blocks.1.weight"] * 2
