@@ -146,9 +146,9 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
             fix="make the recipe from this module and layout: parallelize does",
             name=_first_difference(anatomy, recipe),
         )
+    refuse_unfit_parts(module, recipe, world)
     for technique, (_, apply) in _TECHNIQUES.items():
         apply(module, _edits(recipe, technique), world)
-    refuse_unfit_parts(module, recipe, world)
     before = tensors_of(module, "_parameters")
     if recipe.engine == "ddp":
         give_memory(module, world.device)
