@@ -8,7 +8,8 @@ machine does hits them alike. A window is two micro-batches with unequal numbers
 torch's tutorial shows, made right for such windows and with nothing left out on either side: ``fully_shard`` on each
 block and on the root, tokens counted over the ranks, the loss scaled by (ranks / tokens) because FSDP2 averages,
 reduction at the last micro-batch only (``set_requires_gradient_sync``), ``clip_grad_norm_`` on the DTensors, AdamW,
-``zero_grad``, and the loss summed over the ranks for the log.
+``zero_grad``, and the loss summed over the ranks for the log. Replicas are compared with torch's
+``DistributedDataParallel`` in the same way.
 
 Before anything is timed: after three steps in fp64 every parameter of each contender equals that of the first one to
 1e-9 of its largest element, and in fp32 the first loss and gradient norm to 1e-5 (parameters are not compared in fp32:
@@ -16,6 +17,7 @@ AdamW turns rounding of a tiny gradient into a difference of a whole step).
 """
 
 import argparse
+import contextlib
 import statistics
 import sys
 import time
@@ -32,7 +34,7 @@ import shardwise as sw
 from shardwise.launch import launch_local
 from shardwise.train.reference import ReferenceConfig, ReferenceModel
 
-__all__ = ["CONTENDERS", "MODELS", "measure", "table"]
+__all__ = ["CONTENDERS", "MODELS", "PARTS", "measure", "table"]
 
 ROOT = Path(__file__).resolve().parent.parent
 IGNORED = -100
@@ -79,9 +81,35 @@ def _raw(module: nn.Module, world: sw.World, fused: bool) -> Step:
     return step
 
 
-def _ours(module: nn.Module, world: sw.World, fused: bool, min_unit_bytes: int = 16 << 20) -> Step:
+def _raw_ddp(module: nn.Module, world: sw.World, fused: bool) -> Step:
+    """Replicas by hand: torch's DistributedDataParallel, summing at the last micro-batch only."""
+    model = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+    optim = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1, fused=fused)
+
+    def step(window: list[dict[str, Tensor]]) -> tuple[float, float]:
+        tokens = torch.stack([(batch["labels"] != IGNORED).sum() for batch in window]).sum()
+        dist.all_reduce(tokens)
+        total = torch.zeros((), dtype=torch.float64)
+        for i, batch in enumerate(window):
+            with contextlib.nullcontext() if i == len(window) - 1 else model.no_sync():
+                logits = model(batch["input_ids"])
+                loss = nn.functional.cross_entropy(
+                    logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum"
+                )
+                (loss * (world.size / tokens)).backward()
+            total += loss.detach()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optim.step()
+        optim.zero_grad()
+        dist.all_reduce(total)
+        return float(total / tokens), float(norm)
+
+    return step
+
+
+def _ours(module: nn.Module, world: sw.World, fused: bool, sharding: sw.Sharding | None = None) -> Step:
     """Shardwise: the same step in its own words."""
-    model = sw.parallelize(module, world, sharding=sw.Sharding(min_unit_bytes=min_unit_bytes))
+    model = sw.parallelize(module, world, sharding=sharding)
     optim = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1, fused=fused)
     train_step = sw.TrainStep(model, optim, max_grad_norm=CLIP)
 
@@ -97,30 +125,42 @@ CONTENDERS: dict[str, Callable[[nn.Module, sw.World], Step]] = {
     "FSDP2 by hand, AdamW(fused=True)": lambda module, world: _raw(module, world, True),
     "Shardwise, AdamW": lambda module, world: _ours(module, world, False),
     "Shardwise, AdamW(fused=True)": lambda module, world: _ours(module, world, True),
-    "Shardwise, fused, a unit for each block": lambda module, world: _ours(module, world, True, 0),
+    "Shardwise, fused, a unit for each block": lambda module, world: _ours(
+        module, world, True, sw.Sharding(min_unit_bytes=0)
+    ),
 }
 REFERENCE = "FSDP2 by hand, AdamW(fused=True)"
+REPLICAS: dict[str, Callable[[nn.Module, sw.World], Step]] = {
+    "DDP by hand, AdamW(fused=True)": lambda module, world: _raw_ddp(module, world, True),
+    "Shardwise, AdamW(fused=True)": lambda module, world: _ours(module, world, True),
+}
+PARTS = {  # part of the page -> (layout, contenders, the one that counts as 1)
+    "step": ("dp_shard=-1", CONTENDERS, REFERENCE),
+    "replicas": ("dp_replicate=-1", REPLICAS, "DDP by hand, AdamW(fused=True)"),
+}
 
 
 # ---- one rank ------------------------------------------------------------------------------------------------------
 
 
-def measure(model: str, rounds: int, warmup: int = 3, names: tuple[str, ...] = tuple(CONTENDERS)) -> dict[str, Any]:
+def measure(model: str, rounds: int, warmup: int = 3, part: str = "step") -> dict[str, Any]:
     """Runs on every rank: checks that the contenders agree, then times them in turn.
 
     Args:
         model: a key of ``MODELS``.
         rounds: timed steps of each contender.
         warmup: steps of each before that.
-        names: keys of ``CONTENDERS``.
+        part: a key of ``PARTS``: which contenders, under which layout.
 
     Returns:
         ``seconds`` and ``cpu`` (this process's own time on the cores), name -> one number per step, and ``num_params``.
     """
-    with sw.init("dp_shard=-1", device="cpu") as world:
+    layout, contenders, _ = PARTS[part]
+    names = tuple(contenders)
+    with sw.init(layout, device="cpu") as world:
         config = MODELS[model]
-        _check(config, world, names)
-        steps = {name: CONTENDERS[name](_build(config, torch.float32), world) for name in names}
+        _check(config, world, contenders)
+        steps = {name: make(_build(config, torch.float32), world) for name, make in contenders.items()}
         windows = _windows(config, world.rank)
         seconds: dict[str, list[float]] = {name: [] for name in names}
         cpu: dict[str, list[float]] = {name: [] for name in names}
@@ -141,16 +181,17 @@ def measure(model: str, rounds: int, warmup: int = 3, names: tuple[str, ...] = t
         return {"seconds": seconds, "cpu": cpu, "num_params": num_params}
 
 
-def _check(config: ReferenceConfig, world: sw.World, names: tuple[str, ...]) -> None:
+def _check(config: ReferenceConfig, world: sw.World, contenders: dict[str, Callable[..., Step]]) -> None:
     """Three steps in fp64 by each contender: the parameters must agree."""
     wanted: dict[str, Tensor] = {}
-    for name in names:
+    for name, make in contenders.items():
         module = _build(config, torch.float64)
-        step = CONTENDERS[name](module, world)
+        step = make(module, world)
         windows = _windows(config, world.rank)
         for _ in range(3):
             step(next(windows))
-        found = {key: param.full_tensor().detach() for key, param in module.named_parameters()}  # type: ignore[attr-defined]
+        params: Any = module.named_parameters()
+        found = {key: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for key, p in params}
         wanted = wanted or found
         for key, value in found.items():
             err = float((value - wanted[key]).abs().max() / wanted[key].abs().max())
@@ -185,8 +226,8 @@ def _windows(config: ReferenceConfig, rank: int) -> Iterator[list[dict[str, Tens
 # ---- the table -----------------------------------------------------------------------------------------------------
 
 
-def table(results: dict[str, list[dict[str, Any]]]) -> str:
-    """A Markdown table of medians over the rounds, and each as a ratio to the reference contender.
+def table(results: dict[str, list[dict[str, Any]]], reference: str = REFERENCE) -> str:
+    """A Markdown table of medians over the rounds, and each as a ratio to the contender ``reference``.
 
     A step is over when the slowest rank is done; its time on the cores is that of the busiest rank.
     """
@@ -199,7 +240,7 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
         wall, busy = ({n: _slowest(ranks, kind, n) for n in ranks[0][kind]} for kind in ("seconds", "cpu"))
         for name, times in wall.items():
             low, _, high = statistics.quantiles(times, n=4)
-            ratios = [statistics.median(t[name]) / statistics.median(t[REFERENCE]) for t in (wall, busy)]
+            ratios = [statistics.median(t[name]) / statistics.median(t[reference]) for t in (wall, busy)]
             lines.append(
                 f"| {size} | {name} | {statistics.median(times):.1f} | {low:.1f}-{high:.1f} | {ratios[0]:.2f} "
                 f"| {statistics.median(busy[name]):.1f} | {ratios[1]:.2f} |"
@@ -218,22 +259,30 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=40, help="timed steps of each contender (40)")
     parser.add_argument("--ranks", type=int, default=2, help="processes (2)")
     parser.add_argument("--model", choices=list(MODELS), action="append", help="only this one; may be repeated")
-    parser.add_argument("--write", type=Path, help="a page whose <!-- step --> part is replaced by the table")
+    parser.add_argument(
+        "--write", type=Path, help="a page whose <!-- step --> and <!-- replicas --> parts are replaced"
+    )
     args = parser.parse_args(argv)
     if args.rounds < 2:
         parser.error(f"--rounds={args.rounds}: a median and a spread need at least 2")
-    results = {}
-    for model in args.model or MEASURED:
-        print(f"measuring {model} on {args.ranks} ranks, {args.rounds} rounds", file=sys.stderr, flush=True)
-        results[model] = launch_local(
-            f"{Path(__file__).resolve()}:measure", nproc=args.ranks, args=(model, args.rounds)
-        )
-    text = table(results)
-    print(text)
-    if args.write:
-        before, _, rest = args.write.read_text(encoding="utf-8").partition("<!-- step -->\n")
-        after = rest.partition("<!-- /step -->")[2]
-        args.write.write_text(f"{before}<!-- step -->\n{text}\n<!-- /step -->{after}", encoding="utf-8")
+    for part, (layout, _, reference) in PARTS.items():
+        results = {}
+        for model in args.model or MEASURED:
+            print(
+                f"measuring {model} on {args.ranks} ranks of {layout}, {args.rounds} rounds",
+                file=sys.stderr,
+                flush=True,
+            )
+            results[model] = launch_local(
+                f"{Path(__file__).resolve()}:measure", nproc=args.ranks, args=(model, args.rounds, 3, part)
+            )
+        text = table(results, reference)
+        print(text)
+        if args.write:
+            before, _, rest = args.write.read_text(encoding="utf-8").partition(f"<!-- {part} -->\n")
+            after = rest.partition(f"<!-- /{part} -->")[2]
+            page = f"{before}<!-- {part} -->\n{text}\n<!-- /{part} -->{after}"
+            args.write.write_text(page, encoding="utf-8")
     return 0
 
 

@@ -58,7 +58,7 @@ class Cell:
         counts, units = report.collectives, report.num_units
         exchanges = counts.get("allreduce", 0)
         if report.engine == "ddp":
-            assert exchanges >= (2 if num_ranks == 1 else 3) and "_reduce_scatter_base" not in counts
+            assert (exchanges == 0 if num_ranks == 1 else exchanges >= 3) and "_reduce_scatter_base" not in counts
             return
         if self.min_unit_bytes == 0:
             assert units >= 3

@@ -19,7 +19,7 @@ def load():
     return sys.modules["step_benchmark"]
 
 
-def _measure(scale=1.0):
+def _measure(part="step", scale=1.0):
     benchmark = load()
 
     def wrong(module, world):
@@ -33,24 +33,25 @@ def _measure(scale=1.0):
 
         return scaled
 
-    contenders = dict(benchmark.CONTENDERS)
+    if scale == 1.0:
+        return benchmark.measure("tiny", 2, 1, part)
     benchmark.CONTENDERS["wrong"] = wrong
     try:
-        names = (*contenders, "wrong") if scale != 1.0 else tuple(contenders)
-        return benchmark.measure("tiny", 2, 1, names)
+        return benchmark.measure("tiny", 2, 1)
     finally:
         benchmark.CONTENDERS.pop("wrong")
 
 
-def test_every_contender_is_timed_after_the_check(ranks):
-    results = {"tiny": ranks.run(_measure, 2, timeout_s=100)}
-    lines = load().table(results).splitlines()
-    assert len(lines) == 2 + len(load().CONTENDERS)
+@pytest.mark.parametrize("part", ["step", "replicas"])
+def test_every_contender_is_timed_after_the_check(ranks, part):
+    _, contenders, reference = load().PARTS[part]
+    results = {"tiny": ranks.run(_measure, 2, part, timeout_s=100)}
+    lines = load().table(results, reference).splitlines()
+    assert len(lines) == 2 + len(contenders)
     assert all("| tiny (0.0 M) |" in line for line in lines[2:])
-    reference = next(line for line in lines if load().REFERENCE in line)
-    assert reference.count("| 1.00 |") == 2
+    assert next(line for line in lines if reference in line).count("| 1.00 |") == 2
 
 
 def test_a_contender_with_other_parameters_is_not_timed(ranks):
     with pytest.raises(RankError, match=r"'wrong': .* differs by"):
-        ranks.run(_measure, 2, 1.0001, timeout_s=100)
+        ranks.run(_measure, 2, "step", 1.0001, timeout_s=100)
