@@ -69,7 +69,7 @@ def test_buffers_persistent_or_not_and_tied():
 @pytest.mark.parametrize("lazy", [nn.LazyLinear(3), nn.LazyBatchNorm1d()])
 def test_lazy_modules_are_refused_by_name(lazy):
     model = nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"late": lazy}))
-    with pytest.raises(UnsupportedError, match="a lazy Uninitialized") as caught:
+    with pytest.raises(UnsupportedError, match="a lazy Lazy") as caught:
         read_anatomy(model)
     assert caught.value.name == ("1.late.weight")
 

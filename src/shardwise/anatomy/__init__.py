@@ -1,7 +1,7 @@
 """Reading a module: its tensors, ties, block lists and names."""
 
 from shardwise.anatomy.names import canonical_modules, canonical_name, canonical_tensors, module_of_error
-from shardwise.anatomy.read import dtype_name, dtype_of, read_anatomy
+from shardwise.anatomy.read import dtype_name, dtype_of, read_anatomy, refuse_lazy
 
 __all__ = [
     "canonical_modules",
@@ -11,4 +11,5 @@ __all__ = [
     "dtype_of",
     "module_of_error",
     "read_anatomy",
+    "refuse_lazy",
 ]

@@ -12,7 +12,7 @@ from shardwise.anatomy.names import canonical_modules, canonical_tensors
 from shardwise.errors import UnsupportedError
 from shardwise.recipe.records import Anatomy, TensorFact
 
-__all__ = ["dtype_name", "dtype_of", "read_anatomy"]
+__all__ = ["dtype_name", "dtype_of", "read_anatomy", "refuse_lazy"]
 
 
 def read_anatomy(module: nn.Module, *, example: Mapping[str, Tensor] | None = None) -> Anatomy:
@@ -25,6 +25,7 @@ def read_anatomy(module: nn.Module, *, example: Mapping[str, Tensor] | None = No
     Raises:
         UnsupportedError: a lazy parameter that has no shape yet.
     """
+    refuse_lazy(module)
     params = _tensors(module, "_parameters")
     buffers = _tensors(module, "_buffers")
     skipped = _skipped_by(module, example) if example is not None else None
@@ -38,6 +39,20 @@ def read_anatomy(module: nn.Module, *, example: Mapping[str, Tensor] | None = No
         class_paths={name: f"{cls.__module__}.{cls.__qualname__}" for name, cls in classes.items()},
         containers=tuple(name for name, child in canonical_modules(module) if _has_no_forward(child)),
     )
+
+
+def refuse_lazy(module: nn.Module) -> None:
+    """Raises UnsupportedError for a parameter or buffer of a lazy module that has no shape yet."""
+    for kind in ("_parameters", "_buffers"):
+        for name, owner, attr in canonical_tensors(module, kind):
+            tensor = getattr(owner, kind)[attr]
+            if is_lazy(tensor):
+                raise UnsupportedError(
+                    f"a lazy {type(owner).__name__}",
+                    why="it has no shape before the first forward, so it cannot be cut",
+                    fix="run one batch through the plain module before parallelize, or give the sizes to its constructor",
+                    name=name,
+                )
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -55,13 +70,6 @@ def _tensors(root: nn.Module, kind: str) -> dict[str, TensorFact]:
     facts: dict[int, tuple[Tensor, bool]] = {}
     for name, module, attr in canonical_tensors(root, kind):
         tensor = getattr(module, kind)[attr]
-        if is_lazy(tensor):
-            raise UnsupportedError(
-                f"a lazy {type(tensor).__name__}",
-                why="it has no shape before the first forward, so it cannot be cut",
-                fix="run one batch through the module before sharding it, or give the sizes to its constructor",
-                name=name,
-            )
         names.setdefault(id(tensor), []).append(name)
         facts[id(tensor)] = (tensor, attr not in module._non_persistent_buffers_set)
     return {

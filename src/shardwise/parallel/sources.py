@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shardwise.anatomy import refuse_lazy
 from shardwise.errors import UsageError
 from shardwise.parallel.build import build_on_meta
 from shardwise.parallel.runtime import Runtime
@@ -88,6 +89,7 @@ def build_with_source(model: Any, world: World, init: str | None) -> tuple[nn.Mo
                 why="its constructor has run already, so there is nothing to draw again",
                 fix="pass the callable that builds it: parallelize(lambda: MyModel(config), world)",
             )
+        refuse_lazy(model)
         _refuse_meta(model)
         return model, FromRank0(model, world, Note(name="init", why="rank0: values of the module given on rank 0"))
     if not callable(model):
@@ -99,6 +101,8 @@ def build_with_source(model: Any, world: World, init: str | None) -> tuple[nn.Mo
     reason = "asked for"
     if init != "rank0":
         module, tape = build_on_meta(model, world.seed)
+        if module is not None:
+            refuse_lazy(module)
         source = FromTape(module, tape) if module is not None else None
         refused = _refused_anywhere(source, tape, world)
         if module is not None and source is not None and refused is None:
@@ -130,6 +134,7 @@ def _build_on_rank0(model: Callable[[], nn.Module], world: World, reason: str) -
         raise UsageError(
             f"a callable that gave a {type(module).__name__}", why="parallelize needs a module", fix="return the module"
         )
+    refuse_lazy(module)
     source = FromRank0(module, world, Note(name="init", why=f"rank0 ({reason})"))
     to_meta(module)
     return module, source
