@@ -192,6 +192,12 @@ def _refuse_wrapped(module: nn.Module) -> None:
             why="sharding twice would cut its shards again",
             fix="call parallelize once per module; build it anew for another layout",
         )
+    if type(module).__name__ == "OptimizedModule":
+        raise UsageError(
+            "a module that torch.compile has wrapped",
+            why="its parameters lie under other names there, and the hooks that gather them cannot be compiled with it",
+            fix='pass the plain module: sw.parallelize(module, world, compile="blocks") compiles its blocks',
+        )
     for name, child in module.named_modules():
         kind = type(child).__name__
         if (

@@ -121,6 +121,12 @@ def runtime_of(module: nn.Module) -> Runtime:
         UsageError: the module was not sharded by Shardwise.
     """
     runtime = module.__dict__.get(_KEY)
+    if runtime is None and type(module).__name__ == "OptimizedModule":
+        raise UsageError(
+            "torch.compile(model) of a model",
+            why="the wrapper is not the module that parallelize gave back, and hooks that gather units cannot be compiled",
+            fix='pass the model itself; sw.parallelize(module, world, compile="blocks") compiles its blocks',
+        )
     if runtime is None:
         raise UsageError(
             f"a {type(module).__name__} that was not sharded",
