@@ -23,7 +23,7 @@ from shardwise._compat import (
     unit_groups,
 )
 from shardwise.anatomy import canonical_modules, canonical_tensors, dtype_of, module_of_error
-from shardwise.errors import UnsupportedError, UsageError
+from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
 from shardwise.parallel.tensors import give_memory, tensors_of
 from shardwise.recipe import ROOT, Cut, Recipe
 from shardwise.world import World
@@ -251,7 +251,16 @@ class FSDP2Engine:
         for group in self._groups:
             drop_partial_gradients(group)
 
-    def explain(self, error: BaseException) -> UsageError | None:
+    def explain(self, error: BaseException) -> ShardwiseError | None:
+        if "setStorage" in str(error) and "storage of size 0" in str(error):
+            return UnsupportedError(
+                "a backward that reaches a unit whose parameters are not gathered",
+                why="FSDP2 gathers a unit when backward comes to the tensors it returned; it finds none in an object of "
+                "one's own, and a gradient of a gradient (create_graph=True) comes after the unit was freed",
+                fix="return tensors, tuples, dicts or dataclasses from each block; for a gradient penalty keep parameters "
+                'whole on every rank: sw.init("dp_replicate=-1")',
+                name=module_of_error(self.root, error),
+            )
         if "got mixed torch.Tensor and DTensor" not in str(error):
             return None
         return UsageError(
