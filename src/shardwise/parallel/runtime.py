@@ -1,5 +1,6 @@
 """The one run-time object that hangs on a sharded module: its recipe, its world, and handles on the engine."""
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -8,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._compat import foreach_norms, local_tensor
+from shardwise.anatomy import canonical_modules
 from shardwise.errors import ShardwiseError, UsageError
 from shardwise.layout import Coord
 from shardwise.parallel.stale import Structure, refuse_deepcopy
 from shardwise.parallel.tensors import loose_tensors, tensors_of
 from shardwise.recipe import RankView, Recipe, Slice, extents
-from shardwise.world import World
+from shardwise.world import World, is_generator
 
 __all__ = ["Engine", "Runtime", "attach", "has_runtime", "norm_power_sum", "runtime_of"]
 
@@ -94,6 +96,16 @@ class Runtime:
     def gradients(self) -> dict[str, Tensor]:
         """Name -> local gradient of every parameter that has one."""
         return {name: local_tensor(grad) for name, p in self.parameters.items() if (grad := p.grad) is not None}
+
+    @functools.cached_property
+    def generators(self) -> dict[str, Any]:
+        """Name -> random generator that a module keeps as an attribute; looked for once, when the first window begins."""
+        found: dict[int, tuple[str, Any]] = {}
+        for prefix, module in canonical_modules(self.module):
+            for attr, value in module.__dict__.items():
+                if is_generator(value):
+                    found.setdefault(id(value), (f"{prefix}.{attr}" if prefix else attr, value))
+        return dict(found.values())
 
     # ---- checks ----------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from shardwise.train.kept import KeptGradients, clone_buffers, restore_buffers
 from shardwise.train.loss import Batch, as_micro_batches, count_of
 from shardwise.train.refuse import explain_no_gradient, refuse_gradless
 from shardwise.train.written import WrittenParameters
-from shardwise.world.rng import derive_seed, forked_rng
+from shardwise.world.rng import derive_seed, forked_streams
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ class Window:
         runtime = self.runtime
         kept = clone_buffers(runtime)
         seed = derive_seed(runtime.world.seed, "rehearsal", runtime.step)
-        with torch.no_grad(), forked_rng(seed, runtime.world.device):
+        with torch.no_grad(), forked_streams(seed, runtime.world.device, runtime.generators):
             result = run(self._micro_batch(0))
         restore_buffers(runtime, kept)
         runtime.engine.abandon()
@@ -129,13 +129,13 @@ class Window:
 
     def _begin_micro_batch(self, batch: MicroBatch) -> None:
         """Random numbers come from a stream of the micro-batch's own, (seed, step, global index), the same whichever
-        rank runs it; a padding leaves no trace in sums and buffers."""
+        rank runs it: torch's, Python's, numpy's, and those that modules keep; a padding leaves no trace in sums and buffers."""
         runtime, world = self.runtime, self.runtime.world
         self._padding = batch.padding
         if batch.padding:
             self._undo.callback(restore_buffers, runtime, clone_buffers(runtime))
         seed = derive_seed(world.seed, "forward", runtime.step, batch.index)
-        self._undo.enter_context(forked_rng(seed, world.device))
+        self._undo.enter_context(forked_streams(seed, world.device, runtime.generators))
 
     def _end_micro_batch(self) -> None:
         """Not a with block around the yield: an exception in the caller's loop leaves the generator where it is."""

@@ -7,12 +7,15 @@ numbers under every layout and after a resume. Derivation is SHA-256, so places 
 import contextlib
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["derive_seed", "forked_rng", "seed_all"]
+__all__ = ["derive_seed", "forked_rng", "forked_streams", "is_generator", "seed_all"]
+
+_SCRATCH = np.random.MT19937()  # numpy's global functions draw from it within a fork
 
 
 def derive_seed(seed: int, *place: str | int) -> int:
@@ -36,6 +39,71 @@ def forked_rng(seed: int, device: torch.device | None = None) -> Iterator[None]:
         torch.set_rng_state(before)
         if cuda is not None and before_cuda is not None:
             torch.cuda.set_rng_state(before_cuda, cuda)
+
+
+@contextlib.contextmanager
+def forked_streams(seed: int, device: torch.device | None, generators: Mapping[str, Any]) -> Iterator[None]:
+    """:func:`forked_rng` for Python's ``random``, ``numpy.random`` and ``generators`` too, each of which draws from a stream
+    named by its key. Costs some 20 us, most of them Python's."""
+    with forked_rng(seed, device), contextlib.ExitStack() as stack:
+        stack.enter_context(_forked_python(random, seed))
+        # numpy's state is not copied (0.4 ms) but put aside. It loses the second of a pair of normal numbers, if one is left.
+        stack.callback(np.random.set_bit_generator, np.random.get_bit_generator())
+        np.random.set_bit_generator(_SCRATCH)
+        np.random.seed(seed % 2**32)
+        for name, generator in generators.items():
+            stack.enter_context(_forked(generator, derive_seed(seed, name)))
+        yield
+
+
+def is_generator(value: Any) -> bool:
+    """Whether ``value`` is a random generator that :func:`forked_streams` can fork."""
+    if isinstance(value, random.SystemRandom):  # has no state
+        return False
+    return isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState | random.Random)
+
+
+def _forked(generator: Any, seed: int) -> contextlib.AbstractContextManager[None]:
+    if isinstance(generator, random.Random):
+        return _forked_python(generator, seed)
+    return _forked_torch(generator, seed) if isinstance(generator, torch.Generator) else _forked_numpy(generator, seed)
+
+
+@contextlib.contextmanager
+def _forked_python(generator: Any, seed: int) -> Iterator[None]:
+    before = generator.getstate()
+    generator.seed(seed)
+    try:
+        yield
+    finally:
+        generator.setstate(before)
+
+
+@contextlib.contextmanager
+def _forked_torch(generator: torch.Generator, seed: int) -> Iterator[None]:
+    before = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(before)
+
+
+@contextlib.contextmanager
+def _forked_numpy(generator: Any, seed: int) -> Iterator[None]:
+    if isinstance(generator, np.random.RandomState):
+        before = generator.get_state()
+        generator.seed(seed % 2**32)
+    else:
+        before = generator.bit_generator.state
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    try:
+        yield
+    finally:
+        if isinstance(generator, np.random.RandomState):
+            generator.set_state(before)
+        else:
+            generator.bit_generator.state = before
 
 
 def seed_all(seed: int, rank: int) -> None:

@@ -1,0 +1,94 @@
+"""Every source of random numbers that a forward may draw from belongs to the micro-batch, not to the rank."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from train.plain import Net, batch, mine, sum_loss
+
+import shardwise as sw
+from shardwise.parallel import runtime_of
+from shardwise.world import forked_streams
+
+SOURCES = ["python", "numpy", "torch.Generator", "numpy.Generator", "RandomState", "random.Random"]
+
+
+class Drawing(Net):
+    """Scales by a number from ``source``, with a generator of its own where that is one."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.source = source
+        self.blocks[1].own = {
+            "torch.Generator": lambda: torch.Generator().manual_seed(1),
+            "numpy.Generator": lambda: np.random.default_rng(1),
+            "RandomState": lambda: np.random.RandomState(1),
+            "random.Random": lambda: random.Random(1),
+        }.get(source, lambda: None)()
+
+    def draw(self):
+        own = self.blocks[1].own
+        if self.source == "torch.Generator":
+            return float(torch.rand((), generator=own))
+        if self.source == "RandomState":
+            return own.rand()
+        return {"python": random.random, "numpy": np.random.rand}.get(self.source, getattr(own, "random", None))()
+
+    def forward(self, input_ids):
+        return super().forward(input_ids) * (1 + self.draw())
+
+
+def train(layout, source):
+    with sw.init(layout, device="cpu", timeout_s=20) as world:
+        torch.manual_seed(3)
+        model = sw.parallelize(Drawing(source).double(), world, sharding=sw.Sharding(min_unit_bytes=0))
+        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=sum_loss)
+        return [step(mine([batch(10 * w + i) for i in range(4)], world)).loss for w in range(3)]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_numbers_drawn_in_forward_do_not_depend_on_the_layout(ranks, source):
+    one = ranks.run(train, 1, "dp_shard=1", source)[0]
+    assert one == ranks.run(train, 1, "dp_shard=1", source)[0]
+    for losses in ranks.run(train, 2, "dp_shard=2", source):
+        assert losses == pytest.approx(one, rel=1e-12)
+
+
+def test_after_a_fork_nothing_was_drawn():
+    """Numbers outside of forwards (which sample comes next, an augmentation) go on as if there had been no forward."""
+    own = {
+        "a": torch.Generator(), "b": np.random.default_rng(1), "c": np.random.RandomState(1), "d": random.Random(1)
+    }  # fmt: skip
+
+    def draw():
+        numbers = [torch.rand(()), random.random(), np.random.rand(), torch.rand((), generator=own["a"])]
+        return [*map(float, numbers), own["b"].random(), own["c"].rand(), own["d"].random()]
+
+    def seed():
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        own["a"].manual_seed(1)
+        own.update({"b": np.random.default_rng(1), "c": np.random.RandomState(1), "d": random.Random(1)})
+
+    seed()
+    wanted = draw()
+    seed()
+    with forked_streams(7, None, own):
+        first = draw()
+    assert draw() == wanted
+    with forked_streams(7, None, own):
+        assert draw() == first != wanted
+    assert len(set(first)) == len(first)
+
+
+def test_generators_are_found_by_the_name_of_their_module(ranks):
+    assert ranks.run(generator_names, 1)[0] == ["blocks.1.own"]
+
+
+def generator_names():
+    with sw.init("dp_shard=1", device="cpu") as world:
+        model = sw.parallelize(Drawing("torch.Generator"), world)
+        model.blocks[2].same, model.blocks[0].system = model.blocks[1].own, random.SystemRandom()
+        return list(runtime_of(model).generators)
