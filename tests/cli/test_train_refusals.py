@@ -44,3 +44,23 @@ def test_a_full_disk_is_refused_before_a_rank_starts(tmp_path, monkeypatch, caps
     told = capsys.readouterr().err
     assert "with 1.00 KiB free on its disk" in told and "the run will write about 69.47 KiB" in told
     assert not (tmp_path / "run").exists()
+
+
+WAVE = """
+import torch
+from torch import nn
+
+class Wave(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.phase = nn.Embedding(256, 4), nn.Parameter(torch.ones(4, 256, dtype=torch.complex128))
+    def forward(self, input_ids):
+        return (self.embed(input_ids).to(self.phase.dtype) @ self.phase).real.float()
+"""
+
+
+def test_weights_that_cannot_be_written_are_refused_before_the_first_step(tmp_path):
+    (tmp_path / "wave.py").write_text(WAVE)
+    done = _train(tmp_path / "run", *TINY, f"--model.build={tmp_path / 'wave.py'}:Wave")
+    assert done.returncode != 0 and "phase: weights with a tensor of complex128" in done.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

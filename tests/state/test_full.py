@@ -1,15 +1,17 @@
 """Whole state on rank 0: bit-exact from any layout, nothing elsewhere; files that stock tools open."""
 
 import os
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from zoo import ConvNet, Odd
 
 import shardwise as sw
-from shardwise.state import save_weights, weights_bytes
+from shardwise.state import check_dtypes, save_weights, weights_bytes
 
 LAYOUTS = [
     ("dp_shard=1", 1),
@@ -96,3 +98,89 @@ def save_under_umask(umask, dest):
 def test_the_umask_decides_who_may_read_weights(ranks, tmp_path, umask, mode):
     ranks.run(save_under_umask, 2, umask, tmp_path)
     assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == mode
+
+
+class Wave(nn.Module):
+    """Complex128, which safetensors does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(4, 3, dtype=torch.complex128))
+
+
+def save_wave(dest):
+    with sw.init("dp_shard=2", device="cpu") as world:
+        model = sw.parallelize(Wave(), world)
+        refusals = []
+        for call in (lambda: save_weights(model, dest), lambda: check_dtypes(model)):
+            try:
+                call()
+            except sw.UnsupportedError as error:
+                refusals.append((error.name, error.given))
+        return refusals, sw.full_state_dict(model)
+
+
+def test_a_dtype_that_safetensors_does_not_know_is_refused_by_name_on_every_rank(ranks, tmp_path):
+    for refusals, state in ranks.run(save_wave, 2, str(tmp_path / "w")):
+        assert refusals == [("phase", "weights with a tensor of complex128")] * 2
+        assert not state or state["phase"].dtype == torch.complex128
+    assert not (tmp_path / "w").exists()
+
+
+class Scaled(nn.Module):
+    """Modules with states of their own, as Transformer Engine's."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = Counted(), Counted()
+        self.tied = self.a
+        self.b.history = None
+
+    def get_extra_state(self):
+        return {"epoch": 3}
+
+    def set_extra_state(self, state):
+        self.epoch = state["epoch"]
+
+
+class Counted(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 3)
+        self.register_buffer("count", torch.zeros(2))
+        self.history = [1, 2]
+
+    def get_extra_state(self):
+        return self.history
+
+    def set_extra_state(self, state):
+        self.history = state
+
+
+def save_scaled(dest):
+    with sw.init("dp_shard=2", device="cpu") as world:
+        torch.manual_seed(0)
+        model = sw.parallelize(Scaled(), world, sharding=sw.Sharding(min_unit_bytes=0))
+        if world.rank:
+            model.a.history = ["of rank 1"]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            save_weights(model, dest)
+        return (
+            sw.full_state_dict(model),
+            sw.full_state_dict(model, trainable_only=True),
+            [str(w.message) for w in caught],
+        )
+
+
+def test_extra_states_of_modules_are_in_the_full_state_and_left_out_of_weights_by_name(ranks, tmp_path):
+    (state, trainable, told), (other, _, silent) = ranks.run(save_scaled, 2, str(tmp_path))
+    torch.manual_seed(0)
+    plain = Scaled()
+    assert list(state) == list(plain.state_dict()) and other == {} and silent == []
+    assert state["_extra_state"] == {"epoch": 3} and state["tied._extra_state"] == [1, 2]
+    assert not any("extra" in name for name in trainable)
+    plain.load_state_dict(state)
+    assert len(told) == 1 and told[0].startswith("weights without _extra_state, a._extra_state, tied._extra_state:")
+    assert sorted(load_file(tmp_path / "model.safetensors")) == [
+        f"{name}.{attr}" for name in "ab" for attr in ("bias", "count", "weight")
+    ]

@@ -5,6 +5,7 @@ canonical; which rank holds what is asked of the recipe alone.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,17 +15,20 @@ from shardwise.anatomy import canonical_modules
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.recipe import Slice, extents, owners
 
-__all__ = ["full_state_dict", "gather_parameter"]
+__all__ = ["EXTRA_STATE", "full_state_dict", "gather_parameter"]
+
+EXTRA_STATE = "_extra_state"  # key of what get_extra_state returns, after the module's name
 
 
-def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[str, Tensor]:
+def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[str, Any]:
     """Every parameter and persistent buffer, whole, on rank 0's CPU; ``{}`` on the other ranks. All ranks must call it.
 
-    The keys are those of the unsharded module's ``state_dict()``, in its order; tied names map to one tensor.
+    The keys are those of the unsharded module's ``state_dict()``, in its order; tied names map to one tensor. What a module
+    adds by ``get_extra_state`` is rank 0's, as it is.
 
     Args:
         model: from ``parallelize``.
-        trainable_only: leave out frozen parameters and buffers.
+        trainable_only: leave out frozen parameters, buffers and extra states.
 
     Raises:
         RankError: a rank does not come: it has left, or makes another call.
@@ -32,7 +36,7 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[s
     runtime = runtime_of(model)
     # What follows cannot be waited for with a limit: a rank that does not come is named here.
     runtime.world.agreement.sum({}, "full_state_dict, before it is gathered")
-    found: dict[str, Tensor] = {}
+    found: dict[str, Any] = {} if trainable_only else _extra_states(model)  # on every rank: one may talk to the others
     for name, param in runtime.recipe.params.items():
         if trainable_only and not param.trainable:
             continue
@@ -47,6 +51,14 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[s
             if buffer.persistent:
                 found.update(dict.fromkeys((name, *buffer.aliases), local[name].detach().cpu().clone()))
     return {name: found[name] for name in _order(model, found) if name in found}
+
+
+def _extra_states(model: nn.Module) -> dict[str, Any]:
+    return {
+        f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE: module.get_extra_state()
+        for prefix, module in canonical_modules(model)
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
 
 
 def gather_parameter(runtime: Runtime, name: str) -> Tensor | None:
@@ -83,11 +95,11 @@ def _pieces_to_send(runtime: Runtime, name: str, rank: int) -> list[Slice]:
 
 
 def _order(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Names in the order of the module's own state dict: by module, then parameters before buffers."""
+    """Names in the order of the module's own state dict: by module, then parameters, buffers, extra state."""
     wanted = set(names)
     found = []
     for prefix, module in canonical_modules(model):
-        for attr in (*module._parameters, *module._buffers):
+        for attr in (*module._parameters, *module._buffers, EXTRA_STATE):
             name = f"{prefix}.{attr}" if prefix else attr
             if name in wanted:
                 found.append(name)

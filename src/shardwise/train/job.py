@@ -23,7 +23,7 @@ from shardwise.config.render import dump_config
 from shardwise.config.schema import RunConfig
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.parallel import describe, recipe_of
-from shardwise.state import save_weights, weights_bytes
+from shardwise.state import check_dtypes, save_weights, weights_bytes
 from shardwise.train.data import Loader
 from shardwise.train.evaluate import evaluate
 from shardwise.train.memory import memory_of, state_bytes
@@ -112,7 +112,9 @@ class _Run:
         self.emit(kind, **fields)
 
     def check_space(self) -> None:
-        """Refuses a run that would find the disk full at its end; all ranks take part."""
+        """Refuses a run that would find the disk full at its end, or weights that cannot be written; all ranks take part."""
+        if self.config.checkpoint.export is not None:
+            check_dtypes(self.model)
         problem: ConfigError | None = None
         if self.world.is_main:
             try:
