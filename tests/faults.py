@@ -13,7 +13,7 @@ import shardwise.train.exchange
 import shardwise.train.optim
 import shardwise.train.step
 import shardwise.train.window
-from shardwise.parallel import norm_power_sum, runtime_of
+from shardwise.parallel import norm_power_sum
 from shardwise.verify import run_sharded
 
 
@@ -59,14 +59,13 @@ def local_norm() -> Any:
 
 def mean_of_means() -> Any:
     """Each rank divides by its own tokens, and the ranks are averaged."""
-    count = shardwise.train.window.count_tokens
+    count = shardwise.train.window._count
 
-    def own(model: Any, batches: Any, **kwargs: Any) -> int:
-        count(model, batches, **kwargs)
-        tokens = sum(int(kwargs["count"](batch)) for batch in batches)
-        return tokens * runtime_of(model).world.size
+    def own(runtime: Any, batches: Any, counter: Any, **kwargs: Any) -> float:
+        count(runtime, batches, counter, **kwargs)
+        return float(sum(counter(batch) for batch in batches)) * runtime.world.size
 
-    return mock.patch.object(shardwise.train.window, "count_tokens", own)
+    return mock.patch.object(shardwise.train.window, "_count", own)
 
 
 def stale_buffer() -> Any:
