@@ -1,6 +1,9 @@
 """Loops of one's own give the gradients of one process, under replicas whatever the loop does; torch's own reducer is off,
 hangs or ends in an error in most of them."""
 
+import gc
+import os
+
 import pytest
 import torch
 from parallel.loops import LOOPS, TwoTowers
@@ -133,6 +136,22 @@ def test_the_parts_of_a_window(ranks, layout):
     for found in ranks.run(with_the_parts, 2, layout):
         want = {name: param.grad for name, param in plain.named_parameters()}
         assert_equal(found, want, zeros_for_none=layout == "dp_shard=2")
+
+
+def threads_left(layout: str) -> int:
+    with init(layout, device="cpu", timeout_s=20) as world:
+        sharded = parallelize(model(), world)
+        sharded(batch(world.rank)["x"]).sum().backward()
+    del sharded, world
+    gc.collect()
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2"])
+def test_a_model_that_is_gone_leaves_no_threads(ranks, layout):
+    """Hooks live in C++, where a cycle through them kept the engine, its group and the group's ten threads for good."""
+    counts = [ranks.run(threads_left, 2, layout)[0] for _ in range(4)]
+    assert max(counts[1:]) <= counts[0] + 2, counts
 
 
 # ---- two models ------------------------------------------------------------------------------------------------------

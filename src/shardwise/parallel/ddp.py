@@ -16,6 +16,7 @@ unused: two backwards in one micro-batch left gradients 0.5 off without a word, 
 itself, or a loss on a block's attribute ended in errors.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +46,6 @@ class DDPEngine:
 
     def __init__(self, params: list[nn.Parameter], world: World, bucket_cap_mb: float):
         self.params, self.world = params, world
-        self.group = world.gradient_group() if params else None
         self._is_alone = world.axis("dp").size == 1 or not params
         self.buckets = [] if self._is_alone else make_buckets(params, int(bucket_cap_mb * 2**20))
         self._bucket_of = {i: bucket for bucket in self.buckets for i in bucket.members}
@@ -55,6 +55,7 @@ class DDPEngine:
         self._sync: bool | None = None  # as set_sync says
         self._forget()
         if not self._is_alone:
+            world.gradient_group()  # made now, by all ranks
             for i, param in enumerate(params):
                 param.register_hook(self._before(i))
                 param.register_post_accumulate_grad_hook(self._after(i))
@@ -95,28 +96,38 @@ class DDPEngine:
     # ---- while backward runs ---------------------------------------------------------------------------------
 
     def _before(self, i: int) -> Callable[[Tensor], None]:
+        engine = weakref.ref(self)  # hooks live in C++, where a cycle through them is never freed
+
         def hook(_grad: Tensor) -> None:
-            self._put_aside(i)
+            found = engine()
+            if found is not None:
+                found._put_aside(i)
 
         return hook
 
     def _after(self, i: int) -> Callable[[Tensor], None]:
-        bucket = self._bucket_of[i]
+        engine = weakref.ref(self)
 
         def hook(_param: Tensor) -> None:
-            self._used[i] = 1
-            if self._sync is False:
-                return
-            if self._sync is None and not self._is_queued:
-                self._is_queued = True
-                at_end_of_backward(self._end_of_backward)
-            if bucket.work is not None:
-                bucket.has_late_parts = True
-            else:
-                bucket.missing.discard(i)
-                self._send_ready()
+            found = engine()
+            if found is not None:
+                found._arrived(i)
 
         return hook
+
+    def _arrived(self, i: int) -> None:
+        bucket = self._bucket_of[i]
+        self._used[i] = 1
+        if self._sync is False:
+            return
+        if self._sync is None and not self._is_queued:
+            self._is_queued = True
+            at_end_of_backward(self._end_of_backward)
+        if bucket.work is not None:
+            bucket.has_late_parts = True
+        else:
+            bucket.missing.discard(i)
+            self._send_ready()
 
     def _end_of_backward(self) -> None:
         self._is_queued = False
@@ -156,7 +167,7 @@ class DDPEngine:
         return torch.cat([torch.tensor([bucket.has_late_parts for bucket in self.buckets]), self._used])
 
     def _sum(self, flat: Tensor) -> Any:
-        return dist.all_reduce(flat, group=self.group, async_op=True)
+        return dist.all_reduce(flat, group=self.world.gradient_group(), async_op=True)
 
     def _send_rest(self) -> None:
         for bucket in self.buckets[self._num_sent :]:

@@ -221,6 +221,7 @@ class World:
         self.agreement.is_open = False
         _open_worlds.discard(self)
         self._stop_watch()
+        self._gradients = None  # a group's threads end with the last reference to it
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
