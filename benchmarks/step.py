@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise.launch import launch_local
@@ -53,37 +54,8 @@ Step = Callable[[list[dict[str, Tensor]]], tuple[float, float]]
 # ---- the contenders ------------------------------------------------------------------------------------------------
 
 
-def _raw(module: nn.Module, world: sw.World, fused: bool) -> Step:
-    """FSDP2 by hand: a step that returns loss and gradient norm."""
-    for block in module.blocks:  # type: ignore[union-attr]
-        fully_shard(block, mesh=world.mesh["dp_shard"])
-    fully_shard(module, mesh=world.mesh["dp_shard"])
-    optim = torch.optim.AdamW(module.parameters(), lr=LR, weight_decay=0.1, fused=fused)
-
-    def step(window: list[dict[str, Tensor]]) -> tuple[float, float]:
-        tokens = torch.stack([(batch["labels"] != IGNORED).sum() for batch in window]).sum()
-        dist.all_reduce(tokens)
-        total = torch.zeros((), dtype=torch.float64)
-        for i, batch in enumerate(window):
-            module.set_requires_gradient_sync(i == len(window) - 1)  # type: ignore[operator]
-            logits = module(batch["input_ids"])
-            loss = nn.functional.cross_entropy(
-                logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum"
-            )
-            (loss * (world.size / tokens)).backward()
-            total += loss.detach()
-        norm = nn.utils.clip_grad_norm_(module.parameters(), CLIP)
-        optim.step()
-        optim.zero_grad()
-        dist.all_reduce(total)
-        return float(total / tokens), float(norm.full_tensor())  # type: ignore[attr-defined]
-
-    return step
-
-
-def _raw_ddp(module: nn.Module, world: sw.World, fused: bool) -> Step:
-    """Replicas by hand: torch's DistributedDataParallel, summing at the last micro-batch only."""
-    model = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+def _by_hand(model: nn.Module, world: sw.World, fused: bool, sync: Callable[[bool], Any]) -> Step:
+    """A step that returns loss and gradient norm. ``sync(is_last)`` is a context in which the engine reduces or does not."""
     optim = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1, fused=fused)
 
     def step(window: list[dict[str, Tensor]]) -> tuple[float, float]:
@@ -91,20 +63,39 @@ def _raw_ddp(module: nn.Module, world: sw.World, fused: bool) -> Step:
         dist.all_reduce(tokens)
         total = torch.zeros((), dtype=torch.float64)
         for i, batch in enumerate(window):
-            with contextlib.nullcontext() if i == len(window) - 1 else model.no_sync():
+            with sync(i == len(window) - 1):
                 logits = model(batch["input_ids"])
                 loss = nn.functional.cross_entropy(
                     logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum"
                 )
                 (loss * (world.size / tokens)).backward()
             total += loss.detach()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        norm: Any = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optim.step()
         optim.zero_grad()
         dist.all_reduce(total)
-        return float(total / tokens), float(norm)
+        return float(total / tokens), float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     return step
+
+
+def _fsdp2(module: nn.Module, world: sw.World, fused: bool) -> Step:
+    """``fully_shard`` on each block and on the root."""
+    for block in module.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=world.mesh["dp_shard"])
+    fully_shard(module, mesh=world.mesh["dp_shard"])
+
+    def sync(is_last: bool) -> Any:
+        module.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+        return contextlib.nullcontext()
+
+    return _by_hand(module, world, fused, sync)
+
+
+def _ddp(module: nn.Module, world: sw.World, fused: bool) -> Step:
+    """torch's DistributedDataParallel."""
+    model = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+    return _by_hand(model, world, fused, lambda is_last: contextlib.nullcontext() if is_last else model.no_sync())
 
 
 def _ours(module: nn.Module, world: sw.World, fused: bool, sharding: sw.Sharding | None = None) -> Step:
@@ -121,8 +112,8 @@ def _ours(module: nn.Module, world: sw.World, fused: bool, sharding: sw.Sharding
 
 
 CONTENDERS: dict[str, Callable[[nn.Module, sw.World], Step]] = {
-    "FSDP2 by hand, AdamW": lambda module, world: _raw(module, world, False),
-    "FSDP2 by hand, AdamW(fused=True)": lambda module, world: _raw(module, world, True),
+    "FSDP2 by hand, AdamW": lambda module, world: _fsdp2(module, world, False),
+    "FSDP2 by hand, AdamW(fused=True)": lambda module, world: _fsdp2(module, world, True),
     "Shardwise, AdamW": lambda module, world: _ours(module, world, False),
     "Shardwise, AdamW(fused=True)": lambda module, world: _ours(module, world, True),
     "Shardwise, fused, a unit for each block": lambda module, world: _ours(
@@ -131,7 +122,7 @@ CONTENDERS: dict[str, Callable[[nn.Module, sw.World], Step]] = {
 }
 REFERENCE = "FSDP2 by hand, AdamW(fused=True)"
 REPLICAS: dict[str, Callable[[nn.Module, sw.World], Step]] = {
-    "DDP by hand, AdamW(fused=True)": lambda module, world: _raw_ddp(module, world, True),
+    "DDP by hand, AdamW(fused=True)": lambda module, world: _ddp(module, world, True),
     "Shardwise, AdamW(fused=True)": lambda module, world: _ours(module, world, True),
 }
 PARTS = {  # part of the page -> (layout, contenders, the one that counts as 1)

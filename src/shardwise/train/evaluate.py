@@ -1,5 +1,6 @@
 """Token-weighted evaluation over all ranks, with unequal numbers of batches."""
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.errors import UsageError
+from shardwise.errors import ShardwiseError, UsageError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.train.exchange import buffer_versions, buffers_written, equalise_buffers
 from shardwise.train.kept import clone_buffers, restore_buffers
@@ -45,59 +46,84 @@ def evaluate(
         ConfigError: an entry of the loss is a mean.
         RankError: a rank does not come: it has left, or makes another call.
     """
-    runtime = runtime_of(model)
     refuse_uncallable(loss=loss, forward=forward)
     counter = count_of(loss, count if count is not None or loss is not None else getattr(model, "count", None))
+    sums = _Sums(runtime_of(model), loss, counter, forward)
+    with _eval_mode(model):
+        sums.run(loader)
+    return sums.means()
+
+
+class _Sums:
+    """What one rank adds up over its batches, and its means with the others."""
+
+    def __init__(self, runtime: Runtime, loss: Loss | None, counter: Any, forward: Any):
+        self.runtime, self.loss, self.counter, self.forward = runtime, loss, counter, forward
+        self.totals: dict[str, Tensor] = {}
+        self.tokens = torch.zeros((), dtype=torch.float64)
+        self.written = torch.zeros(0)
+        self._check = SumCheck()
+        self._problem: ShardwiseError | None = None
+
+    def run(self, loader: Iterable[Any]) -> None:
+        versions = buffer_versions(self.runtime)
+        with torch.no_grad():
+            for batch, counts in _in_step(self.runtime, _flat(loader), self._check):
+                kept = {} if counts else clone_buffers(self.runtime)
+                self._add(batch, counts)
+                restore_buffers(self.runtime, kept)
+        self.written = buffers_written(self.runtime, versions)  # in eval mode: a layer that only trains writes nothing
+
+    def _add(self, batch: Batch, counts: bool) -> None:
+        model, loss, check = self.runtime.module, self.loss, self._check
+        result = self.forward(model, batch) if loss is not None else model(batch)
+        sums = as_sums(loss(result, batch) if loss is not None else result)
+        if loss is not None:
+            check.try_loss(loss, result, batch, sums, counts=counts)
+            check.agree(sorted(sums), check.entry(sorted(sums)))  # with itself: the others hear at the end
+            self._problem = self._problem or check.problem
+        for name, value in sums.items():
+            value = value.double().cpu() if counts else torch.zeros((), dtype=torch.float64)
+            self.totals[name] = self.totals.get(name, torch.zeros((), dtype=torch.float64)) + value
+        if counts:
+            self.tokens += float(torch.as_tensor(self.counter(batch)))
+
+    def means(self) -> dict[str, float]:
+        """Over all ranks; buffers are made equal on the way, and a problem of any rank is raised on all."""
+        agreed = self.runtime.world.agreement.sum(
+            {
+                "tokens": self.tokens,
+                "problem": float(self._problem is not None),
+                "buffers": self.written,
+                **{f"sum of {name}": self.totals[name] for name in sorted(self.totals)},
+            },
+            "evaluation, adding up",
+        )
+        equalise_buffers(self.runtime, agreed["buffers"], "evaluation")
+        if float(agreed["problem"]):
+            raise agreed_problem(self.runtime, self._problem)
+        num_tokens = float(agreed["tokens"])
+        if not num_tokens:
+            raise UsageError(
+                "an evaluation without a valid token",
+                why="every label is ignored (-100), or every count is 0, and a loss of 0 would look perfect",
+                fix="look at the labels, or at count=",
+            )
+        means = {name: float(agreed[f"sum of {name}"]) / num_tokens for name in sorted(self.totals)}
+        return {"loss": means.pop("loss"), "num_tokens": num_tokens, **means}
+
+
+@contextlib.contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     model.eval()
-    totals: dict[str, Tensor] = {}
-    tokens = torch.zeros((), dtype=torch.float64)
-    check, problem = SumCheck(), None
-    versions = buffer_versions(runtime)
     try:
-        with torch.no_grad():
-            for batch, counts in _in_step(runtime, _flat(loader), check):
-                kept = {} if counts else clone_buffers(runtime)
-                result = forward(model, batch) if loss is not None else model(batch)
-                sums = as_sums(loss(result, batch) if loss is not None else result)
-                if loss is not None:
-                    check.try_loss(loss, result, batch, sums, counts=counts)
-                    check.agree(sorted(sums), check.entry(sorted(sums)))  # with itself: the others hear at the end
-                    problem = problem or check.problem
-                restore_buffers(runtime, kept)
-                for name, value in sums.items():
-                    value = value.double().cpu() if counts else torch.zeros((), dtype=torch.float64)
-                    totals[name] = totals.get(name, torch.zeros((), dtype=torch.float64)) + value
-                if counts:
-                    tokens += float(torch.as_tensor(counter(batch)))
-        written = buffers_written(runtime, versions)  # in eval mode: a layer that only trains writes nothing
+        yield
     finally:
         for module, mode in modes.items():
             module.training = mode
         if isinstance(model, FSDPModule):
             model.reshard()  # the root stays gathered after a forward that no backward follows
-    names = sorted(totals)
-    agreed = runtime.world.agreement.sum(
-        {
-            "tokens": tokens,
-            "problem": float(problem is not None),
-            "buffers": written,
-            **{f"sum of {name}": totals[name] for name in names},
-        },
-        "evaluation, adding up",
-    )
-    equalise_buffers(runtime, agreed["buffers"], "evaluation")
-    if float(agreed["problem"]):
-        raise agreed_problem(runtime, problem)
-    num_tokens = float(agreed["tokens"])
-    if not num_tokens:
-        raise UsageError(
-            "an evaluation without a valid token",
-            why="every label is ignored (-100), or every count is 0, and a loss of 0 would look perfect",
-            fix="look at the labels, or at count=",
-        )
-    means = {name: float(agreed[f"sum of {name}"]) / num_tokens for name in names}
-    return {"loss": means.pop("loss"), "num_tokens": num_tokens, **means}
 
 
 def _flat(loader: Iterable[Any]) -> Iterator[tuple[Batch, bool]]:

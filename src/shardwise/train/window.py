@@ -77,7 +77,7 @@ class Window:
                 "a window inside a window", why="they would share one model's gradients", fix="leave the first"
             )
         runtime.check_unchanged()
-        self.num_valid = _count(runtime, self.batches, self._count, trains=self._trains)
+        self.num_valid = _agree_on_count(runtime, self.batches, self._count, trains=self._trains)
         runtime.engine.begin()
         runtime.in_window = True
         self._kept_gradients = KeptGradients(runtime)
@@ -218,10 +218,12 @@ def count_tokens(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None
     Raises:
         RankError, UsageError, ConfigError: as :func:`window` says.
     """
-    return _count(runtime_of(model), as_micro_batches(batches), count_of(loss, count), trains=False)
+    return _agree_on_count(runtime_of(model), as_micro_batches(batches), count_of(loss, count), trains=False)
 
 
-def _count(runtime: Runtime, batches: list[Batch], counter: Callable[[Batch], Any], *, trains: bool) -> int | float:
+def _agree_on_count(
+    runtime: Runtime, batches: list[Batch], counter: Callable[[Batch], Any], *, trains: bool
+) -> int | float:
     tokens, problem = 0, None
     try:
         if trains:
@@ -244,16 +246,8 @@ def _count(runtime: Runtime, batches: list[Batch], counter: Callable[[Batch], An
         place,
     )
     _refuse_problem(runtime, sums, problem, place)
-    size = runtime.world.size
-    if size * sums["length2"] != sums["length"] ** 2:
-        lengths = runtime.world.agreement.gather(len(batches), place)
-        usual = max(set(lengths), key=lengths.count)
-        raise RankError(
-            f"micro-batches per rank: {lengths}",
-            why="every rank must run as many forwards as the others, or they wait for each other in vain",
-            fix=_FIX_LENGTH,
-            ranks=tuple(rank for rank, length in enumerate(lengths) if length != usual),
-        )
+    if runtime.world.size * sums["length2"] != sums["length"] ** 2:
+        raise _lengths_differ(runtime, len(batches), place)
     total = float(sums["tokens"])
     if not math.isfinite(total) or total < 0:
         raise ConfigError(
@@ -262,6 +256,17 @@ def _count(runtime: Runtime, batches: list[Batch], counter: Callable[[Batch], An
             fix="look at what count= returns",
         )
     return int(total) if total.is_integer() else total
+
+
+def _lengths_differ(runtime: Runtime, length: int, place: str) -> RankError:
+    lengths = runtime.world.agreement.gather(length, place)
+    usual = max(set(lengths), key=lengths.count)
+    return RankError(
+        f"micro-batches per rank: {lengths}",
+        why="every rank must run as many forwards as the others, or they wait for each other in vain",
+        fix=_FIX_LENGTH,
+        ranks=tuple(rank for rank, length in enumerate(lengths) if length != usual),
+    )
 
 
 @contextlib.contextmanager
