@@ -5,6 +5,7 @@ plain sums; gloo has no pre-multiplied sum), and a parameter that this rank did 
 ranks always reduce the same tensors. Which parameters were used at all is recorded before the reduction.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -116,6 +117,14 @@ def _whole_outputs(_module: nn.Module, _args: Any, output: Any) -> Any:
     return tree_map(
         lambda t: _NotAView.apply(t) if isinstance(t, Tensor) and t.requires_grad and t._is_view() else t, output
     )
+
+
+def _marks(used: Tensor, position: int) -> Callable[[Tensor], None]:
+    # The tensor alone: the hook lives in C++, where a cycle through the engine, its model and groups is never freed.
+    def hook(_param: Tensor) -> None:
+        used[position] = 1
+
+    return hook
 
 
 def _refuse_ungathered(name: str) -> Any:
@@ -327,5 +336,4 @@ class FSDP2Engine:
         for name, owner, attr in canonical_tensors(root, "_parameters"):
             position = self._position.get(name)
             if position is not None and not recipe.params[name].cuts:
-                seen = self._recorder([position], name)
-                getattr(owner, attr).register_post_accumulate_grad_hook(lambda _p, seen=seen: seen([0]))
+                getattr(owner, attr).register_post_accumulate_grad_hook(_marks(self._used, position))
