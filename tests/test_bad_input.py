@@ -118,7 +118,7 @@ def _bad_modules(layout):
 def test_modules_that_cannot_be_sharded(ranks, layout):
     for texts in ranks.run(_bad_modules, 2, layout):
         assert "sharded already" in texts["twice"] and "once per module" in texts["twice"]
-        assert "0: a module that holds a" in texts["inside"]
+        assert texts["inside"].startswith("0: a module that holds a sharded one")
         assert "DistributedDataParallel" in texts["ddp"] and "plain module" in texts["ddp"]
         assert texts["fsdp"].startswith("blocks.0: ")
         assert "on meta" in texts["meta"] and "lambda: MyModel(config)" in texts["meta"]

@@ -95,14 +95,7 @@ def parallelize(
     Example:
         >>> model = parallelize(lambda: nn.Linear(8, 8), world)  # doctest: +SKIP
     """
-    if not isinstance(world, World):
-        raise UsageError(
-            f"parallelize(model, {world!r})",
-            why="the second argument is a World: the ranks and their layout",
-            fix=f"world = sw.init({world!r}); model = sw.parallelize(model, world)"
-            if isinstance(world, str)
-            else 'world = sw.init("dp_shard=-1"); model = sw.parallelize(model, world)',
-        )
+    _refuse_no_world(world)
     chosen, own = precision_of(precision), choose(transforms)
     module, source = build_with_source(_with_transforms(model, own), world, init)
     _refuse_wrapped(module)
@@ -185,13 +178,26 @@ def _edits(recipe: Recipe, technique: str) -> list[Edit]:
 # ---- checks and moves -----------------------------------------------------------------------------------------
 
 
-def _refuse_wrapped(module: nn.Module) -> None:
-    if has_runtime(module):
+def _refuse_no_world(world: Any) -> None:
+    if not isinstance(world, World):
         raise UsageError(
-            "a module that was sharded already",
-            why="sharding twice would cut its shards again",
-            fix="call parallelize once per module; build it anew for another layout",
+            f"parallelize(model, {world!r})",
+            why="the second argument is a World: the ranks and their layout",
+            fix=f"world = sw.init({world!r}); model = sw.parallelize(model, world)"
+            if isinstance(world, str)
+            else 'world = sw.init("dp_shard=-1"); model = sw.parallelize(model, world)',
         )
+
+
+def _refuse_wrapped(module: nn.Module) -> None:
+    for name, child in module.named_modules():
+        if has_runtime(child):
+            raise UsageError(
+                "a module that was sharded already" if child is module else "a module that holds a sharded one",
+                why="sharding twice would cut its shards again",
+                fix="call parallelize once per module; build it anew for another layout, or to put it into another module",
+                name=name or None,
+            )
     if type(module).__name__ == "OptimizedModule":
         raise UsageError(
             "a module that torch.compile has wrapped",
