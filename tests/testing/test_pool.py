@@ -21,6 +21,14 @@ def os_getpid():
     return os.getpid()
 
 
+def leave_threads(number):
+    import threading
+
+    for _ in range(number):
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    return os.getpid()
+
+
 def environment(*names):
     return [os.environ.get(name) for name in names]
 
@@ -170,6 +178,12 @@ def gone_within(pids, seconds):
     while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.02)
     return [pid for pid in pids if is_alive(pid)]
+
+
+def test_a_rank_with_many_threads_left_behind_is_replaced(ranks):
+    first, second = ranks.run(leave_threads, 2, 10)
+    assert ranks.run(leave_threads, 2, 90) == [first, second]
+    assert not {first, second} & set(ranks.run(os_getpid, 2))
 
 
 def test_results_come_in_rank_order_with_arguments(ranks):

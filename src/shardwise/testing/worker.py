@@ -29,10 +29,12 @@ DUMP_SIGNAL = signal.SIGUSR2
 """The parent sends this to a rank that hangs; it writes the stack of every thread to its output."""
 
 _SEED = 0
+_MOST_THREADS = 64
+"""A group that something still holds keeps two threads, each of which wakes a hundred times a second."""
 
 
 def serve(connection: Connection, output: int, parent: int) -> None:
-    """The life of a warm rank; returns only when the parent closed the connection.
+    """The life of a warm rank; returns when the parent closed the connection, or when calls left too many threads behind.
 
     Args:
         connection: to the pool.
@@ -63,7 +65,16 @@ def serve(connection: Connection, output: int, parent: int) -> None:
         except (EOFError, BrokenPipeError, ConnectionResetError):
             return
         state.restore()
+        if _num_threads() > _MOST_THREADS:
+            return  # the pool forks another
         connection.send("ready")
+
+
+def _num_threads() -> int:
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:  # not Linux
+        return threading.active_count()
 
 
 def _redirect(output: int) -> None:
