@@ -112,7 +112,8 @@ class RankPool:
             self._zygote = None
 
     def _ready(self, world_size: int) -> list[Worker]:
-        self._discard([worker for worker in self._workers[:world_size] if not worker.is_clean()])
+        while dirty := [worker for worker in self._workers[:world_size] if not worker.is_clean()]:
+            self._discard(dirty)  # and those behind them move up
         if self._zygote is None or not self._zygote.is_alive():
             self.close()
             self._zygote = Zygote(self._preload, self._env)
