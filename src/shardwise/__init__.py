@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from shardwise.train.evaluate import evaluate
     from shardwise.train.loss import TaskModel, next_token_loss
     from shardwise.train.optim import clip_grad_norm_, clip_grad_value_, local_optimizer
+    from shardwise.train.scale import unscale_gradients_
     from shardwise.train.step import StepOutput, TrainStep
     from shardwise.train.window import accumulate, count_tokens, window
     from shardwise.verify import verify
@@ -62,6 +63,7 @@ _HOME = {
     "shardwise.train.evaluate": ("evaluate",),
     "shardwise.train.loss": ("TaskModel", "next_token_loss"),
     "shardwise.train.optim": ("clip_grad_norm_", "clip_grad_value_", "local_optimizer"),
+    "shardwise.train.scale": ("unscale_gradients_",),
     "shardwise.train.step": ("StepOutput", "TrainStep"),
     "shardwise.train.window": ("accumulate", "count_tokens", "window"),
     "shardwise.verify": ("verify",),
@@ -115,6 +117,7 @@ __all__ = [
     "save_weights",
     "shift_labels",
     "transform",
+    "unscale_gradients_",
     "verify",
     "window",
     "world_of",

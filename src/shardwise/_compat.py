@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 from torch.distributed._composable.replicate import DDP as DDPModule  # noqa: N811 - a class: replicate() puts it over a module's own
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param
@@ -34,6 +35,7 @@ __all__ = [
     "function_modes",
     "gathered_parameters",
     "is_taken_apart",
+    "is_unscaled",
     "lazy_chunks",
     "local_tensor",
     "materialise",
@@ -43,6 +45,7 @@ __all__ = [
     "operator_names",
     "reset_iteration",
     "share_hooks",
+    "tell_scaler",
     "tree_any",
     "tree_flatten",
     "tree_map",
@@ -211,6 +214,19 @@ def foreach_norms(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -
 def foreach_scale(tensors: list[Tensor], factor: float) -> None:
     """Multiplies each tensor by ``factor``, in place."""
     torch._foreach_mul_(tensors, factor)
+
+
+def tell_scaler(scaler: torch.amp.GradScaler, optim: torch.optim.Optimizer, *, found_inf: bool) -> None:
+    """Leaves ``scaler`` as its ``unscale_(optim)`` would: for gradients that were divided, and looked at, by other means."""
+    scale, _ = scaler._check_scale_growth_tracker("unscale_")
+    state = scaler._per_optimizer_states[id(optim)]
+    state["found_inf_per_device"] = {scale.device: torch.full_like(scale, float(found_inf))}
+    state["stage"] = OptState.UNSCALED
+
+
+def is_unscaled(scaler: torch.amp.GradScaler, optim: torch.optim.Optimizer) -> bool:
+    """Whether the gradients of ``optim`` were divided by the scale since the last ``scaler.update()``."""
+    return scaler._per_optimizer_states[id(optim)]["stage"] is not OptState.READY
 
 
 def num_hooks(tensor: Tensor) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import pytest
 
 from shardwise.config.fsdp1 import STRATEGIES, from_fsdp1
 from shardwise.config.options import Prefetch
-from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.errors import ConfigError
 
 
 def quiet(*args, **options):
@@ -74,6 +74,6 @@ def test_what_cannot_be_is_refused(options, text):
         from_fsdp1(**options)
 
 
-def test_float16_needs_a_scaler():
-    with pytest.raises(UnsupportedError, match="gradient scaler"):
-        quiet(mixed_precision="fp16")
+def test_float16_is_kept():
+    with pytest.warns(UserWarning, match="mixed_precision=fp16"):
+        assert from_fsdp1(mixed_precision="fp16", auto_wrap_policy="SIZE_BASED_WRAP").precision == "fp16"

@@ -12,7 +12,7 @@ from shardwise.config.loader import load_config
 from shardwise.config.options import Precision, Sharding
 from shardwise.config.schema import RunConfig, Train
 from shardwise.config.sources import parse_yaml_value
-from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.errors import ConfigError
 
 YAML = """\
 # a comment
@@ -181,7 +181,7 @@ def test_an_unknown_key_is_told_with_its_line_and_the_right_name(write, name, te
     assert failure(write(name, text)) == (
         f"train.stesp ({place})\n"
         "  why: there is no key 'stesp' in train\n"
-        "  fix: did you mean 'steps'? keys of train: steps, max_grad_norm, seed, eval_every, on_nonfinite, timeout_s"
+        "  fix: did you mean 'steps'? keys of train: steps, max_grad_norm, seed, eval_every, on_nonfinite, scaler, timeout_s"
     )
 
 
@@ -321,9 +321,13 @@ def test_an_error_over_two_keys_names_both_lines(write):
     assert "(run.yaml:2, override --train.steps)" in said
 
 
-def test_what_is_understood_but_not_built_keeps_its_type_and_line(write):
-    said = failure(write("run.yaml", "parallel:\n  precision: fp16\n"), kind=UnsupportedError)
-    assert said.startswith("precision='fp16' (run.yaml:2)")
+def test_a_scaler_is_for_float16(write):
+    text = "train:\n  scaler:\n    init_scale: 1024\n"
+    said = failure(write("run.yaml", text))
+    assert "would have no effect" in said and "precision=fp16" in said
+    config = load_config(write("run.yaml", text + "parallel:\n  precision: fp16\n")).config
+    assert (config.train.scaler.init_scale, config.train.scaler.growth_interval) == (1024.0, 2000)
+    assert "growth_factor" in failure(write("run.yaml", "train:\n  scaler:\n    growth_factor: 1.0\n"))
 
 
 # --- overrides ------------------------------------------------------------------------------------------------------

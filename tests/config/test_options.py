@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from shardwise.config.options import DTYPE_WORDS, Parallel, Precision, Sharding, precision_of
-from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -14,6 +14,8 @@ from shardwise.errors import ConfigError, UnsupportedError
         ("", (None, None, None, None, "root")),
         ("fp32", ("float32", "float32", "float32", None, "root")),
         ("bf16", ("float32", "bfloat16", "float32", None, "root")),
+        ("fp16", ("float32", "float16", "float32", None, "root")),
+        ("half", ("float32", "float16", "float32", None, "root")),
         ("fp64", ("float64", "float64", "float64", None, "root")),
     ],
 )
@@ -24,14 +26,6 @@ def test_precision_words(word, expected):
 def test_a_precision_record_passes_through():
     record = Precision(compute="bf16", cast_inputs="none")
     assert precision_of(record) is record
-
-
-@pytest.mark.parametrize("word", ["fp16", "half", "float16"])
-def test_fp16_is_refused_by_name_until_there_is_a_scaler(word):
-    with pytest.raises(UnsupportedError, match=r"(?s)gradient scaler.*bf16"):
-        precision_of(word)
-    with pytest.raises(UnsupportedError):
-        Parallel(precision=word)
 
 
 @pytest.mark.parametrize("word", ["int8", "FP32", "float8", 16])

@@ -1,4 +1,4 @@
-"""bf16: gradients as good as one plain process's, sums over the ranks in fp32, positions and buffers never rounded."""
+"""bf16 and fp16: gradients as good as one plain process's, sums over the ranks in fp32, positions and buffers never rounded."""
 
 import pytest
 import torch
@@ -42,16 +42,16 @@ def micro_batches(num: int) -> list[dict[str, Tensor]]:
     return CASES["reference"].windows(1, num)[0]
 
 
-def ranks_bf16(layout: str, accumulate: int) -> dict[str, Tensor]:
+def on_ranks(layout: str, accumulate: int, precision: str | Precision, scale: float = 1.0) -> dict[str, Tensor]:
     with init(layout, device="cpu", timeout_s=30) as world:
-        model = parallelize(reference(), world, precision="bf16", sharding=BLOCKS)
+        model = parallelize(reference(), world, precision=precision, sharding=BLOCKS)
         with window(model, share_of(micro_batches(accumulate * world.size), world)) as w:
             for batch in w:
-                (next_token_loss(model(batch["input_ids"]), batch) / w.num_tokens).backward()
-        return {name: whole(param.grad).float() for name, param in runtime_of(model).parameters.items()}
+                (next_token_loss(model(batch["input_ids"]), batch) * scale / w.num_tokens).backward()
+        return {name: whole(param.grad).float() / scale for name, param in runtime_of(model).parameters.items()}
 
 
-def one_process(dtype: torch.dtype, num: int) -> dict[str, Tensor]:
+def one_process(dtype: torch.dtype, num: int, scale: float = 1.0) -> dict[str, Tensor]:
     """Plain torch: parameters cast to ``dtype`` for each micro-batch, gradients added up in that of the masters."""
     model = reference()
     if dtype == torch.float64:
@@ -61,8 +61,8 @@ def one_process(dtype: torch.dtype, num: int) -> dict[str, Tensor]:
     num_tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
     for batch in batches:
         cast = {name: param.to(dtype) for name, param in masters.items()}
-        (next_token_loss(functional_call(model, cast, (batch["input_ids"],)), batch) / num_tokens).backward()
-    return {name: param.grad for name, param in masters.items()}
+        (next_token_loss(functional_call(model, cast, (batch["input_ids"],)), batch) * scale / num_tokens).backward()
+    return {name: param.grad / scale for name, param in masters.items()}
 
 
 def error_norm(grads: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
@@ -77,7 +77,17 @@ def test_bf16_gradients_are_as_good_as_one_process_has_them(ranks, layout, size,
     exact, plain = one_process(torch.float64, num), one_process(torch.bfloat16, num)
     noise = error_norm(plain, exact)
     assert noise > 0
-    for found in ranks.run(ranks_bf16, size, layout, accumulate):
+    for found in ranks.run(on_ranks, size, layout, accumulate, "bf16"):
+        assert error_norm(found, exact) <= 1.02 * noise
+
+
+@pytest.mark.parametrize(("layout", "size"), ON_LAYOUTS)
+def test_fp16_gradients_are_as_good_as_one_process_has_them(ranks, layout, size):
+    """Scaled, and nearer to the exact ones than bf16's."""
+    exact, plain = one_process(torch.float64, size), one_process(torch.float16, size, 1024.0)
+    noise = error_norm(plain, exact)
+    assert 0 < noise < 0.5 * error_norm(one_process(torch.bfloat16, size), exact)
+    for found in ranks.run(on_ranks, size, layout, 1, "fp16", 1024.0):
         assert error_norm(found, exact) <= 1.02 * noise
 
 

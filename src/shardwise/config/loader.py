@@ -54,7 +54,6 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = (), cls: typ
 
     Raises:
         ConfigError: for anything that is missing, unknown, doubled, misspelled or of the wrong type.
-        UnsupportedError: for a value that is understood but not built.
     """
     layer = _read(path, cls)
     for key, text in _split_overrides(overrides):

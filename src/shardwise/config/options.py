@@ -15,7 +15,7 @@ import msgspec
 from shardwise.config.record import Options, doc, hints_of
 from shardwise.config.suggest import listing
 from shardwise.config.techniques import Compile, Remat, compile_of, remat_of
-from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.errors import ConfigError
 
 __all__ = [
     "DDP",
@@ -85,11 +85,10 @@ def precision_of(value: str | Precision | None) -> Precision:
     """The precision record a short word stands for.
 
     Args:
-        value: None or "" (the model as it is), "fp32", "bf16" (float32 storage and reduction, bfloat16 compute), "fp64",
-            or a record, returned as it is.
+        value: None or "" (the model as it is), "fp32", "fp64", "bf16" and "fp16" (float32 storage and reduction, bfloat16
+            or float16 compute), or a record, returned as it is.
 
     Raises:
-        UnsupportedError: for "fp16" (and "half", "float16"), which needs a gradient scaler.
         ConfigError: for any other word.
     """
     if isinstance(value, Precision):
@@ -97,19 +96,13 @@ def precision_of(value: str | Precision | None) -> Precision:
     if value is None or value == "":
         return Precision()
     name = DTYPE_WORDS.get(value) if isinstance(value, str) else None
-    if name == "float16":
-        raise UnsupportedError(
-            f"precision={value!r}",
-            why="float16 gradients underflow to zero without a gradient scaler, and there is none yet",
-            fix='use precision="bf16", or "fp32"',
-        )
-    if name == "bfloat16":
-        return Precision(storage="float32", compute="bfloat16", reduce="float32")
+    if name in ("bfloat16", "float16"):
+        return Precision(storage="float32", compute=name, reduce="float32")
     if name is None:
         raise ConfigError(
             f"precision={value!r}",
             why="that is neither a precision nor a record of dtypes",
-            fix='use "bf16", "fp32" or "fp64", or name each dtype: Precision(storage="float32", compute="bfloat16"), '
+            fix='use "bf16", "fp16", "fp32" or "fp64", or name each dtype: Precision(storage="float32", compute="bfloat16"), '
             f"with dtypes out of {listing(DTYPE_WORDS)}",
         )
     return Precision(storage=name, compute=name, reduce=name)
@@ -272,7 +265,9 @@ class Parallel(Options, frozen=True, kw_only=True):
             "seeded: from the seed and each name; rank0: built once, scattered; null: seeded for a builder, else rank0"
         ),
     ] = None
-    precision: Annotated[str | Precision | None, doc("bf16, fp32, fp64, or a dtype each; null: as the model is")] = None
+    precision: Annotated[
+        str | Precision | None, doc("bf16, fp16, fp32, fp64, or a dtype each; null: as the model is")
+    ] = None
     sharding: Annotated[Sharding, doc("how data-parallel ranks share the model")] = Sharding()
     ddp: Annotated[DDP, doc("how replicas reduce gradients, where the engine is ddp")] = DDP()
     remat: Annotated[

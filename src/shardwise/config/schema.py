@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from shardwise.config.options import Options, Parallel, doc
+from shardwise.config.options import Options, Parallel, doc, precision_of
 from shardwise.config.target import looks_like_target
 from shardwise.errors import ConfigError
 
-__all__ = ["Checkpoint", "Data", "Launch", "Log", "Model", "Optim", "RunConfig", "Schedule", "Train"]
+__all__ = ["Checkpoint", "Data", "Launch", "Log", "Model", "Optim", "RunConfig", "Scaler", "Schedule", "Train"]
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -21,6 +21,8 @@ Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 BelowOne = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 AboveZero = Annotated[float, msgspec.Meta(gt=0)]
+AboveOne = Annotated[float, msgspec.Meta(gt=1)]
+Shrink = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 
 
 class Model(Options, frozen=True, kw_only=True):
@@ -112,6 +114,19 @@ class Schedule(Options, frozen=True, kw_only=True):
             )
 
 
+class Scaler(Options, frozen=True, kw_only=True):
+    """How the loss is scaled under float16, in the words of ``torch.amp.GradScaler``."""
+
+    init_scale: Annotated[AboveZero, doc("what the loss is multiplied by at first")] = 65536.0
+    growth_factor: Annotated[
+        AboveOne, doc("the scale grows by this after growth_interval steps that overflow nowhere")
+    ] = 2.0
+    backoff_factor: Annotated[
+        Shrink, doc("the scale is multiplied by this after a step that overflowed, which is skipped")
+    ] = 0.5
+    growth_interval: Annotated[Positive, doc("steps without overflow before the scale grows")] = 2000
+
+
 class Train(Options, frozen=True, kw_only=True):
     """How long, and by which rules."""
 
@@ -122,6 +137,7 @@ class Train(Options, frozen=True, kw_only=True):
     on_nonfinite: Annotated[
         Literal["raise", "skip"], doc("a NaN or infinite gradient: raise ends the run, skip leaves out the step")
     ] = "raise"
+    scaler: Annotated[Scaler, doc("how the loss is scaled where precision is fp16")] = Scaler()
     timeout_s: Annotated[AboveZero, doc("seconds a rank waits for the others before it gives up")] = 600.0
 
 
@@ -165,6 +181,12 @@ class RunConfig(Options, frozen=True, kw_only=True):
         return {("schedule", "warmup_steps"): min(50, self.train.steps // 10)}
 
     def check(self) -> None:
+        if self.train.scaler != Scaler() and precision_of(self.parallel.precision).compute != "float16":
+            raise ConfigError(
+                f"train.scaler with parallel.precision={self.parallel.precision!r}",
+                why="the loss is scaled only where float16 is computed in, so it would have no effect",
+                fix="remove train.scaler, or use precision=fp16",
+            )
         schedule, steps = self.schedule, self.train.steps
         if schedule.warmup_steps is None:
             # Settled here, so that everything after this sees a number, and --print-config shows it.

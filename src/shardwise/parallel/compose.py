@@ -76,8 +76,8 @@ def parallelize(
         init: ``"seeded"``: values are functions of (world.seed, name), made by each rank for itself, the same under
             every layout; default for a callable. ``"rank0"``: rank 0's values, scattered; default for a module, and what
             seeded falls back to where a constructor cannot be recorded (the recipe's notes say why).
-        precision: None = the module as it is; ``"fp32"``, ``"bf16"`` (stored and reduced in fp32, computed in bf16), or
-            a :class:`~shardwise.config.options.Precision`.
+        precision: None = the module as it is; ``"fp32"``, ``"bf16"`` and ``"fp16"`` (stored and reduced in fp32,
+            computed in that), or a :class:`~shardwise.config.options.Precision`.
         sharding: engine, units, resharding, offload, prefetch and accumulation; None = all automatic.
         ddp: how replicas sum their gradients; None = in buckets of 25 MiB.
         remat: ``"full"``: every block runs again in backward instead of keeping what it computed; ``"selective"``: but for

@@ -215,6 +215,7 @@ class _Run:
             "seconds_left": pace.seconds_left,
             "skipped": bool(out.skipped),
             "epoch": self.loader.epoch,
+            **({} if out.loss_scale is None else {"loss_scale": out.loss_scale}),
             **{name: float(value) for name, value in (out.metrics or {}).items()},
         }
         self.last["loss"] = figures["loss"]

@@ -7,14 +7,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
+from shardwise.config.options import precision_of
 from shardwise.config.schema import Data, Optim, RunConfig, Schedule
 from shardwise.config.suggest import did_you_mean, missing_blank
 from shardwise.config.target import load_target
 from shardwise.errors import ConfigError
-from shardwise.parallel import parallelize
+from shardwise.parallel import parallelize, world_of
 from shardwise.parallel.transforms import choose, transformed
 from shardwise.train.corpus import BYTES, TokenFile, TokenWindows, pydoc_text
 from shardwise.train.reference import build as build_reference
@@ -27,6 +29,7 @@ __all__ = [
     "build_model",
     "build_plain",
     "make_optimizer",
+    "make_scaler",
     "make_scheduler",
     "make_step",
     "open_data",
@@ -152,7 +155,15 @@ def make_step(config: RunConfig, model: nn.Module) -> TrainStep:
         scheduler=make_scheduler(config.schedule, optim, config.train.steps),
         max_grad_norm=config.train.max_grad_norm,
         on_nonfinite=config.train.on_nonfinite,
+        scaler=make_scaler(config, model),
     )
+
+
+def make_scaler(config: RunConfig, model: nn.Module) -> torch.amp.GradScaler | None:
+    """The gradient scaler of a config, where float16 is computed in."""
+    if precision_of(config.parallel.precision).compute != "float16":
+        return None
+    return torch.amp.GradScaler(world_of(model).device.type, **msgspec.structs.asdict(config.train.scaler))
 
 
 def make_optimizer(optim: Optim, model: nn.Module) -> torch.optim.Optimizer:

@@ -1,5 +1,6 @@
 """What a step cannot train with, told before it computes anything; and a loss that leads back to no parameter."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -7,10 +8,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise._compat import tree_map
-from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
+from shardwise.errors import CheckpointError, ShardwiseError, UnsupportedError, UsageError
 from shardwise.parallel import Runtime
 
-__all__ = ["explain_no_gradient", "no_gradient", "nothing_of", "refuse_gradless", "refuse_parameters", "refuse_unfit"]
+__all__ = [
+    "explain_no_gradient",
+    "no_gradient",
+    "nothing_of",
+    "refuse_gradless",
+    "refuse_other_state",
+    "refuse_parameters",
+    "refuse_unfit",
+]
 
 
 def refuse_parameters(loss: Any) -> None:
@@ -87,6 +96,21 @@ def _refuse_foreign_parameters(runtime: Runtime, optim: torch.optim.Optimizer) -
             fix="build the optimizer from model.parameters() after parallelize",
             name=getattr(strange, "_shardwise_replaced", None),
         )
+
+
+def refuse_other_state(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for the state of a step that has other parts than this one, whose state is ``own``."""
+    if own.keys() == given.keys():
+        return
+    missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+    raise CheckpointError(
+        f"the state of a step with {', '.join(sorted(given)) or 'nothing in it'}",
+        why="; ".join(
+            [f"this step has a {name}, which it lacks" for name in missing]
+            + [f"this step has no {name}" for name in unknown]
+        ),
+        fix="build the TrainStep with the same scheduler, scaler and precision as the one that was saved",
+    )
 
 
 # ---- nothing to differentiate ----------------------------------------------------------------------------------

@@ -11,17 +11,11 @@ from torch import Tensor, nn
 from shardwise.errors import ConfigError, NonFiniteError, ShardwiseError, UsageError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.train.kept import clone_buffers, restore_buffers
-from shardwise.train.loss import (
-    Batch,
-    Loss,
-    as_sums,
-    call,
-    next_token_loss,
-    refuse_uncallable,
-)
+from shardwise.train.loss import Batch, Loss, as_sums, call, next_token_loss, refuse_uncallable
 from shardwise.train.norm import GradientNorm
 from shardwise.train.optim import is_elementwise, local_optimizer, scale_gradients
-from shardwise.train.refuse import no_gradient, nothing_of, refuse_parameters, refuse_unfit
+from shardwise.train.refuse import no_gradient, nothing_of, refuse_other_state, refuse_parameters, refuse_unfit
+from shardwise.train.scale import LossScale
 from shardwise.train.sums import SumCheck, agreed_problem
 from shardwise.train.window import Window
 from shardwise.world import agree_on
@@ -40,6 +34,7 @@ class StepOutput:
         num_tokens: valid tokens of the window, over all ranks.
         skipped: True if the step was not taken because something was not finite.
         metrics: the loss's other entries, divided alike.
+        loss_scale: what the loss was multiplied by for float16; None without a scaler.
     """
 
     step: int
@@ -48,14 +43,15 @@ class StepOutput:
     num_tokens: int | float
     skipped: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+    loss_scale: float | None = None
 
 
 class TrainStep:
-    """A stateful step: owns the step count and, if given, the scheduler. All ranks must build and call it alike.
+    """A stateful step: owns the step count, the scheduler and the gradient scaler. All ranks must build and call it alike.
 
     ``step(window)`` counts the window's tokens over all ranks, runs forward and backward of each micro-batch on
-    ``loss_sum / tokens``, sums gradients over ranks, measures the norm, clips, and steps if everything is finite; then
-    the scheduler, then ``zero_grad``. Elementwise optimizers step on local shards (:func:`local_optimizer`).
+    ``loss_sum / tokens`` (times the loss scale), sums gradients over ranks, measures the norm, unscales, clips, and steps
+    if everything is finite; then the scheduler, then ``zero_grad``. Elementwise optimizers step on local shards (:func:`local_optimizer`).
 
     Args:
         model: from ``parallelize``.
@@ -66,6 +62,9 @@ class TrainStep:
         forward: how to call the model on a batch.
         scheduler: stepped after each step that was taken.
         max_grad_norm: clip to this 2-norm; None only measures it.
+        scaler: a ``torch.amp.GradScaler``; None: a new one where float16 is computed in, else none. A step whose gradients
+            overflow under it is skipped on all ranks, and the scale backs off; ``on_nonfinite`` is for the rest: a loss
+            that is not finite, or gradients that are not at a scale of 1 or below.
         on_nonfinite: ``"raise"``, or ``"skip"`` the step on all ranks, when the loss or a gradient is NaN or infinite;
             parameters, optimizer, scheduler and buffers stay as they were.
 
@@ -85,6 +84,7 @@ class TrainStep:
         forward: Callable[[nn.Module, Batch], Any] = call,
         scheduler: Any = None,
         max_grad_norm: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
         on_nonfinite: str = "raise",
     ):
         if on_nonfinite not in ("raise", "skip"):
@@ -105,6 +105,7 @@ class TrainStep:
         self.max_grad_norm, self.on_nonfinite = max_grad_norm, on_nonfinite
         self.num_steps = self.num_skipped = 0
         self._runtime: Runtime = runtime
+        self._scale = LossScale(runtime, optim, scaler)
         self._norm = GradientNorm(self._runtime, whole_after=self._runtime.replicated)
         self._sums = SumCheck()
         self._before_step = methods_called(model, "pre_optimizer_step")
@@ -116,7 +117,8 @@ class TrainStep:
     def __call__(self, window: Iterable[Batch]) -> StepOutput:
         self._refuse_old_gradients()
         with Window(self.model, window, loss=self.loss, count=self.count, trains=True) as w:
-            kept = clone_buffers(self._runtime) if self.on_nonfinite == "skip" else {}
+            may_skip = self.on_nonfinite == "skip" or self.scaler is not None
+            kept = clone_buffers(self._runtime) if may_skip else {}
             sums, problem = self._forward_backward(w)
             agreed = w.finish(self._entries(sums, problem))
         if float(agreed["problem"]):
@@ -124,14 +126,46 @@ class TrainStep:
             raise agreed_problem(self._runtime, problem)
         self._sums.agree(sorted(sums), agreed["told"])
         means = {name: float(agreed[f"sum of {name}"]) / w.num_tokens for name in sorted(sums)}
-        norm, loss = float(self._norm.finish(agreed["norm"])), means.pop("loss")
+        scale = self._scale.value
+        norm, loss = float(self._norm.finish(agreed["norm"])) / (scale or 1.0), means.pop("loss")
         self.num_steps += 1
         is_finite = math.isfinite(norm) and math.isfinite(loss)
         if is_finite:
             self._step(norm)
         else:
             self._refuse_step(norm, loss, sums["loss"], kept)
-        return StepOutput(self.num_steps, loss, norm, w.num_valid, not is_finite, means)
+        self._scale.update(is_finite=is_finite)
+        return StepOutput(self.num_steps, loss, norm, w.num_valid, not is_finite, means, scale)
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler that is used; None where nothing is scaled."""
+        return self._scale.scaler
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the step owns, for a checkpoint: counts, the place in the streams of random numbers, scheduler and scaler.
+        Equal on every rank; the model's and the optimizer's state are their own."""
+        parts = {"scheduler": self.scheduler, "scaler": self.scaler}
+        return {
+            "num_steps": self.num_steps,
+            "num_skipped": self.num_skipped,
+            "num_windows": self._runtime.step,
+            **{name: part.state_dict() for name, part in parts.items() if part is not None},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what :meth:`state_dict` gave. All ranks must call it, with the same state.
+
+        Raises:
+            CheckpointError: the state of a step with another scheduler or scaler, or of something else.
+        """
+        refuse_other_state(self.state_dict(), state)
+        self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
+        self._runtime.step = state["num_windows"]
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
 
     def _forward_backward(self, w: Window) -> tuple[dict[str, Tensor], ShardwiseError | None]:
         """Forward and backward of every micro-batch of a window. Returns this rank's detached sums (float64, CPU), and
@@ -149,7 +183,7 @@ class TrainStep:
             if not sums["loss"].requires_grad:
                 detached = no_gradient(self._runtime)
                 sums["loss"] = sums["loss"] + nothing_of(output, detached)
-            (sums["loss"] / w.num_tokens).backward()
+            self._scale.scaled(sums["loss"] / w.num_tokens).backward()
             for name, value in sums.items():
                 value = value.detach().double()
                 value = torch.zeros_like(value) if batch.padding else value
@@ -166,6 +200,7 @@ class TrainStep:
         }
 
     def _step(self, norm: float) -> None:
+        self._scale.unscale()
         if self.max_grad_norm is not None:
             scale_gradients(self._runtime, norm, self.max_grad_norm)
         for before in self._before_step:
@@ -179,7 +214,7 @@ class TrainStep:
 
     def _refuse_step(self, norm: float, loss: float, own_loss: Tensor, kept: Mapping[str, Tensor]) -> None:
         """Leaves everything as it was; every rank comes here or none, since the numbers are the same."""
-        if self.on_nonfinite == "raise":
+        if self.on_nonfinite == "raise" and not self._scale.explains(loss):
             error = self._nonfinite(norm, loss, own_loss)
             self._drop_gradients()
             raise error
@@ -212,10 +247,16 @@ class TrainStep:
         where = f"the loss of rank {_listed(by_loss)} is not finite"
         if not by_loss:
             where = f"every rank's loss is finite, the gradient in the shards of rank {_listed(by_gradient)} is not"
+        half = "" if self.scaler is None else f", loss scale {self._scale.value:g}"
         return NonFiniteError(
-            f"step {self.num_steps}: loss {loss:g}, gradient norm {norm:g}",
+            f"step {self.num_steps}: loss {loss:g}, gradient norm {norm:g}{half}",
             why=f"{where}; parameters were left as they were",
-            fix='lower the learning rate, look at the batch, or go on without such steps: on_nonfinite="skip"',
+            fix='lower the learning rate, look at the batch, or go on without such steps: on_nonfinite="skip"'
+            + (
+                "; float16 ends at 65504 whatever the scale: let the loss take output.float(), or use bf16"
+                if half
+                else ""
+            ),
             name=next((name for name in runtime.recipe.params if name in names), None),
             ranks=by_loss or by_gradient,
         )
@@ -240,6 +281,7 @@ def _agree_on_settings(step: "TrainStep") -> None:
         "scheduler": type(step.scheduler).__qualname__,
         "max_grad_norm": step.max_grad_norm,
         "on_nonfinite": step.on_nonfinite,
+        "scaler": repr(step.scaler and step.scaler.state_dict()),
     }
     for i, group in enumerate(step.optim.param_groups):
         facts[f"group {i}: parameters"] = len(group["params"])
