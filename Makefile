@@ -3,8 +3,8 @@
 
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-# Processes of pytest. 0: one; tests that start ranks share a warm pool then, which is the quickest on few cores.
-WORKERS ?= 0
+# Processes that share the tests of `make test`, each with its own warm ranks; many tests wait for programs they start. 0: none.
+WORKERS ?= 2
 # More words for the command behind a target: make demo ARGS=--train.steps=50, make test ARGS="-k layout"
 ARGS ?=
 
@@ -21,7 +21,7 @@ else
   ENV := $(VENV)/.ready
 endif
 
-PYTEST = $(PYTHON) -m pytest -q $(PLUGIN) -n $(WORKERS)
+PYTEST = $(PYTHON) -m pytest -q $(PLUGIN)
 PURE = tests/config tests/cli/test_main.py tests/recipe tests/test_errors.py tests/test_house.py tests/test_layout.py
 CODE = src tests tools $(wildcard examples benchmarks)
 
@@ -38,7 +38,7 @@ test: $(ENV)  ## the whole suite, on a clean checkout too (minutes)
 	@echo "error index: does docs/errors.md say what the code says?"
 	@$(PYTHON) tools/error_index.py --check
 	@echo "tests: a dot each; the first that uses ranks waits some seconds for PyTorch"
-	@$(PYTEST) -m "not soak and not gpu" $(ARGS)
+	@$(PYTEST) -n $(WORKERS) --dist worksteal -m "not soak and not gpu" $(ARGS)
 
 check: $(ENV)  ## format, lint, types and the tests without PyTorch (under a minute)
 	@echo "format" && $(PYTHON) -m ruff format --check $(CODE)

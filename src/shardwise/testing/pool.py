@@ -46,7 +46,8 @@ class RankPool:
     ):
         self._preload, self._env = tuple(preload), dict(env or {})
         self._zygote: Zygote | None = None
-        self._workers: list[Worker] = []
+        # By rank. A process keeps its rank: torch caches the groups that it was in by the shape of the mesh alone.
+        self._workers: dict[int, Worker] = {}
         self._lock = threading.RLock()
 
     def __enter__(self) -> "RankPool":
@@ -58,7 +59,7 @@ class RankPool:
     @property
     def pids(self) -> tuple[int, ...]:
         """Process ids of the ranks that exist now, in rank order."""
-        return tuple(worker.pid for worker in self._workers)
+        return tuple(self._workers[rank].pid for rank in sorted(self._workers))
 
     def run(
         self, fn: Callable[..., object], world_size: int, *args: object, timeout_s: float = 60.0, **kwargs: object
@@ -99,36 +100,37 @@ class RankPool:
                 worker.show_output(rank)
             self._discard([worker for rank, worker in enumerate(workers) if not _is_reusable(answers[rank])])
             for worker in workers:
-                if worker in self._workers:
+                if worker in self._workers.values():
                     worker.send("clean")
         return _results(answers)
 
     def close(self) -> None:
         """Ends every rank and the helper process. The pool may be used again; it then starts anew."""
         with self._lock:
-            self._discard(list(self._workers))
+            self._discard(list(self._workers.values()))
             if self._zygote is not None:
                 self._zygote.close()
             self._zygote = None
 
     def _ready(self, world_size: int) -> list[Worker]:
-        while dirty := [worker for worker in self._workers[:world_size] if not worker.is_clean()]:
-            self._discard(dirty)  # and those behind them move up
+        ranks = range(world_size)
+        used = [worker for rank, worker in self._workers.items() if rank in ranks]
+        self._discard([worker for worker in used if not worker.is_clean()])
         if self._zygote is None or not self._zygote.is_alive():
             self.close()
             self._zygote = Zygote(self._preload, self._env)
-        fresh = [Worker(self._zygote) for _ in range(world_size - len(self._workers))]
-        self._workers += fresh
-        for worker in fresh:
+        fresh = {rank: Worker(self._zygote) for rank in ranks if rank not in self._workers}
+        self._workers |= fresh
+        for worker in fresh.values():
             if not worker.is_clean():
-                self._discard(fresh)
+                self._discard(list(fresh.values()))
                 raise RankError("a rank of the test pool did not start", why=worker.tail(), fix="see its output above")
-        return self._workers[:world_size]
+        return [self._workers[rank] for rank in ranks]
 
     def _discard(self, workers: Sequence[Worker]) -> None:
         for worker in workers:
             worker.kill()
-        self._workers = [worker for worker in self._workers if worker not in workers]
+        self._workers = {rank: worker for rank, worker in self._workers.items() if worker not in workers}
 
     def _collect(self, workers: list[Worker], timeout_s: float) -> dict[int, bytes | Failure]:
         """One answer per rank: its pickled result, or its failure; ranks that hang are given a failure of their own."""
