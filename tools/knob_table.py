@@ -1,4 +1,4 @@
-"""Runs every knob of sharding on 2 and 4 ranks and writes what came out to docs/knobs-table.md.
+"""Runs every knob of sharding and of how blocks run on 2 and 4 ranks and writes what came out to docs/knobs-table.md.
 
 python tools/knob_table.py            # some minutes on 2 cores
 python tools/knob_table.py --print    # only prints
@@ -20,7 +20,7 @@ from shardwise.testing import RankPool  # noqa: E402
 TABLE = ROOT / "docs" / "knobs-table.md"
 HEAD = """# Knobs, measured
 
-Written by `python tools/knob_table.py`. Each setting of [units](units.md) on the reference model with a unit for each of its
+Written by `python tools/knob_table.py`. Each setting of [units](units.md) and [remat](remat.md) on the reference model with a unit for each of its
 three blocks, windows of several micro-batches: the largest error against one plain process in float64 (loss, every gradient,
 the norm, every updated parameter), which a knob that does nothing would pass too; and so what the knob is for, counted on
 rank 0 in one window of two micro-batches.

@@ -1,19 +1,22 @@
-"""Every knob of sharding, with what it must leave equal (all numbers) and what it must change (something counted).
+"""Every knob of sharding and of how blocks run, with what it must leave equal (all numbers) and what it must change
+(something counted).
 
 A knob that is ignored passes any comparison of numbers, so each one names an observable that differs from the default's.
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from parallel.recompute import bytes_kept
 from torch import Tensor, nn
 from zoo import CASES
 
 from shardwise._compat import unit_groups
-from shardwise.config.options import DDP, Prefetch, Sharding
+from shardwise.config.options import DDP, Compile, Prefetch, Remat, Sharding
 from shardwise.parallel import parallelize, runtime_of
 from shardwise.train.step import TrainStep
 from shardwise.verify.sharded import CountCollectives, share_of
@@ -36,6 +39,8 @@ class Seen:
     between: int = 0  # the most bytes of parameters kept in part from forward to backward
     whole_grads: int = 0  # bytes of whole gradients that are kept from the first micro-batch to the second
     on_host: bool = False  # FSDP2 keeps shards in host memory
+    kept: int = 0  # bytes that forward keeps for backward
+    graphs: int = 0  # graphs that were compiled
 
 
 def _count(name: str) -> Callable[[Seen], int]:
@@ -69,13 +74,24 @@ class Knob:
     differs: Callable[[Any, Any], bool]  # (with the knob, by default) -> whether it is as it must be
     base: dict[str, Any] = field(default_factory=lambda: {"sharding": Sharding(**BLOCKS)})
 
+    @property
+    def is_slow(self) -> bool:
+        return "compile" in self.options
+
 
 def of_sharding(text: str, layouts: dict[int, str], observable: str, seen: Any, differs: Any) -> Knob:
     options = eval(f"dict({text})", {"Prefetch": Prefetch, "dict": dict})
     return Knob(text, {"sharding": Sharding(**BLOCKS, **options)}, layouts, observable, seen, differs)
 
 
+def of_blocks(text: str, layouts: dict[int, str], observable: str, seen: Any, differs: Any) -> Knob:
+    options = eval(f"dict({text})", {"Remat": Remat, "Compile": Compile, "dict": dict})
+    base = {"sharding": Sharding(**BLOCKS)} if layouts is FSDP else {}
+    return Knob(text, {**base, **options}, layouts, observable, seen, differs, base)
+
+
 BYTES_OF_GATHERED, GATHERS, SCATTERS = "bytes gathered at most in backward", "gathers", "reduce-scatters"
+KEPT, GRAPHS = "bytes kept from forward to backward", "graphs compiled"
 KNOBS = [
     of_sharding("reshard_after_forward=False", FSDP, GATHERS, gathers, lambda a, b: a == b - 2 * 3),
     of_sharding("reshard_after_forward=False", FSDP, BYTES_OF_GATHERED, lambda s: s.whole_params, lambda a, b: a > b),
@@ -100,6 +116,11 @@ KNOBS = [
     of_sharding("offload=True", HSDP, "shards kept in host memory", lambda s: s.on_host, lambda a, b: a and not b),
     Knob("DDP(bucket_cap_mb=0.001)", {"ddp": DDP(bucket_cap_mb=1e-3)}, REPLICAS, "all-reduces", sums,
          lambda a, b: a > b, {}),
+    *[of_blocks(text, layouts, KEPT, lambda s: s.kept, lambda a, b: 0 < a < b)
+      for layouts in (FSDP, REPLICAS)
+      for text in ("remat='full'", "remat=Remat(every=2)", "remat=Remat(targets=('blocks.0',))", "remat='selective'")],
+    *[of_blocks("compile=Compile(backend='aot_eager')", layouts, GRAPHS, lambda s: s.graphs, lambda a, b: a > b == 0)
+      for layouts in (FSDP, REPLICAS)],
 ]  # fmt: skip
 
 
@@ -108,7 +129,7 @@ KNOBS = [
 
 def see(layout: str, options: dict[str, Any], case: str = "reference") -> Seen:
     """One window of two micro-batches on this rank of ``layout``. All ranks call it."""
-    chosen = CASES[case]
+    chosen, before = CASES[case], _graphs_compiled()
     with init(layout, device="cpu", timeout_s=60) as world:
         torch.manual_seed(0)
         model = parallelize(chosen.build().double(), world, **options)
@@ -119,9 +140,10 @@ def see(layout: str, options: dict[str, Any], case: str = "reference") -> Seen:
         runtime = runtime_of(model)
         held = [runtime.local_tensors_of(name) for name in runtime.parameters]
         seen = Seen(at_rest=sum(tensor.numel() * tensor.element_size() for tensor in held))
-        with _watched(model, seen), CountCollectives() as counter:
+        kept: list[int] = []
+        with _watched(model, seen), CountCollectives() as counter, bytes_kept(kept):
             step(share_of(second, world))
-        seen.collectives = counter.counts
+        seen.collectives, seen.kept, seen.graphs = counter.counts, kept[0], _graphs_compiled() - before
         return seen
 
 
@@ -137,6 +159,11 @@ def _watched(model: nn.Module, seen: Seen) -> Iterator[None]:
             param.offload_to_cpu for group in groups.values() for param in group.fsdp_params
         )
         yield
+
+
+def _graphs_compiled() -> int:
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo.utils.counters["stats"]["unique_graphs"] if dynamo else 0
 
 
 def _log_gathers(stack: contextlib.ExitStack, name: str, group: Any, seen: Seen) -> None:

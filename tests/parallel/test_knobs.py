@@ -11,8 +11,10 @@ from shardwise.verify import Report, verify
 
 pytestmark = pytest.mark.timeout(180)
 
-ON_RANKS = [  # where a knob is seen on 2 ranks, the same on 4 is for the soak
-    pytest.param(knob, size, id=f"{i}-{size}", marks=[pytest.mark.soak] if size > min(knob.layouts) else [])
+ON_RANKS = [  # where a knob is seen on 2 ranks, the same on 4 is for the soak; so is compiling, which test_compile.py sees
+    pytest.param(
+        knob, size, id=f"{i}-{size}", marks=[pytest.mark.soak] if size > min(knob.layouts) or knob.is_slow else []
+    )
     for i, knob in enumerate(KNOBS)
     for size in knob.layouts
 ]
