@@ -78,10 +78,26 @@ class One(Holder):
         return x
 
 
+class Named(nn.Module):
+    """Everything in one ModuleDict, as nanoGPT has it: the blocks in a list, the other parts called by their names."""
+
+    def __init__(self, blocks: nn.Module):
+        super().__init__()
+        first, last = linears(2)
+        self.transformer = nn.ModuleDict({"first": first, "h": blocks, "last": last})
+
+    def forward(self, x):
+        x = self.transformer.first(x)
+        for block in self.transformer.h:
+            x = block(x)
+        return self.transformer.last(x)
+
+
 @pytest.mark.parametrize(
     ("build", "expected"),
     [
         (lambda: nn.Linear(4, 4), []),
+        (lambda: Named(nn.ModuleList(linears(3))), [("transformer.h", 3, True)]),
         (lambda: Two(a=nn.Linear(4, 4), b=nn.Linear(4, 4)), []),
         (lambda: nn.Sequential(*linears(3)), [("", 3, True)]),
         (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), [("", 2, True)]),
@@ -108,6 +124,7 @@ class One(Holder):
             lambda: Listed(blocks=nn.ModuleList([nn.Sequential(*linears(3)), nn.Sequential(*linears(3))])),
             [("blocks", 2, True)],
         ),
+        (lambda: Listed(blocks=nn.ModuleList([OwnForward(linears(2)), nn.Linear(4, 4)])), [("blocks", 2, True)]),
         (lambda: Listed(blocks=nn.ModuleList([nn.ReLU(), nn.Dropout()])), []),  # nothing to gather
         (lambda: Listed(blocks=nn.ModuleList()), []),
     ],

@@ -40,14 +40,20 @@ def _find(module: nn.Module, name: str, found: Found, seen: set[int]) -> None:
     children = [(f"{name}.{key}" if name else key, child) for key, child in canonical_children(module)]
     if isinstance(module, _CONTAINERS):
         blocks = [(full, child) for full, child in children if _has_parameters(child) and id(child) not in seen]
-        plain_lists = all(isinstance(block, nn.ModuleList | nn.ModuleDict) for _, block in blocks)
-        if len(blocks) > 1 and not plain_lists:  # of a list of lists, the inner ones hold the blocks
+        # A ModuleDict of embeddings, blocks and a norm, or a list of pairs: the lists in it hold the blocks.
+        holds_lists = any(_is_plain_list(block) for _, block in blocks)
+        if len(blocks) > 1 and not holds_lists:
             unique = {id(block): (full, block) for full, block in reversed(blocks)}
             seen.update(unique)
             found.append((name, list(unique.values())[::-1]))
             return
     for full, child in children:
         _find(child, full, found, seen)
+
+
+def _is_plain_list(module: nn.Module) -> bool:
+    """A list that nobody can call, so that only its elements are entered."""
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
 
 
 def _judged(

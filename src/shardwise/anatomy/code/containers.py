@@ -117,6 +117,8 @@ class ContainerCalls:
         objs = objects_of(base)
         if not isinstance(base, Known | Choice) or not objs or not all(map(_is_container, objs)):
             return None
+        if isinstance(base, Known) and attr in getattr(base.obj, "_modules", ()):
+            return None  # self.transformer.wte(x): a module of a ModuleDict, called by its name
         why = f"its parent goes over .{attr}()"
         children = Choice(tuple(child for obj in objs for child in children_of(obj)), base.steady, why)
         if attr in {"values", "children"}:
