@@ -144,9 +144,11 @@ def call(model: nn.Module, batch: Batch) -> Any:
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     parameters = inspect.signature(model.forward).parameters
     kinds = [parameter.kind for parameter in parameters.values()]
-    if inspect.Parameter.VAR_KEYWORD in kinds or set(inputs) <= set(parameters):
+    kinds_of_many = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [p for p in parameters.values() if p.default is p.empty and p.kind not in kinds_of_many]
+    missing = [p.name for p in required if p.name not in inputs]  # forward(x, **kwargs) takes no input_ids for its x
+    if not missing and (inspect.Parameter.VAR_KEYWORD in kinds or set(inputs) <= set(parameters)):
         return model(**inputs)
-    required = [p for p in parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     if len(required) == 1 and inputs:
         return model(next(iter(inputs.values())))
     raise UsageError(
