@@ -97,7 +97,7 @@ def compare(
         gate=gate,
         worst=worst,
         collectives=ranks[0].steps[-1].collectives,
-        num_units=len(recipe.units),
+        num_units=len({param.unit for param in recipe.params.values()}),  # a root that holds none gathers nothing
         bytes_per_rank=tuple(recipe.at(rank).num_bytes() for rank in range(len(ranks))),
     )
 

@@ -5,10 +5,12 @@ with torch's own function and steps the same optimizer. It imports nothing of ``
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,7 +28,7 @@ class Task:
     """A short training run to be done twice, as data that can be sent to another process.
 
     Attributes:
-        build: makes the module, called under ``torch.manual_seed(seed)``.
+        build: makes the module; torch, numpy and Python draw from ``seed`` while it does.
         windows: per step, the micro-batches of all ranks in global order.
         loss: ``loss(output, batch)`` -> sum, or a mapping of sums; None: the module's forward takes the batch and returns it.
         count: ``count(batch)`` -> valid tokens; None: the module's own ``count``, else valid labels.
@@ -50,12 +52,26 @@ class Task:
 
     def make(self, seed: int | None = None) -> nn.Module:
         """The module with its first values, in the task's dtype."""
-        torch.manual_seed(self.seed if seed is None else seed)
-        return cast_floating(self.build(), self.dtype)
+        with _drawing_from(self.seed if seed is None else seed):
+            return cast_floating(self.build(), self.dtype)
 
     def lifted(self) -> contextlib.AbstractContextManager:
         """Float64 from end to end, if that is the task's dtype."""
         return LiftFloat32() if self.dtype == torch.float64 else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _drawing_from(seed: int) -> Iterator[None]:
+    """Within: every generator a constructor may draw from starts at ``seed``. Python's and numpy's go on as before."""
+    python, arrays = random.getstate(), np.random.get_state()
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
 
 
 @dataclass
