@@ -5,55 +5,13 @@ parity is against one process, whose masks are its own.
 """
 
 import functools
-import math
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from matrix import LAYOUTS
+from subjects import Subject
 from torch import Tensor, nn
 from zoo import VOCAB, Case, class_loss, hf, images, pairs, tokens
-
-from shardwise.config.options import Sharding
-from shardwise.parallel import parallelize, recipe_of, runtime_of
-from shardwise.parallel.sources import all_tensors
-from shardwise.verify import Report, verify
-from shardwise.world import init
-
-PARITY_LAYOUTS = ("fsdp-2", "ddp-2", "hsdp-2x2")
-
-
-@dataclass(frozen=True)
-class Family:
-    """A kind of model, the class that stands for it, and why it is here."""
-
-    case: Case
-    kind: str
-    model: str
-    hard: str
-
-    @property
-    def name(self) -> str:
-        return self.case.name
-
-    def compare(self, run: Callable[..., Any], layout: str) -> Report:
-        """Three steps, three micro-batches per rank with unequal counts, clipped, every block a unit."""
-        text, num_ranks, engine = LAYOUTS[layout]
-        return verify(
-            self.case.build,
-            text,
-            batches=self.case.windows(3, 3 * num_ranks),
-            loss=self.case.loss,
-            count=self.case.count,
-            forward=self.case.forward,
-            max_grad_norm=0.5,
-            sharding=Sharding(engine=engine, min_unit_bytes=0),
-            run=run,
-        )
-
 
 # ---- batches and losses -----------------------------------------------------------------------------------------
 
@@ -151,8 +109,8 @@ def _family(
     settings: dict[str, Any],
     batch: Any = tokens,
     **contract: Any,
-) -> Family:
-    return Family(Case(name, functools.partial(hf, config, model, **settings), batch, **contract), kind, model, hard)
+) -> Subject:
+    return Subject(Case(name, functools.partial(hf, config, model, **settings), batch, **contract), kind, model, hard)
 
 
 def llava() -> nn.Module:
@@ -416,7 +374,7 @@ FAMILIES = {
             captions,
             loss=contrastive_loss,
         ),
-        Family(
+        Subject(
             Case("llava", llava, seen_text),
             "multimodal",
             "LlavaForConditionalGeneration",
@@ -424,64 +382,3 @@ FAMILIES = {
         ),
     )
 }
-
-
-# ---- values -----------------------------------------------------------------------------------------------------
-
-
-def seeded_values(name: str, layout: str, engine: str) -> tuple[dict[str, list], dict[str, str], list[str]]:
-    """What this rank holds of a family built by a callable: name -> (index into the whole, values), the notes and the
-    warnings."""
-    with init(layout, device="cpu", seed=5, timeout_s=60) as world, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.manual_seed(1000 + world.rank)  # numbers of this rank's own, that must not be seen
-        keep = {} if engine == "ddp" else {"min_unit_bytes": 0}
-        model = parallelize(FAMILIES[name].case.build, world, sharding=Sharding(engine=engine, **keep))
-        runtime = runtime_of(model)
-        held = {
-            key: [(piece.full_index, tensor[piece.local_index].clone()) for piece in runtime.pieces(key, tensor)]
-            for key, tensor in runtime.local_tensors().items()
-        }
-        notes = {note.name: note.why for note in recipe_of(model).notes}
-        return held, notes, [str(w.message) for w in caught if "init" in str(w.message)]
-
-
-def constructed(build: Callable[[], nn.Module], seed: int) -> dict[str, Tensor]:
-    """Every tensor of the constructor's own, in this process."""
-    torch.manual_seed(seed)
-    return {name: tensor.detach() for name, tensor in all_tensors(build()).items()}
-
-
-def unlike(found: dict[str, Tensor], first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
-    """What is not as two constructors, which drew apart, have it: empty if all is well.
-
-    Where those two agree nothing was drawn, and ``found`` must be equal to the bit; elsewhere mean and spread are theirs
-    within six times the error of a sample of that size, and the largest value within a factor of two and a half.
-    """
-    faults = [f"{name} is missing" for name in first.keys() - found.keys()]
-    for name, value in found.items():
-        want, other = first[name], second[name]
-        if value.shape != want.shape or value.dtype != want.dtype:
-            faults.append(f"{name}: {tuple(value.shape)} {value.dtype}, not {tuple(want.shape)} {want.dtype}")
-        elif torch.equal(want, other):
-            if not torch.equal(value, want):
-                faults.append(f"{name}: not the constant of the constructor")
-        elif value.numel() >= 12:
-            faults += [
-                f"{name}: {text}" for text in _unlike_samples(value.double(), torch.stack([want, other]).double())
-            ]
-    return faults
-
-
-def _unlike_samples(value: Tensor, wanted: Tensor) -> list[str]:
-    n, spread = value.numel(), float(wanted.std())
-    if not torch.isfinite(value).all():
-        return ["not finite"]
-    faults = []
-    if abs(float(value.mean() - wanted.mean())) > 6 * 1.3 * spread / math.sqrt(n):
-        faults.append(f"mean {float(value.mean()):.3g}, not {float(wanted.mean()):.3g}")
-    if abs(float(value.std()) / spread - 1) > 6 / math.sqrt(n):
-        faults.append(f"std {float(value.std()):.3g}, not {spread:.3g}")
-    if not 0.4 < float(value.abs().max() / wanted.abs().max()) < 2.5:
-        faults.append(f"largest {float(value.abs().max()):.3g}, not {float(wanted.abs().max()):.3g}")
-    return faults

@@ -1,115 +1,178 @@
-"""Compares every family of tests/families.py with one process and writes the outcome to docs/families.md.
+"""Compares every model of tests/verify/test_families.py with one process and writes the outcome to docs/families.md.
 
-python tools/families_table.py                 # all of them: about 10 minutes on 2 cores
-python tools/families_table.py --case mamba    # some, printed only
+python tools/families_table.py                 # all of them: about 15 minutes on 2 cores
+python tools/families_table.py --case mamba    # some; the other rows stay
 """
 
 import argparse
+import importlib.metadata
+import inspect
 import sys
 import time
+import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
-import transformers  # noqa: E402
-from families import FAMILIES, PARITY_LAYOUTS, Family, constructed, seeded_values, unlike  # noqa: E402
-from matrix import LAYOUTS  # noqa: E402
-from parallel.on_ranks import same, whole  # noqa: E402
+from families import FAMILIES  # noqa: E402
+from handwritten.models import WRITTEN  # noqa: E402
+from packages import PACKAGES  # noqa: E402
+from subjects import PARITY_LAYOUTS, Subject  # noqa: E402
 
 from shardwise.errors import ShardwiseError  # noqa: E402
 from shardwise.testing import RankPool  # noqa: E402
 
 TABLE = ROOT / "docs" / "families.md"
-HEAD = f"""# Families of transformers, measured
+HEAD = """# Models that nobody here wrote, measured
 
-Written by `python tools/families_table.py`, with transformers {transformers.__version__}. Every model is built from a tiny configuration,
-unmodified, dropout off.
+Written by `python tools/families_table.py`. Nothing is changed in any of these models: they are built from a small configuration,
+with dropout off (its masks are not one process's). Each is a test: `make soak`, `tests/verify/test_families.py`.
 
-*Errors* are the largest against one plain process in float64, over loss, every gradient, the gradient norm and every
-updated parameter after each of 3 steps: three micro-batches per rank with unequal counts, clipping on, every block a unit
-(`min_unit_bytes=0`). The gate is 1e-12, or 8 times the oracle's own rounding noise where that is larger
-(see [parity](parity.md)). *Units* are those of `fsdp-2`; 1 means that no list of blocks is entered alike by every rank, and the
-whole model is gathered at once: OPT, BART and Whisper
-draw at random which blocks they skip (layer drop, also at a rate of 0), the
-blocks of LLaVA stand behind a lookup that is not followed, and ALBERT has a single block.
+*Errors* are the largest against one plain process in float64, over loss, every gradient, the gradient norm, every
+buffer and every updated parameter after each of 3 steps: three micro-batches per rank with unequal counts, clipping on, every block a
+unit (`min_unit_bytes=0`). The gate is 1e-12, or 8 times the oracle's own rounding noise where that is larger
+(see [parity](parity.md)); an error above 1e-12 has the name of its tensor beside it: the gradient of a bias before a batch
+norm, for one, is zero in exact arithmetic, so all its digits are rounding. *Batch norm* normalises each micro-batch by
+itself, in one process as on many ranks, so loss and gradients are the same too. Its running statistics are equal on all
+ranks, but not those of one process, which saw all the micro-batches one after another: `Sharding(buffers=...)` takes
+rank 0's, or their mean.
+
+*Units* are those of `fsdp-2`, and as many gradients are reduced per step; 1 means that the whole model is gathered at once. Where a
+name stands beside the number, the units were named (`Sharding(units=...)`), because they are not found.
 
 *Init* is how a callable's values are made. `seeded`: every parameter and buffer was written, is the same to the bit
-on one rank and on two (FSDP and DDP), and is the constructor's where nothing is drawn; what is drawn has the constructor's mean, spread and extent.
-
+on one rank and on two (FSDP and DDP), and is the constructor's where nothing is drawn; what is drawn has the constructor's
+mean, spread and extent. `rank 0`: the same, but the constructor cannot be replayed, so that rank 0's values are sent
+(see [init](init.md)).
 """
 
 
+@dataclass(frozen=True)
+class Section:
+    """A table of the page: its models, what is said of them, and its own columns."""
+
+    title: str
+    text: str
+    subjects: dict[str, Subject]
+    columns: tuple[str, ...]
+
+    def own_cells(self, subject: Subject) -> list[str]:
+        cells = {
+            "family": subject.name,
+            "model": subject.name,
+            "kind": subject.kind,
+            "package": f"{subject.package} {_version(subject.package)}",
+            "class": f"`{subject.model}`",
+            "file": f"`{_file_of(subject)}`",
+            "what makes it hard": subject.hard,
+        }
+        return [cells[column] for column in self.columns]
+
+
+def _version(package: str) -> str:
+    return importlib.metadata.version(package) if package else ""
+
+
+def _file_of(subject: Subject) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return Path(inspect.getfile(type(subject.case.build()))).name
+
+
+SECTIONS = (
+    Section(
+        "Packages",
+        "Imported from what `pip install` brings, of packages that know nothing of Shardwise.",
+        PACKAGES,
+        ("model", "kind", "package", "class", "what makes it hard"),
+    ),
+    Section(
+        "As users write them",
+        "Scripts in the folder `tests/handwritten`, as they are found in repositories and tutorials.",
+        WRITTEN,
+        ("model", "kind", "file", "class", "what makes it hard"),
+    ),
+    Section(
+        "Transformers",
+        f"Families of transformers {_version('transformers')}. OPT, BART and Whisper are one unit because they draw at random which\n"
+        "blocks they skip (layer drop, also at a rate of 0), LLaVA because its blocks stand behind a lookup that is not\n"
+        "followed, and ALBERT has a single block.",
+        FAMILIES,
+        ("family", "kind", "class", "what makes it hard"),
+    ),
+)
+
+
 def main() -> int:
+    everything = {name for section in SECTIONS for name in section.subjects}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--case", nargs="+", choices=list(FAMILIES), help="these only; the other rows are kept")
-    names = parser.parse_args().case or list(FAMILIES)
+    parser.add_argument("--case", nargs="+", choices=sorted(everything), help="these only; the other rows are kept")
+    names = set(parser.parse_args().case or everything)
     failures: list[str] = []
     start = time.monotonic()
-    with RankPool(preload=("torch", "torch.distributed.fsdp", "shardwise.verify", "families", *_code(names))) as pool:
-        for name in names:
-            family = FAMILIES[name]
-            cells, units, faults = _errors(pool, family)
-            how, more = _init(pool, family)
-            failures += [f"{name}: {text}" for text in (*faults, *more)]
-            row = f"| {name} | {family.kind} | `{family.model}` | {family.hard} | {units} | {cells} | {how} |"
-            print(f"{row}  {time.monotonic() - start:.0f} s, {len(failures)} failed", flush=True)
-            _write(name, row)
+    with RankPool(preload=("torch", "torch.distributed.fsdp", "shardwise.verify", *_code(names))) as pool:
+        for section in SECTIONS:
+            for name in (name for name in section.subjects if name in names):
+                row, faults = _measured(pool, section, section.subjects[name])
+                failures += faults
+                print(f"{row}  {time.monotonic() - start:.0f} s, {len(failures)} failed", flush=True)
+                _write(name, row)
     print(*failures, sep="\n")
     return 1 if failures else 0
 
 
-def _write(name: str, row: str) -> None:
-    """Puts one row in its place; those that are there already stay."""
-    kept = {}
-    if TABLE.exists():
-        kept = {
-            line.split(" | ")[0].removeprefix("| "): line
-            for line in TABLE.read_text().splitlines()
-            if line.startswith("| ")
-        }
-    kept[name] = row
-    rows = [kept[family] for family in FAMILIES if family in kept]
-    head = ["family", "kind", "class", "what makes it hard", "units", *PARITY_LAYOUTS, "init"]
-    text = "\n".join(["| " + " | ".join(head) + " |", "|---" * len(head) + "|", *rows])
-    TABLE.write_text(f"{HEAD}{text}\n\n{len(rows)} families.\n")
+def _measured(pool: RankPool, section: Section, subject: Subject) -> tuple[str, list[str]]:
+    """A model's row, and what failed."""
+    cells, units, faults = _errors(pool, subject)
+    try:
+        how, more = subject.value_faults(pool.run)
+    except ShardwiseError as error:
+        how, more = f"**{type(error).__name__}**", [f"init: {error}"]
+    cells = [*section.own_cells(subject), units, *cells, "**wrong**" if more else how]
+    return f"| {' | '.join(cells)} |", [f"{subject.name}: {text}" for text in (*faults, *more)]
 
 
-def _code(names: list[str]) -> list[str]:
-    """The modules of the families' classes: imported once, not by every rank."""
-    return sorted({getattr(transformers, FAMILIES[name].model).__module__ for name in names})
-
-
-def _errors(pool: RankPool, family: Family) -> tuple[str, str, list[str]]:
+def _errors(pool: RankPool, subject: Subject) -> tuple[list[str], str, list[str]]:
     """The cells of the layouts, the number of units, and what failed."""
     cells, faults, units = [], [], "-"
     for layout in PARITY_LAYOUTS:
         try:
-            report = family.compare(pool.run, layout)
-            cells.append(f"{report.err:.1e}")
-            units = str(report.num_units) if layout == "fsdp-2" else units
-        except ShardwiseError as error:
+            report = subject.compare(pool.run, layout)
+        except (ShardwiseError, AssertionError) as error:
             faults.append(f"{layout}: {error}")
             cells.append(f"**{type(error).__name__}**")
-    return " | ".join(cells), units, faults
+            continue
+        worst = max(report.worst.values(), key=lambda difference: difference.err)
+        cells.append(f"{worst.err:.1e}" + (f" ({worst.name})" if worst.err > 1e-12 else ""))
+        units = str(report.num_units) if layout == "fsdp-2" else units
+    named = "" if subject.units == "auto" else f" ({', '.join(f'`{name}`' for name in subject.units)})"
+    return cells, units + named, faults
 
 
-def _init(pool: RankPool, family: Family) -> tuple[str, list[str]]:
-    """How values are made, and what is wrong with them."""
-    theirs, others = constructed(family.case.build, 0), constructed(family.case.build, 1)
-    shapes = {key: tuple(tensor.shape) for key, tensor in theirs.items()}
-    found, told = {}, []
-    try:
-        for layout in ("one", "fsdp-2", "ddp-2"):
-            text, num_ranks, engine = LAYOUTS[layout]
-            answers = pool.run(seeded_values, num_ranks, family.name, text, engine, timeout_s=100)
-            found[layout] = whole([held for held, *_ in answers], shapes)
-            told = answers[0][2]
-    except ShardwiseError as error:
-        return f"**{type(error).__name__}**", [f"init: {error}"]
-    faults = [f"{layout}: other values than one rank's" for layout in found if not same(found["one"], found[layout])]
-    faults += unlike(found["one"], theirs, others)
-    return "**wrong**" if faults else "rank 0" if told else "seeded", faults
+def _write(name: str, row: str) -> None:
+    """Puts one row in its place; those that are there already stay."""
+    text = TABLE.read_text() if TABLE.exists() else ""
+    kept = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines() if line.startswith("| ")}
+    kept[name] = row
+    parts = [HEAD]
+    for section in SECTIONS:
+        head = [*section.columns, "units", *PARITY_LAYOUTS, "init"]
+        rows = [kept[name] for name in section.subjects if name in kept]
+        table = "\n".join(["| " + " | ".join(head) + " |", "|---" * len(head) + "|", *rows])
+        parts.append(f"## {section.title}\n\n{section.text}\n\n{table}\n\n{len(rows)} models.\n")
+    TABLE.write_text("\n".join(parts))
+
+
+def _code(names: set[str]) -> list[str]:
+    """The modules of the transformers' classes: imported once, not by every rank."""
+    chosen = [FAMILIES[name].model for name in names if name in FAMILIES]
+    if not chosen:
+        return []
+    import transformers
+
+    return sorted({getattr(transformers, model).__module__ for model in chosen})
 
 
 if __name__ == "__main__":
