@@ -286,6 +286,17 @@ def test_what_a_command_prints(block, tmp_path):
     assert done.stdout + done.stderr == expected
 
 
+# ---- tests that a page names ------------------------------------------------------------------------------------------
+
+
+NAMED = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / "traps.md").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(("file", "name"), sorted(set(NAMED)), ids=lambda word: word.rpartition("/")[2])
+def test_a_test_that_a_page_names_is_there(file, name):
+    assert f"\ndef {name}(" in (ROOT / file).read_text(encoding="utf-8")
+
+
 # ---- the pages themselves ------------------------------------------------------------------------------------------
 
 
