@@ -96,7 +96,7 @@ def test_the_help_of_train_names_every_key(capsys):
         (["verify"], "why: the following arguments are required: MODEL"),
         (["verify", "nope.py:f"], "MODEL='nope.py:f'\n  why: there is no file nope.py"),
         (["verify", "json:dumps", "--layout", "zz=2"], "LayoutError: axis 'zz'"),
-        (["verify", "json:dumps", "--a.b=c"], "why: there is no option --a.b"),
+        (["verify", "json:dumps", "--a.b=c"], "reads keys of parallel only"),
     ],
 )
 def test_a_mistake_is_told_in_a_sentence_with_status_2(capsys, words, text):

@@ -51,7 +51,9 @@ def t_bf16_master(layout: str) -> tuple[float, set[torch.dtype], set[torch.dtype
         model = parallelize(module, world, precision="bf16")
         model[2].register_forward_pre_hook(lambda _module, args: seen.add(args[0].dtype))
         optim = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
-        step = TrainStep(model, optim, loss=lambda y, b: loss_of(y, b["x"]), count=lambda b: len(b["x"]), forward=called)
+        step = TrainStep(
+            model, optim, loss=lambda y, b: loss_of(y, b["x"]), count=lambda b: len(b["x"]), forward=called
+        )
         for batch in batches(10):
             step([{"x": batch.chunk(world.size)[world.rank]}])
         moments = {value.dtype for state in optim.state.values() for value in state.values() if value.dim()}

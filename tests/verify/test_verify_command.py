@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise.cli.main import main as cli
 from shardwise.errors import ConfigError
 from shardwise.verify import verify
 
@@ -75,6 +76,27 @@ def test_a_model_nothing_can_be_guessed_for(model_file):
 def test_layouts_are_refused_before_anything_starts(model_file, layout):
     done = _verify(f"{model_file}:build", "--layout", layout, cwd=model_file.parent)
     assert done.returncode in (1, 2) and "fix:" in done.stderr and "comparing" not in done.stdout
+
+
+def test_techniques_are_compared_too(model_file):
+    words = ("--parallel.remat=full", "--parallel.sharding.units=[layers.1]")
+    done = _verify(f"{model_file}:build", "--steps=1", *words, cwd=model_file.parent)
+    assert done.returncode == 0, done.stderr
+    assert "equal: 2 ranks, layout dp_shard=2, fsdp2, 2 units" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("--train.steps=3", "reads keys of parallel only"),
+        ("--parallel.layout=dp_shard=2", "give it as --layout"),
+        ("--parallel.precision.compute=bf16", "both sides compute in float64"),
+        ("--parallel.remt=full", "did you mean"),
+    ],
+)
+def test_keys_that_verify_does_not_read_are_refused(model_file, capsys, word, text):
+    assert cli(["verify", f"{model_file}:build", word]) == 2
+    assert text in capsys.readouterr().err
 
 
 def test_verify_without_batches():

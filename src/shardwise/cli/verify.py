@@ -6,10 +6,22 @@ The model's function and the layout's text are checked before torch is imported.
 import argparse
 import importlib
 import math
+import textwrap
+from typing import TYPE_CHECKING
 
 from shardwise.cli.arguments import Parser
 
-__all__ = ["add_arguments", "run"]
+if TYPE_CHECKING:
+    from shardwise.config.options import Parallel
+
+__all__ = ["OVERRIDES", "add_arguments", "more_help", "run"]
+
+OVERRIDES = True
+
+_ELSEWHERE = {
+    "parallel.layout": "give it as --layout",
+    "parallel.precision": "leave it out: both sides compute in float64, where a fault cannot pass for rounding",
+}
 
 
 def add_arguments(parser: Parser) -> None:
@@ -25,6 +37,20 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--loss", metavar="FN", help="pkg.mod:fn, (output, batch) -> sum; default: next-token loss")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps to compare (3)")
     parser.add_argument("--accumulate", type=int, default=2, metavar="N", help="micro-batches per rank and step (2)")
+    parser.usage = "shardwise verify MODEL [--layout L] [--batch FN] [--loss FN] [--parallel.key=value ...]"
+
+
+def more_help() -> str:
+    """The keys of the configuration that verify takes."""
+    from shardwise.config.loader import dotted_keys
+    from shardwise.config.schema import RunConfig
+
+    keys = [key for key in dotted_keys(RunConfig) if key.startswith("parallel.") and _section(key) not in _ELSEWHERE]
+    lines = textwrap.wrap(", ".join(keys), 100, break_on_hyphens=False)
+    return (
+        "keys, as `shardwise train` takes them; without one of parallel.sharding every block is a unit:\n  "
+        + "\n  ".join(lines)
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,6 +72,37 @@ def run(args: argparse.Namespace) -> int:
             f"--layout {args.layout}", why="-1 needs to know how many ranks there are", fix='give numbers: "dp_shard=2"'
         )
     layout_of(degrees, math.prod(degrees.values()))
+    parallel = _parallel(args.overrides)
     return importlib.import_module("shardwise.verify.job").main(
-        args.model, args.layout, batch=args.batch, loss=args.loss, steps=args.steps, accumulate=args.accumulate
+        args.model,
+        args.layout,
+        batch=args.batch,
+        loss=args.loss,
+        steps=args.steps,
+        accumulate=args.accumulate,
+        parallel=parallel,
     )
+
+
+def _parallel(overrides: list[str]) -> "Parallel":
+    """The techniques asked for; where nothing is said of sharding, every block is a unit: the hardest case."""
+    from shardwise.config.loader import load_config
+    from shardwise.errors import ConfigError
+
+    keys = [word.removeprefix("--").partition("=")[0] for word in overrides]
+    for word, key in zip(overrides, keys, strict=True):
+        if (section := _section(key)) in _ELSEWHERE:
+            raise ConfigError(f"verify {word}", why="verify does not read that key", fix=_ELSEWHERE[section])
+        if not key.startswith("parallel."):
+            raise ConfigError(
+                f"verify {word}",
+                why="verify runs a few steps of its own, and reads keys of parallel only",
+                fix="options and keys: shardwise verify --help",
+            )
+    if not any(key.startswith("parallel.sharding") for key in keys):
+        overrides = [*overrides, "--parallel.sharding.min_unit_bytes=0"]
+    return load_config(None, overrides).config.parallel
+
+
+def _section(key: str) -> str:
+    return ".".join(key.split(".")[:2])

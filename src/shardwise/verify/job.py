@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.config.options import Sharding
+from shardwise.config.options import Parallel
 from shardwise.config.target import load_target
 from shardwise.errors import ConfigError
 from shardwise.layout import parse_layout
@@ -18,6 +18,7 @@ from shardwise.verify.run import verify
 __all__ = ["main"]
 
 _LENGTH, _BATCH = 16, 2
+_TECHNIQUES = [name for name in Parallel.__struct_fields__ if name not in ("layout", "precision")]
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def main(
     loss: str | None = None,
     steps: int = 3,
     accumulate: int = 2,
-    min_unit_bytes: int = 0,
+    parallel: Parallel,
 ) -> int:
     """Compares and prints the outcome; 0 if equal. Raises VerifyError, which names the first tensor that differs.
 
@@ -51,7 +52,7 @@ def main(
         loss: "pkg.mod:fn", as TrainStep takes it; None: cross entropy of aligned labels.
         steps: optimizer steps.
         accumulate: micro-batches per rank and step.
-        min_unit_bytes: 0 makes every block a unit, the hardest case.
+        parallel: the techniques; its layout and precision are not used.
     """
     build = _Named(model, "MODEL")
     num_ranks = 1
@@ -67,7 +68,7 @@ def main(
         layout,
         batches=windows,
         loss=_Named(loss, "--loss") if loss else next_token_loss,
-        sharding=Sharding(min_unit_bytes=min_unit_bytes),
+        **{name: getattr(parallel, name) for name in _TECHNIQUES},
     )
     for kind, worst in report.worst.items():
         where = f" in {worst.name}, step {worst.step}" if worst.err else ""
