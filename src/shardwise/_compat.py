@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.distributed._composable.replicate import DDP as DDPModule  # noqa: N811 - a class: replicate() puts it over a module's own
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,6 +43,7 @@ __all__ = [
     "num_hooks",
     "on_unit_backward",
     "operator_names",
+    "parameter_groups",
     "reset_iteration",
     "share_hooks",
     "tell_scaler",
@@ -107,6 +108,26 @@ def lazy_chunks() -> Iterator[None]:
         yield
     finally:
         _fsdp_param._chunk_with_empty = whole
+
+
+@contextlib.contextmanager
+def parameter_groups(groups: list[tuple[list[Tensor], Any]]) -> Iterator[None]:
+    """Within: ``fully_shard`` puts the parameters of one unit into these groups, each with a precision policy of its own.
+    FSDP2 makes several by itself, for parameters on several meshes, but a group has one dtype of what is trained."""
+    whole = _fully_shard._init_param_group
+
+    def each(state: Any, params: list[Tensor], *args: Any, **kwargs: Any) -> None:
+        modules, mesh, after, device, placement, _, offload = args
+        for members, policy in groups:
+            ids = {id(param) for param in members}
+            mine = [param for param in params if id(param) in ids]
+            whole(state, mine, modules, mesh, after, device, placement, policy, offload, **kwargs)  # type: ignore[arg-type]
+
+    _fully_shard._init_param_group = each  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _fully_shard._init_param_group = whole
 
 
 def unit_groups(module: nn.Module) -> list[Any]:

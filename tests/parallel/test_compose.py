@@ -10,8 +10,8 @@ from parallel.test_traps_sharding import BLOCKS, DDP, FSDP, Net, build, gradient
 from torch import nn
 
 from shardwise.anatomy import read_anatomy
-from shardwise.config.options import Precision, Sharding, precision_of
-from shardwise.errors import PlanError, ShardwiseError, UnsupportedError
+from shardwise.config.options import Precision, Sharding
+from shardwise.errors import PlanError, UnsupportedError
 from shardwise.layout import Layout
 from shardwise.parallel import apply_recipe, describe, parallelize, recipe_of, runtime_of, world_of
 from shardwise.recipe import Cut, make_recipe
@@ -216,21 +216,6 @@ def test_frozen_parameters_are_computed_in_the_dtype_asked_for_and_stored_as_the
         assert seen == dtype
         assert storage["blocks.0.base.weight"] == "bfloat16" and storage["blocks.0.low.weight"] == "float32"
         assert grads["blocks.0.low.weight"].dtype == torch.float32 and grads["blocks.0.base.weight"] is None
-
-
-def mixed():
-    with init(FSDP, device="cpu", timeout_s=20) as world:
-        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
-        try:
-            parallelize(copy.deepcopy(module), world)
-        except ShardwiseError as error:
-            said = type(error).__name__, error.name
-        model = parallelize(copy.deepcopy(module), world, precision=precision_of("fp32"))
-        return said, {param.dtype for param in model.parameters()}
-
-
-def test_trained_parameters_of_two_dtypes_are_refused_by_name_or_stored_alike(ranks):
-    assert ranks.run(mixed, 2)[0] == (("UnsupportedError", "1.weight"), {torch.float32})
 
 
 # ---- the same tensor or module twice ---------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from recipe.anatomies import fact, tower
 from shardwise.config.options import Precision, Sharding, precision_of
 from shardwise.errors import PlanError, UnsupportedError
 from shardwise.layout import Layout
-from shardwise.recipe import Recipe, check_recipe, describe_recipe, fingerprint_of, make_recipe
+from shardwise.recipe import Recipe, check_recipe, describe_recipe, dtype_groups, fingerprint_of, make_recipe
 
 BF16 = precision_of("bf16")
 
@@ -76,16 +76,21 @@ def test_dtypes_of_a_parameter():
     assert (params["frozen"].storage, params["frozen"].compute) == ("float32", "bfloat16")
 
 
-def test_trainable_parameters_of_two_storage_dtypes_in_one_unit_are_refused_by_name():
+def test_trained_parameters_of_two_dtypes_are_two_groups_of_one_unit():
+    def groups(anatomy, **options):
+        return [
+            (group.names, group.compute, group.reduce) for group in dtype_groups(make(anatomy, **options).params, "")
+        ]
+
+    plain, late = [("embed.weight", "blocks.0.weight", "blocks.1.weight", "head.weight")], ("blocks.1.late",)
     anatomy = tower(2, blocks__1__late=fact(4, dtype="float64"))
-    with pytest.raises(UnsupportedError, match=r"'embed.weight' is stored in float32, 'blocks.1.late' in float64") as e:
-        make(anatomy)
-    assert e.value.name == "blocks.1.late"
-    with pytest.raises(UnsupportedError, match=r"unit 'blocks.1'"):
-        make(anatomy, min_unit_bytes=0)
-    make(tower(2, blocks__1__late=fact(4, dtype="float64", trainable=False)))  # frozen: fine
-    make(tower(2, blocks__1__late=fact(dtype="float64")))  # 0-dim: not in the unit's collective
-    make(anatomy, precision=precision_of("fp32"))  # stored alike: fine
+    assert [names for names, _, _ in groups(anatomy)] == [*plain, late]
+    assert len(groups(tower(2, blocks__1__late=fact(dtype="float64")))) == 1  # 0-dim: in no collective
+    assert len(groups(anatomy, precision=precision_of("fp32"))) == 1  # stored alike
+    frozen = tower(2, blocks__1__late=fact(4, dtype="bfloat16", trainable=False))
+    assert groups(frozen) == [((*plain[0], *late), None, None)]  # as it is, in one gather
+    assert groups(frozen, precision=BF16) == [((*plain[0], *late), "bfloat16", "float32")]
+    assert groups(frozen, precision=precision_of("fp32")) == [((*plain[0], *late), "float32", None)]
     make(anatomy, layout=Layout(dp_replicate=2))  # DDP has a bucket for each dtype
 
 

@@ -18,6 +18,7 @@ from shardwise._compat import (
     lazy_chunks,
     materialise,
     on_unit_backward,
+    parameter_groups,
     reset_iteration,
     tree_map,
     unit_gradients,
@@ -26,7 +27,7 @@ from shardwise._compat import (
 from shardwise.anatomy import canonical_modules, canonical_tensors, dtype_of, module_of_error
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
 from shardwise.parallel.tensors import give_memory, tensors_of
-from shardwise.recipe import ROOT, Cut, Recipe
+from shardwise.recipe import ROOT, Cut, Recipe, dtype_groups
 from shardwise.world import World
 
 __all__ = ["FSDP2Engine", "apply_fsdp2"]
@@ -49,12 +50,12 @@ def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine
         _refuse_containers(modules, unit.modules)
         for target in targets:
             target.register_forward_hook(_whole_outputs)  # before FSDP2's own hook, which is added next
-        with lazy_chunks():
+        with lazy_chunks(), parameter_groups(_policies(recipe, unit.name, parameters)):
             fully_shard(  # type: ignore[call-overload]
                 targets if len(targets) > 1 else targets[0],
                 mesh=mesh,
                 reshard_after_forward=unit.reshard,
-                mp_policy=_precision(recipe, unit.name),
+                mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False),
                 offload_policy=_offload(recipe, world),
                 ignored_params=whole,
             )
@@ -190,17 +191,20 @@ def _refuse_containers(modules: dict[str, nn.Module], names: tuple[str, ...]) ->
             )
 
 
-def _precision(recipe: Recipe, unit: str) -> MixedPrecisionPolicy:
-    """The unit's dtypes as FSDP2 takes them. Inputs are cast at the root only: its own casting of every unit's inputs
-    would round fp32 positions (by up to 8 at position 4096)."""
-    params = [p for p in recipe.params.values() if p.unit == unit and p.cuts]
-    cast = next((p for p in params if p.compute != p.storage), None)  # a frozen one may be stored in another dtype
-    reduced = next((p for p in params if p.trainable and p.reduce != p.compute), None)
-    return MixedPrecisionPolicy(
-        param_dtype=dtype_of(cast.compute) if cast is not None else None,
-        reduce_dtype=dtype_of(reduced.reduce) if reduced is not None else None,
-        cast_forward_inputs=False,
-    )
+def _policies(recipe: Recipe, unit: str, parameters: dict[str, Any]) -> list[tuple[list[Any], MixedPrecisionPolicy]]:
+    """The unit's parameters and dtypes as FSDP2 takes them, group by group. Inputs are cast at the root only: its own casting
+    of every unit's inputs would round fp32 positions (by up to 8 at position 4096)."""
+    return [
+        (
+            [parameters[name] for name in group.names],
+            MixedPrecisionPolicy(
+                param_dtype=dtype_of(group.compute) if group.compute else None,
+                reduce_dtype=dtype_of(group.reduce) if group.reduce else None,
+                cast_forward_inputs=False,
+            ),
+        )
+        for group in dtype_groups(recipe.params, unit)
+    ]
 
 
 def _cast_root(module: nn.Module, recipe: Recipe) -> None:

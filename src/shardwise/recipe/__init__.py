@@ -3,6 +3,7 @@
 from shardwise.recipe.check import check_param
 from shardwise.recipe.cuts import Slice, extents, local_shape, owners
 from shardwise.recipe.describe import describe_recipe
+from shardwise.recipe.dtypes import DtypeGroup, dtype_groups
 from shardwise.recipe.make import fingerprint_of, make_recipe
 from shardwise.recipe.recipe import RankView, Recipe, check_recipe
 from shardwise.recipe.records import (
@@ -28,6 +29,7 @@ __all__ = [
     "BlockList",
     "Buffer",
     "Cut",
+    "DtypeGroup",
     "Edit",
     "Note",
     "Param",
@@ -40,6 +42,7 @@ __all__ = [
     "check_param",
     "check_recipe",
     "describe_recipe",
+    "dtype_groups",
     "extents",
     "fingerprint_of",
     "human_bytes",

@@ -7,14 +7,13 @@ import msgspec
 from shardwise.config.options import DDP, FSDP2_ONLY, Compile, Precision, Remat, Sharding, default_of
 from shardwise.errors import PlanError, UnsupportedError
 from shardwise.layout import Layout
+from shardwise.recipe.dtypes import FLOATING
 from shardwise.recipe.edits import make_edits
 from shardwise.recipe.recipe import Engine, Recipe, check_recipe
 from shardwise.recipe.records import ROOT, Anatomy, Buffer, Cut, Note, Param, TensorFact, Unit
 from shardwise.recipe.units import make_units, unit_of_params
 
 __all__ = ["fingerprint_of", "make_recipe"]
-
-FLOATING = ("float64", "float32", "float16", "bfloat16")
 
 
 def make_recipe(
@@ -31,7 +30,7 @@ def make_recipe(
 
     Raises:
         PlanError: options that name no module or undo each other, or a number of ranks to reshard over that does not divide dp_shard.
-        UnsupportedError: trainable parameters of several storage dtypes in one unit.
+        UnsupportedError: DDP where parameters are cut or cast.
     """
     engine, why = _engine(anatomy, layout, precision, sharding)
     notes = [Note(name="engine", why=f"{engine}: {why}")]
@@ -63,7 +62,6 @@ def make_recipe(
         notes=tuple(notes),
     )
     check_recipe(recipe)
-    _refuse_mixed_dtypes(recipe)
     return recipe
 
 
@@ -164,20 +162,3 @@ def _param(fact: TensorFact, unit: str, engine: str, precision: Precision, notes
 
 def _buffer(fact: TensorFact) -> Buffer:
     return Buffer(shape=fact.shape, dtype=fact.dtype, persistent=fact.persistent, aliases=fact.aliases)
-
-
-def _refuse_mixed_dtypes(recipe: Recipe) -> None:
-    if recipe.engine != "fsdp2":
-        return
-    first: dict[str, str] = {}
-    for name, param in recipe.params.items():
-        if not (param.trainable and param.cuts):
-            continue
-        other = first.setdefault(param.unit, name)
-        if recipe.params[other].storage != param.storage:
-            raise UnsupportedError(
-                f"{other!r} is stored in {recipe.params[other].storage}, {name!r} in {param.storage}",
-                why=f"both are trained in unit {param.unit!r}, and a unit reduces its gradients in one dtype",
-                fix='store them alike (model.float(), or precision="bf16" keeps all in float32), or freeze one',
-                name=name,
-            )
