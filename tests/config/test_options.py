@@ -10,13 +10,13 @@ from shardwise.errors import ConfigError
 @pytest.mark.parametrize(
     ("word", "expected"),
     [
-        (None, (None, None, None, None, "root")),
-        ("", (None, None, None, None, "root")),
-        ("fp32", ("float32", "float32", "float32", None, "root")),
-        ("bf16", ("float32", "bfloat16", "float32", None, "root")),
-        ("fp16", ("float32", "float16", "float32", None, "root")),
-        ("half", ("float32", "float16", "float32", None, "root")),
-        ("fp64", ("float64", "float64", "float64", None, "root")),
+        (None, (None, None, None, None, "root", {})),
+        ("", (None, None, None, None, "root", {})),
+        ("fp32", ("float32", "float32", "float32", None, "root", {})),
+        ("bf16", ("float32", "bfloat16", "float32", None, "root", {})),
+        ("fp16", ("float32", "float16", "float32", None, "root", {})),
+        ("half", ("float32", "float16", "float32", None, "root", {})),
+        ("fp64", ("float64", "float64", "float64", None, "root", {})),
     ],
 )
 def test_precision_words(word, expected):

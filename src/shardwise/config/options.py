@@ -5,15 +5,15 @@ it is built, from Python code as well as from a file: a value of the wrong type,
 would have no effect raises :class:`~shardwise.errors.ConfigError`.
 
 >>> precision_of("bf16")
-Precision(storage='float32', compute='bfloat16', reduce='float32', output=None, cast_inputs='root')
+Precision(storage='float32', compute='bfloat16', reduce='float32', output=None, cast_inputs='root', parts={})
 """
 
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from shardwise.config.precision import DTYPE_WORDS, Precision, precision_of
 from shardwise.config.record import Options, doc, hints_of
-from shardwise.config.suggest import listing
 from shardwise.config.techniques import Compile, Remat, compile_of, remat_of
 from shardwise.errors import ConfigError
 
@@ -34,78 +34,6 @@ __all__ = [
     "precision_of",
     "remat_of",
 ]
-
-DTYPE_WORDS = {
-    "float32": "float32",
-    "float16": "float16",
-    "bfloat16": "bfloat16",
-    "float64": "float64",
-    "double": "float64",
-    "half": "float16",
-    "fp32": "float32",
-    "fp16": "float16",
-    "bf16": "bfloat16",
-    "fp64": "float64",
-}
-"""The words accepted for a dtype, and torch's name for each."""
-
-
-class Precision(Options, frozen=True, kw_only=True):
-    """Which dtype each thing has. ``None`` leaves it as the model has it.
-
-    Words: float32, float16, bfloat16, float64, double, half, fp32, fp16, bf16, fp64; stored as torch's names.
-    """
-
-    storage: Annotated[str | None, doc("dtype in which parameters and optimizer state are kept")] = None
-    compute: Annotated[str | None, doc("dtype of parameters and activations in forward and backward")] = None
-    reduce: Annotated[str | None, doc("dtype in which gradients are summed over the ranks")] = None
-    output: Annotated[str | None, doc("dtype to which the model's floating outputs are cast")] = None
-    cast_inputs: Annotated[
-        Literal["root", "none"], doc("root: cast the floating inputs of the whole model to compute; none: cast nothing")
-    ] = "root"
-
-    def check(self) -> None:
-        for key in ("storage", "compute", "reduce", "output"):
-            msgspec.structs.force_setattr(self, key, _dtype_name(key, getattr(self, key)))
-
-
-def _dtype_name(key: str, word: str | None) -> str | None:
-    if not word:  # an empty string, as shells and templates leave it, means "not set"
-        return None
-    if word not in DTYPE_WORDS:
-        raise ConfigError(
-            f"Precision({key}={word!r})",
-            why="that is not a dtype Shardwise knows",
-            fix=f"use one of {listing(DTYPE_WORDS)}",
-        )
-    return DTYPE_WORDS[word]
-
-
-def precision_of(value: str | Precision | None) -> Precision:
-    """The precision record a short word stands for.
-
-    Args:
-        value: None or "" (the model as it is), "fp32", "fp64", "bf16" and "fp16" (float32 storage and reduction, bfloat16
-            or float16 compute), or a record, returned as it is.
-
-    Raises:
-        ConfigError: for any other word.
-    """
-    if isinstance(value, Precision):
-        return value
-    if value is None or value == "":
-        return Precision()
-    name = DTYPE_WORDS.get(value) if isinstance(value, str) else None
-    if name in ("bfloat16", "float16"):
-        return Precision(storage="float32", compute=name, reduce="float32")
-    if name is None:
-        raise ConfigError(
-            f"precision={value!r}",
-            why="that is neither a precision nor a record of dtypes",
-            fix='use "bf16", "fp16", "fp32" or "fp64", or name each dtype: Precision(storage="float32", compute="bfloat16"), '
-            f"with dtypes out of {listing(DTYPE_WORDS)}",
-        )
-    return Precision(storage=name, compute=name, reduce=name)
 
 
 class Prefetch(Options, frozen=True, kw_only=True):

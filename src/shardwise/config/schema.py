@@ -181,7 +181,7 @@ class RunConfig(Options, frozen=True, kw_only=True):
         return {("schedule", "warmup_steps"): min(50, self.train.steps // 10)}
 
     def check(self) -> None:
-        if self.train.scaler != Scaler() and precision_of(self.parallel.precision).compute != "float16":
+        if self.train.scaler != Scaler() and not precision_of(self.parallel.precision).has_float16:
             raise ConfigError(
                 f"train.scaler with parallel.precision={self.parallel.precision!r}",
                 why="the loss is scaled only where float16 is computed in, so it would have no effect",

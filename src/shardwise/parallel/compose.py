@@ -29,6 +29,7 @@ from shardwise.errors import PlanError, UsageError
 from shardwise.parallel.compile import apply_compile, check_compile
 from shardwise.parallel.ddp import apply_ddp
 from shardwise.parallel.fsdp2 import apply_fsdp2
+from shardwise.parallel.precision import apply_precision
 from shardwise.parallel.refuse import refuse_unfit_parts
 from shardwise.parallel.remat import apply_remat, check_remat, explain_remat
 from shardwise.parallel.runtime import Runtime, attach, has_runtime, runtime_of
@@ -37,7 +38,7 @@ from shardwise.parallel.stale import mark_stale
 from shardwise.parallel.tensors import follow_parameters, give_memory, tensors_of
 from shardwise.parallel.transforms import Chosen, choose, notes_of, transformed
 from shardwise.parallel.units import with_named_units
-from shardwise.recipe import Anatomy, Edit, Note, Recipe, describe_recipe, fingerprint_of, make_recipe
+from shardwise.recipe import Anatomy, Edit, Note, Recipe, describe_recipe, fingerprint_of, make_recipe, stored_as
 from shardwise.world import World, agree_on
 
 __all__ = ["apply_recipe", "describe", "parallelize", "recipe_of", "world_of"]
@@ -99,8 +100,7 @@ def parallelize(
     chosen, own = precision_of(precision), choose(transforms)
     module, source = build_with_source(_with_transforms(model, own), world, init)
     _refuse_wrapped(module)
-    _cast_storage(module, chosen)
-    anatomy = read_anatomy(module, example=example)
+    anatomy = _cast_storage(module, read_anatomy(module, example=example), chosen)
     units = with_named_units(module, sharding or Sharding(), world)
     recipe = make_recipe(
         anatomy,
@@ -148,6 +148,7 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
         engine: Any = apply_ddp(module, recipe, world)
     else:
         engine = apply_fsdp2(module, recipe, world)
+    apply_precision(module, _edits(recipe, "precision"))
     runtime = Runtime(module, recipe, world, engine)
     runtime.explainers.append(explain_remat)
     follow_parameters(module, before, runtime.parameters)
@@ -218,13 +219,13 @@ def _refuse_wrapped(module: nn.Module) -> None:
             )
 
 
-def _cast_storage(module: nn.Module, precision: Precision) -> None:
-    if precision.storage is None:
-        return
-    dtype = dtype_of(precision.storage)
-    for param in tensors_of(module, "_parameters").values():
-        if param.requires_grad and param.is_floating_point() and param.dtype != dtype:
-            param.data = param.data.to(dtype)
+def _cast_storage(module: nn.Module, anatomy: Anatomy, precision: Precision) -> Anatomy:
+    """Casts what is to be stored in another dtype, and gives the anatomy that the module has then."""
+    parameters, facts = tensors_of(module, "_parameters"), dict(anatomy.params)
+    for name, dtype in stored_as(anatomy, precision).items():
+        parameters[name].data = parameters[name].data.to(dtype_of(dtype))
+        facts[name] = msgspec.structs.replace(facts[name], dtype=dtype)
+    return msgspec.structs.replace(anatomy, params=facts)
 
 
 def _first_difference(anatomy: Anatomy, recipe: Recipe) -> str | None:

@@ -26,6 +26,7 @@ from shardwise._compat import (
 )
 from shardwise.anatomy import canonical_modules, canonical_tensors, dtype_of, module_of_error
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
+from shardwise.parallel.precision import cast_floating_tensors
 from shardwise.parallel.tensors import give_memory, tensors_of
 from shardwise.recipe import ROOT, Cut, Recipe, dtype_groups
 from shardwise.world import World
@@ -208,19 +209,16 @@ def _policies(recipe: Recipe, unit: str, parameters: dict[str, Any]) -> list[tup
 
 
 def _cast_root(module: nn.Module, recipe: Recipe) -> None:
-    computes = {dtype_of(p.compute) for p in recipe.params.values() if p.compute != p.storage}
-    if recipe.cast_inputs == "root" and len(computes) == 1:
-        compute = computes.pop()
+    around = [p for p in recipe.params.values() if p.compute == recipe.compute]
+    if recipe.cast_inputs == "root" and recipe.compute and any(p.compute != p.storage for p in around):
+        compute = dtype_of(recipe.compute)
         module.register_forward_pre_hook(
-            lambda _m, args, kwargs: (_cast(args, compute), _cast(kwargs, compute)), with_kwargs=True
+            lambda _m, args, kwargs: (cast_floating_tensors(args, compute), cast_floating_tensors(kwargs, compute)),
+            with_kwargs=True,
         )
     if recipe.output is not None:
         output = dtype_of(recipe.output)
-        module.register_forward_hook(lambda _m, _a, result: _cast(result, output))
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, value)
+        module.register_forward_hook(lambda _m, _a, result: cast_floating_tensors(result, output))
 
 
 class FSDP2Engine:

@@ -4,14 +4,13 @@ Each technique has its rule here and its act in ``parallel``. Targets are resolv
 target that means nothing is an error before anything happens, and the recipe says what will.
 """
 
-import difflib
 from collections.abc import Sequence
 from typing import Any
 
 from shardwise.config.options import Compile, Remat
 from shardwise.errors import PlanError
-from shardwise.recipe.patterns import matches
 from shardwise.recipe.records import Anatomy, Edit, Unit
+from shardwise.recipe.targets import modules_named, with_forward
 
 __all__ = ["make_edits"]
 
@@ -115,8 +114,12 @@ def _resolve(anatomy: Anatomy, targets: str | tuple[str, ...], every: int, recor
                 fix=f"name the modules: {record}(targets={_some_class(anatomy)!r})",
             )
     else:
-        found = {name: f"named by {pattern!r}" for pattern in targets for name in _named(anatomy, pattern, record)}
-    runnable = {name: why for given, why in found.items() for name in _with_forward(anatomy, given, record)}
+        found = {
+            name: f"named by {pattern!r}"
+            for pattern in targets
+            for name in modules_named(anatomy, pattern, f"{record}(targets=({pattern!r},))")
+        }
+    runnable = {name: why for given, why in found.items() for name in with_forward(anatomy, given, record)}
     order = [name for name in anatomy.classes if name in runnable]
     _refuse_nested(order, targets, record)
     seen: dict[str, int] = {}
@@ -127,44 +130,6 @@ def _resolve(anatomy: Anatomy, targets: str | tuple[str, ...], every: int, recor
             chosen.append((name, runnable[name]))
         seen[home] += 1
     return chosen
-
-
-def _named(anatomy: Anatomy, pattern: str, record: str) -> list[str]:
-    found = [
-        name
-        for name, cls in anatomy.classes.items()
-        if name and (matches(name, cls, pattern) or pattern == anatomy.class_paths.get(name))
-    ]
-    if found:
-        return found
-    classes = sorted({cls for name, cls in anatomy.classes.items() if name})
-    names = [name for name in anatomy.classes if name and not name.rpartition(".")[2].isdigit()]
-    close = difflib.get_close_matches(pattern, [*classes, *names], n=2, cutoff=0.6)
-    lists = [f"{blocks.name}.*".removeprefix(".") for blocks in anatomy.lists]
-    raise PlanError(
-        f"{record}(targets=({pattern!r},))",
-        why="it matches no module's name and no module's class",
-        fix=(f"did you mean {' or '.join(map(repr, close))}? " if close else "")
-        + f"use a class of this model ({', '.join(classes[:12])}) or a pattern of names, part by part"
-        + (f", such as {lists[0]!r}" if lists else ""),
-    )
-
-
-def _with_forward(anatomy: Anatomy, name: str, record: str) -> list[str]:
-    """``name``, or, for a container without a forward of its own, what is in it: nothing ever calls the container."""
-    if name not in anatomy.containers:
-        return [name]
-    depth = name.count(".") + 1
-    below = [other for other in anatomy.classes if other.startswith(f"{name}.") and other.count(".") == depth]
-    found = [runnable for child in below for runnable in _with_forward(anatomy, child, record)]
-    if not found:
-        raise PlanError(
-            f"{record} of {name!r}, a {anatomy.classes[name]}",
-            why="it has no forward, and holds no module that has one",
-            fix="name modules that are called",
-            name=name,
-        )
-    return found
 
 
 def _refuse_nested(order: list[str], targets: Any, record: str) -> None:

@@ -7,8 +7,8 @@ import msgspec
 from shardwise.config.options import DDP, FSDP2_ONLY, Compile, Precision, Remat, Sharding, default_of
 from shardwise.errors import PlanError, UnsupportedError
 from shardwise.layout import Layout
-from shardwise.recipe.dtypes import FLOATING
 from shardwise.recipe.edits import make_edits
+from shardwise.recipe.parts import Parts
 from shardwise.recipe.recipe import Engine, Recipe, check_recipe
 from shardwise.recipe.records import ROOT, Anatomy, Buffer, Cut, Note, Param, TensorFact, Unit
 from shardwise.recipe.units import make_units, unit_of_params
@@ -32,7 +32,8 @@ def make_recipe(
         PlanError: options that name no module or undo each other, or a number of ranks to reshard over that does not divide dp_shard.
         UnsupportedError: DDP where parameters are cut or cast.
     """
-    engine, why = _engine(anatomy, layout, precision, sharding)
+    parts = Parts(anatomy, precision)
+    engine, why = _engine(parts, layout, sharding)
     notes = [Note(name="engine", why=f"{engine}: {why}")]
     if engine == "fsdp2":
         _check_reshard(layout, sharding.reshard_after_forward)
@@ -42,7 +43,7 @@ def make_recipe(
         units = (Unit(name=ROOT, modules=(ROOT,), reshard=False, why="replicated: DDP keeps every parameter whole"),)
     notes += _without_effect(units, engine, sharding, ddp or DDP())
     homes = unit_of_params(anatomy, units)
-    params = {name: _param(fact, homes[name], engine, precision, notes, name) for name, fact in anatomy.params.items()}
+    params = {name: _param(fact, homes[name], engine, parts, notes, name) for name, fact in anatomy.params.items()}
     recipe = Recipe(
         layout=layout.degrees,
         engine=engine,
@@ -52,13 +53,14 @@ def make_recipe(
         params=params,
         buffers={name: _buffer(fact) for name, fact in anatomy.buffers.items()},
         buffer_policy=sharding.buffers,
+        compute=precision.compute,
         output=precision.output,
         cast_inputs=precision.cast_inputs,
         offload=sharding.offload and engine == "fsdp2",
         pin_memory=sharding.pin_memory,
         sync_every_microbatch=sharding.sync_every_microbatch if engine == "fsdp2" else False,
         ddp=(ddp or DDP()) if engine == "ddp" else None,
-        edits=make_edits(anatomy, remat=remat, compile=compile, units=units),
+        edits=(*make_edits(anatomy, remat=remat, compile=compile, units=units), *parts.edits()),
         notes=tuple(notes),
     )
     check_recipe(recipe)
@@ -71,8 +73,8 @@ def fingerprint_of(anatomy: Anatomy) -> str:
     return hashlib.sha256(facts).hexdigest()[:16]
 
 
-def _engine(anatomy: Anatomy, layout: Layout, precision: Precision, sharding: Sharding) -> tuple[Engine, str]:
-    casts = _casts(anatomy, precision)
+def _engine(parts: Parts, layout: Layout, sharding: Sharding) -> tuple[Engine, str]:
+    casts = _casts(parts)
     if sharding.engine == "fsdp2":
         return "fsdp2", 'asked for by Sharding(engine="fsdp2")'
     if sharding.engine == "ddp":
@@ -92,26 +94,17 @@ def _engine(anatomy: Anatomy, layout: Layout, precision: Precision, sharding: Sh
     return "ddp", "dp_shard=1 and storage dtype = compute dtype: nothing to gather"
 
 
-def _casts(anatomy: Anatomy, precision: Precision) -> str | None:
+def _casts(parts: Parts) -> str | None:
     """A cast that is asked for, in words; None if everything is computed and reduced in the dtype it is stored in."""
-    if precision.output:
-        return f"an output of {precision.output}"
-    for name, fact in anatomy.params.items():
-        storage, compute, reduce = _dtypes(fact, precision)
+    if parts.base.output:
+        return f"an output of {parts.base.output}"
+    for name, fact in parts.anatomy.params.items():
+        storage, compute, reduce = parts.dtypes(name)
         if compute != storage:
             return f"{name!r} stored in {storage} and computed in {compute}"
         if fact.trainable and reduce != storage:
             return f"{name!r} stored in {storage} and reduced in {reduce}"
     return None
-
-
-def _dtypes(fact: TensorFact, precision: Precision) -> tuple[str, str, str]:
-    """In which dtypes a parameter is stored, computed with and reduced. Frozen ones stay stored as they are."""
-    if fact.dtype not in FLOATING:
-        return fact.dtype, fact.dtype, fact.dtype
-    storage = (precision.storage if fact.trainable else None) or fact.dtype
-    compute = precision.compute or storage
-    return storage, compute, precision.reduce or compute
 
 
 def _check_reshard(layout: Layout, given: bool | int | dict[str, bool | int]) -> None:
@@ -142,11 +135,11 @@ def _without_effect(units: tuple[Unit, ...], engine: str, sharding: Sharding, dd
     ]
 
 
-def _param(fact: TensorFact, unit: str, engine: str, precision: Precision, notes: list[Note], name: str) -> Param:
+def _param(fact: TensorFact, unit: str, engine: str, parts: Parts, notes: list[Note], name: str) -> Param:
     cut = engine == "fsdp2" and fact.numel > 0 and len(fact.shape) > 0
     if engine == "fsdp2" and not fact.shape:
         notes.append(Note(name=name, why="0-dim: replicated, since there is nothing to cut"))
-    storage, compute, reduce = _dtypes(fact, precision)
+    storage, compute, reduce = parts.dtypes(name)
     return Param(
         shape=fact.shape,
         dtype=fact.dtype,

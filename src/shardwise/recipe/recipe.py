@@ -40,6 +40,7 @@ class Recipe(Record, frozen=True):
     params: dict[str, Param]
     buffers: dict[str, Buffer]
     buffer_policy: str = "rank0"
+    compute: str | None = None  # dtype computed in outside of parts; None = in which each parameter is stored
     output: str | None = None  # dtype of floating outputs; None = as computed
     cast_inputs: str = "root"
     offload: bool = False  # parameters, gradients and optimizer state live in host memory

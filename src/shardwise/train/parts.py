@@ -161,7 +161,7 @@ def make_step(config: RunConfig, model: nn.Module) -> TrainStep:
 
 def make_scaler(config: RunConfig, model: nn.Module) -> torch.amp.GradScaler | None:
     """The gradient scaler of a config, where float16 is computed in."""
-    if precision_of(config.parallel.precision).compute != "float16":
+    if not precision_of(config.parallel.precision).has_float16:
         return None
     return torch.amp.GradScaler(world_of(model).device.type, **msgspec.structs.asdict(config.train.scaler))
 

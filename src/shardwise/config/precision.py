@@ -1,0 +1,95 @@
+"""Which dtypes a model is stored, computed and reduced in, as a word or as a record. Torch-free."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from shardwise.config.record import Options, doc
+from shardwise.config.suggest import listing
+from shardwise.errors import ConfigError
+
+__all__ = ["DTYPE_WORDS", "Precision", "precision_of"]
+
+DTYPE_WORDS = {
+    "float32": "float32",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "float64": "float64",
+    "double": "float64",
+    "half": "float16",
+    "fp32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "fp64": "float64",
+}
+"""The words accepted for a dtype, and torch's name for each."""
+
+
+class Precision(Options, frozen=True, kw_only=True):
+    """Which dtype each thing has. ``None`` leaves it as the model has it.
+
+    Words: float32, float16, bfloat16, float64, double, half, fp32, fp16, bf16, fp64; stored as torch's names.
+    """
+
+    storage: Annotated[str | None, doc("dtype in which parameters and optimizer state are kept")] = None
+    compute: Annotated[str | None, doc("dtype of parameters and activations in forward and backward")] = None
+    reduce: Annotated[str | None, doc("dtype in which gradients are summed over the ranks")] = None
+    output: Annotated[str | None, doc("dtype to which the model's floating outputs are cast")] = None
+    cast_inputs: Annotated[
+        Literal["root", "none"], doc("root: cast the floating inputs of the whole model to compute; none: cast nothing")
+    ] = "root"
+    parts: Annotated[
+        dict[str, str],
+        doc("a precision (bf16, fp16, fp32, fp64) per pattern of module names or classes, such as LayerNorm: fp32"),
+    ] = msgspec.field(default_factory=dict)
+
+    @property
+    def has_float16(self) -> bool:
+        """Whether something is computed in float16, so that gradients need a scaler."""
+        words = {precision_of(word).compute for word in self.parts.values()}
+        return "float16" in {self.compute, *words}
+
+    def check(self) -> None:
+        for word in self.parts.values():
+            precision_of(word)
+        for key in ("storage", "compute", "reduce", "output"):
+            msgspec.structs.force_setattr(self, key, _dtype_name(key, getattr(self, key)))
+
+
+def _dtype_name(key: str, word: str | None) -> str | None:
+    if not word:  # an empty string, as shells and templates leave it, means "not set"
+        return None
+    if word not in DTYPE_WORDS:
+        raise ConfigError(
+            f"Precision({key}={word!r})",
+            why="that is not a dtype Shardwise knows",
+            fix=f"use one of {listing(DTYPE_WORDS)}",
+        )
+    return DTYPE_WORDS[word]
+
+
+def precision_of(value: str | Precision | None) -> Precision:
+    """The precision record a short word stands for.
+
+    Args:
+        value: None or "" (the model as it is), "fp32", "fp64", "bf16" and "fp16" (float32 storage and reduction, bfloat16
+            or float16 compute), or a record, returned as it is.
+
+    Raises:
+        ConfigError: for any other word.
+    """
+    if isinstance(value, Precision):
+        return value
+    if value is None or value == "":
+        return Precision()
+    name = DTYPE_WORDS.get(value) if isinstance(value, str) else None
+    if name in ("bfloat16", "float16"):
+        return Precision(storage="float32", compute=name, reduce="float32")
+    if name is None:
+        raise ConfigError(
+            f"precision={value!r}",
+            why="that is neither a precision nor a record of dtypes",
+            fix='use "bf16", "fp16", "fp32" or "fp64", or name each dtype: Precision(storage="float32", compute="bfloat16"), '
+            f"with dtypes out of {listing(DTYPE_WORDS)}",
+        )
+    return Precision(storage=name, compute=name, reduce=name)

@@ -1,0 +1,127 @@
+"""Parts of a module that have a precision of their own: which they are, and what that means for parameters and code."""
+
+from __future__ import annotations
+
+from shardwise.config.options import Precision, precision_of
+from shardwise.errors import PlanError
+from shardwise.recipe.dtypes import FLOATING
+from shardwise.recipe.records import Anatomy, Edit, TensorFact
+from shardwise.recipe.targets import modules_named, with_forward
+
+__all__ = ["Parts", "stored_as"]
+
+
+class Parts:
+    """The precision of every parameter and module of ``anatomy`` under ``base``.
+
+    The innermost module that a pattern means has the say for what is in it; of patterns for one module the last.
+
+    Raises:
+        PlanError: a pattern that means no module, or changes nothing; a tensor shared by modules of two precisions.
+    """
+
+    def __init__(self, anatomy: Anatomy, base: Precision):
+        self.anatomy, self.base = anatomy, base
+        self._patterns: dict[str, str] = {}  # module -> the pattern that means it
+        for pattern, word in base.parts.items():
+            given = f"Precision(parts={{{pattern!r}: {word!r}}})"
+            for name in modules_named(anatomy, pattern, given):
+                for runnable in with_forward(anatomy, name, given):
+                    self._patterns[runnable] = pattern
+        self._precisions = {name: precision_of(base.parts[pattern]) for name, pattern in self._patterns.items()}
+        self._refuse_split_ties()
+        self._refuse_without_effect()
+
+    def of(self, tensor: str) -> Precision:
+        """The precision of a parameter."""
+        return self._precisions.get(self._home(tensor) or "", self.base)
+
+    def dtypes(self, name: str) -> tuple[str, str, str]:
+        """In which dtypes a parameter is stored, computed with and reduced. Frozen ones stay stored as they are."""
+        return _dtypes(self.anatomy.params[name], self.of(name))
+
+    def edits(self) -> tuple[Edit, ...]:
+        """What is cast where each part begins and ends."""
+        blocks = [block for blocks in self.anatomy.lists for block in blocks.blocks]
+        made = []
+        for name in (name for name in self.anatomy.classes if name in self._precisions):
+            outer = self._home(name)
+            inside = outer is not None or any(f"{name}.".startswith(f"{block}.") for block in blocks)
+            pattern = self._patterns[name]
+            made.append(
+                Edit(
+                    module=name,
+                    technique="precision",
+                    action="cast",
+                    args={
+                        "compute": self._precisions[name].compute,
+                        "back": self._surrounding(outer),
+                        "leaves": not inside,
+                    },
+                    why=f"{self.base.parts[pattern]}, named by {pattern!r}",
+                )
+            )
+        return tuple(made)
+
+    def _home(self, name: str) -> str | None:
+        """The innermost part that ``name`` is in, itself not counted."""
+        while "." in name:
+            name = name.rpartition(".")[0]
+            if name in self._patterns:
+                return name
+        return None
+
+    def _surrounding(self, outer: str | None) -> str | None:
+        """The dtype that is computed in around a part; None where there are several."""
+        if outer is not None:
+            return self._precisions[outer].compute
+        found = {self.dtypes(name)[1] for name, fact in self.anatomy.params.items()
+                 if fact.dtype in FLOATING and self._home(name) is None}  # fmt: skip
+        return self.base.compute or (found.pop() if len(found) == 1 else None)
+
+    def _refuse_split_ties(self) -> None:
+        for name, fact in self.anatomy.params.items():
+            for alias in fact.aliases:
+                if _dtypes(fact, self.of(alias)) != self.dtypes(name):
+                    inside, outside = (name, alias) if self._home(name) is not None else (alias, name)
+                    raise PlanError(
+                        f"Precision(parts={{{self._patterns[self._home(inside) or '']!r}: ...}})",
+                        why=f"{inside!r} and {outside!r} are one tensor, which is stored once and gathered in one dtype",
+                        fix=f"give {outside.rpartition('.')[0]!r} the same precision in parts, or untie them",
+                        name=name,
+                    )
+
+    def _refuse_without_effect(self) -> None:
+        for pattern, word in self.base.parts.items():
+            modules = [name for name, other in self._patterns.items() if other == pattern]
+            if not any(self._changes(module) for module in modules):
+                raise PlanError(
+                    f"Precision(parts={{{pattern!r}: {word!r}}})",
+                    why="another pattern means the same modules later" if not modules
+                    else f"what is around {modules[0]!r} has that precision too, so it would have no effect",
+                    fix="remove it, or name another precision",
+                    name=modules[0] if modules else None,
+                )  # fmt: skip
+
+    def _changes(self, module: str) -> bool:
+        outer = self._home(module)
+        around = self._precisions[outer] if outer else self.base
+        held = {n: f for n, f in self.anatomy.params.items() if self._home(n) == module and f.dtype in FLOATING}
+        if any(_dtypes(fact, around) != self.dtypes(name) for name, fact in held.items()):
+            return True
+        return self._precisions[module].compute != self._surrounding(outer)
+
+
+def stored_as(anatomy: Anatomy, base: Precision) -> dict[str, str]:
+    """Name -> dtype of the parameters that are to be stored in another one than they have."""
+    parts = Parts(anatomy, base)
+    found = {name: parts.dtypes(name)[0] for name in anatomy.params}
+    return {name: dtype for name, dtype in found.items() if dtype != anatomy.params[name].dtype}
+
+
+def _dtypes(fact: TensorFact, precision: Precision) -> tuple[str, str, str]:
+    if fact.dtype not in FLOATING:
+        return fact.dtype, fact.dtype, fact.dtype
+    storage = (precision.storage if fact.trainable else None) or fact.dtype
+    compute = precision.compute or storage
+    return storage, compute, precision.reduce or compute

@@ -1,0 +1,271 @@
+"""Parts with a precision of their own: norms or the head in fp32 while the rest computes in bf16."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from zoo import CASES
+
+from shardwise.config.options import Precision, Sharding
+from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.parallel import describe, parallelize, recipe_of, runtime_of
+from shardwise.recipe import Recipe, dtype_groups
+from shardwise.train.loss import next_token_loss
+from shardwise.train.step import TrainStep
+from shardwise.train.window import window
+from shardwise.verify.sharded import CountCollectives, share_of
+from shardwise.world import init
+
+LAYOUTS = [
+    pytest.param("dp_shard=1", 1, id="one"),
+    pytest.param("dp_replicate=2", 2, id="replicas-2"),
+    pytest.param("dp_shard=2", 2, id="fsdp-2"),
+    pytest.param("dp_shard=4", 4, id="fsdp-4", marks=pytest.mark.soak),
+    pytest.param("dp_replicate=2,dp_shard=2", 4, id="hsdp-2x2", marks=pytest.mark.soak),
+]
+BLOCKS = Sharding(min_unit_bytes=0)
+PARTS = {"RMSNorm": "fp32", "head": "fp32"}
+
+
+def bf16(**parts: str) -> Precision:
+    return Precision(storage="float32", compute="bfloat16", reduce="float32", parts=parts)
+
+
+def reference() -> nn.Module:
+    torch.manual_seed(0)
+    return CASES["reference"].build()
+
+
+def micro_batches(num: int) -> list[dict[str, Tensor]]:
+    return CASES["reference"].windows(1, num)[0]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+# ---- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def on_ranks(layout: str, parts: dict[str, str], options: dict[str, Any]) -> tuple:
+    """Gradients, and the dtypes that modules saw: (weight, input, output)."""
+    with init(layout, device="cpu", timeout_s=30) as world:
+        model = parallelize(reference(), world, precision=bf16(**parts), **{"sharding": BLOCKS, **options})
+        saw: dict[str, tuple] = {}
+        for name in ("blocks.1.ffn_norm", "blocks.1.ffn.up", "norm", "head", "blocks.1.attention.rotary"):
+            model.get_submodule(name).register_forward_hook(_noting(saw, name))
+        with window(model, share_of(micro_batches(2 * world.size), world)) as w, CountCollectives() as counter:
+            for batch in w:
+                logits = model(batch["input_ids"])
+                (next_token_loss(logits, batch) / w.num_tokens).backward()
+        grads = {name: whole(param.grad) for name, param in runtime_of(model).parameters.items()}
+        recipe = recipe_of(model)
+        assert Recipe.from_json(recipe.to_json()) == recipe
+        groups = sum(len(dtype_groups(recipe.params, unit.name)) for unit in recipe.units)
+        tables = {buffer.dtype for buffer in model.buffers()}
+        return grads, saw, logits.dtype, groups, counter.counts.get("_reduce_scatter_base", 0), tables, describe(model)
+
+
+def _noting(saw: dict[str, tuple], name: str) -> Any:
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        weight = getattr(module, "weight", None)
+        saw[name] = (None if weight is None else weight.dtype, args[0].dtype, output.dtype)
+
+    return hook
+
+
+def plain(dtype: torch.dtype, num: int, parts: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    """One process, plain torch: parameters cast for each micro-batch, those of ``parts`` left in fp32 between two casts."""
+    model = reference().double() if dtype == torch.float64 else reference()
+    for name, child in model.named_modules():
+        if name.endswith(parts) and parts:
+            child.forward = _between_casts(child.forward, None if name == "head" else dtype)
+    masters = dict(model.named_parameters())
+    batches = micro_batches(num)
+    num_tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+    for batch in batches:
+        cast = {n: p if parts and n.rpartition(".")[0].endswith(parts) else p.to(dtype) for n, p in masters.items()}
+        (next_token_loss(functional_call(model, cast, (batch["input_ids"],)), batch) / num_tokens).backward()
+    return {name: param.grad for name, param in masters.items()}
+
+
+def _between_casts(forward: Any, back: torch.dtype | None) -> Any:
+    return lambda x: forward(x.float()) if back is None else forward(x.float()).to(back)
+
+
+def error_norm(grads: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    assert set(grads) == set(exact)
+    return sum(float((grads[name].double() - exact[name]).pow(2).sum()) for name in exact) ** 0.5
+
+
+@pytest.mark.parametrize(("layout", "size"), LAYOUTS)
+def test_parts_compute_in_their_own_precision(ranks, layout, size):
+    exact, mine = plain(torch.float64, 2 * size), plain(torch.bfloat16, 2 * size, ("norm", "head"))
+    noise, b, f = error_norm(mine, exact), torch.bfloat16, torch.float32
+    assert noise > 0
+    for grads, saw, logits, groups, reductions, tables, text in ranks.run(on_ranks, size, layout, PARTS, {}):
+        assert error_norm(grads, exact) <= 1.02 * noise
+        if size == 1:
+            assert all(torch.equal(grads[name], mine[name]) for name in mine)
+        assert saw["blocks.1.ffn_norm"] == saw["norm"] == (f, f, b) and saw["blocks.1.ffn.up"] == (b, b, b)
+        assert saw["head"] == (f, f, b) and logits == f  # handed out as the head made them
+        assert groups == 8 and (
+            layout != "dp_shard=2" or reductions == 8
+        )  # two in each unit: three blocks and the root
+        assert tables == {torch.float32}
+        assert "fp32, named by 'RMSNorm'" in text and "precision: 1 module (head)" in text
+
+
+def test_without_parts_all_is_bf16(ranks):
+    b = torch.bfloat16
+    _, saw, logits, groups, reductions, _, _ = ranks.run(on_ranks, 2, "dp_shard=2", {}, {})[0]
+    assert saw["norm"] == saw["head"] == (b, b, b) and logits == b and groups == reductions == 4
+
+
+@pytest.mark.parametrize(
+    ("parts", "options"),
+    [
+        pytest.param(PARTS, {"remat": "full"}, id="remat"),
+        pytest.param(PARTS, {"sharding": Sharding(units=("blocks.*", "head"))}, id="head-its-own-unit"),
+        pytest.param(PARTS, {"sharding": Sharding(units="none")}, id="one-unit"),
+        pytest.param(PARTS, {"compile": "blocks"}, id="compile", marks=pytest.mark.soak),
+    ],
+)
+def test_parts_beside_other_techniques(ranks, parts, options):
+    mine, exact = plain(torch.bfloat16, 4, ("norm", "head")), plain(torch.float64, 4)
+    for grads, saw, logits, *_ in ranks.run(on_ranks, 2, "dp_shard=2", parts, options):
+        assert error_norm(grads, exact) <= 1.02 * error_norm(mine, exact)
+        assert logits == torch.float32 and saw["head"][0] == torch.float32
+
+
+def test_a_part_without_parameters_is_cast_too(ranks):
+    f, b = torch.float32, torch.bfloat16
+    _, saw, logits, groups, *_ = ranks.run(on_ranks, 2, "dp_shard=2", {"Rotary": "fp32"}, {})[0]
+    assert saw["blocks.1.attention.rotary"] == (None, f, b) and logits == b and groups == 4
+
+
+# ---- what is inside what, and where casts end --------------------------------------------------------------------------
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        self.saw = x.dtype, position.clone(), self.first.weight.dtype, self.second.weight.dtype
+        return self.second(self.first(x)), position
+
+
+class Outer(nn.Module):
+    """Ids go in, so nothing tells the embedding what is computed in around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner, self.head = nn.Embedding(8, 4), Inner(), nn.Linear(4, 2)
+        self.register_buffer("table", torch.tensor([1.0, 0.1234567]), persistent=False)
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        x, position = self.embed(ids), torch.arange(ids.shape[-1], dtype=torch.float32) + 4095.0
+        inside, position = self.inner(x, position)
+        return {"early": inside, "out": self.head(inside), "embedded": x * 1, "ids": ids}
+
+
+def nested(parts: dict[str, str], storage: str) -> tuple:
+    with init("dp_shard=1", device="cpu") as world:
+        precision = Precision(storage=storage, compute="bfloat16", reduce="float32", parts=parts)
+        model = parallelize(Outer(), world, precision=precision)
+        out = model(torch.arange(4))
+        out["out"].sum().backward()
+        stored = {name: param.storage for name, param in recipe_of(model).params.items()}
+        kept = {name: param.dtype for name, param in model.named_parameters()}
+        assert {name: getattr(torch, dtype) for name, dtype in stored.items()} == kept
+        return {key: value.dtype for key, value in out.items()}, model.inner.saw, stored, model.table
+
+
+def test_a_part_in_a_part_and_what_is_handed_out(ranks):
+    f, b = torch.float32, torch.bfloat16
+    parts = {"embed": "fp32", "inner": "fp32", "inner.second": "bf16"}
+    dtypes, saw, _, table = ranks.run(nested, 1, parts, "float32")[0]
+    assert dtypes == {"early": f, "out": b, "embedded": b, "ids": torch.int64}  # early: as the part made it
+    assert saw[0] == f and saw[2:] == (f, b)
+    assert torch.equal(saw[1], torch.arange(4.0) + 4095) and torch.equal(table, torch.tensor([1.0, 0.1234567]))
+
+
+def test_a_part_is_stored_in_its_own_precision(ranks):
+    _, _, stored, _ = ranks.run(nested, 1, {"head": "fp32"}, "bfloat16")[0]
+    assert stored["head.weight"] == "float32" and stored["embed.weight"] == "bfloat16"
+
+
+def kept_values(storage: str) -> tuple:
+    with init("dp_shard=1", device="cpu") as world:
+        model = Outer()
+        before = model.head.weight.detach().clone()
+        precision = Precision(storage=storage, compute="bfloat16", reduce="float32", parts={"head": "fp32"})
+        return before, whole(parallelize(model, world, precision=precision).head.weight)
+
+
+def test_values_of_a_part_are_not_rounded_on_the_way(ranks):
+    before, after = ranks.run(kept_values, 1, "bfloat16")[0]
+    assert torch.equal(before, after)
+
+
+def trained_half(_: str) -> tuple:
+    with init("dp_shard=1", device="cpu") as world:
+        model = parallelize(reference(), world, precision=Precision(parts={"blocks.*": "fp16"}))
+        step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return step(share_of(micro_batches(1), world)).loss_scale
+
+
+def test_a_part_in_float16_has_a_scaler(ranks):
+    assert ranks.run(trained_half, 1, "")[0] == 65536.0
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------------
+
+
+class Tied(Outer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def refused(cls: type[nn.Module], precision: Precision) -> str:
+    with init("dp_shard=1", device="cpu") as world:
+        try:
+            parallelize(cls(), world, precision=precision)
+        except ShardwiseError as error:
+            return f"{type(error).__name__} {error}"
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("cls", "parts", "words"),
+    [
+        (Outer, {"heat": "fp32"}, ("PlanError", "{'heat': 'fp32'}", "no module's class", "did you mean 'head'")),
+        (Outer, {"head": "bf16"}, ("PlanError", "head: ", "would have no effect")),
+        (Outer, {"head": "fp32", "Linear": "bf16"}, ("PlanError", "'head': 'fp32'", "another pattern means the same")),
+        (
+            Tied,
+            {"head": "fp32"},
+            ("PlanError", "embed.weight: ", "'head.weight'", "one tensor", "give 'embed' the same"),
+        ),
+    ],
+)
+def test_parts_that_cannot_be_are_refused_by_name(ranks, cls, parts, words):
+    said = ranks.run(refused, 1, cls, bf16(**parts))[0]
+    assert all(word in said for word in words), said
+
+
+def test_tied_parts_of_one_precision_are_fine(ranks):
+    assert ranks.run(refused, 1, Tied, bf16(head="fp32", embed="fp32")) == [""]
+
+
+def test_a_part_takes_a_precision():
+    with pytest.raises(ConfigError, match="neither a precision"):
+        Precision(parts={"head": "int8"})
+    with pytest.raises(ConfigError, match="Precision\\(parts"):
+        Precision(parts={"head": 16})  # type: ignore[dict-item]
