@@ -38,6 +38,7 @@ __all__ = [
     "is_unscaled",
     "lazy_chunks",
     "local_tensor",
+    "looked_at_on_meta",
     "materialise",
     "memory_budget",
     "num_hooks",
@@ -200,6 +201,14 @@ def drop_partial_gradients(group: Any) -> None:
         full = getattr(param, "_unsharded_param", None)
         if full is not None:
             full.grad = None
+
+
+def looked_at_on_meta(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The tensor on meta whose values ``op`` is about to take away (``.item()``, ``bool()``, ``.tolist()``, ``.cpu()``), if any."""
+    leaves = op is torch.ops.aten._local_scalar_dense.default or (
+        op is torch.ops.aten._to_copy.default and torch.device(kwargs.get("device") or "meta").type == "cpu"
+    )
+    return args[0] if leaves and args[0].device.type == "meta" else None
 
 
 def materialise(module: nn.Module, device: torch.device, *, cut: torch.device) -> None:

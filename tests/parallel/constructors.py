@@ -204,6 +204,20 @@ class HalvedOnce(nn.Module):
             self.linear.weight.mul_(0.5)
 
 
+class Rates(nn.Module):
+    """Numbers looked at while building that are the same each time: rates of stochastic depth, in the three ways they
+    are usually written."""
+
+    def __init__(self):
+        super().__init__()
+        steps = torch.linspace(0, 0.3, 4)
+        self.items, self.listed = [x.item() for x in steps], [x.tolist() for x in steps.split([1, 3])]
+        self.moved = nn.Parameter(steps.cpu() * 2)
+        self.alone = nn.Parameter(torch.linspace(0, 1, 6).cpu())
+        self.weight = nn.Parameter(torch.randn(6, 5) * self.items[1])
+        self.wide = bool((steps > 0.2).any())
+
+
 # ---- what cannot be replayed ----------------------------------------------------------------------------------------
 
 
@@ -216,8 +230,11 @@ def from_python_random():
 
 
 def from_item():
-    steps = [x.item() for x in torch.linspace(0, 1, 3)]
-    return Holder(weight=nn.Parameter(torch.randn(6, 5) * steps[1]))
+    return Holder(weight=nn.Parameter(torch.full((6, 5), torch.rand(3)[1].item())))
+
+
+def from_item_of_nothing():
+    return Holder(weight=nn.Parameter(torch.full((6, 5), torch.empty(3)[1].item())))
 
 
 def from_array():

@@ -52,6 +52,12 @@ def test_the_module_runs_with_them(ranks, name, layout):
         torch.testing.assert_close(output, alone, rtol=1e-12, atol=1e-12)
 
 
+def test_rates_of_stochastic_depth_do_not_make_a_model_fall_back(ranks):
+    found = [sharded(ranks, "Rates", layout) for layout in ("one", "fsdp-2", "ddp-2")]
+    assert all(notes["init"].startswith("seeded") for _, said in found for notes, *_ in said)
+    assert all(same(values, found[0][0]) for values, _ in found)
+
+
 # ---- what falls back to rank 0 -----------------------------------------------------------------------------------------
 
 

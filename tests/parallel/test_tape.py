@@ -195,6 +195,14 @@ def test_memory_of_the_legacy_constructor_is_not_taken_for_values():
     assert tape.num_unwritten(tensor, tape.values(tensor)) == 12
 
 
+def test_numbers_a_constructor_looks_at_are_its_own_where_none_is_drawn():
+    assert_like_the_constructor(make.Rates, {"weight"})
+    module, _ = build_on_meta(make.Rates, 0)
+    built = make.Rates()
+    for name in ("items", "listed", "wide"):
+        assert getattr(module, name) == getattr(built, name), name
+
+
 # ---- what cannot be replayed ---------------------------------------------------------------------------------------------
 
 
@@ -204,6 +212,7 @@ def test_memory_of_the_legacy_constructor_is_not_taken_for_values():
         (make.from_numpy_random, "draws from numpy.random"),
         (make.from_python_random, "draws from Python's random"),
         (make.from_item, "cannot be built on meta"),
+        (make.from_item_of_nothing, "cannot be built on meta"),
         (make.from_array, "cannot be built on meta"),
         (make.from_meta_of_before, "values that meta does not keep"),
         (make.from_own_generator, "draws from a generator of its own"),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardwise._compat import TorchDispatchMode
+from shardwise._compat import TorchDispatchMode, looked_at_on_meta
 from shardwise.parallel.tape import Tape, is_draw
 from shardwise.world.rng import derive_seed, forked_rng
 
@@ -28,6 +28,12 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         self.tape.note_inputs(func, (args, kwargs))
+        looked_at = looked_at_on_meta(func, args, kwargs)
+        if looked_at is not None:
+            # [x.item() for x in torch.linspace(0, rate, depth)] is how stochastic depth gets its rates.
+            values = self.tape.settled(looked_at)
+            if values is not None:
+                return func(values, *args[1:], **kwargs)
         if not is_draw(func):
             result = func(*args, **kwargs)
         else:  # of real numbers, should the constructor look at them (`.item()`): the same ones on every rank

@@ -10,7 +10,7 @@ function of (seed, name), the same under every layout, and tensors that share a 
 from the constructor's distributions; they are not the numbers the constructor itself would have drawn.
 
 What a tape cannot hold makes it :attr:`~Tape.refused`: draws from numpy or Python's random, a generator of the
-constructor's own, values asked for on meta. The caller then builds on rank 0 instead; so it does where the ranks' tapes
+constructor's own, a look at values that were drawn. The caller then builds on rank 0 instead; so it does where the ranks' tapes
 differ (:meth:`~Tape.digest`), as after a draw from a generator nobody knows of.
 """
 
@@ -165,6 +165,13 @@ class Tape:
             for index in self._slice(target.storage):
                 self._replay(index, storages, mark)
             return self._unpack(target, storages, mark)
+
+    def settled(self, tensor: Tensor) -> Tensor | None:
+        """The values of ``tensor`` if they are the same in every construction: written, and by no draw. Else None."""
+        if any(self._entries[index].draws for index in self._slice(self.ref(tensor).storage)):
+            return None
+        values = self.values(tensor)
+        return None if self.num_unwritten(tensor, values) else values
 
     def num_unwritten(self, tensor: Tensor, values: Tensor) -> int:
         """How many of the ``values`` of ``tensor`` no operation wrote. A value may look like a mark: what was written is
