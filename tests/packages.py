@@ -193,10 +193,11 @@ PACKAGES = {
                 **_2D,
                 "out_channels": 3,
                 "feature_size": 12,
-                "depths": (1, 1, 1, 1),
+                "depths": (2, 2, 1, 1),
                 "num_heads": (1, 1, 2, 2),
                 "window_size": 4,
             },
+            units=("SwinTransformerBlock",),
             **_CLASSES,
         ),
         _package(

@@ -84,7 +84,10 @@ def _file_of(subject: Subject) -> str:
 SECTIONS = (
     Section(
         "Packages",
-        "Imported from what `pip install` brings, of packages that know nothing of Shardwise.",
+        "Imported from what `pip install` brings, of packages that know nothing of Shardwise. Units that had to be named:\n"
+        "x-transformers goes over its layers by `zip(*...)`, whose length the code does not tell; SwinUNETR asks at run time how\n"
+        "many dimensions its input has; the forward of iTransformer is wrapped by a type checker and has no source to\n"
+        "read (`example=` helps there, too). Its constructor draws from Python's `random`, hence rank 0's values.",
         PACKAGES,
         ("model", "kind", "package", "class", "what makes it hard"),
     ),

@@ -60,7 +60,6 @@ def test_model_starts_from_the_same_values_under_every_layout_and_they_are_the_c
 
 FALLS_BACK = {  # the callable cannot be replayed: why, as its warning says
     "itransformer": "its constructor draws from Python's random",
-    "monai-swin-unetr": "it looks at values (.item())",
 }
 
 
