@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from parallel.recompute import bytes_kept
+from parallel.recompute import CountOps, bytes_kept
 from torch import Tensor, nn
 from zoo import CASES
 
@@ -40,7 +40,9 @@ class Seen:
     whole_grads: int = 0  # bytes of whole gradients that are kept from the first micro-batch to the second
     on_host: bool = False  # FSDP2 keeps shards in host memory
     kept: int = 0  # bytes that forward keeps for backward
+    operators: int = 0  # that ran, forward and backward
     graphs: int = 0  # graphs that were compiled
+    held: list[int] = field(default_factory=list)  # bytes of gathered parameters, after each event in order
 
 
 def _count(name: str) -> Callable[[Seen], int]:
@@ -118,7 +120,9 @@ KNOBS = [
          lambda a, b: a > b, {}),
     *[of_blocks(text, layouts, KEPT, lambda s: s.kept, lambda a, b: 0 < a < b)
       for layouts in (FSDP, REPLICAS)
-      for text in ("remat='full'", "remat=Remat(every=2)", "remat=Remat(targets=('blocks.0',))", "remat='selective'")],
+      for text in ("remat='full'", "remat=Remat(every=2)", "remat=Remat(targets=('blocks.0',))")],
+    *[of_blocks("remat='selective'", layouts, "operators run", lambda s: s.operators, lambda a, b: a > b)
+      for layouts in (FSDP, REPLICAS)],
     *[of_blocks("compile=Compile(backend='aot_eager')", layouts, GRAPHS, lambda s: s.graphs, lambda a, b: a > b == 0)
       for layouts in (FSDP, REPLICAS)],
 ]  # fmt: skip
@@ -141,9 +145,10 @@ def see(layout: str, options: dict[str, Any], case: str = "reference") -> Seen:
         held = [runtime.local_tensors_of(name) for name in runtime.parameters]
         seen = Seen(at_rest=sum(tensor.numel() * tensor.element_size() for tensor in held))
         kept: list[int] = []
-        with _watched(model, seen), CountCollectives() as counter, bytes_kept(kept):
+        with _watched(model, seen), CountCollectives() as counter, CountOps() as ops, bytes_kept(kept):
             step(share_of(second, world))
-        seen.collectives, seen.kept, seen.graphs = counter.counts, kept[0], _graphs_compiled() - before
+        seen.collectives, seen.operators = counter.counts, sum(ops.counts.values())
+        seen.kept, seen.graphs = kept[0], _graphs_compiled() - before
         return seen
 
 
@@ -153,7 +158,7 @@ def _watched(model: nn.Module, seen: Seen) -> Iterator[None]:
     groups = {name: group for name, child in model.named_modules() for group in unit_groups(child)}
     with contextlib.ExitStack() as stack:
         for name, group in groups.items():
-            _log_gathers(stack, name, group, seen)
+            _log_gathers(stack, name, group, groups, seen)
             _log_passes(stack, name, model.get_submodule(name), groups, seen)
         seen.on_host = bool(groups) and all(
             param.offload_to_cpu for group in groups.values() for param in group.fsdp_params
@@ -166,16 +171,24 @@ def _graphs_compiled() -> int:
     return dynamo.utils.counters["stats"]["unique_graphs"] if dynamo else 0
 
 
-def _log_gathers(stack: contextlib.ExitStack, name: str, group: Any, seen: Seen) -> None:
-    unshard = group.unshard
+def _log_gathers(stack: contextlib.ExitStack, name: str, group: Any, groups: dict[str, Any], seen: Seen) -> None:
+    unshard, wait, reshard = group.unshard, group.wait_for_unshard, group.reshard
+
+    def held(function: Callable[[], None]) -> Callable[[], None]:
+        def logged() -> None:
+            function()
+            seen.held.append(sum(map(_whole_parameters, groups.values())))
+
+        return logged
 
     def logged(*args: Any) -> None:
         if group._all_gather_result is None and not group.is_unsharded:
             seen.order.append(f"gather {name}")
         unshard(*args)
 
-    group.unshard = logged
-    stack.callback(lambda: setattr(group, "unshard", unshard))
+    group.unshard, group.wait_for_unshard, group.reshard = logged, held(wait), held(reshard)
+    for attr, method in (("unshard", unshard), ("wait_for_unshard", wait), ("reshard", reshard)):
+        stack.callback(setattr, group, attr, method)
 
 
 def _log_passes(stack: contextlib.ExitStack, name: str, module: nn.Module, groups: dict[str, Any], seen: Seen) -> None:

@@ -1,0 +1,37 @@
+"""The pictures of the pages are drawn from their figures, and the figures say what the pages say."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+_spec = importlib.util.spec_from_file_location("draw_pages_script", ROOT / "tools" / "draw_pages.py")
+pages = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(pages)
+FIGURES = json.loads(pages.DATA.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", pages.DRAWINGS)
+def test_a_picture_is_drawn_from_its_figures(name, tmp_path):
+    for path in (tmp_path / "one.svg", tmp_path / "two.svg"):
+        pages.draw(name, FIGURES[name], path)
+    text = (tmp_path / "one.svg").read_text()
+    assert "</svg>" in text and text == (tmp_path / "two.svg").read_text()
+    page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    assert f"({name}.svg)" in page and (ROOT / "docs" / f"{name}.svg").exists()
+
+
+def test_the_layouts_figures_are_the_recipes():
+    assert pages._layout() == FIGURES["layout"]
+
+
+def test_the_figures_say_what_the_pages_say():
+    blocks = FIGURES["units"]
+    assert max(blocks["a unit for each block"]) < max(blocks['units="none"'])
+    assert FIGURES["remat"]['remat="full"']["bytes"] < FIGURES["remat"]["none"]["bytes"]
+    for row in FIGURES["precision"].values():
+        assert max(row.values()) <= 1.02 * row["one plain process"]
+    held, peak = FIGURES["init"]["seeded, 2 ranks"]
+    assert held <= peak < held + 100

@@ -1,0 +1,227 @@
+"""Measure and draw the pictures of the pages: which bytes a rank holds, gathers, keeps; how exact a dtype is.
+
+    python tools/draw_pages.py           # measures (two minutes on 2 cores) into docs/data/pages.json, then draws
+    python tools/draw_pages.py --draw    # draws from the figures there are
+
+The figures come from the tests' own models and measurements, so the pages show what the tests assert.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["DRAWINGS", "draw", "main", "measure"]
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT / "docs" / "data" / "pages.json"
+ROWS, COLUMNS, RANKS = 10, 3, 8
+BLUE, LIGHT, ORANGE, GREY = "#3182bd", "#9ecae1", "#fd8d3c", "#e8e8e8"
+
+
+# ---- measure -------------------------------------------------------------------------------------------------------------
+
+
+def measure() -> dict[str, Any]:
+    """The figures of every picture, as JSON."""
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+    from conftest import PRELOAD
+
+    from shardwise.testing import RankPool
+
+    with RankPool(preload=PRELOAD) as pool:
+        return {
+            "layout": _layout(),
+            "units": _units(pool.run),
+            "remat": _remat(pool.run),
+            "precision": _precision(pool.run),
+            "init": _init(pool.run),
+        }
+
+
+def _layout() -> dict[str, list[list[int]]]:
+    """Layout -> by rank, the rows it holds of one parameter: from the recipe, without any process."""
+    import torch
+    from torch import nn
+
+    from shardwise.anatomy import read_anatomy
+    from shardwise.config.options import Precision, Sharding
+    from shardwise.layout import layout_of
+    from shardwise.recipe import make_recipe
+
+    with torch.device("meta"):
+        anatomy = read_anatomy(nn.Linear(COLUMNS, ROWS, bias=False))
+    found = {}
+    for text in (f"dp_shard={RANKS}", f"dp_replicate=2,dp_shard={RANKS // 2}", f"dp_replicate={RANKS}"):
+        recipe = make_recipe(anatomy, layout_of(text, RANKS), precision=Precision(), sharding=Sharding())
+        pieces = [recipe.at(rank).extents("weight") for rank in range(RANKS)]
+        found[text] = [[row for p in held for row in range(ROWS)[p.full_index[0]]] for held in pieces]
+    return found
+
+
+def _units(run: Callable[..., list]) -> dict[str, list[int]]:
+    """Setting -> bytes of gathered parameters after each event of one window of two micro-batches, on rank 0 of 2."""
+    from parallel.knobs import see
+
+    from shardwise.config.options import Sharding
+
+    settings = {
+        'units="none"': Sharding(units="none"),
+        "a unit for each block, reshard_after_forward=False": Sharding(min_unit_bytes=0, reshard_after_forward=False),
+        "a unit for each block": Sharding(min_unit_bytes=0),
+    }
+    return {name: run(see, 2, "dp_shard=2", {"sharding": chosen})[0].held for name, chosen in settings.items()}
+
+
+def _remat(run: Callable[..., list]) -> dict[str, dict[str, int]]:
+    """Setting -> bytes that forward keeps for backward, and operators that backward runs, in one micro-batch. Without
+    selective: torch keeps what it saves out of the sight of hooks on saved tensors."""
+    from parallel.recompute import train
+
+    from shardwise.config.options import Remat
+
+    settings = {
+        "none": None,
+        'remat="selective"': "selective",
+        "Remat(every=2)": Remat(every=2),
+        'remat="full"': "full",
+    }
+    found = {}
+    for name, remat in settings.items():
+        seen = run(train, 1, "dp_shard=1", remat=remat)[0]
+        found[name] = {"bytes": seen["kept"][0], "operators": sum(seen["backward"].values()) // seen["micro"]}
+    return found
+
+
+def _precision(run: Callable[..., list]) -> dict[str, dict[str, float]]:
+    """Dtype -> where -> error of the gradient to the one in float64, relative."""
+    import torch
+    from parallel.test_precision import LAYOUTS, error_norm, on_ranks, one_process
+
+    exact = one_process(torch.float64, 4)
+    size = sum(float(grad.double().pow(2).sum()) for grad in exact.values()) ** 0.5
+    found: dict[str, dict[str, float]] = {}
+    dtypes = {"fp32": (torch.float32, 1.0), "bf16": (torch.bfloat16, 1.0), "fp16": (torch.float16, 1024.0)}
+    for name, (dtype, scale) in dtypes.items():
+        row = {"one plain process": error_norm(one_process(dtype, 4, scale), exact)}
+        for label, key in {"1 rank": "one", "2 replicas": "replicas-2", "4 shards": "fsdp-4"}.items():
+            layout, ranks = LAYOUTS[key]
+            row[label] = error_norm(run(on_ranks, ranks, layout, 4 // ranks, name, scale)[0], exact)
+        found[name] = {label: error / size for label, error in row.items()}
+    return found
+
+
+def _init(run: Callable[..., list]) -> dict[str, list[float]]:
+    """Way -> MiB of a rank's shards, and the growth of its peak memory while it was made."""
+    from parallel.on_ranks import host_growth
+
+    ways = {"seeded, 1 rank": ("dp_shard=1", 1, "seeded"), "seeded, 2 ranks": ("dp_shard=2", 2, "seeded"),
+            "rank 0, which sends, of 2": ("dp_shard=2", 2, "rank0")}  # fmt: skip
+    return {name: list(run(host_growth, count, layout, how)[0]) for name, (layout, count, how) in ways.items()}
+
+
+# ---- draw ----------------------------------------------------------------------------------------------------------------
+
+
+def draw(name: str, figures: Mapping[str, Any], path: Path) -> None:
+    """Draws one picture as an SVG; the same figures give the same bytes."""
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"svg.hashsalt": "shardwise", "font.size": 9}):
+        figure = Figure(figsize=(7.6, 2.9), layout="constrained", facecolor="white")
+        FigureCanvasSVG(figure)
+        DRAWINGS[name](figure, figures)
+        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+
+
+def _draw_layout(figure: Any, figures: Mapping[str, list[list[int]]]) -> None:
+    for axes, (layout, held) in zip(figure.subplots(1, len(figures)), figures.items(), strict=True):
+        for rank, rows in enumerate(held):
+            for row in range(ROWS):
+                color = BLUE if row in rows else GREY
+                axes.add_patch(_box(rank * 1.25, -row, color))
+            axes.text(rank * 1.25 + 0.5, 1.35, str(rank), ha="center")
+        axes.set(title=layout, xlim=(-0.2, RANKS * 1.25), ylim=(-ROWS + 0.5, 2.6))
+        axes.axis("off")
+
+
+def _box(x: float, y: float, color: str) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((x, y), 1.0, 0.86, facecolor=color, edgecolor="none")
+
+
+def _draw_units(figure: Any, figures: Mapping[str, list[int]]) -> None:
+    axes = figure.subplots()
+    for color, (name, held) in zip(("#b0b0b0", ORANGE, BLUE), figures.items(), strict=True):
+        place = [i / (len(held) - 1) for i in range(len(held))]
+        axes.step(place, [num / 1024 for num in held], where="post", color=color, linewidth=2, label=name)
+    axes.set(xlabel="two micro-batches, forward and backward, event by event", ylabel="KiB gathered", xticks=[])
+    axes.set_ylim(0)
+    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.3), ncols=3, fontsize=8)
+
+
+def _draw_remat(figure: Any, figures: Mapping[str, Mapping[str, int]]) -> None:
+    left, right = figure.subplots(1, 2, sharey=True)
+    names = list(figures)[::-1]
+    for axes, key, scale, label, color in (
+        (left, "bytes", 1024, "KiB kept from forward to backward", BLUE),
+        (right, "operators", 1, "operators run in backward", ORANGE),
+    ):
+        bars = axes.barh(names, [figures[name][key] / scale for name in names], color=color)
+        axes.bar_label(bars, fmt="%.1f" if scale > 1 else "%d", padding=3)
+        axes.set(xlabel=label)
+        axes.margins(x=0.16)
+
+
+def _draw_precision(figure: Any, figures: Mapping[str, Mapping[str, float]]) -> None:
+    axes = figure.subplots()
+    places = list(next(iter(figures.values())))
+    for i, (place, color) in enumerate(zip(places, ("#808080", LIGHT, BLUE, ORANGE), strict=True)):
+        x = [column + (i - 1.5) * 0.2 for column in range(len(figures))]
+        bars = axes.bar(x, [row[place] for row in figures.values()], 0.18, color=color, label=place)
+        axes.bar_label(bars, fmt="%.1e", fontsize=7, padding=2)
+    axes.set(yscale="log", ylabel="error of the gradient\nto float64, relative", xticks=range(len(figures)))
+    axes.set_xticklabels(list(figures))
+    axes.margins(y=0.25)
+    axes.legend(frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, 1.2))
+
+
+def _draw_init(figure: Any, figures: Mapping[str, list[float]]) -> None:
+    axes = figure.subplots()
+    names = list(figures)[::-1]
+    peak = axes.barh(names, [figures[name][1] for name in names], color=LIGHT, label="growth of the peak, MiB")
+    axes.barh(names, [figures[name][0] for name in names], color=BLUE, height=0.4, label="held afterwards, MiB")
+    axes.bar_label(peak, fmt="%d", padding=3)
+    axes.margins(x=0.1)
+    axes.legend(frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, 1.2))
+
+
+DRAWINGS: dict[str, Callable[[Any, Any], None]] = {
+    "layout": _draw_layout,
+    "units": _draw_units,
+    "remat": _draw_remat,
+    "precision": _draw_precision,
+    "init": _draw_init,
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measures unless told not to, then draws. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--draw", action="store_true", help="only draw, from the figures there are")
+    if not parser.parse_args(argv).draw:
+        DATA.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
+    figures = json.loads(DATA.read_text(encoding="utf-8"))
+    for name in DRAWINGS:
+        draw(name, figures[name], ROOT / "docs" / f"{name}.svg")
+        print(f"docs/{name}.svg")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
