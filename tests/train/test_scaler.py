@@ -57,7 +57,7 @@ def scaled_by(layout: str, scale: float) -> tuple:
         return max(seen[:2]), [(out.loss, out.grad_norm, out.loss_scale) for out in outs], values(step.model)
 
 
-@pytest.mark.parametrize(("layout", "size"), LAYOUTS)
+@pytest.mark.parametrize(("layout", "size"), [*LAYOUTS, pytest.param("dp_replicate=2", 2, id="replicas-2")])
 def test_a_scale_shows_in_backward_and_nowhere_else(ranks, layout, size):
     """In fp32 a power of two changes no digit: norm, clipping and parameters are bit-equal, so it is unscaled before the clip."""
     for (low, few, plain), (high, many, scaled) in zip(

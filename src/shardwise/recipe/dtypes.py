@@ -27,27 +27,40 @@ def dtype_groups(params: Mapping[str, Param], unit: str) -> tuple[DtypeGroup, ..
     Frozen ones have none, so they join where they are computed as they must be.
     """
     cut = {name: param for name, param in params.items() if param.unit == unit and param.cuts}
-    groups: list[list[str]] = []
+    groups: list[_Growing] = []
     for name in sorted(cut, key=lambda name: not cut[name].trainable):  # stable: the order of the module
-        home = next((group for group in groups if _fits(cut[name], [cut[other] for other in group])), None)
+        home = next((group for group in groups if group.fits(cut[name])), None)
         if home is None:
-            groups.append([name])
-        else:
-            home.append(name)
-    return tuple(_group(names, cut) for names in groups)
+            groups.append(home := _Growing())
+        home.add(name, cut[name])
+    return tuple(group.done() for group in groups)
 
 
-def _fits(param: Param, group: list[Param]) -> bool:
-    trained = [other for other in group if other.trainable]
-    if param.trainable and trained:
-        key = (param.storage, param.compute, param.reduce)
-        return key == (trained[0].storage, trained[0].compute, trained[0].reduce)
-    cast = [other for other in (*group, param) if other.storage in FLOATING]
-    return len({other.compute for other in cast}) < 2 or all(other.compute == other.storage for other in cast)
+class _Growing:
+    """A group while it is filled."""
 
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.trained: tuple[str, str, str] | None = None  # stored, computed, reduced
+        self.computes: set[str] = set()  # of those that a cast means something to
+        self.casts: str | None = None
 
-def _group(names: list[str], params: Mapping[str, Param]) -> DtypeGroup:
-    cast = next((params[name].compute for name in names if params[name].compute != params[name].storage), None)
-    trained = next((params[name] for name in names if params[name].trainable), None)
-    reduce = trained.reduce if trained is not None and trained.reduce != trained.compute else None
-    return DtypeGroup(names=tuple(names), compute=cast, reduce=reduce)
+    def fits(self, param: Param) -> bool:
+        if param.trainable and self.trained not in (None, (param.storage, param.compute, param.reduce)):
+            return False
+        if param.storage not in FLOATING or self.computes <= {param.compute}:
+            return True
+        return self.casts is None and param.compute == param.storage
+
+    def add(self, name: str, param: Param) -> None:
+        self.names.append(name)
+        if param.trainable:
+            self.trained = (param.storage, param.compute, param.reduce)
+        if param.storage in FLOATING:
+            self.computes.add(param.compute)
+        if param.compute != param.storage:
+            self.casts = param.compute
+
+    def done(self) -> DtypeGroup:
+        _, compute, reduce = self.trained or ("", "", "")
+        return DtypeGroup(names=tuple(self.names), compute=self.casts, reduce=reduce if reduce != compute else None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from shardwise.config.options import Precision, precision_of
 from shardwise.errors import PlanError
 from shardwise.recipe.dtypes import FLOATING
@@ -73,10 +75,12 @@ class Parts:
 
     def _surrounding(self, outer: str | None) -> str | None:
         """The dtype that is computed in around a part; None where there are several."""
-        if outer is not None:
-            return self._precisions[outer].compute
-        found = {self.dtypes(name)[1] for name, fact in self.anatomy.params.items()
-                 if fact.dtype in FLOATING and self._home(name) is None}  # fmt: skip
+        return self._around if outer is None else self._precisions[outer].compute
+
+    @functools.cached_property
+    def _around(self) -> str | None:
+        facts = self.anatomy.params.items()
+        found = {self.dtypes(n)[1] for n, fact in facts if fact.dtype in FLOATING and self._home(n) is None}
         return self.base.compute or (found.pop() if len(found) == 1 else None)
 
     def _refuse_split_ties(self) -> None:

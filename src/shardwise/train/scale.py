@@ -53,8 +53,9 @@ class LossScale:
 
     def unscale(self) -> None:
         """Divides every local gradient by the scale, in place."""
-        if self.value is not None:
-            _divide(list(self._runtime.gradients().values()), self.value)
+        scale = self.value  # once: on an accelerator it waits for the device
+        if scale is not None:
+            _divide(list(self._runtime.gradients().values()), scale)
 
     def update(self, *, is_finite: bool) -> None:
         """After a step, taken or skipped: the scale grows or backs off, alike on every rank."""
@@ -65,7 +66,8 @@ class LossScale:
     def explains(self, loss: float) -> bool:
         """Whether the scale may be why gradients are not finite, so that a smaller one helps: not if the loss itself is not,
         and not if it multiplies nothing up."""
-        return self.value is not None and self.value > 1 and math.isfinite(loss)
+        scale = self.value
+        return scale is not None and scale > 1 and math.isfinite(loss)
 
 
 def unscale_gradients_(model: nn.Module, optim: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> bool:
