@@ -108,9 +108,11 @@ def _family(
     hard: str,
     settings: dict[str, Any],
     batch: Any = tokens,
+    units: Any = "auto",
     **contract: Any,
 ) -> Subject:
-    return Subject(Case(name, functools.partial(hf, config, model, **settings), batch, **contract), kind, model, hard)
+    case = Case(name, functools.partial(hf, config, model, **settings), batch, **contract)
+    return Subject(case, kind, model, hard, units=units)
 
 
 def llava() -> nn.Module:
@@ -181,6 +183,7 @@ FAMILIES = {
                 "pad_token_id": 0,
                 **_IDS,
             },
+            units=("OPTDecoderLayer",),
         ),
         _family(
             "phi",
@@ -264,6 +267,7 @@ FAMILIES = {
             "three ties of one embedding, a buffer on the root",
             {**_HALVES, "max_position_embeddings": 16},
             pairs,
+            units=("BartEncoderLayer", "BartDecoderLayer"),
         ),
         _family(
             "whisper",
@@ -279,6 +283,7 @@ FAMILIES = {
                 "apply_spec_augment": False,
             },
             speech,
+            units=("WhisperEncoderLayer", "WhisperDecoderLayer"),
         ),
         _family(
             "convnext",
@@ -379,6 +384,7 @@ FAMILIES = {
             "multimodal",
             "LlavaForConditionalGeneration",
             "a model of vision before a model of language",
+            units=("CLIPEncoderLayer", "LlamaDecoderLayer"),
         ),
     )
 }

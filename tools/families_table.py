@@ -99,9 +99,9 @@ SECTIONS = (
     ),
     Section(
         "Transformers",
-        f"Families of transformers {_version('transformers')}. OPT, BART and Whisper are one unit because they draw at random which\n"
-        "blocks they skip (layer drop, also at a rate of 0), LLaVA because its blocks stand behind a lookup that is not\n"
-        "followed, and ALBERT has a single block.",
+        f"Families of transformers {_version('transformers')}. Units that had to be named: OPT, BART and Whisper draw at random which\n"
+        "blocks they skip (layer drop, also at a rate of 0, where naming them is safe), and LLaVA finds its embedding by a\n"
+        "lookup that is not followed and might lead into its blocks. ALBERT has a single block, which is run three times.",
         FAMILIES,
         ("family", "kind", "class", "what makes it hard"),
     ),
