@@ -5,7 +5,6 @@ plain sums; gloo has no pre-multiplied sum), and a parameter that this rank did 
 ranks always reduce the same tensors. Which parameters were used at all is recorded before the reduction.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,12 +19,12 @@ from shardwise._compat import (
     on_unit_backward,
     parameter_groups,
     reset_iteration,
-    tree_map,
     unit_gradients,
     unit_groups,
 )
 from shardwise.anatomy import canonical_modules, canonical_tensors, dtype_of, module_of_error
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
+from shardwise.parallel.edges import anchor_inputs, mark_used, refuse_ungathered, whole_outputs
 from shardwise.parallel.precision import cast_floating_tensors
 from shardwise.parallel.tensors import give_memory, tensors_of
 from shardwise.recipe import ROOT, Cut, Recipe, dtype_groups
@@ -50,7 +49,7 @@ def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine
         targets = list({id(modules[name]): modules[name] for name in unit.modules}.values())  # one may have two names
         _refuse_containers(modules, unit.modules)
         for target in targets:
-            target.register_forward_hook(_whole_outputs)  # before FSDP2's own hook, which is added next
+            target.register_forward_hook(whole_outputs)  # before FSDP2's own hook, which is added next
         with lazy_chunks(), parameter_groups(_policies(recipe, unit.name, parameters)):
             fully_shard(  # type: ignore[call-overload]
                 targets if len(targets) > 1 else targets[0],
@@ -69,80 +68,6 @@ def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine
     materialise(module, world.device, cut=torch.device("cpu") if recipe.offload else world.device)
     _cast_root(module, recipe)
     return FSDP2Engine(module, recipe)
-
-
-class _NotAView(torch.autograd.Function):
-    """Identity whose result is no view: same memory, a graph node of its own."""
-
-    @staticmethod
-    def forward(_ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(_ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad
-
-
-class _Anchor(torch.autograd.Function):
-    """Identity whose result requires a gradient and sends none back."""
-
-    @staticmethod
-    def forward(_ctx: Any, tensor: Tensor, _anchor: Tensor) -> Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(_ctx: Any, _grad: Tensor) -> tuple[None, None]:  # type: ignore[override]
-        return None, None
-
-
-def _anchor_inputs(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """FSDP2 reduces a unit when backward reaches its inputs; where none of them requires a gradient it reduces last, after
-    the root. So a branch before the first block that only some ranks take changed the order of reductions on those ranks,
-    and with units of one size gradients crossed without a word. With an input that requires one, the order is fixed."""
-    tensors: list[Tensor] = []
-    tree_map(lambda x: tensors.append(x) if isinstance(x, Tensor) else None, (args, kwargs))
-    if not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in tensors):
-        return None
-    first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
-    if first is None:
-        return None
-    anchored = _Anchor.apply(first, torch.zeros((), requires_grad=True))
-    return tree_map(lambda x: anchored if x is first else x, (args, kwargs))
-
-
-def _whole_outputs(_module: nn.Module, _args: Any, output: Any) -> Any:
-    """FSDP2 gathers a unit for backward from a hook on its outputs, and an in-place operation on a view throws that hook
-    away: backward then fails, or reduces nothing without a word. A Linear on 3-D input returns a view, and
-    ``y = block(x); y += x`` is common, so units hand out tensors that are not views; nothing is copied."""
-    if not torch.is_grad_enabled():
-        return output
-    return tree_map(
-        lambda t: _NotAView.apply(t) if isinstance(t, Tensor) and t.requires_grad and t._is_view() else t, output
-    )
-
-
-def _marks(used: Tensor, position: int) -> Callable[[Tensor], None]:
-    # The tensor alone: the hook lives in C++, where a cycle through the engine, its model and groups is never freed.
-    def hook(_param: Tensor) -> None:
-        used[position] = 1
-
-    return hook
-
-
-def _refuse_ungathered(name: str) -> Any:
-    """Before a module inside a unit: refuses a call that did not come through the unit, by which its parameters are
-    gathered. (torch's own error speaks of mixed tensors in an operator.)"""
-
-    def before(module: nn.Module, _args: Any) -> None:
-        if any(isinstance(param, DTensor) for param in module._parameters.values()):
-            raise UsageError(
-                f"a call of a part of the model, {type(module).__name__}, by itself",
-                why="its parameters are cut over the ranks, and gathered only while the model's own forward runs",
-                fix="call model(...); what else is to run belongs into its forward",
-                name=name,
-            )
-
-    return before
 
 
 def _offload(recipe: Recipe, world: World) -> OffloadPolicy:
@@ -297,9 +222,9 @@ class FSDP2Engine:
             if unit_groups(child):
                 child.register_forward_pre_hook(self._entry_recorder(prefix))
                 if any(id(group) in self._anchored for group in unit_groups(child)):
-                    child.register_forward_pre_hook(_anchor_inputs, with_kwargs=True, prepend=True)
+                    child.register_forward_pre_hook(anchor_inputs, with_kwargs=True, prepend=True)
             elif any(isinstance(param, DTensor) for param in child._parameters.values()):
-                child.register_forward_pre_hook(_refuse_ungathered(prefix))
+                child.register_forward_pre_hook(refuse_ungathered(prefix))
         root.register_forward_pre_hook(lambda *_: self._set_in_forward(True), prepend=True)
         root.register_forward_hook(lambda *_: self._set_in_forward(False), always_call=True)
 
@@ -338,4 +263,4 @@ class FSDP2Engine:
         for name, owner, attr in canonical_tensors(root, "_parameters"):
             position = self._position.get(name)
             if position is not None and not recipe.params[name].cuts:
-                getattr(owner, attr).register_post_accumulate_grad_hook(_marks(self._used, position))
+                getattr(owner, attr).register_post_accumulate_grad_hook(mark_used(self._used, position))
