@@ -55,6 +55,26 @@ def test_numbers_drawn_in_forward_do_not_depend_on_the_layout(ranks, source):
         assert losses == pytest.approx(one, rel=1e-12)
 
 
+def evaluated(layout, source):
+    with sw.init(layout, device="cpu", timeout_s=20) as world:
+        torch.manual_seed(3)
+        model = sw.parallelize(Drawing(source).double(), world, sharding=sw.Sharding(min_unit_bytes=0))
+        before = torch.get_rng_state(), random.getstate()
+        losses = [
+            sw.evaluate(model, mine([batch(i) for i in range(4)], world), loss=sum_loss)["loss"] for _ in range(2)
+        ]
+        assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
+        return losses
+
+
+@pytest.mark.parametrize("source", ["python", "torch.Generator"])
+def test_an_evaluation_draws_the_same_each_time_and_under_every_layout_and_leaves_no_trace(ranks, source):
+    one, again = ranks.run(evaluated, 1, "dp_shard=1", source)[0]
+    assert one == again
+    for losses in ranks.run(evaluated, 2, "dp_shard=2", source):
+        assert losses == pytest.approx([one, one], rel=1e-12)
+
+
 def test_after_a_fork_nothing_was_drawn():
     """Numbers outside of forwards (which sample comes next, an augmentation) go on as if there had been no forward."""
     own = {

@@ -15,6 +15,7 @@ from shardwise.train.exchange import buffer_versions, buffers_written, equalise_
 from shardwise.train.kept import clone_buffers, restore_buffers
 from shardwise.train.loss import Batch, Loss, as_sums, call, count_of, next_token_loss, refuse_uncallable
 from shardwise.train.sums import SumCheck, agreed_problem
+from shardwise.world.rng import derive_seed, forked_streams
 
 __all__ = ["evaluate"]
 
@@ -32,6 +33,8 @@ def evaluate(
     All ranks must call it. They may have different numbers of batches: under FSDP every forward is collective, so before
     each one the ranks tell whether any has a batch left, and one without runs a copy that counts as nothing and after
     which buffers are restored. Buffers that the model writes in eval mode are made equal at the end, as after a window.
+    Random numbers that a forward draws belong to the batch's place among all ranks' batches, dealt round robin: the same in
+    every evaluation, and training draws what it would have drawn without one.
 
     Args:
         model: from ``parallelize``; put in eval mode, and back afterwards.
@@ -68,11 +71,20 @@ class _Sums:
     def run(self, loader: Iterable[Any]) -> None:
         versions = buffer_versions(self.runtime)
         with torch.no_grad():
-            for batch, counts in _in_step(self.runtime, _flat(loader), self._check):
+            for i, (batch, counts) in enumerate(_in_step(self.runtime, _flat(loader), self._check)):
                 kept = {} if counts else clone_buffers(self.runtime)
-                self._add(batch, counts)
+                with self._streams(i):
+                    self._add(batch, counts)
                 restore_buffers(self.runtime, kept)
         self.written = buffers_written(self.runtime, versions)  # in eval mode: a layer that only trains writes nothing
+
+    def _streams(self, i: int) -> contextlib.AbstractContextManager[None]:
+        """Random numbers of a batch's own, (seed, its place among all ranks' batches): the same under every layout and in
+        every evaluation, and training's are left where they were."""
+        world = self.runtime.world
+        axis = world.axis("dp")
+        seed = derive_seed(world.seed, "evaluate", i * axis.size + axis.rank)
+        return forked_streams(seed, world.device, self.runtime.generators)
 
     def _add(self, batch: Batch, counts: bool) -> None:
         model, loss, check = self.runtime.module, self.loss, self._check
