@@ -200,6 +200,8 @@ def _shortened(command: str, folder: Path) -> str | None:
             return f"{command} --model tiny --rounds 2".replace("--write docs/", "--write ")
         case ["python", "benchmarks/wrap.py", *_]:
             return f"{command} --ranks 8 --blocks 2 --repeats 1".replace("--write docs/", "--write ")
+        case ["python", "tools/draw_pages.py"]:
+            return f"python {ROOT / 'tools' / 'draw_pages.py'} --draw --to ."
         case ["make", "demo"]:
             return f"{_make('demo')} ARGS={shlex.quote(SHORT + ' --log.dir=' + str(folder / 'run'))}"
         case ["make", "test" | "soak" | "gpu" | "check" | "picture" as target]:

@@ -214,12 +214,14 @@ def main(argv: list[str] | None = None) -> int:
     """Measures unless told not to, then draws. Returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--draw", action="store_true", help="only draw, from the figures there are")
-    if not parser.parse_args(argv).draw:
+    parser.add_argument("--to", type=Path, default=ROOT / "docs", help="the folder of the pictures (docs)")
+    given = parser.parse_args(argv)
+    if not given.draw:
         DATA.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
     figures = json.loads(DATA.read_text(encoding="utf-8"))
     for name in DRAWINGS:
-        draw(name, figures[name], ROOT / "docs" / f"{name}.svg")
-        print(f"docs/{name}.svg")
+        draw(name, figures[name], given.to / f"{name}.svg")
+        print(given.to / f"{name}.svg")
     return 0
 
 

@@ -21,7 +21,9 @@ LIMIT_S = 60.0
 
 # A rank that fails while an all-reduce is under way prints its error and ends with 1; torch's own teardown may then abort on the
 # connection that broke. The error is what is asserted.
-FAILED = (1, -6)
+FAILED = {1, -6}
+# Where the machine is busy, a peer that is still blocked when its watch has waited its grace is ended by it, with the same words.
+LOST = {*FAILED, EXIT_PEER_LOST}
 
 
 def _line(process):
@@ -56,7 +58,7 @@ def ended():
 @pytest.mark.parametrize("name", ["out_of_memory", "out_of_memory_in_with"])
 def test_out_of_memory_on_one_rank_ends_all(ended, name):
     codes, (other, own) = ended(name)
-    assert set(codes) <= set(FAILED)
+    assert codes[0] in LOST and codes[1] in FAILED
     assert "out of memory" in own and "Traceback" in own
     assert "rank 1 was lost while rank 0 was at window" in other
     assert re.search(r"why: rank 1 failed at window \d, before .*out of memory", other)
@@ -64,7 +66,7 @@ def test_out_of_memory_on_one_rank_ends_all(ended, name):
 
 def test_the_word_of_the_stores_keeper_is_heard_before_it_ends(ended):
     codes, (own, other) = ended("out_of_memory_on_the_keeper")
-    assert set(codes) <= set(FAILED)
+    assert codes[0] in FAILED and codes[1] in LOST
     assert "RuntimeError: out of memory" in own
     assert "why: rank 0 failed at window 1" in other and "RuntimeError: out of memory" in other
 
