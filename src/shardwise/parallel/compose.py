@@ -38,6 +38,7 @@ from shardwise.parallel.stale import mark_stale
 from shardwise.parallel.tensors import follow_parameters, give_memory, tensors_of
 from shardwise.parallel.transforms import Chosen, choose, notes_of, transformed
 from shardwise.parallel.units import with_named_units
+from shardwise.parallel.writes import watch_compiled
 from shardwise.recipe import Anatomy, Edit, Note, Recipe, describe_recipe, fingerprint_of, make_recipe, stored_as
 from shardwise.world import World, agree_on
 
@@ -142,6 +143,7 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
     refuse_unfit_parts(module, recipe, world)
     for technique, (_, apply) in _TECHNIQUES.items():
         apply(module, _edits(recipe, technique), world)
+    watch_compiled(module, _edits(recipe, "remat"), _edits(recipe, "compile"))
     before = tensors_of(module, "_parameters")
     if recipe.engine == "ddp":
         give_memory(module, world.device)

@@ -5,7 +5,7 @@ from shardwise.world.axis import Axis
 from shardwise.world.env import Env, is_distributed, read_env
 from shardwise.world.fingerprint import agree_on, package_versions
 from shardwise.world.init import World, init
-from shardwise.world.rng import derive_seed, forked_rng, forked_streams, is_generator, seed_all
+from shardwise.world.rng import derive_seed, forked_rng, forked_streams, is_generator, seed_all, snapshot
 from shardwise.world.watch import EXIT_PEER_LOST, Watch
 
 __all__ = [
@@ -25,4 +25,5 @@ __all__ = [
     "package_versions",
     "read_env",
     "seed_all",
+    "snapshot",
 ]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["derive_seed", "forked_rng", "forked_streams", "is_generator", "seed_all"]
+__all__ = ["derive_seed", "forked_rng", "forked_streams", "is_generator", "seed_all", "snapshot"]
 
 _SCRATCH = np.random.MT19937()  # numpy's global functions draw from it within a fork
 
@@ -75,22 +75,24 @@ def _forked(generator: Any, seed: int) -> Iterator[None]:
 
 def _reseed(generator: Any, seed: int) -> Callable[[], Any]:
     """Seeds ``generator`` (or Python's module ``random``, which is used as one). Returns what puts it back."""
+    restore = snapshot(generator)
     if isinstance(generator, torch.Generator):
-        state = generator.get_state()
         generator.manual_seed(seed)
-        return functools.partial(generator.set_state, state)
-    if isinstance(generator, np.random.Generator):
+    elif isinstance(generator, np.random.Generator):
         bits = generator.bit_generator
-        restore = functools.partial(setattr, bits, "state", bits.state)
         bits.state = type(bits)(seed).state
-        return restore
-    if isinstance(generator, np.random.RandomState):
-        restore = functools.partial(generator.set_state, generator.get_state())
-        generator.seed(seed % 2**32)
-        return restore
-    restore = functools.partial(generator.setstate, generator.getstate())
-    generator.seed(seed)
+    else:
+        generator.seed(seed % 2**32 if isinstance(generator, np.random.RandomState) else seed)
     return restore
+
+
+def snapshot(generator: Any) -> Callable[[], Any]:
+    """What puts ``generator`` back into the state it is in now."""
+    if isinstance(generator, np.random.Generator):
+        return functools.partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    if isinstance(generator, torch.Generator | np.random.RandomState):
+        return functools.partial(generator.set_state, generator.get_state())
+    return functools.partial(generator.setstate, generator.getstate())
 
 
 def seed_all(seed: int, rank: int) -> None:

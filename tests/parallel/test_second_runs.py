@@ -1,0 +1,139 @@
+"""What a second run could see differently: generators of the block's own, a state outside torch, buffers under the compiler."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.config.options import Compile, Remat
+from shardwise.errors import UnsupportedError
+from shardwise.parallel import parallelize
+from shardwise.train.window import window
+from shardwise.world import init
+
+EAGER = Compile(backend="aot_eager")
+GENERATOR = torch.Generator()  # that no module holds
+
+
+class OwnDropout(nn.Module):
+    """A residual block whose masks come from a generator that it keeps; small beside its input, as at the start of training."""
+
+    def __init__(self, dim: int = 64):
+        super().__init__()
+        self.linear, self.gen = nn.Linear(dim, dim), torch.Generator().manual_seed(5)
+        nn.init.normal_(self.linear.weight, std=0.01)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        return x + y * (torch.rand(y.shape, generator=self.gen) < 0.9) / 0.9
+
+
+class Shared(nn.Module):
+    """The same with a generator of the file's."""
+
+    def __init__(self, dim: int = 64):
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+        nn.init.normal_(self.linear.weight, std=0.01)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        return x + y * (torch.rand(y.shape, generator=GENERATOR) < 0.9) / 0.9
+
+
+class Late(nn.Module):
+    """A number that Python counts begins to matter at the fifth step."""
+
+    def __init__(self, dim: int = 64):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(dim, dim), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + torch.tanh(self.linear(x)) / (1 if self.calls < 9 else self.calls)
+
+
+class Counting(nn.Module):
+    """A buffer that is written in place and then read."""
+
+    def __init__(self, dim: int = 64):
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+        self.register_buffer("n", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        return x + torch.tanh(self.linear(x)) / self.n
+
+
+class Spectral(nn.Module):
+    def __init__(self, dim: int = 64):
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(dim, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x)
+
+
+class Normed(nn.Module):
+    def __init__(self, dim: int = 64):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(dim, dim), nn.BatchNorm1d(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.linear(x))
+
+
+class Model(nn.Module):
+    def __init__(self, block: type[nn.Module]):
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def train(block: type[nn.Module], steps: int = 1, **options) -> dict[str, Tensor] | tuple[str | None, str]:
+    """Gradients of the last of so many windows, and buffers; or the name and words of our refusal."""
+    with init("dp_shard=1", device="cpu", timeout_s=20) as world:
+        torch.manual_seed(0)
+        GENERATOR.manual_seed(5)
+        model = parallelize(Model(block), world, **options)
+        x = torch.randn(32, 64)
+        try:
+            for _ in range(steps):
+                model.zero_grad()
+                with window(model, [{"x": x}], count=len) as w:
+                    for each in w:
+                        model(each["x"]).square().mean().backward()
+        except UnsupportedError as error:
+            return error.name, str(error)
+        return {n: p.grad for n, p in model.named_parameters()} | dict(model.named_buffers())
+
+
+def test_a_generator_that_a_module_keeps_draws_the_same_again(ranks):
+    plain, again = (ranks.run(train, 1, OwnDropout, 2, remat=remat)[0] for remat in (None, "full"))
+    assert all(torch.equal(again[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize("block", [Shared, Late])
+def test_what_cannot_be_put_back_is_told(ranks, block):
+    name, text = ranks.run(train, 1, block, 6, remat="full")[0]
+    assert name.startswith("blocks.") and "differs from its first" in text
+
+
+@pytest.mark.parametrize(
+    ("block", "remat", "attr"),
+    [(Counting, None, "n"), (Counting, "full", "n"), (Spectral, Remat(), "linear.parametrizations.weight.0._u")],
+)
+def test_a_buffer_that_a_compiled_block_writes_is_refused(ranks, block, remat, attr):
+    name, text = ranks.run(train, 1, block, remat=remat, compile=EAGER)[0]
+    assert name == "blocks.0" and f"writes its buffer {attr!r}" in text
+
+
+@pytest.mark.parametrize(("block", "remat"), [(Spectral, None), (Normed, None), (Normed, "full")])
+def test_a_buffer_that_does_no_harm_is_right_when_compiled(ranks, block, remat):
+    plain, compiled = (ranks.run(train, 1, block, 2, **given)[0] for given in ({}, {"remat": remat, "compile": EAGER}))
+    for name, value in plain.items():
+        torch.testing.assert_close(compiled[name], value, rtol=1e-5, atol=1e-7)
