@@ -13,6 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as unseen
 from torch.utils._pytree import tree_any, tree_flatten, tree_map, tree_unflatten
@@ -34,6 +36,7 @@ __all__ = [
     "forget_failed_group",
     "function_modes",
     "gathered_parameters",
+    "is_spectral_norm",
     "is_taken_apart",
     "is_unscaled",
     "lazy_chunks",
@@ -271,6 +274,12 @@ def share_hooks(tensor: Tensor, other: Tensor) -> None:
         other._backward_hooks = tensor._backward_hooks
     if after:
         other._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
+
+
+def is_spectral_norm(module: nn.Module) -> bool:
+    """Whether ``module`` is a spectral norm, as a parametrization or as a hook on the layer."""
+    hooks = module._forward_pre_hooks.values()
+    return isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

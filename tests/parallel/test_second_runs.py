@@ -117,6 +117,20 @@ def test_a_generator_that_a_module_keeps_draws_the_same_again(ranks):
     assert all(torch.equal(again[name], plain[name]) for name in plain)
 
 
+class Overflowing(nn.Linear):
+    def __init__(self, dim: int = 64):
+        super().__init__(dim, dim)
+        nn.init.constant_(self.weight, 1e38)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).abs()  # infinite, and no NaN
+
+
+def test_two_runs_that_overflow_alike_are_alike(ranks):
+    found = ranks.run(train, 1, Overflowing, remat="full")[0]
+    assert not isinstance(found, tuple)  # what is not finite is the step's to tell
+
+
 @pytest.mark.parametrize("block", [Shared, Late])
 def test_what_cannot_be_put_back_is_told(ranks, block):
     name, text = ranks.run(train, 1, block, 6, remat="full")[0]

@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils.parametrizations import _SpectralNorm
-from torch.nn.utils.spectral_norm import SpectralNorm
 
+from shardwise._compat import BatchNormBase, is_spectral_norm
 from shardwise.anatomy import canonical_modules
 from shardwise.errors import UnsupportedError
 from shardwise.recipe import Edit
@@ -38,10 +36,7 @@ def watch_compiled(module: nn.Module, remat: Sequence[Edit], compiled: Sequence[
 
 def _is_harmless(module: nn.Module, *, runs_again: bool) -> bool:
     """Batch norm in training does not read what it writes; a spectral norm writes first, outside of the gradient."""
-    if isinstance(module, _BatchNorm):
-        return True
-    hooks = module._forward_pre_hooks.values()
-    return not runs_again and (isinstance(module, _SpectralNorm) or any(isinstance(h, SpectralNorm) for h in hooks))
+    return isinstance(module, BatchNormBase) or (not runs_again and is_spectral_norm(module))
 
 
 def _watch(target: nn.Module, owners: dict[str, nn.Module], name: str) -> None:
