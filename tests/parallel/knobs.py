@@ -116,6 +116,12 @@ KNOBS = [
                 gathered_before("blocks.0", "backward blocks.2"), lambda a, b: a and not b),
     of_sharding("offload=True", FSDP, "shards kept in host memory", lambda s: s.on_host, lambda a, b: a and not b),
     of_sharding("offload=True", HSDP, "shards kept in host memory", lambda s: s.on_host, lambda a, b: a and not b),
+    *[Knob(text, {"sharding": Sharding(**options)}, FSDP, GATHERS, gathers, differs) for text, options, differs in (
+        ("units='none'", {"units": "none"}, lambda a, b: a == 2 < b),
+        ("units=('blocks.1',)", {"units": ("blocks.1",)}, lambda a, b: a == 2 * (2 + 1) < b),
+        ("min_unit_bytes=15_000", {"min_unit_bytes": 15_000}, lambda a, b: 2 < a < b),
+        ("min_unit_params=2_000", {"min_unit_params": 2_000}, lambda a, b: 2 < a < b),
+    )],
     Knob("DDP(bucket_cap_mb=0.001)", {"ddp": DDP(bucket_cap_mb=1e-3)}, REPLICAS, "all-reduces", sums,
          lambda a, b: a > b, {}),
     *[of_blocks(text, layouts, KEPT, lambda s: s.kept, lambda a, b: 0 < a < b)

@@ -34,6 +34,16 @@ def test_gradients_with_dropout_are_one_processs(ranks, layout, remat):
         assert answer["edits"][-1] == ("compile", "experts.1")
 
 
+def test_words_of_torch_compile_reach_it(monkeypatch):
+    given = {}
+    monkeypatch.setattr(torch, "compile", lambda function, **options: given.update(options) or function)
+    chosen = Compile(mode="reduce-overhead", dynamic=True, fullgraph=True)
+    act._compile(len, {key: getattr(chosen, key) for key in chosen.__struct_fields__}, 1)
+    assert {key: given[key] for key in ("backend", "mode", "dynamic", "fullgraph")} == {
+        "backend": "inductor", "mode": "reduce-overhead", "dynamic": True, "fullgraph": True,
+    }  # fmt: skip
+
+
 def test_nothing_is_compiled_unasked(ranks):
     assert on(ranks, "fsdp-2")[0]["graphs"] == 0
 

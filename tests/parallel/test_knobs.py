@@ -1,14 +1,19 @@
 """Every knob leaves every number as it is, and changes what it is for."""
 
 import warnings
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from parallel.knobs import FSDP, HSDP, KNOBS, REPLICAS, Knob, Seen, gathers, scatters, see, sums
 from zoo import CASES
 
 from shardwise.config.fsdp1 import from_fsdp1
+from shardwise.config.options import DDP, Compile, Precision, Remat, Sharding
+from shardwise.parallel.fsdp2 import _offload
 from shardwise.verify import Report, verify
 
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(180)
 
 ON_RANKS = [  # where a knob is seen on 2 ranks, the same on 4 is for the soak; so is compiling, which test_compile.py sees
@@ -52,6 +57,47 @@ def test_a_knob_leaves_the_numbers_and_shows(ranks, knob: Knob, size: int):
     for with_knob, by_default in zip(changed, usual, strict=True):
         a, b = knob.seen(with_knob), knob.seen(by_default)
         assert knob.differs(a, b), f"{knob.setting}: {knob.observable}: {a}, by default {b}"
+
+
+SHOWN_ELSEWHERE = {  # option -> the file of the test in which it shows, where it cannot as a row of this table
+    "Sharding.engine": "tests/matrix.py",
+    "Sharding.buffers": "tests/train/test_exchange.py",
+    "Sharding.pin_memory": "tests/parallel/test_knobs.py",  # page-locked memory is an accelerator's
+    "Remat.save": "tests/parallel/test_remat.py",
+    "Remat.offload": "tests/gpu",
+    "Compile.mode": "tests/parallel/test_compile.py",
+    "Compile.dynamic": "tests/parallel/test_compile.py",
+    "Compile.fullgraph": "tests/parallel/test_compile.py",
+    "Compile.activation_memory_budget": "tests/parallel/test_compile.py",
+    "Compile.targets": "tests/parallel/test_compile.py",
+    **dict.fromkeys(
+        ("Precision.storage", "Precision.compute", "Precision.reduce", "Precision.output", "Precision.cast_inputs"),
+        "tests/parallel/test_precision.py",  # its numbers are not those of float64
+    ),
+    "Precision.parts": "tests/parallel/test_precision_parts.py",
+}
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "pinned"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
+)
+def test_pin_memory_reaches_fsdp2_where_there_is_an_accelerator(device, asked, pinned):
+    recipe = SimpleNamespace(offload=True, pin_memory=asked)
+    policy = _offload(recipe, SimpleNamespace(device=SimpleNamespace(type=device)))
+    assert policy.pin_memory is pinned
+
+
+def test_every_option_is_a_row_or_shows_in_another_test():
+    settings = " ".join(knob.setting for knob in KNOBS).replace("remat='", "Remat mode='")
+    for record in (Sharding, DDP, Remat, Compile, Precision):
+        for option in record.__struct_fields__:
+            name = f"{record.__name__}.{option}"
+            if name in SHOWN_ELSEWHERE:
+                file = ROOT / SHOWN_ELSEWHERE[name]
+                text = "".join(f.read_text() for f in (file.rglob("*.py") if file.is_dir() else [file]))
+                assert option in text, name
+            else:
+                assert f"{option}=" in settings, name
 
 
 # ---- FSDP1's strategies ------------------------------------------------------------------------------------------------
