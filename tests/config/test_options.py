@@ -127,3 +127,32 @@ def test_records_of_another_kind_are_refused():
 def test_a_layout_needs_an_axis():
     with pytest.raises(ConfigError, match="names at least one axis"):
         Parallel(layout=" ")
+
+
+class Block:
+    """Stands for a module's class, which a record takes by its path."""
+
+
+def test_classes_are_named_by_their_path():
+    path = f"{__name__}.Block"
+    assert Sharding(units=Block).units == (path,) and Sharding(units=[Block, "head"]).units == (path, "head")  # type: ignore[arg-type]
+    assert Sharding(reshard_after_forward={Block: False}).reshard_after_forward == {path: False}  # type: ignore[arg-type]
+    assert Precision(parts={Block: "fp32"}).parts == {path: "fp32"}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: Precision(parts={"Norm": 3}), "expected text as parts['Norm']; got the whole number 3"),
+        (lambda: Precision(parts={"a": "fp32", "b": Precision()}), "as parts['b']; got an object of type Precision"),
+        (lambda: Precision(parts={4: "fp32"}), "expected text as its key; got the whole number 4"),
+        (
+            lambda: Sharding(reshard_after_forward={"Block": "no"}),
+            "expected true or false, or a whole number as reshard_after_forward['Block']; got the text 'no'",
+        ),
+    ],
+)
+def test_of_a_mapping_the_entry_at_fault_is_named(make, why):
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert why in caught.value.why

@@ -61,3 +61,16 @@ def test_a_wrong_key_is_told_with_its_line(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert "run.yaml:4" in str(caught.value) and "did you mean" in str(caught.value)
+
+
+class Block:
+    """Stands for a module's class, which a record takes by its path."""
+
+
+@pytest.mark.parametrize("record", [Remat, Compile])
+def test_targets_are_a_text_a_list_or_classes(record):
+    assert record(targets="Block, blocks.*.attn").targets == ("Block", "blocks.*.attn")
+    assert record(targets=(Block, "Other")).targets == (f"{__name__}.Block", "Other")
+    assert record(targets=Block).targets == (f"{__name__}.Block",) and record(targets="blocks").targets == "blocks"
+    with pytest.raises(ConfigError, match="means no module"):
+        record(targets="Block,")

@@ -10,8 +10,8 @@ from parallel.test_traps_sharding import BLOCKS, DDP, FSDP, Net, build, gradient
 from torch import nn
 
 from shardwise.anatomy import read_anatomy
-from shardwise.config.options import Precision, Sharding
-from shardwise.errors import PlanError, UnsupportedError
+from shardwise.config.options import Precision, Remat, Sharding
+from shardwise.errors import ConfigError, PlanError, UnsupportedError
 from shardwise.layout import Layout
 from shardwise.parallel import apply_recipe, describe, parallelize, recipe_of, runtime_of, world_of
 from shardwise.recipe import Cut, make_recipe
@@ -292,3 +292,37 @@ def test_the_oracle_of_this_file_is_not_trivial(ranks):
 def all_gradients():
     with init(FSDP, device="cpu", timeout_s=20) as world:
         return gradients(world, parallelize(build(), world, sharding=BLOCKS))
+
+
+# ---- options that are no records, and classes in them --------------------------------------------------------------------
+
+
+def with_option(options: dict):
+    with init("dp_shard=1", device="cpu") as world:
+        try:
+            parallelize(Net, world, **options)
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("key", "value"), [("sharding", "Block"), ("sharding", {"units": "Block"}), ("ddp", 25.0)])
+def test_an_option_that_is_no_record_is_named(ranks, key, value):
+    said = ranks.run(with_option, 1, {key: value})[0]
+    assert said.startswith(f"{key}={value!r}\n") and f"fix: write {key}=sw." in said
+
+
+def named_by_class():
+    with init("dp_shard=1", device="cpu") as world:
+        kind = type(build().blocks[0])
+        sharding = Sharding(engine="fsdp2", units=kind, reshard_after_forward={kind: False})  # type: ignore[arg-type]
+        model = parallelize(build, world, sharding=sharding, remat=Remat(targets=(kind,)))  # type: ignore[arg-type]
+        recipe = recipe_of(model)
+        blocks = [name for name, child in model.named_modules() if isinstance(child, kind)]
+        return [unit.modules for unit in recipe.units], [edit.module for edit in recipe.edits], blocks, recipe.units[0]
+
+
+def test_classes_name_what_they_named_under_fsdp(ranks):
+    units, edits, blocks, first = ranks.run(named_by_class, 1)[0]
+    assert units == [("blocks.0", "blocks.2"), ("blocks.1",), ("",)]  # the first two share a layer
+    assert edits == blocks == ["blocks.0", "blocks.1", "blocks.2"] and first.reshard is False

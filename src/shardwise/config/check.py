@@ -30,6 +30,9 @@ def checked(value: Any, hint: Any, *, where: str, key: str) -> Any:
     try:
         return msgspec.convert(_whole(value, hint), hint)
     except msgspec.ValidationError as error:
+        if (fault := _fault_within(value, hint, key)) is not None:
+            fix = ": ".join(filter(None, (f"give {key} {describe_type(hint)}", doc_of(hint))))
+            raise ConfigError(where, why=fault, fix=fix) from None
         expected = describe_type(hint)
         near = closest(value, _words(hint)) if isinstance(value, str) else None
         raise ConfigError(
@@ -98,6 +101,20 @@ def _whole(value: Any, hint: Any) -> Any:
     if isinstance(value, float) and value.is_integer() and int in _leaves(hint) and float not in _leaves(hint):
         return int(value)
     return value
+
+
+def _fault_within(value: Any, hint: Any, key: str) -> str | None:
+    """What is wrong with the first key or value of a mapping that does not fit, where ``hint`` allows mappings."""
+    items = next((get_args(leaf) for leaf in _leaves(hint) if get_origin(leaf) is dict), None)
+    if not isinstance(value, dict) or items is None:
+        return None
+    for name, item in value.items():
+        for place, given, wanted in (("its key", name, items[0]), (f"{key}[{name!r}]", item, items[1])):
+            try:
+                msgspec.convert(given, wanted)
+            except msgspec.ValidationError:
+                return f"expected {describe_type(wanted)} as {place}; got {describe_value(given)}"
+    return None
 
 
 def _leaves(hint: Any) -> list[Any]:

@@ -58,6 +58,7 @@ class Sharding(Options, frozen=True, kw_only=True):
     """How parameters, gradients and optimizer state are spread over the data-parallel ranks."""
 
     functions: ClassVar[frozenset[str]] = frozenset({"units"})
+    patterns: ClassVar[frozenset[str]] = frozenset({"units", "reshard_after_forward"})
 
     engine: Annotated[
         Literal["auto", "ddp", "fsdp2"],
@@ -68,7 +69,7 @@ class Sharding(Options, frozen=True, kw_only=True):
         doc(
             "auto: repeated blocks; none: the model is one unit; no_split: what the model lists in _no_split_modules; "
             "model: what its own fully_shard method shards; else patterns of module names or classes, as a list or with "
-            "commas; in Python also a function of (name, module)"
+            "commas; in Python also classes, or a function of (name, module)"
         ),
     ] = "auto"
     min_unit_bytes: Annotated[
@@ -211,6 +212,10 @@ class Parallel(Options, frozen=True, kw_only=True):
         tuple[str | dict[str, Any], ...],
         doc("your own changes of the module, in order: names, pkg.mod:function, or mappings with a name and options"),
     ] = ()
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of ``parallelize``: all fields but the layout, which ``init`` is given."""
+        return {key: getattr(self, key) for key in self.__struct_fields__ if key != "layout"}
 
     def check(self) -> None:
         precision_of(self.precision)

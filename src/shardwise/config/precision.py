@@ -1,6 +1,6 @@
 """Which dtypes a model is stored, computed and reduced in, as a word or as a record. Torch-free."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
@@ -30,6 +30,8 @@ class Precision(Options, frozen=True, kw_only=True):
 
     Words: float32, float16, bfloat16, float64, double, half, fp32, fp16, bf16, fp64; stored as torch's names.
     """
+
+    patterns: ClassVar[frozenset[str]] = frozenset({"parts"})
 
     storage: Annotated[str | None, doc("dtype in which parameters and optimizer state are kept")] = None
     compute: Annotated[str | None, doc("dtype of parameters and activations in forward and backward")] = None

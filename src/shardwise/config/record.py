@@ -27,10 +27,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of all option records: every field is checked, and lists become tuples, when one is built."""
 
     functions: ClassVar[frozenset[str]] = frozenset()  # fields that may also be a function, given from Python
+    patterns: ClassVar[frozenset[str]] = frozenset()  # fields that name modules, and so may hold classes
 
     def __post_init__(self) -> None:
         for key, hint in hints_of(type(self)).items():
             value = getattr(self, key)
+            if key in self.patterns:
+                value = _with_class_names(value)
             if callable(value) and key in self.functions:
                 continue
             where = f"{type(self).__name__}({key}={value!r})"
@@ -43,3 +46,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def computed(self) -> dict[tuple[str, str], Any]:
         """Defaults that depend on other fields: (section, key) -> value. A record settles them in :meth:`check`."""
         return {}
+
+
+def _with_class_names(value: Any) -> Any:
+    """``value`` with the dotted path in place of each class, which is how a pattern names it."""
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, list | tuple):
+        return tuple(_with_class_names(item) if isinstance(item, type) else item for item in value)
+    if isinstance(value, dict):
+        return {_with_class_names(key) if isinstance(key, type) else key: item for key, item in value.items()}
+    return value

@@ -4,7 +4,7 @@
 Remat(mode='selective', targets='blocks', every=1, save=('matmul', 'attention'), offload=False)
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -14,7 +14,11 @@ from shardwise.errors import ConfigError
 
 __all__ = ["Compile", "Remat", "compile_of", "remat_of"]
 
-Targets = Literal["blocks"] | tuple[str, ...]
+Targets = str | tuple[str, ...]
+_TARGETS = doc(
+    "blocks: every block of the outermost lists; else patterns of module names or classes, as a list or with commas; in "
+    "Python also classes"
+)
 
 _SAVED = ("matmul", "attention")
 
@@ -22,15 +26,15 @@ _SAVED = ("matmul", "attention")
 class Remat(Options, frozen=True, kw_only=True):
     """Which blocks run again in backward instead of keeping what they computed in forward (activation checkpointing)."""
 
+    patterns: ClassVar[frozenset[str]] = frozenset({"targets"})
+
     mode: Annotated[
         Literal["full", "selective"],
         doc(
             "full: keep a block's inputs only; selective: also the results named in save, so that they are not run again"
         ),
     ] = "full"
-    targets: Annotated[
-        Targets, doc("blocks: every block of the outermost lists; or patterns of module names or class names")
-    ] = "blocks"
+    targets: Annotated[Targets, _TARGETS] = "blocks"
     every: Annotated[
         Annotated[int, msgspec.Meta(ge=1)], doc("of the targets in one list, the first of every so many; 1: all")
     ] = 1
@@ -41,7 +45,7 @@ class Remat(Options, frozen=True, kw_only=True):
     offload: Annotated[bool, doc("with full, on cuda: keep the inputs of the blocks in host memory")] = False
 
     def check(self) -> None:
-        _check_targets("Remat", self.targets)
+        _settle_targets(self)
         if self.mode == "full" and self.save != _SAVED:
             raise ConfigError(
                 f"Remat(mode='full', save={list(self.save)})",
@@ -67,9 +71,9 @@ class Remat(Options, frozen=True, kw_only=True):
 class Compile(Options, frozen=True, kw_only=True):
     """Which blocks are compiled, and how: keywords of ``torch.compile``."""
 
-    targets: Annotated[
-        Targets, doc("blocks: every block of the outermost lists; or patterns of module names or class names")
-    ] = "blocks"
+    patterns: ClassVar[frozenset[str]] = frozenset({"targets"})
+
+    targets: Annotated[Targets, _TARGETS] = "blocks"
     backend: Annotated[str, doc("inductor, or another name of torch.compiler.list_backends")] = "inductor"
     mode: Annotated[
         Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None,
@@ -87,7 +91,7 @@ class Compile(Options, frozen=True, kw_only=True):
     ] = None
 
     def check(self) -> None:
-        _check_targets("Compile", self.targets)
+        _settle_targets(self)
         if not self.backend:
             raise ConfigError("Compile(backend='')", why="no backend has this name", fix='use backend="inductor"')
         if self.mode is not None and self.backend != "inductor":
@@ -135,10 +139,14 @@ def _record(key: str, value: Any, cls: type, words: dict[str, Any]) -> Any:
     )
 
 
-def _check_targets(record: str, targets: Any) -> None:
+def _settle_targets(record: Remat | Compile) -> None:
+    """A text but "blocks" becomes the patterns it lists; those that mean nothing are refused."""
+    if isinstance(record.targets, str) and record.targets != "blocks":
+        msgspec.structs.force_setattr(record, "targets", tuple(part.strip() for part in record.targets.split(",")))
+    targets = record.targets
     if isinstance(targets, tuple) and not (targets and all(targets)):
         raise ConfigError(
-            f"{record}(targets={list(targets)})",
+            f"{type(record).__name__}(targets={list(targets)})",
             why="no pattern, or an empty one, means no module",
             fix='name modules, as targets=["blocks.*"] or ["Block"], or leave it at "blocks"',
         )

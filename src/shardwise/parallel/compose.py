@@ -25,7 +25,7 @@ from shardwise.config.options import (
     precision_of,
     remat_of,
 )
-from shardwise.errors import PlanError, UsageError
+from shardwise.errors import ConfigError, PlanError, UsageError
 from shardwise.parallel.compile import apply_compile, check_compile
 from shardwise.parallel.ddp import apply_ddp
 from shardwise.parallel.fsdp2 import apply_fsdp2
@@ -89,6 +89,7 @@ def parallelize(
             anything else.
 
     Raises:
+        ConfigError: an option that is neither a word for it nor its record.
         UsageError: the module is sharded or wrapped already, or is on meta without a callable to build it.
         PlanError: options that name no module, or a tensor that nothing initialises.
         UnsupportedError: a module that cannot be sharded safely, by name.
@@ -98,6 +99,8 @@ def parallelize(
         >>> model = parallelize(lambda: nn.Linear(8, 8), world)  # doctest: +SKIP
     """
     _refuse_no_world(world)
+    _refuse_no_record("sharding", sharding, Sharding, 'units=("Block",)')
+    _refuse_no_record("ddp", ddp, DDP, "bucket_cap_mb=50")
     chosen, own = precision_of(precision), choose(transforms)
     module, source = build_with_source(_with_transforms(model, own), world, init)
     _refuse_wrapped(module)
@@ -189,6 +192,15 @@ def _refuse_no_world(world: Any) -> None:
             fix=f"world = sw.init({world!r}); model = sw.parallelize(model, world)"
             if isinstance(world, str)
             else 'world = sw.init("dp_shard=-1"); model = sw.parallelize(model, world)',
+        )
+
+
+def _refuse_no_record(key: str, value: Any, cls: type, example: str) -> None:
+    if value is not None and not isinstance(value, cls):
+        raise ConfigError(
+            f"{key}={value!r}",
+            why=f"that is not a {cls.__name__} record",
+            fix=f"write {key}=sw.{cls.__name__}({example}), or leave it out",
         )
 
 

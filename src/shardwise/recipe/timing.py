@@ -44,7 +44,11 @@ def _reshard(anatomy: Anatomy, units: list[Unit], given: bool | int | dict[str, 
 
 
 def _meant(anatomy: Anatomy, unit: Unit, pattern: str) -> bool:
-    hit = [module for module in unit.modules if matches(module, anatomy.classes[module], pattern)]
+    hit = [
+        module
+        for module in unit.modules
+        if matches(module, anatomy.classes[module], pattern) or pattern == anatomy.class_paths.get(module)
+    ]
     if hit and len(hit) < len(unit.modules):
         raise PlanError(
             f"reshard_after_forward={{{pattern!r}: ...}}: {hit[0]!r}",
