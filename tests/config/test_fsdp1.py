@@ -1,11 +1,12 @@
 """FSDP1's words mean what they meant, or say that they do not."""
 
 import warnings
+from enum import Enum
 
 import pytest
 
 from shardwise.config.fsdp1 import STRATEGIES, from_fsdp1
-from shardwise.config.options import Prefetch
+from shardwise.config.options import Parallel, Prefetch
 from shardwise.errors import ConfigError
 
 
@@ -77,3 +78,67 @@ def test_what_cannot_be_is_refused(options, text):
 def test_float16_is_kept():
     with pytest.warns(UserWarning, match="mixed_precision=fp16"):
         assert from_fsdp1(mixed_precision="fp16", auto_wrap_policy="SIZE_BASED_WRAP").precision == "fp16"
+
+
+def warned(**options) -> list[warnings.WarningMessage]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        from_fsdp1(**options)
+    return caught
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"sharding_strategy": "NO_SHARD", "forward_prefetch": True}, "forward_prefetch=True"),
+        ({"sharding_strategy": "NO_SHARD", "backward_prefetch": None}, "backward_prefetch=NO_PREFETCH"),
+        (
+            {"sharding_strategy": "NO_SHARD", "auto_wrap_policy": "SIZE_BASED_WRAP"},
+            "auto_wrap_policy=SIZE_BASED_WRAP",
+        ),
+        ({"sharding_strategy": "NO_SHARD", "transformer_layer_cls": "Block"}, "transformer_layer_cls=Block"),
+        ({"sharding_strategy": "FULL_SHARD", "ranks_per_node": 8}, "ranks_per_node=8"),
+        ({"transformer_layer_cls": "Block"}, "transformer_layer_cls=Block"),
+        ({"min_num_params": 5}, "min_num_params=5"),
+        ({"min_num_params": 5, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}, "min_num_params=5"),
+    ],
+)
+def test_an_option_that_is_not_used_is_named(options, key):
+    assert any(str(warning.message).startswith(f"{key}: ") for warning in warned(**options))
+
+
+def test_warnings_point_at_the_caller():
+    caught = warned(use_orig_params=True, backward_prefetch="BACKWARD_POST")
+    assert len(caught) == 3 and {warning.filename for warning in caught} == {__file__}
+
+
+def test_what_replicas_cannot_do_is_left_to_the_engine_that_can():
+    halves = quiet("NO_SHARD", mixed_precision="bf16")
+    assert (halves.layout, halves.sharding.engine, halves.precision) == ("dp_replicate=-1", "auto", "bf16")
+    held = quiet("NO_SHARD", cpu_offload=True, forward_prefetch=True)
+    assert held.sharding.engine == "auto" and held.sharding.offload and held.sharding.prefetch.forward == 1
+
+
+def test_torchs_enums_are_known_by_name():
+    strategy = Enum("ShardingStrategy", "FULL_SHARD SHARD_GRAD_OP HYBRID_SHARD NO_SHARD")
+    backward = Enum("BackwardPrefetch", "BACKWARD_PRE BACKWARD_POST")
+    assert quiet(strategy["SHARD_GRAD_OP"]).sharding.reshard_after_forward is False
+    assert quiet(backward_prefetch=backward["BACKWARD_PRE"]).sharding.prefetch.backward == 1
+    with pytest.raises(ConfigError, match="FSDP1 has no such value"):
+        quiet(auto_wrap_policy=lambda module: True)
+
+
+def test_a_class_or_the_models_own_list_names_the_units():
+    class Block:
+        pass
+
+    path = f"{__name__}.{Block.__qualname__}"
+    for given in (Block, {Block}, [Block]):
+        assert quiet(auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_layer_cls=given).sharding.units == (path,)
+    assert quiet(auto_wrap_policy="TRANSFORMER_BASED_WRAP").sharding.units == "no_split"
+
+
+def test_options_are_what_parallelize_takes():
+    meant = quiet("SHARD_GRAD_OP", mixed_precision="bf16")
+    assert meant.options()["sharding"] is meant.sharding and meant.options()["precision"] == "bf16"
+    assert set(meant.options()) == set(Parallel.__struct_fields__) - {"layout"}

@@ -5,6 +5,9 @@ ones, ``reshard_after_forward`` off where only gradients and optimizer state are
 """
 
 import warnings
+from collections.abc import Collection, Iterable
+from enum import Enum
+from typing import Any
 
 from shardwise.config.options import Parallel, Prefetch, Sharding
 from shardwise.config.suggest import did_you_mean
@@ -22,18 +25,19 @@ STRATEGIES = {  # name -> (hybrid, freed after forward)
 }
 _BACKWARD = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 _WRAP = ("NO_WRAP", "SIZE_BASED_WRAP", "TRANSFORMER_BASED_WRAP")
+_NO_COUNTERPART = "FSDP2 has no counterpart: parameters are always the model's own, of equal values"
 
 
 def from_fsdp1(
-    sharding_strategy: str = "FULL_SHARD",
+    sharding_strategy: str | Enum = "FULL_SHARD",
     *,
     ranks_per_node: int | None = None,
     cpu_offload: bool = False,
-    backward_prefetch: str | None = "BACKWARD_PRE",
+    backward_prefetch: str | Enum | None = "BACKWARD_PRE",
     forward_prefetch: bool = False,
     auto_wrap_policy: str = "NO_WRAP",
-    min_num_params: int = 100_000,
-    transformer_layer_cls: str | None = None,
+    min_num_params: int | None = None,
+    transformer_layer_cls: str | type | Iterable[str | type] | None = None,
     mixed_precision: str | None = None,
     use_orig_params: bool | None = None,
     sync_module_states: bool = True,
@@ -41,14 +45,19 @@ def from_fsdp1(
 ) -> Parallel:
     """The layout and options that mean what FSDP1 (or Accelerate, or oumi) is given in these words.
 
+    ``layout`` of what it returns is for ``sw.init``, ``options()`` are the keyword arguments of ``sw.parallelize``.
+
     Args:
-        sharding_strategy: FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, HYBRID_SHARD_ZERO2 or NO_SHARD.
+        sharding_strategy: FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, HYBRID_SHARD_ZERO2 or NO_SHARD, or torch's enum.
         ranks_per_node: for the hybrid ones: they shard within a node and replicate across nodes.
         cpu_offload: keep shards in host memory.
-        backward_prefetch: BACKWARD_PRE, BACKWARD_POST, or NO_PREFETCH (also None).
+        backward_prefetch: BACKWARD_PRE, BACKWARD_POST, or NO_PREFETCH (also None), or torch's enum.
         forward_prefetch: gather one unit ahead in forward.
         auto_wrap_policy: NO_WRAP, SIZE_BASED_WRAP (by ``min_num_params``) or TRANSFORMER_BASED_WRAP (by
-            ``transformer_layer_cls``, class names with commas).
+            ``transformer_layer_cls``).
+        min_num_params: for SIZE_BASED_WRAP; None = 100,000.
+        transformer_layer_cls: for TRANSFORMER_BASED_WRAP: class names with commas, a class, or several; None = what the
+            model lists in ``_no_split_modules``, as Accelerate reads it.
         mixed_precision: None, "bf16" or "fp16".
         use_orig_params, sync_module_states, limit_all_gathers: have no counterpart; another value than the default is
             warned about.
@@ -63,61 +72,75 @@ def from_fsdp1(
         >>> from_fsdp1("HYBRID_SHARD", ranks_per_node=8).layout
         'dp_replicate=-1,dp_shard=8'
     """
-    _check_word("sharding_strategy", sharding_strategy, STRATEGIES)
-    _check_word("backward_prefetch", backward_prefetch or "NO_PREFETCH", _BACKWARD)
-    _check_word("auto_wrap_policy", auto_wrap_policy, _WRAP)
-    _warn_of_gone(use_orig_params=(use_orig_params, None), sync_module_states=(sync_module_states, True),
-                  limit_all_gathers=(limit_all_gathers, True))  # fmt: skip
-    if sharding_strategy == "NO_SHARD":
-        _warn("sharding_strategy=NO_SHARD", "it is plain data parallelism: DDP is used")
-        return Parallel(layout="dp_replicate=-1", sharding=Sharding(engine="ddp"), precision=mixed_precision)
-    hybrid, reshard = STRATEGIES[sharding_strategy]
+    strategy = _word("sharding_strategy", sharding_strategy, STRATEGIES)
+    backward = _word("backward_prefetch", backward_prefetch or "NO_PREFETCH", _BACKWARD)
+    policy = _word("auto_wrap_policy", auto_wrap_policy, _WRAP)
+    hybrid, reshard = STRATEGIES[strategy]
     if hybrid and ranks_per_node is None:
         raise ConfigError(
-            f"sharding_strategy={sharding_strategy} without ranks_per_node",
+            f"sharding_strategy={strategy} without ranks_per_node",
             why="it shards within a node and replicates across nodes",
             fix="say how many ranks a node has: ranks_per_node=8",
         )
-    if backward_prefetch == "BACKWARD_POST":
-        _warn("backward_prefetch=BACKWARD_POST", "FSDP2 has no such order: BACKWARD_PRE is used")
-    if mixed_precision:
-        _warn(f"mixed_precision={mixed_precision}", "gradients are reduced, and buffers kept, in float32")
-    return Parallel(
-        layout=f"dp_replicate=-1,dp_shard={ranks_per_node}" if hybrid else "dp_shard=-1",
-        precision=mixed_precision,
-        sharding=Sharding(
-            engine="fsdp2",
+    ddp = strategy == "NO_SHARD" and not cpu_offload and not mixed_precision
+    said = [  # (given, why it changes or goes, whether it was given)
+        ("sharding_strategy=NO_SHARD", "it is plain data parallelism: DDP is used", ddp),
+        (f"ranks_per_node={ranks_per_node}", f"{strategy} is the same within and across nodes, so it is not used",
+         ranks_per_node is not None and not hybrid),
+        (f"mixed_precision={mixed_precision}", "gradients are reduced, and buffers kept, in float32",
+         bool(mixed_precision)),
+        (f"use_orig_params={use_orig_params}", _NO_COUNTERPART, use_orig_params is not None),
+        (f"sync_module_states={sync_module_states}", _NO_COUNTERPART, sync_module_states is not True),
+        (f"limit_all_gathers={limit_all_gathers}", _NO_COUNTERPART, limit_all_gathers is not True),
+        (f"min_num_params={min_num_params}", f"auto_wrap_policy={policy} does not use it",
+         min_num_params is not None and policy != "SIZE_BASED_WRAP"),
+        (f"transformer_layer_cls={transformer_layer_cls}", f"auto_wrap_policy={policy} does not use it",
+         transformer_layer_cls is not None and policy != "TRANSFORMER_BASED_WRAP"),
+    ]  # fmt: skip
+    if ddp:
+        whole = "DDP keeps whole copies and gathers nothing, so it is not used"
+        said += [
+            (f"backward_prefetch={backward}", whole, backward != "BACKWARD_PRE"),
+            (f"forward_prefetch={forward_prefetch}", whole, bool(forward_prefetch)),
+            (f"auto_wrap_policy={policy}", whole, policy != "NO_WRAP"),
+        ]
+        sharding = Sharding(engine="ddp")
+    else:
+        said += [
+            ("backward_prefetch=BACKWARD_POST", "FSDP2 has no such order: BACKWARD_PRE is used",
+             backward == "BACKWARD_POST"),
+            ("auto_wrap_policy=NO_WRAP", 'blocks are found all the same; Sharding(units="none") is one flat unit',
+             policy == "NO_WRAP"),
+        ]  # fmt: skip
+        sharding = Sharding(
+            engine="auto" if strategy == "NO_SHARD" else "fsdp2",
             reshard_after_forward=reshard,
             offload=cpu_offload,
-            prefetch=Prefetch(
-                forward=int(forward_prefetch), backward=int(backward_prefetch not in (None, "NO_PREFETCH"))
-            ),
-            **_units(auto_wrap_policy, min_num_params, transformer_layer_cls),
-        ),
-    )
+            prefetch=Prefetch(forward=int(forward_prefetch), backward=int(backward != "NO_PREFETCH")),
+            **_units(policy, min_num_params, transformer_layer_cls),
+        )
+    for given, why, was_given in said:
+        if was_given:
+            warnings.warn(f"{given}: {why}", stacklevel=2)
+    layout = f"dp_replicate=-1,dp_shard={ranks_per_node}" if hybrid else "dp_shard=-1"
+    layout = "dp_replicate=-1" if strategy == "NO_SHARD" else layout
+    return Parallel(layout=layout, precision=mixed_precision, sharding=sharding)
 
 
-def _units(policy: str, min_num_params: int, transformer_layer_cls: str | None) -> dict:
+def _units(policy: str, min_num_params: int | None, transformer_layer_cls: Any) -> dict[str, Any]:
     if policy == "SIZE_BASED_WRAP":
-        return {"min_unit_params": min_num_params}
+        return {"min_unit_params": 100_000 if min_num_params is None else min_num_params}
     if policy == "TRANSFORMER_BASED_WRAP":
-        return {"units": transformer_layer_cls} if transformer_layer_cls else {}
-    _warn("auto_wrap_policy=NO_WRAP", 'blocks are found all the same; Sharding(units="none") is one flat unit')
+        named = transformer_layer_cls or "no_split"
+        return {"units": named if isinstance(named, str | type) else tuple(named)}
     return {}
 
 
-def _check_word(key: str, word: str, known) -> None:
-    if word not in known:
+def _word(key: str, given: Any, known: Collection[str]) -> str:
+    """The word itself, or the name of the enum's member."""
+    word = given.name if isinstance(given, Enum) else given
+    if not isinstance(word, str) or word not in known:
         raise ConfigError(
-            f"{key}={word!r}", why="FSDP1 has no such value", fix=did_you_mean(word, list(known), what="values")
+            f"{key}={given!r}", why="FSDP1 has no such value", fix=did_you_mean(str(word), list(known), what="values")
         )
-
-
-def _warn_of_gone(**options: tuple) -> None:
-    for key, (value, default) in options.items():
-        if value != default:
-            _warn(f"{key}={value}", "FSDP2 has no counterpart: parameters are always the model's own, of equal values")
-
-
-def _warn(given: str, why: str) -> None:
-    warnings.warn(f"{given}: {why}", stacklevel=3)
+    return word
