@@ -110,6 +110,7 @@ def test_zero_dim_parameters_are_replicated_with_a_note():
         (Layout(dp_replicate=2), {"min_unit_bytes": 0}, "min_unit_bytes"),
         (Layout(dp_replicate=2), {"reshard_after_forward": False}, "reshard_after_forward"),
         (Layout(dp_shard=2), {"reshard_after_forward": False}, "reshard_after_forward"),  # the root is the only unit
+        (Layout(dp_shard=2), {"sync_every_microbatch": "reduce_scatter"}, "sync_every_microbatch"),  # no replicas
     ],
 )
 def test_an_option_without_effect_is_noted(layout, sharding, key):
@@ -120,6 +121,8 @@ def test_an_option_without_effect_is_noted(layout, sharding, key):
 def test_options_with_an_effect_are_not():
     recipe = make(min_unit_bytes=0, reshard_after_forward=False)
     assert not any("no effect" in note.why for note in recipe.notes)
+    hybrid = make(layout=Layout(dp_replicate=2, dp_shard=2), sync_every_microbatch="reduce_scatter")
+    assert not any("no effect" in note.why for note in hybrid.notes)
     assert [unit.reshard for unit in recipe.units] == [False, False, False]
 
 
@@ -132,6 +135,11 @@ def test_a_number_of_ranks_to_reshard_over_stays_a_number_and_must_divide_dp_sha
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_text_says_what_is_kept_in_host_memory():
+    kept = "offload: parameters, gradients and optimizer state are kept in host memory\n"
+    assert kept in describe_recipe(make(offload=True)) and "offload" not in describe_recipe(make())
 
 
 def test_json_round_trip_is_stable_and_keeps_the_modules_order():

@@ -15,6 +15,7 @@ def describe_recipe(recipe: Recipe) -> str:
         f"{recipe.module_class} on layout {layout} ({layout.size} rank{'s' if layout.size > 1 else ''}), "
         f"engine {recipe.engine}",
         f"parameters: {human_bytes(full)} in one process, at most {human_bytes(max(held))} per rank at rest",
+        *(["offload: parameters, gradients and optimizer state are kept in host memory"] if recipe.offload else []),
         "",
     ]
     rows: list[tuple[str, ...]] = [("unit", "tensors", "size", "stored/computed/reduced", "reshard", "why")]

@@ -41,7 +41,7 @@ def make_recipe(
         notes += unit_notes
     else:
         units = (Unit(name=ROOT, modules=(ROOT,), reshard=False, why="replicated: DDP keeps every parameter whole"),)
-    notes += _without_effect(units, engine, sharding, ddp or DDP())
+    notes += _without_effect(units, engine, layout, sharding, ddp or DDP())
     homes = unit_of_params(anatomy, units)
     params = {name: _param(fact, homes[name], engine, parts, notes, name) for name, fact in anatomy.params.items()}
     recipe = Recipe(
@@ -119,7 +119,7 @@ def _check_reshard(layout: Layout, given: bool | int | dict[str, bool | int]) ->
             )
 
 
-def _without_effect(units: tuple[Unit, ...], engine: str, sharding: Sharding, ddp: DDP) -> list[Note]:
+def _without_effect(units: tuple[Unit, ...], engine: str, layout: Layout, sharding: Sharding, ddp: DDP) -> list[Note]:
     """Options that this recipe has no use for: said, because another layout may have."""
     idle: list[tuple[Sharding | DDP, str, str]] = []  # record, key, why
     if engine == "ddp":
@@ -129,6 +129,8 @@ def _without_effect(units: tuple[Unit, ...], engine: str, sharding: Sharding, dd
         if len(units) == 1:
             alone = "the root is the only unit, and it stays gathered"
             idle += [(sharding, key, alone) for key in ("reshard_after_forward", "reshard_every", "prefetch")]
+        if sharding.sync_every_microbatch == "reduce_scatter" and layout.dp_replicate == 1:
+            idle.append((sharding, "sync_every_microbatch", "dp_replicate=1, so it is the same as true"))
     given = [(record, key, why) for record, key, why in idle if getattr(record, key) != default_of(type(record), key)]
     return [
         Note(name=key, why=f"{getattr(record, key)!r} has no effect here: {because}") for record, key, because in given
