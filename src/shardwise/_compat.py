@@ -36,6 +36,7 @@ __all__ = [
     "forget_failed_group",
     "function_modes",
     "gathered_parameters",
+    "is_accumulated",
     "is_spectral_norm",
     "is_taken_apart",
     "is_unscaled",
@@ -81,6 +82,16 @@ def forget_failed_group() -> None:
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Calls ``call`` when the backward that is running ends. Only from within one."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def is_accumulated(param: Tensor) -> bool:
+    """Whether the backward that is running adds to ``param.grad``; ``torch.autograd.grad`` does not. Only from within one."""
+    try:
+        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(param).node)
+    except RuntimeError as error:  # how torch answers for a leaf that autograd.grad was asked for
+        if "autograd.grad()" not in str(error):
+            raise
+        return False
 
 
 class _Chunks:
@@ -167,9 +178,25 @@ def on_unit_backward(group: Any, seen: Callable[[list[int], bool], None], before
             if full is not None and full.grad is not None:
                 used.append(i)
         seen(used, group.reduce_grads)
+        if group.reduce_grads:
+            _agree_on_dtype(group)
         post_backward(*args)
 
     group.pre_backward, group.post_backward = wrapped_before, wrapped
+
+
+def _agree_on_dtype(group: Any) -> None:
+    """Gradients of earlier micro-batches are kept in the dtype they are reduced in, and FSDP2 refuses to reduce them beside
+    those of the last one alone, or the zeros of a parameter that was not used, in the dtype of compute."""
+    params = [param for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
+    if all(param.unsharded_accumulated_grad is None for param in params):
+        return
+    for param in params:
+        if param.unsharded_accumulated_grad is not None or not param.unsharded_param.requires_grad:
+            continue
+        if param.unsharded_param.grad is None:
+            param.unsharded_param.grad = torch.zeros_like(param.unsharded_param)
+        param.to_accumulated_grad_if_needed()
 
 
 def unit_gradients(group: Any) -> Iterator[tuple[nn.Parameter, nn.Module, str]]:

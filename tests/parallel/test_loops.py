@@ -114,6 +114,68 @@ def test_each_backward_outside_a_window_is_summed_once(ranks, layout, zero_betwe
         assert_equal(found, want, zeros_for_none=layout == "dp_shard=2")
 
 
+class Fails(torch.autograd.Function):
+    """Its backward raises, at the first layer: the gradients of all later ones have been made."""
+
+    @staticmethod
+    def forward(_ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx, _grad):
+        raise RuntimeError("out of memory")
+
+
+def skipping_a_batch(layout: str, failing: tuple[int, ...], bucket_cap_mb: float) -> tuple[dict, list[str]]:
+    """A batch whose backward fails is skipped, as scripts do when memory runs out."""
+    with init(layout, device="cpu", timeout_s=20) as world:
+        torch.manual_seed(0)
+        sharded = parallelize(nn.Linear(4, 4).double(), world, ddp=DDP(bucket_cap_mb=bucket_cap_mb))
+        errors = []
+        for i in range(3):
+            sharded.zero_grad()
+            x = batch(2 * i + world.rank)["x"]
+            if i == 1 and world.rank in failing:
+                x = Fails.apply(x.requires_grad_())
+            try:
+                sharded(x).pow(2).sum().backward()
+            except RuntimeError as error:
+                errors.append(str(error))
+        return whole(sharded), errors
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [25.0, 1e-6])
+@pytest.mark.parametrize("failing", [(0, 1), (1,)])
+def test_a_backward_after_one_that_failed_is_summed(ranks, failing, bucket_cap_mb):
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 4).double()
+    for i in (4, 5):
+        plain(batch(i)["x"]).pow(2).sum().backward()
+    want = {name: param.grad for name, param in plain.named_parameters()}
+    for rank, (found, errors) in enumerate(ranks.run(skipping_a_batch, 2, "dp_replicate=2", failing, bucket_cap_mb)):
+        assert_equal(found, want)
+        (error,) = errors  # the other rank is told: its sum lacks a part
+        assert ("out of memory" if rank in failing else "which failed on other ranks") in error
+
+
+def a_gradient_taken_before_the_step(layout: str) -> tuple[dict, dict]:
+    with init(layout, device="cpu", timeout_s=20) as world:
+        sharded, given = parallelize(model(), world), batch(world.rank)
+        with window(sharded, [given], count=count) as w:
+            for each in w:
+                (sharded(each["x"]).sum() / w.num_tokens).backward()
+        before = {name: None if grad is None else grad.clone() for name, grad in whole(sharded).items()}
+        torch.autograd.grad(sharded(given["x"]).sum(), list(sharded.text.parameters()))
+        return before, whole(sharded)
+
+
+@pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2"])
+def test_autograd_grad_leaves_gradients_alone(ranks, layout):
+    for before, after in ranks.run(a_gradient_taken_before_the_step, 2, layout):
+        assert before["text.0.weight"] is not None
+        assert_equal(after, before, zeros_for_none=layout == "dp_shard=2")
+
+
 def with_the_parts(layout: str) -> dict:
     with init(layout, device="cpu", timeout_s=20) as world:
         sharded = parallelize(model(), world)

@@ -121,3 +121,61 @@ def test_each_parameter_keeps_its_dtype_and_its_numbers(ranks, layout, size, how
     assert any(
         not torch.equal(param, before) for param, before in zip(params.values(), build().parameters(), strict=True)
     )
+
+
+class Sometimes(nn.Module):
+    """``extra`` is used where the batch says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.extra = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, uses: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.extra(y) if uses else y
+
+
+def build_sometimes() -> Sometimes:
+    torch.manual_seed(1)
+    model = Sometimes()
+    for param in model.parameters():
+        param.data = torch.randint(-1, 2, param.shape).to(param.dtype)
+    return model
+
+
+def batch_of(index: int, uses: bool) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    return {"x": torch.randint(-1, 2, (3, 4), generator=generator).float(), "uses": torch.tensor(uses)}
+
+
+def sometimes_used(uses: list[list[bool]]) -> dict[str, Tensor | None]:
+    with sw.init(f"dp_shard={len(uses)}", device="cpu", timeout_s=20) as world:
+        model = sw.parallelize(build_sometimes(), world, precision="bf16", sharding=sw.Sharding(engine="fsdp2"))
+        given = [batch_of(2 * world.rank + i, used) for i, used in enumerate(uses[world.rank])]
+        with sw.window(model, given, count=lambda _b: 1) as w:
+            for each in w:
+                model(**each).float().sum().backward()
+        grads = {name: param.grad for name, param in model.named_parameters()}
+        return {name: None if grad is None else grad.full_tensor() for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize(
+    "uses",
+    [
+        [[False, False]],
+        [[False, True]],
+        [[True, False], [True, False]],
+        [[True, False], [False, True]],
+        [[True, True], [False, False]],
+    ],
+)
+def test_bf16_and_a_parameter_that_only_some_micro_batches_use(ranks, uses):
+    """FSDP2 keeps gradients of earlier micro-batches in fp32, and refused to reduce others beside them."""
+    plain = build_sometimes()
+    for rank, pattern in enumerate(uses):
+        for i, used in enumerate(pattern):
+            plain(**batch_of(2 * rank + i, used)).sum().backward()
+    for found in ranks.run(sometimes_used, len(uses), uses):
+        for name, param in plain.named_parameters():
+            assert (param.grad is None) == (found[name] is None), name
+            assert param.grad is None or torch.equal(found[name], param.grad), name

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -60,14 +61,14 @@ class Bucket:
         self.work: Any = None
         self.has_late_parts = False
 
-    def fill(self, grads: dict[int, Tensor | None], tail: Tensor | None) -> None:
+    def fill(self, grads: Mapping[int, Tensor | None], tail: Tensor | None) -> None:
         """Writes ``grads`` (None counts as zeros) and ``tail`` into a new flat tensor."""
         self.flat = self.packed(grads, num_more=0 if tail is None else len(tail))
         self.tail = self.flat[self.numel :]
         if tail is not None:
             self.tail.copy_(tail)
 
-    def packed(self, grads: dict[int, Tensor | None], num_more: int = 0) -> Tensor:
+    def packed(self, grads: Mapping[int, Tensor | None], num_more: int = 0) -> Tensor:
         """``grads`` one after another in a new tensor, zeros where there is none, with room for ``num_more``."""
         like = next(iter(self.members.values()))
         flat = torch.zeros(self.numel + num_more, dtype=like.dtype, device=like.device)

@@ -10,6 +10,8 @@ besides:
   that is recomputed, a parameter used outside forward) is then there by itself and is sent after the rest.
 * The last bucket carries along which parameters were used, and which buckets have such late parts: no further message.
   A parameter that no rank used ends with ``grad is None``, as in one process.
+* A backward outside a window that raised (a batch that was too large, and is skipped) is sent to its end before the next
+  one begins, marked as failed: ranks go on in step, and one whose own backward was complete is told.
 
 torch's own reducer instead takes each forward of the root for one backward, and parameters outside that graph for
 unused: two backwards in one micro-batch left gradients 0.5 off without a word, and a second model, an encoder called by
@@ -17,16 +19,17 @@ itself, or a loss on a block's attribute ended in errors.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise._compat import at_end_of_backward
+from shardwise._compat import at_end_of_backward, is_accumulated
 from shardwise.anatomy import canonical_tensors
 from shardwise.config.options import DDP
+from shardwise.errors import RankError
 from shardwise.parallel.buckets import Bucket, make_buckets
 from shardwise.recipe import Recipe
 from shardwise.world import World
@@ -63,6 +66,7 @@ class DDPEngine:
     # ---- what a window calls ---------------------------------------------------------------------------------
 
     def begin(self) -> None:
+        self._end_failed()
         self._forget()
         self._summed.clear()
         self._done.clear()
@@ -101,7 +105,7 @@ class DDPEngine:
         def hook(_grad: Tensor) -> None:
             found = engine()
             if found is not None:
-                found._put_aside(i)
+                found._expect(i)
 
         return hook
 
@@ -115,23 +119,45 @@ class DDPEngine:
 
         return hook
 
+    def _expect(self, i: int) -> None:
+        if is_accumulated(self.params[i]):  # torch.autograd.grad runs this hook too, and leaves .grad alone
+            self._end_failed()
+            self._put_aside(i)
+
     def _arrived(self, i: int) -> None:
         bucket = self._bucket_of[i]
         self._used[i] = 1
         if self._sync is False:
             return
-        if self._sync is None and not self._is_queued:
-            self._is_queued = True
-            at_end_of_backward(self._end_of_backward)
+        if self._sync is None and self._queued is None:
+            self._queue()
         if bucket.work is not None:
             bucket.has_late_parts = True
         else:
             bucket.missing.discard(i)
             self._send_ready()
 
-    def _end_of_backward(self) -> None:
-        self._is_queued = False
-        self.complete("a backward outside a window")
+    def _queue(self) -> None:
+        def end() -> None:
+            self._queued = None
+            self.complete("a backward outside a window")
+
+        self._queued = weakref.ref(end)  # torch holds it until the backward ends, one way or the other
+        at_end_of_backward(end)
+
+    def _end_failed(self) -> None:
+        """Ends a backward that raised before its sums: what it has not sent follows as zeros, and all of it is dropped."""
+        if self._queued is None or self._queued() is not None:
+            return
+        for bucket in self.buckets[self._num_sent :]:
+            self._post(bucket, dict.fromkeys(bucket.members), has_failed=True)
+        self._wait("after a backward that failed")
+        self._drop()
+
+    def _drop(self) -> None:
+        self._done.clear()
+        self._used.zero_()
+        self._forget()
 
     def _put_aside(self, i: int) -> None:
         """A gradient that is a sum over the ranks must not be summed again."""
@@ -159,12 +185,16 @@ class DDPEngine:
         for i, grad in grads.items():
             if grad is not None:  # perhaps put there by hand, which no hook tells
                 self._used[i] = 1
-        bucket.fill(grads, self._tail() if bucket is self.buckets[-1] else None)
+        self._post(bucket, grads)
+
+    def _post(self, bucket: Bucket, grads: Mapping[int, Tensor | None], *, has_failed: bool = False) -> None:
+        bucket.fill(grads, self._tail(has_failed) if bucket is self.buckets[-1] else None)
         bucket.work = self._sum(bucket.flat)
         self._num_sent += 1
 
-    def _tail(self) -> Tensor:
-        return torch.cat([torch.tensor([bucket.has_late_parts for bucket in self.buckets]), self._used])
+    def _tail(self, has_failed: bool) -> Tensor:
+        flags = [has_failed, *(bucket.has_late_parts for bucket in self.buckets)]
+        return torch.cat([torch.tensor(flags), self._used])
 
     def _sum(self, flat: Tensor) -> Any:
         return dist.all_reduce(flat, group=self.world.gradient_group(), async_op=True)
@@ -173,10 +203,20 @@ class DDPEngine:
         for bucket in self.buckets[self._num_sent :]:
             self._send(bucket)
 
+    def _wait(self, place: str) -> None:
+        self.world.agreement.carry_out(lambda: [bucket.work for bucket in self.buckets], place)
+
     def _collect(self, place: str) -> None:
         agreement = self.world.agreement
-        agreement.carry_out(lambda: [bucket.work for bucket in self.buckets], f"{place}, summing gradients")
-        late, used = self.buckets[-1].tail.split([len(self.buckets), len(self.params)])
+        self._wait(f"{place}, summing gradients")
+        failed, late, used = self.buckets[-1].tail.split([1, len(self.buckets), len(self.params)])
+        if failed.item():
+            self._drop()
+            raise RankError(
+                f"{place}, which failed on other ranks",
+                why="their gradients are missing in the sum",
+                fix="see the error there; to skip a batch, all ranks must skip it",
+            )
         late_buckets = [bucket for bucket, flag in zip(self.buckets, late.tolist(), strict=True) if flag]
         if late_buckets:
             parts = [bucket.packed({i: self._take(i) for i in bucket.members}) for bucket in late_buckets]
@@ -198,6 +238,7 @@ class DDPEngine:
         self._used.zero_()
 
     def _forget(self) -> None:
-        self._num_sent, self._is_queued = 0, False
+        self._num_sent = 0
+        self._queued: weakref.ref[Any] | None = None
         for bucket in self.buckets:
             bucket.reset()
