@@ -123,7 +123,10 @@ def test_torchs_enums_are_known_by_name():
     strategy = Enum("ShardingStrategy", "FULL_SHARD SHARD_GRAD_OP HYBRID_SHARD NO_SHARD")
     backward = Enum("BackwardPrefetch", "BACKWARD_PRE BACKWARD_POST")
     assert quiet(strategy["SHARD_GRAD_OP"]).sharding.reshard_after_forward is False
-    assert quiet(backward_prefetch=backward["BACKWARD_PRE"]).sharding.prefetch.backward == 1
+    assert (
+        quiet(backward_prefetch=backward["BACKWARD_PRE"]).sharding.prefetch == "default"
+    )  # so no recipe calls it idle
+    assert quiet(backward_prefetch=backward["BACKWARD_PRE"], forward_prefetch=True).sharding.prefetch.backward == 1
     with pytest.raises(ConfigError, match="FSDP1 has no such value"):
         quiet(auto_wrap_policy=lambda module: True)
 

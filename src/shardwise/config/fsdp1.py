@@ -112,11 +112,12 @@ def from_fsdp1(
             ("auto_wrap_policy=NO_WRAP", 'blocks are found all the same; Sharding(units="none") is one flat unit',
              policy == "NO_WRAP"),
         ]  # fmt: skip
+        prefetch = Prefetch(forward=int(forward_prefetch), backward=int(backward != "NO_PREFETCH"))
         sharding = Sharding(
             engine="auto" if strategy == "NO_SHARD" else "fsdp2",
             reshard_after_forward=reshard,
             offload=cpu_offload,
-            prefetch=Prefetch(forward=int(forward_prefetch), backward=int(backward != "NO_PREFETCH")),
+            prefetch="default" if prefetch == Prefetch() else prefetch,
             **_units(policy, min_num_params, transformer_layer_cls),
         )
     for given, why, was_given in said:
