@@ -1,5 +1,7 @@
 """bf16 and fp16: gradients as good as one plain process's, sums over the ranks in fp32, positions and buffers never rounded."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -229,6 +231,48 @@ def test_inputs_and_outputs_are_cast_as_asked(ranks, layout, size, how, seen):
 def test_an_output_is_cast_where_nothing_else_is(ranks, layout, size):
     for found in ranks.run(dtypes, size, layout, Precision(output="float64")):
         assert found == (torch.float32, torch.float64, torch.int64)
+
+
+@pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_inputs_are_cast_where_parameters_are_not(ranks, layout, dtype):
+    """Stored as computed, so neither engine casts parameters: inputs are another matter."""
+    wanted = getattr(torch, dtype)
+    for found in ranks.run(dtypes, 2, layout, Precision(storage=dtype, compute=dtype)):
+        assert found == (wanted, wanted, torch.int64)
+
+
+@dataclass(frozen=True)
+class Pair:
+    first: Tensor
+    second: list[Tensor] | None = None
+
+
+class InPairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, pair: Pair) -> Pair:
+        self.saw = pair.first.dtype
+        x = pair.first
+        for layer in self.layers:
+            x = layer(x)
+        return Pair(x, [x])
+
+
+def pairs(layout: str) -> tuple:
+    with init(layout, device="cpu", timeout_s=30) as world:
+        precision = Precision(storage="float32", compute="bfloat16", reduce="float32", output="float32")
+        model = parallelize(InPairs(), world, precision=precision, sharding=BLOCKS)
+        given = Pair(torch.ones(3, 4))
+        out = model(given)
+        return given.first.dtype, model.saw, out.first.dtype, out.second[0].dtype
+
+
+def test_dataclasses_are_cast_within(ranks):
+    f = torch.float32
+    assert ranks.run(pairs, 1, "dp_shard=1") == [(f, torch.bfloat16, f, f)]
 
 
 # ---- what is stored ------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Parts with a precision of their own: norms or the head in fp32 while the rest computes in bf16."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -221,6 +222,71 @@ def trained_half(_: str) -> tuple:
 
 def test_a_part_in_float16_has_a_scaler(ranks):
     assert ranks.run(trained_half, 1, "")[0] == 65536.0
+
+
+# ---- changes in place --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Logits:
+    logits: Tensor
+
+
+class Biased(nn.Module):
+    """Works in place on what its head returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head, self.bias = nn.Linear(4, 4), nn.Linear(4, 2), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Logits:
+        y = self.head(self.embed(x))
+        y += self.bias
+        return Logits(y)
+
+
+class Shifts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> None:
+        x.mul_(2.0).add_(self.by)
+
+
+class Shifted(nn.Module):
+    """Counts on a part that changes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.part = nn.Linear(4, 4), Shifts()
+
+    def forward(self, x: Tensor) -> Logits:
+        x = self.embed(x) * 1.0
+        self.part(x)
+        return Logits(x)
+
+
+def changed_in_place(cls: type[nn.Module], parts: dict[str, str]) -> tuple:
+    with init("dp_shard=1", device="cpu") as world:
+        torch.manual_seed(0)
+        model = parallelize(cls(), world, precision=bf16(**parts))
+        out = model(torch.ones(3, 4)).logits
+        out.float().sum().backward()
+        with torch.inference_mode():  # counts no versions
+            held = model(torch.ones(3, 4)).logits.float()
+        grads = {name: whole(param.grad) for name, param in runtime_of(model).parameters.items()}
+        return out.dtype, out.detach().float(), held.numpy().copy(), grads
+
+
+@pytest.mark.parametrize(("cls", "part", "changed"), [(Biased, "head", "bias"), (Shifted, "part", "part.by")])
+def test_what_is_changed_in_place_at_the_edge_of_a_part_counts(ranks, cls, part, changed):
+    _, plain, _, wanted = ranks.run(changed_in_place, 1, cls, {})[0]
+    dtype, found, held, grads = ranks.run(changed_in_place, 1, cls, {part: "fp32"})[0]
+    assert dtype == (torch.float32 if part == "head" else torch.bfloat16)
+    assert torch.equal(grads[changed], wanted[changed]) and grads[changed].eq(3).all()
+    for values in (found, torch.tensor(held)):
+        assert torch.allclose(values, plain, rtol=0.02, atol=0.02)
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------------

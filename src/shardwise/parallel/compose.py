@@ -29,7 +29,7 @@ from shardwise.errors import ConfigError, PlanError, UsageError
 from shardwise.parallel.compile import apply_compile, check_compile
 from shardwise.parallel.ddp import apply_ddp
 from shardwise.parallel.fsdp2 import apply_fsdp2
-from shardwise.parallel.precision import apply_precision
+from shardwise.parallel.precision import apply_precision, cast_root
 from shardwise.parallel.refuse import refuse_unfit_parts
 from shardwise.parallel.remat import apply_remat, check_remat, explain_remat
 from shardwise.parallel.runtime import Runtime, attach, has_runtime, runtime_of
@@ -153,6 +153,7 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
         engine: Any = apply_ddp(module, recipe, world)
     else:
         engine = apply_fsdp2(module, recipe, world)
+    cast_root(module, recipe)
     apply_precision(module, _edits(recipe, "precision"))
     runtime = Runtime(module, recipe, world, engine)
     runtime.explainers.append(explain_remat)

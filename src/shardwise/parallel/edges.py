@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise._compat import tree_map
+from shardwise._compat import map_leaves
 from shardwise.errors import UsageError
 
 __all__ = ["anchor_inputs", "mark_used", "refuse_ungathered", "whole_outputs"]
@@ -42,14 +42,14 @@ def anchor_inputs(_module: nn.Module, args: Any, kwargs: Any) -> Any:
     the root. So a branch before the first block that only some ranks take changed the order of reductions on those ranks,
     and with units of one size gradients crossed without a word. With an input that requires one, the order is fixed."""
     tensors: list[Tensor] = []
-    tree_map(lambda x: tensors.append(x) if isinstance(x, Tensor) else None, (args, kwargs))
+    map_leaves(lambda x: tensors.append(x) if isinstance(x, Tensor) else None, (args, kwargs))
     if not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in tensors):
         return None
     first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
     if first is None:
         return None
     anchored = _Anchor.apply(first, torch.zeros((), requires_grad=True))
-    return tree_map(lambda x: anchored if x is first else x, (args, kwargs))
+    return map_leaves(lambda x: anchored if x is first else x, (args, kwargs))
 
 
 def whole_outputs(_module: nn.Module, _args: Any, output: Any) -> Any:
@@ -58,7 +58,7 @@ def whole_outputs(_module: nn.Module, _args: Any, output: Any) -> Any:
     ``y = block(x); y += x`` is common, so units hand out tensors that are not views; nothing is copied."""
     if not torch.is_grad_enabled():
         return output
-    return tree_map(
+    return map_leaves(
         lambda t: _NotAView.apply(t) if isinstance(t, Tensor) and t.requires_grad and t._is_view() else t, output
     )
 

@@ -25,7 +25,6 @@ from shardwise._compat import (
 from shardwise.anatomy import canonical_modules, canonical_tensors, dtype_of, module_of_error
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
 from shardwise.parallel.edges import anchor_inputs, mark_used, refuse_ungathered, whole_outputs
-from shardwise.parallel.precision import cast_floating_tensors
 from shardwise.parallel.tensors import give_memory, tensors_of
 from shardwise.recipe import ROOT, Cut, Recipe, dtype_groups
 from shardwise.world import World
@@ -66,7 +65,6 @@ def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine
             child.set_reduce_scatter_unused_params(True, recurse=False)
     _set_prefetch(modules, recipe)
     materialise(module, world.device, cut=torch.device("cpu") if recipe.offload else world.device)
-    _cast_root(module, recipe)
     return FSDP2Engine(module, recipe)
 
 
@@ -131,19 +129,6 @@ def _policies(recipe: Recipe, unit: str, parameters: dict[str, Any]) -> list[tup
         )
         for group in dtype_groups(recipe.params, unit)
     ]
-
-
-def _cast_root(module: nn.Module, recipe: Recipe) -> None:
-    around = [p for p in recipe.params.values() if p.compute == recipe.compute]
-    if recipe.cast_inputs == "root" and recipe.compute and any(p.compute != p.storage for p in around):
-        compute = dtype_of(recipe.compute)
-        module.register_forward_pre_hook(
-            lambda _m, args, kwargs: (cast_floating_tensors(args, compute), cast_floating_tensors(kwargs, compute)),
-            with_kwargs=True,
-        )
-    if recipe.output is not None:
-        output = dtype_of(recipe.output)
-        module.register_forward_hook(lambda _m, _a, result: cast_floating_tensors(result, output))
 
 
 class FSDP2Engine:

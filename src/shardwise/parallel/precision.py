@@ -1,7 +1,9 @@
-"""Parts of a model with a precision of their own: their floating inputs are cast where they begin, their outputs back to
-the dtype around them where they end. Their parameters are gathered in that dtype; buffers are never cast.
+"""Where floating tensors are cast: what goes into the whole model and comes out of it, and at the edges of parts with a
+precision of their own, whose inputs are cast where they begin, outputs back to the dtype around them where they end. Parameters
+are gathered in their dtype; buffers are never cast.
 
-What a part returns and the model hands out as it is, such as the logits of a head in float32, is handed out uncast.
+What a part returns and the model hands out as it is, such as the logits of a head in float32, is handed out uncast. What a part
+changes in place of what it is given is written back.
 """
 
 from collections.abc import Sequence
@@ -9,17 +11,35 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from shardwise._compat import tree_map
+from shardwise._compat import map_leaves
 from shardwise.anatomy import canonical_modules, dtype_of
-from shardwise.recipe import Edit
+from shardwise.recipe import Edit, Recipe
 
-__all__ = ["apply_precision", "cast_floating_tensors"]
+__all__ = ["apply_precision", "cast_floating_tensors", "cast_root"]
+
+_given = (
+    WeakIdKeyDictionary()
+)  # what the input of a part was cast to -> the input, and the version of what it was cast to
 
 
 def cast_floating_tensors(value: Any, dtype: torch.dtype) -> Any:
     """``value`` with every floating tensor in it cast to ``dtype``."""
-    return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, value)
+    return map_leaves(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, value)
+
+
+def cast_root(module: nn.Module, recipe: Recipe) -> None:
+    """Casts what goes into the whole model to the dtype it computes in, and what comes out of it to the one asked for."""
+    if recipe.cast_inputs == "root" and recipe.compute is not None:
+        compute = dtype_of(recipe.compute)
+        module.register_forward_pre_hook(
+            lambda _m, args, kwargs: (cast_floating_tensors(args, compute), cast_floating_tensors(kwargs, compute)),
+            with_kwargs=True,
+        )
+    if recipe.output is not None:
+        output = dtype_of(recipe.output)
+        module.register_forward_hook(lambda _m, _a, result: cast_floating_tensors(result, output))
 
 
 def apply_precision(module: nn.Module, edits: Sequence[Edit]) -> None:
@@ -28,52 +48,77 @@ def apply_precision(module: nn.Module, edits: Sequence[Edit]) -> None:
     modules = dict(canonical_modules(module))
     leaving = _Leaving()
     for edit in edits:
-        target, args = modules[edit.module], edit.args
-        compute = dtype_of(args["compute"])
-        target.register_forward_pre_hook(_entry(compute), with_kwargs=True)
-        if args["back"] is not None:
-            target.register_forward_hook(_exit(dtype_of(args["back"]), leaving if args["leaves"] else None))
+        args = edit.args
+        back = None if args["back"] is None else dtype_of(args["back"])
+        part = _Part(dtype_of(args["compute"]), back, leaving if args["leaves"] else None)
+        modules[edit.module].register_forward_pre_hook(part.enter, with_kwargs=True)
+        modules[edit.module].register_forward_hook(part.leave, with_kwargs=True)
     if any(edit.args["leaves"] for edit in edits):
         module.register_forward_pre_hook(leaving.begin, prepend=True)
         module.register_forward_hook(leaving.end, prepend=True)  # before FSDP2 looks at what the model returns
 
 
-def _entry(dtype: torch.dtype) -> Any:
-    def enter(_module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return cast_floating_tensors(args, dtype), cast_floating_tensors(kwargs, dtype)
+class _Part:
+    """The casts of one part."""
 
-    return enter
+    def __init__(self, compute: torch.dtype, back: torch.dtype | None, leaving: "_Leaving | None"):
+        self._compute, self._back, self._leaving = compute, back, leaving
 
-
-def _exit(dtype: torch.dtype, leaving: "_Leaving | None") -> Any:
-    def leave(_module: nn.Module, _args: Any, result: Any) -> Any:
-        def back(x: Any) -> Any:
-            if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == dtype:
+    def enter(self, _module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        def cast(x: Any) -> Any:
+            if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == self._compute:
                 return x
-            cast = x.to(dtype)
-            if leaving is not None:
-                leaving.note(cast, x)
-            return cast
+            made = x.to(self._compute)
+            if not torch.compiler.is_compiling():
+                _given[made] = x, None if made.is_inference() else made._version
+            return made
 
-        return tree_map(back, result)
+        return map_leaves(cast, args), map_leaves(cast, kwargs)
 
-    return leave
+    def leave(self, _module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            map_leaves(_write_back, (args, kwargs))
+        return result if self._back is None else map_leaves(self._cast_back, result)
+
+    def _cast_back(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == self._back:
+            return x
+        cast = x.to(self._back)
+        if self._leaving is not None:
+            self._leaving.note(cast, x)
+        return cast
+
+
+def _write_back(x: Any) -> None:
+    """A part may have changed its input in place, and what is around it counts on that."""
+    if isinstance(x, Tensor) and x in _given:
+        given, version = _given.pop(x)
+        if x._version != version if version is not None else not torch.equal(x, given.to(x.dtype)):
+            given.copy_(x)
 
 
 class _Leaving:
     """What parts outside of the blocks returned in this forward, cast and as it was."""
 
     def __init__(self) -> None:
-        self._exact: dict[int, tuple[Tensor, Tensor]] = {}
+        self._exact: dict[int, tuple[Tensor, Tensor, Tensor | int]] = {}
         self._runs = False
 
     def begin(self, _module: nn.Module, _args: Any) -> None:
         self._exact, self._runs = {}, True
 
     def note(self, cast: Tensor, exact: Tensor) -> None:
-        if self._runs:
-            self._exact[id(cast)] = cast, exact  # the first is held too, so that its id is not given away
+        if self._runs:  # the first is held too, so that its id is not given away
+            self._exact[id(cast)] = cast, exact, cast.clone() if cast.is_inference() else cast._version
 
     def end(self, _module: nn.Module, _args: Any, result: Any) -> Any:
         known, self._exact, self._runs = self._exact, {}, False
-        return tree_map(lambda x: known[id(x)][1] if id(x) in known else x, result)
+
+        def uncast(x: Any) -> Any:
+            if id(x) not in known:
+                return x
+            _, exact, before = known[id(x)]
+            same = x._version == before if isinstance(before, int) else torch.equal(x, before)
+            return exact if same else x.to(exact.dtype)  # ``logits += bias`` counts
+
+        return map_leaves(uncast, result)
