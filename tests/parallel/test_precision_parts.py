@@ -224,6 +224,48 @@ def test_a_part_in_float16_has_a_scaler(ranks):
     assert ranks.run(trained_half, 1, "")[0] == 65536.0
 
 
+class Normed(nn.Module):
+    """A batch norm of two names, and a weight norm, over whose module torch puts a class of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+        self.norm, self.out = nn.BatchNorm1d(4), nn.Bilinear(4, 4, 2)
+        self.again = self.norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x))
+        return self.again(self.out(x, x).repeat(1, 2))
+
+
+def normed(precision: str | Precision) -> tuple:
+    with init("dp_shard=1", device="cpu") as world:
+        torch.manual_seed(0)
+        model = parallelize(Normed(), world, precision=precision)
+        out = model(torch.randn(6, 4))
+        out.float().square().sum().backward()
+        computed = {name: param.compute for name, param in recipe_of(model).params.items()}
+        return out.dtype, computed, model.norm.running_mean.dtype, bool(model.norm.running_mean.any()), describe(model)
+
+
+@pytest.mark.parametrize("word", ["bfloat16", "float16"])
+def test_batch_norm_computes_in_the_dtype_of_its_statistics(ranks, word):
+    dtype, computed, statistics, counted, text = ranks.run(normed, 1, word)[0]
+    assert dtype == getattr(torch, word) and statistics == torch.float32 and counted
+    assert computed["norm.weight"] == "float32" and computed["out.weight"] == word
+    assert "precision: 2 modules (norm, again): float32, the dtype of its running statistics" in text
+
+
+def test_a_class_means_its_parametrized_modules_too(ranks):
+    _, computed, *_ = ranks.run(normed, 1, bf16(Linear="fp32"))[0]
+    assert {name: dtype for name, dtype in computed.items() if name.startswith("first.")} == {
+        "first.bias": "float32",
+        "first.parametrizations.weight.original0": "float32",
+        "first.parametrizations.weight.original1": "float32",
+    }
+    assert computed["out.weight"] == "bfloat16"
+
+
 # ---- changes in place --------------------------------------------------------------------------------------------------
 
 
@@ -324,6 +366,27 @@ def refused(cls: type[nn.Module], precision: Precision) -> str:
 def test_parts_that_cannot_be_are_refused_by_name(ranks, cls, parts, words):
     said = ranks.run(refused, 1, cls, bf16(**parts))[0]
     assert all(word in said for word in words), said
+
+
+class Bank(nn.ModuleDict):
+    def __init__(self) -> None:
+        super().__init__({"a": nn.Linear(4, 4)})
+        self.scale = nn.Parameter(torch.ones(4))
+
+
+class Banked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bank = Bank()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bank["a"](x) * self.bank.scale
+
+
+def test_a_container_that_holds_a_parameter_is_refused_as_a_part(ranks):
+    said = ranks.run(refused, 1, Banked, bf16(bank="fp32"))[0]
+    assert all(word in said for word in ("PlanError", "bank.scale: ", "of a Bank that holds", "'bank.*'")), said
+    assert ranks.run(refused, 1, Banked, bf16(**{"bank.*": "fp32"})) == [""]
 
 
 def test_tied_parts_of_one_precision_are_fine(ranks):

@@ -76,6 +76,23 @@ def test_dtypes_of_a_parameter():
     assert (params["frozen"].storage, params["frozen"].compute) == ("float32", "bfloat16")
 
 
+def test_a_0_dim_parameter_is_computed_as_it_is_stored():
+    """Nothing gathers it, so nothing casts it."""
+    recipe = make(tower(1, scale=fact()), precision=BF16)
+    scale = recipe.params["scale"]
+    assert (scale.storage, scale.compute, scale.reduce) == ("float32",) * 3
+    assert "computed and reduced in float32" in next(note.why for note in recipe.notes if note.name == "scale")
+
+
+def test_parameters_reduced_in_two_dtypes_are_two_groups():
+    precision = Precision(storage="float32", compute="bfloat16", reduce="bfloat16", parts={"head": "bf16"})
+    groups = dtype_groups(make(tower(1), precision=precision, units="none").params, "")
+    assert [(group.names[-1], group.reduce) for group in groups] == [
+        ("blocks.0.weight", None),
+        ("head.weight", "float32"),
+    ]
+
+
 def test_trained_parameters_of_two_dtypes_are_two_groups_of_one_unit():
     def groups(anatomy, **options):
         return [
@@ -229,19 +246,19 @@ GOLDEN = f"""\
 Tower on layout dp_replicate=2,dp_shard=2 (4 ranks), engine fsdp2
 parameters: 1.02 MiB in one process, at most 522.07 KiB per rank at rest
 
-unit                tensors  size        stored/computed/reduced   reshard  why
--------------------------------------------------------------------------------
-blocks.0..blocks.1  3        513.00 KiB  float32/bfloat16/float32  True     2 neighbours merged to reach \
+unit                tensors  size        stored/computed/reduced            reshard  why
+----------------------------------------------------------------------------------------
+blocks.0..blocks.1  3        513.00 KiB  float32/bfloat16/float32           True     2 neighbours merged to reach \
 min_unit_bytes = 200.00 KiB: 256.50 KiB in bfloat16; {ENTERED}
-blocks.2..blocks.3  2        512.00 KiB  float32/bfloat16/float32  True     2 neighbours merged to reach \
+blocks.2..blocks.3  2        512.00 KiB  float32/bfloat16/float32           True     2 neighbours merged to reach \
 min_unit_bytes = 200.00 KiB: 256.00 KiB in bfloat16; {ENTERED}
-(root)              4        19.14 KiB   float32/bfloat16/float32  False    what no other unit holds; stays gathered \
+(root)              4        19.14 KiB   float32, float32/bfloat16/float32  False    what no other unit holds; stays gathered \
 from forward to backward, which starts with it
 
 tied: blocks.0.shared = blocks.1.shared
 frozen: 1 parameter (adapter)
 engine: fsdp2: dp_shard=2 cuts parameters
-scale: 0-dim: replicated, since there is nothing to cut
+scale: 0-dim: replicated, since there is nothing to cut; computed and reduced in float32, as it is stored
 """
 
 

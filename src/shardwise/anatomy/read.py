@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 
 from shardwise.anatomy.blocks import find_block_lists
 from shardwise.anatomy.code import unwrap_module
@@ -89,9 +90,10 @@ def _has_no_forward(module: nn.Module) -> bool:
 
 
 def _user_class(module: nn.Module) -> type:
-    """The class the user wrote, below the one FSDP2 puts over it."""
+    """The class the user wrote, below those that FSDP2 and ``torch.nn.utils.parametrize`` put over it."""
     mro = type(module).__mro__
-    return mro[2] if len(mro) > 2 and mro[1].__name__ == "FSDPModule" else mro[0]
+    cls = mro[2] if len(mro) > 2 and mro[1].__name__ == "FSDPModule" else mro[0]
+    return cls.__mro__[1] if is_parametrized(module) and cls.__name__.startswith("Parametrized") else cls
 
 
 def _skipped_by(module: nn.Module, example: Mapping[str, Tensor]) -> dict[str, str] | None:

@@ -139,9 +139,13 @@ def _without_effect(units: tuple[Unit, ...], engine: str, layout: Layout, shardi
 
 def _param(fact: TensorFact, unit: str, engine: str, parts: Parts, notes: list[Note], name: str) -> Param:
     cut = engine == "fsdp2" and fact.numel > 0 and len(fact.shape) > 0
-    if engine == "fsdp2" and not fact.shape:
-        notes.append(Note(name=name, why="0-dim: replicated, since there is nothing to cut"))
     storage, compute, reduce = parts.dtypes(name)
+    if engine == "fsdp2" and not fact.shape:
+        why = "0-dim: replicated, since there is nothing to cut"
+        if (storage, storage) != (compute, reduce):  # what is not gathered is not cast
+            why += f"; computed and reduced in {storage}, as it is stored"
+            compute = reduce = storage
+        notes.append(Note(name=name, why=why))
     return Param(
         shape=fact.shape,
         dtype=fact.dtype,

@@ -12,14 +12,18 @@ from shardwise.recipe.targets import modules_named, with_forward
 
 __all__ = ["Parts", "stored_as"]
 
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # what batch and instance norm hold
+
 
 class Parts:
     """The precision of every parameter and module of ``anatomy`` under ``base``.
 
     The innermost module that a pattern means has the say for what is in it; of patterns for one module the last.
+    Batch norms, whose kernels take no other dtype than that of their running statistics, are parts by themselves.
 
     Raises:
-        PlanError: a pattern that means no module, or changes nothing; a tensor shared by modules of two precisions.
+        PlanError: a pattern that means no module, or changes nothing, or means a parameter that code around it uses; a tensor
+            shared by modules of two precisions.
     """
 
     def __init__(self, anatomy: Anatomy, base: Precision):
@@ -28,9 +32,12 @@ class Parts:
         for pattern, word in base.parts.items():
             given = f"Precision(parts={{{pattern!r}: {word!r}}})"
             for name in modules_named(anatomy, pattern, given):
+                _refuse_loose_parameters(anatomy, name, given)
                 for runnable in with_forward(anatomy, name, given):
                     self._patterns[runnable] = pattern
         self._precisions = {name: precision_of(base.parts[pattern]) for name, pattern in self._patterns.items()}
+        self._words = {name: (base.parts[pattern], f"named by {pattern!r}") for name, pattern in self._patterns.items()}
+        self._add_batch_norms()
         self._refuse_split_ties()
         self._refuse_without_effect()
 
@@ -49,7 +56,6 @@ class Parts:
         for name in (name for name in self.anatomy.classes if name in self._precisions):
             outer = self._home(name)
             inside = outer is not None or any(f"{name}.".startswith(f"{block}.") for block in blocks)
-            pattern = self._patterns[name]
             made.append(
                 Edit(
                     module=name,
@@ -58,9 +64,9 @@ class Parts:
                     args={
                         "compute": self._precisions[name].compute,
                         "back": self._surrounding(outer),
-                        "leaves": not inside,
+                        "leaves": not inside and name in self._patterns,
                     },
-                    why=f"{self.base.parts[pattern]}, named by {pattern!r}",
+                    why=", ".join(self._words[name]),
                 )
             )
         return tuple(made)
@@ -69,9 +75,20 @@ class Parts:
         """The innermost part that ``name`` is in, itself not counted."""
         while "." in name:
             name = name.rpartition(".")[0]
-            if name in self._patterns:
+            if name in self._precisions:
                 return name
         return None
+
+    def _add_batch_norms(self) -> None:
+        dtypes = {name: fact.dtype for first, fact in self.anatomy.buffers.items() for name in (first, *fact.aliases)}
+        for name in self.anatomy.classes:
+            if not name or name in self._precisions or not all(f"{name}.{key}" in dtypes for key in _STATISTICS):
+                continue
+            outer, held = self._home(name), dtypes[f"{name}.running_mean"]
+            around = self._precisions[outer] if outer else self.base
+            if (around.compute or around.storage) in ("float16", "bfloat16") and held in ("float32", "float64"):
+                self._precisions[name] = precision_of(held)
+                self._words[name] = held, "the dtype of its running statistics, which torch's kernels want of all"
 
     def _surrounding(self, outer: str | None) -> str | None:
         """The dtype that is computed in around a part; None where there are several."""
@@ -89,7 +106,7 @@ class Parts:
                 if _dtypes(fact, self.of(alias)) != self.dtypes(name):
                     inside, outside = (name, alias) if self._home(name) is not None else (alias, name)
                     raise PlanError(
-                        f"Precision(parts={{{self._patterns[self._home(inside) or '']!r}: ...}})",
+                        f"Precision(parts={{{self._patterns.get(self._home(inside) or '')!r}: ...}})",
                         why=f"{inside!r} and {outside!r} are one tensor, which is stored once and gathered in one dtype",
                         fix=f"give {outside.rpartition('.')[0]!r} the same precision in parts, or untie them",
                         name=name,
@@ -114,6 +131,18 @@ class Parts:
         if any(_dtypes(fact, around) != self.dtypes(name) for name, fact in held.items()):
             return True
         return self._precisions[module].compute != self._surrounding(outer)
+
+
+def _refuse_loose_parameters(anatomy: Anatomy, name: str, given: str) -> None:
+    """A container without a forward cannot cast what its own parameters meet."""
+    own = next((param for param in anatomy.params if param.rpartition(".")[0] == name), None)
+    if name in anatomy.containers and own is not None:
+        raise PlanError(
+            f"{given} of a {anatomy.classes[name]} that holds a parameter itself",
+            why="it has no forward: code around it uses the parameter, in the dtype around it",
+            fix=f"name the modules in it: {name + '.*'!r}, or the module whose forward uses {own!r}",
+            name=own,
+        )
 
 
 def stored_as(anatomy: Anatomy, base: Precision) -> dict[str, str]:
