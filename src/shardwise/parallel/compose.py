@@ -66,7 +66,8 @@ def parallelize(
     compile: str | Compile | None = None,
     transforms: Sequence[str | Mapping[str, Any] | Options] = (),
 ) -> M:
-    """Shards a module over the ranks of ``world`` and gives it back: the same object, class, names and methods.
+    """Shards a module over the ranks of ``world`` and gives it back: the same object, names and methods; under FSDP2 its class
+    becomes a subclass of what it was.
 
     All ranks must call it, with the same arguments. Build the optimizer afterwards.
 
