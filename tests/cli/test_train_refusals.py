@@ -64,3 +64,16 @@ def test_weights_that_cannot_be_written_are_refused_before_the_first_step(tmp_pa
     done = _train(tmp_path / "run", *TINY, f"--model.build={tmp_path / 'wave.py'}:Wave")
     assert done.returncode != 0 and "phase: weights with a tensor of complex128" in done.stderr
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_missing_transform_is_refused_before_a_rank_starts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("shardwise.launch.launch_local", lambda *_, **__: pytest.fail("a rank was started"))
+    (tmp_path / "mine.py").write_text("def widen(module): pass\n")
+    for given, told in (
+        ("[nonesuch.place:widen]", "there is no module nonesuch"),
+        (f"[{{name: '{tmp_path}/mine.py:widne'}}]", "did you mean 'widen'?"),
+    ):
+        for words in (["train", *TINY, f"--log.dir={tmp_path / 'run'}"], ["verify", f"{tmp_path}/mine.py:widen"]):
+            assert cli.main([*words, f"--parallel.transforms={given}"]) == 2
+            error = capsys.readouterr().err
+            assert told in error and "parallel.transforms=" in error and "--parallel.transforms" in error

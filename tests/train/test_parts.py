@@ -5,9 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.config.schema import Data, Model, Optim, RunConfig, Schedule
+import shardwise as sw
+from shardwise.config.schema import Data, Model, Optim, Parallel, RunConfig, Schedule
 from shardwise.errors import ConfigError
-from shardwise.train.parts import build_plain, make_optimizer, make_scheduler, open_data, prompt_of
+from shardwise.train.parts import build_model, build_plain, make_optimizer, make_scheduler, open_data, prompt_of
 from shardwise.train.reference import ReferenceModel
 
 SMALL = {"dim": 32, "num_layers": 1, "ffn": 48}
@@ -129,3 +130,44 @@ def test_constant_and_no_warm_up():
     assert rates(Schedule(name="constant", warmup_steps=0), 5) == [2.0] * 5
     assert rates(Schedule(name="constant", warmup_steps=1), 3) == [1.0, 2.0, 2.0]
     assert rates(Schedule(warmup_steps=0, min_lr_ratio=0.0), 1) == [2.0]
+
+
+GROW = """
+import shardwise as sw
+from torch import nn
+
+import shardwise as sw
+
+@sw.transform("grow")
+def grow(module):
+    module.head = nn.Sequential(nn.Linear(32, 32), module.head)
+
+def build():
+    from shardwise.train.reference import build
+    return build(dim=32, num_layers=1, ffn=48)
+"""
+
+
+def _laid_out(transforms, model):
+    config = RunConfig(model=model, parallel=Parallel(transforms=transforms))
+    with sw.init("dp_shard=2", device="cpu", timeout_s=20) as world:
+        sharded = build_model(config, world)
+        return set(sw.recipe_of(sharded).params), sw.describe(sharded)
+
+
+def test_transforms_change_the_reference_model_and_the_users_and_are_in_the_recipe(ranks, tmp_path):
+    file = tmp_path / "grow_it.py"
+    file.write_text(GROW)
+    for model, name in (
+        (Model(args=SMALL), f"{file}:grow"),
+        (Model(build=f"{file}:build"), "grow"),  # registered beside the model
+    ):
+        plain = build_plain(RunConfig(model=model, parallel=Parallel(transforms=(name,))))
+        names, told = ranks.run(_laid_out, 2, (name,), model)[0]
+        assert names == set(dict(plain.named_parameters())) and any(".0.weight" in n for n in names)
+        assert "transform" in told and "grow" in told
+
+
+def test_a_transform_that_is_not_known_is_refused_for_the_reference_model_too():
+    with pytest.raises(ConfigError, match="no transform of that name is registered"):
+        build_plain(RunConfig(model=Model(args=SMALL), parallel=Parallel(transforms=("nonesuch",))))

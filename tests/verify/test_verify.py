@@ -127,3 +127,13 @@ def test_a_module_that_returns_its_loss_is_verified_as_it_is_trained(ranks):
 
 def test_a_module_that_returns_its_loss_with_a_count_that_was_given(ranks):
     assert verify(ranks, task_model, loss=None, count=weights).err <= 1e-12
+
+
+@sw.transform("island")
+def island(module):
+    """Adds float32 weights: both sides must have them, in float64."""
+    return nn.Sequential(module, nn.Linear(4, 4))
+
+
+def test_transforms_are_on_both_sides(ranks):
+    assert verify(ranks, Small, loss=weighted_loss, transforms=["island"]).err <= 1e-12

@@ -8,6 +8,7 @@ their events are shown until the report. Only the ranks import torch.
 import argparse
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from shardwise.config.loader import Loaded
     from shardwise.config.schema import RunConfig
 
-__all__ = ["NEXT", "OVERRIDES", "add_arguments", "check_early", "more_help", "run"]
+__all__ = ["NEXT", "OVERRIDES", "add_arguments", "check_early", "check_transforms", "more_help", "run"]
 
 OVERRIDES = True
 
@@ -83,6 +84,7 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
         check_reference_args(config.model.args, seq_len=config.data.seq_len, origins=origins)
     else:
         check_target(config.model.build, what="model.build", origin=origins["model.build"])
+    check_transforms(config.parallel.transforms, origins)
     path = config.data.path
     if path is not None and not Path(path).is_file():
         raise ConfigError(
@@ -97,6 +99,16 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
             why=f"training and validation each need a window of seq_len={config.data.seq_len} + 1 tokens",
             fix="use more data, or a smaller --data.seq_len",
         )
+
+
+def check_transforms(transforms: Sequence[str | Mapping[str, Any]], origins: Mapping[str, str]) -> None:
+    """Refuse a transform named by its place, ``pkg.mod:function``, where there is none; plain names only the ranks know."""
+    from shardwise.config.target import check_target, looks_like_target
+
+    for entry in transforms:
+        name = entry.get("name") if isinstance(entry, Mapping) else entry
+        if isinstance(name, str) and looks_like_target(name):
+            check_target(name, what="parallel.transforms", origin=origins["parallel.transforms"])
 
 
 # ---- started here: this process launches the ranks and shows what they say -------------------------------------------

@@ -86,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _parallel(overrides: list[str]) -> "Parallel":
     """The techniques asked for; where nothing is said of sharding, every block is a unit: the hardest case."""
+    from shardwise.cli.train import check_transforms
     from shardwise.config.loader import load_config
     from shardwise.errors import ConfigError
 
@@ -101,7 +102,9 @@ def _parallel(overrides: list[str]) -> "Parallel":
             )
     if not any(key.startswith("parallel.sharding") for key in keys):
         overrides = [*overrides, "--parallel.sharding.min_unit_bytes=0"]
-    return load_config(None, overrides).config.parallel
+    loaded = load_config(None, overrides)
+    check_transforms(loaded.config.parallel.transforms, loaded.origins)
+    return loaded.config.parallel
 
 
 def _section(key: str) -> str:

@@ -92,8 +92,10 @@ def vocab_of(config: RunConfig) -> int | None:
 def build_model(config: RunConfig, world: World) -> nn.Module:
     """The model of a config, laid over the world; every rank must call it."""
     parallel = config.parallel
+    if config.model.build is not None:
+        load_target(config.model.build, what="model.build")  # a transform may be registered beside the model
     return parallelize(
-        lambda: build_plain(config),
+        lambda: _untransformed(config),
         world,
         init=parallel.init,
         precision=parallel.precision,
@@ -101,15 +103,22 @@ def build_model(config: RunConfig, world: World) -> nn.Module:
         ddp=parallel.ddp,
         remat=parallel.remat,
         compile=parallel.compile,
+        transforms=parallel.transforms,
     )
 
 
 def build_plain(config: RunConfig) -> nn.Module:
-    """The model of a config as its function returns it: the reference model where none is named.
+    """The model of a config, not sharded: as its function returns it, or the reference model where none is named, and
+    changed by the config's transforms.
 
     Raises:
-        ConfigError: the arguments are none of the function's, or it returns no module.
+        ConfigError: the arguments are none of the function's, it returns no module, or a transform is not known.
+        UsageError: a transform failed.
     """
+    return transformed(_untransformed(config), choose(config.parallel.transforms))
+
+
+def _untransformed(config: RunConfig) -> nn.Module:
     model = config.model
     if model.build is None:
         sizes = check_reference_args(model.args, seq_len=config.data.seq_len)
@@ -132,7 +141,7 @@ def build_plain(config: RunConfig) -> nn.Module:
             why=f"it returned {type(module).__name__}, and training needs a torch.nn.Module",
             fix="name a function that returns the module, or the module's class",
         )
-    return transformed(module, choose(config.parallel.transforms))
+    return module
 
 
 def _arguments_of(function: Callable[..., object], given: Mapping[str, object]) -> str:

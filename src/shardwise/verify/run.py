@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,12 +14,13 @@ from shardwise.errors import ConfigError, UsageError
 from shardwise.launch import launch_local
 from shardwise.layout import layout_of, parse_layout
 from shardwise.parallel import parallelize
+from shardwise.parallel.transforms import choose, transformed
 from shardwise.train.loss import call, count_of, next_token_loss
 from shardwise.verify.compare import Report, compare
 from shardwise.verify.oracle import Task, run_oracle
 from shardwise.verify.sharded import RankRecord, run_sharded
 
-__all__ = ["GATES", "verify"]
+__all__ = ["GATES", "Transformed", "verify"]
 
 GATES = {torch.float64: 1e-12, torch.float32: 1e-5}
 
@@ -54,7 +56,8 @@ def verify(
         gate: the largest error allowed; default 1e-12 in float64, 1e-5 in float32.
         num_ranks: needed where the layout has ``-1``.
         run: ``run(function, num_ranks, *args)`` -> results by rank, such as a pool's; default: fresh processes.
-        options: keyword arguments of ``parallelize``: ``sharding``, ``ddp`` and so on.
+        options: keyword arguments of ``parallelize``: ``sharding``, ``ddp`` and so on. ``transforms`` change the module
+            of both sides.
 
     Raises:
         UsageError: an option that parallelize does not have.
@@ -67,8 +70,9 @@ def verify(
         raise ConfigError("verify without batches", why="there is nothing to compare", fix="give at least one window")
     _refuse_unknown(options)
     size = _num_ranks(layout, num_ranks)
+    transforms = options.pop("transforms", ())
     task = Task(
-        build=build,
+        build=Transformed(build, transforms) if transforms else build,
         windows=batches,
         loss=loss,
         count=count_of(loss, count) if loss is not None or count is not None else None,
@@ -81,6 +85,18 @@ def verify(
     noise = run_oracle(task, otherwise=True)
     ranks = (run or _in_fresh_processes)(run_sharded, size, task, layout, options)
     return compare(task, oracle, ranks, noise=noise, gate=GATES[dtype] if gate is None else gate)
+
+
+@dataclass(frozen=True)
+class Transformed:
+    """A function of a module, and the transforms that change what it returns: before either side casts or shards it."""
+
+    build: Callable[[], nn.Module]
+    transforms: Any
+
+    def __call__(self) -> nn.Module:
+        module = self.build()  # first: loading it may be what registers them
+        return transformed(module, choose(self.transforms))
 
 
 def _refuse_unknown(options: Mapping[str, Any]) -> None:
