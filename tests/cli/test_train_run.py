@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from shardwise.cli import main as cli
-from shardwise.cli.train import NEXT, _started_by_others
+from shardwise.cli.train import NEXT, _started_by_others, next_commands
 from shardwise.config import dump_config, load_config
 from shardwise.train.metrics import read_metrics
 
@@ -115,17 +115,29 @@ def test_the_proof_is_a_number_far_below_rounding_of_fp32(finished):
 
 def test_it_ends_with_commands_to_try(finished):
     tail = finished[1].splitlines()[-len(NEXT) :]
-    for line, (command, shows) in zip(tail, NEXT, strict=True):
-        assert command.format(config="runs/latest/config.yaml") in line and line.endswith(f"# {shows}")
+    for line, (command, shows) in zip(tail, next_commands(Path("runs/latest"), 4), strict=True):
+        assert command in line and line.endswith(f"# {shows}")
+        assert "runs/latest/config.yaml" in command  # of this run, not of the defaults
+    assert "--train.steps=8 --log.dir=runs/long" in finished[1]
 
 
-@pytest.mark.parametrize("command", [command for command, _ in NEXT])
+@pytest.mark.parametrize("command", [command for command, _ in next_commands(Path("runs/latest"), 4)])
 def test_the_commands_to_try_run(finished, text, command):
-    words = shlex.split(command.format(config="runs/latest/config.yaml"))[1:]
-    words = [word for word in words if not word.startswith("--train.steps")]
-    done = start(finished[0], *words, *TINY, f"--data.path={text}")
+    words = shlex.split(command)[1:]
+    done = start(finished[0], *words)
     assert done.returncode == 0, done.stderr + done.stdout
-    assert "validation loss" in done.stdout or "train.steps" in command or "--print-config" in words
+    assert "validation loss" in done.stdout or "--print-config" in words
+    assert "--train.steps=8" not in words or "after 8 steps" in done.stdout
+
+
+def test_a_run_whose_steps_were_all_skipped_says_so(tmp_path):
+    words = ("--nproc=1", "--parallel.precision=fp16", "--train.scaler.init_scale=1e30", "--log.plot=false")
+    done = start(tmp_path, "train", *TINY, *words)
+    assert done.returncode == 0, done.stderr + done.stdout
+    said = " ".join(done.stdout.split())
+    assert "skipped 4 of 4 steps, not finite: nothing was trained; a smaller --train.scaler.init_scale" in said
+    rows = [row for row in read_metrics(tmp_path / "runs/latest/metrics.jsonl") if row["kind"] == "step"]
+    assert [row["num_skipped"] for row in rows] == [1, 2, 3, 4]
 
 
 def test_an_older_run_in_the_folder_is_kept_beside(finished, text):
@@ -266,7 +278,7 @@ def test_the_parent_of_the_ranks_never_imports_torch(tmp_path):
         "status = main.main(['train', '--launch.device=cpu', '--log.plot=false'])\n"
         "assert status == 0 and 'torch' not in sys.modules, sorted(m for m in sys.modules if 'torch' in m)[:5]\n"
     )
-    result = {"val_loss": 1.0, "loss": 1.0, "steps": 1, "seconds": 1.0, "proof": {"text": "x"}}
+    result = {"val_loss": 1.0, "loss": 1.0, "steps": 1, "num_skipped": 0, "seconds": 1.0, "proof": {"text": "x"}}
     done = start(tmp_path, code, json.dumps(result), before=("-c",))
     assert done.returncode == 0, done.stderr
 

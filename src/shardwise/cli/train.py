@@ -7,6 +7,7 @@ their events are shown until the report. Only the ranks import torch.
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,17 +21,24 @@ if TYPE_CHECKING:
     from shardwise.config.loader import Loaded
     from shardwise.config.schema import RunConfig
 
-__all__ = ["NEXT", "OVERRIDES", "add_arguments", "check_early", "check_transforms", "more_help", "run"]
+__all__ = ["NEXT", "OVERRIDES", "add_arguments", "check_early", "check_transforms", "more_help", "next_commands", "run"]
 
 OVERRIDES = True
 
 NEXT = (
-    ("shardwise train --nproc 1 --log.dir=runs/one", "the same curve from one process"),
-    ("shardwise train --parallel.layout=dp_replicate=2 --nproc 2 --log.dir=runs/ddp", "whole copies instead of shards"),
-    ("shardwise train {config} --train.steps=1000 --log.dir=runs/long", "this run, twice as long"),
-    ("shardwise train --print-config", "every setting, and where it came from"),
+    (
+        "shardwise train {config} --nproc 1 --parallel.layout=dp_shard=1 --log.dir={one}",
+        "the same curve from one process",
+    ),
+    (
+        "shardwise train {config} --nproc 2 --parallel.layout=dp_replicate=2 --log.dir={ddp}",
+        "two whole copies of the model",
+    ),
+    ("shardwise train {config} --train.steps={twice} --log.dir={long}", "this run, twice as long"),
+    ("shardwise train {config} --print-config", "every setting, and where it came from"),
 )
-"""Commands to try after a run, and what each shows; ``{config}`` is the resolved configuration of the run."""
+"""Commands to try after a run, and what each shows; ``{config}`` is the resolved configuration of the run, and the folders
+lie beside its own."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -204,11 +212,37 @@ def _report(folder: "RunFolder", result: dict[str, Any], no_picture: str | None)
     val = result["val_loss"]
     final = f"validation loss {val:.4f} {unit}" if val is not None else f"training loss {result['loss']:.4f} {unit}"
     display.row("result", f"{final} after {result['steps']} steps in {seconds_text(result['seconds'])}")
+    if result["num_skipped"]:
+        display.row("skipped", _skipped_text(folder.config, result["num_skipped"]))
     display.row("proof", result["proof"]["text"])
     display.row("files", "\n".join(folder.files(picture=no_picture is None)) or "none")
     if no_picture is not None:
         display.row("picture", no_picture)
-    width = max(len(command) for command, _ in NEXT)
-    for n, (command, shows) in enumerate(NEXT):
-        text = command.format(config=folder.path / "config.yaml")
-        display.say(f"{'try' if n == 0 else '':<9}  {text:<{width}}  # {shows}")
+    commands = next_commands(folder.path, folder.config.train.steps)
+    width = max(len(command) for command, _ in commands)
+    for n, (command, shows) in enumerate(commands):
+        display.say(f"{'try' if n == 0 else '':<9}  {command:<{width}}  # {shows}")
+
+
+def _skipped_text(config: "RunConfig", count: int) -> str:
+    """How many steps changed nothing, and what may help."""
+    from shardwise.config.options import precision_of
+
+    steps = config.train.steps
+    text = (
+        f"{count} of {steps} steps, not finite: {'nothing was trained' if count == steps else 'they changed nothing'}"
+    )
+    if precision_of(config.parallel.precision).has_float16 and count > steps // 10:
+        text += f"; a smaller --train.scaler.init_scale than {config.train.scaler.init_scale:g} overflows less often"
+    return text
+
+
+def next_commands(folder: Path, steps: int) -> list[tuple[str, str]]:
+    """:data:`NEXT` for a run of ``steps`` in ``folder``: (command, what it shows)."""
+    places = {
+        "config": shlex.quote(str(folder / "config.yaml")),
+        "one": shlex.quote(str(folder.parent / "one")),
+        "ddp": shlex.quote(str(folder.parent / "ddp")),
+        "long": shlex.quote(str(folder.parent / "long")),
+    }
+    return [(command.format(**places, twice=2 * steps), shows) for command, shows in NEXT]

@@ -6,7 +6,7 @@ files and speaks. It speaks in *events*, small dicts given to ``emit``; who star
 
 Events (``kind`` and its fields): ``phase`` text; ``data`` name, train_samples, val_samples, tokens_per_step; ``model``
 name, num_params, units, why; ``sample`` when, prompt, text, word_share; ``step`` step, steps, loss, grad_norm, lr,
-tokens_per_s, seconds_left, skipped, memory; ``memory`` per_rank, one_process, rss; ``val`` step, loss, num_tokens;
+tokens_per_s, seconds_left, skipped, num_skipped (so far), memory; ``memory`` per_rank, one_process, rss; ``val`` step, loss, num_tokens;
 ``weights`` path; ``trouble`` text.
 """
 
@@ -56,7 +56,7 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
 
     Returns:
         the last figures, equal on every rank but for memory: ``loss``, ``val_loss`` (None without validation data),
-        ``num_params``, ``steps``, ``seconds``.
+        ``num_params``, ``steps``, ``num_skipped``.
     """
     emit = emit if world.is_main else _silent
     emit("phase", text="reading the data")
@@ -214,11 +214,12 @@ class _Run:
             "tokens_per_s": pace.tokens_per_s,
             "seconds_left": pace.seconds_left,
             "skipped": bool(out.skipped),
+            "num_skipped": self.step.num_skipped,
             "epoch": self.loader.epoch,
             **({} if out.loss_scale is None else {"loss_scale": out.loss_scale}),
             **{name: float(value) for name, value in (out.metrics or {}).items()},
         }
-        self.last["loss"] = figures["loss"]
+        self.last["loss"], self.last["num_skipped"] = figures["loss"], figures["num_skipped"]
         if done % self.config.log.every == 0 or done in (1, self.config.train.steps):
             self.tell("step", **figures, memory=memory_of(self.model, self.step.optim).as_dict())
         else:
