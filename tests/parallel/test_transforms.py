@@ -55,6 +55,7 @@ def test_in_list_order_under_every_layout(ranks, layout, from_module):
         ([{"name": "wrapped", "x": 1}], "'wrapped' has no options"),
         (["wrapped", "widen"], "'wrapped' must come after 'widen'"),
         ([sw.Sharding()], "no transform is registered with the config Sharding"),
+        ([build], "transforms=[build]\n  why: that function is not a transform"),
         (["parallel.loops:two_forwards_two_backwards"], "that function is not a transform"),
     ],
 )
@@ -68,6 +69,17 @@ def test_a_name_is_taken_once():
     assert sw.transform("widen", Widen)(widen) is widen  # the module imported once more
     with pytest.raises(sw.ConfigError, match="has that name"):
         sw.transform("widen")(build)
+
+
+@pytest.mark.parametrize("given", [[widen], widen, {"name": "widen"}, Widen(), "widen"])
+def test_the_function_itself_and_one_without_a_list(given):
+    assert [str(each) for each in choose(given)] == ["widen: Widen(factor=2)"]
+
+
+def test_a_transform_without_a_name_is_refused():
+    with pytest.raises(sw.ConfigError, match="a transform needs a name") as caught:
+        sw.transform(build)
+    assert '@sw.transform("build")' in str(caught.value)
 
 
 def test_from_a_file_and_by_place(tmp_path):

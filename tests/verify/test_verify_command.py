@@ -39,6 +39,15 @@ class Forgetful(Net):
 def forgetful():
     return Forgetful()
 
+class Dropping(Net):
+    def forward(self, input_ids):
+        return torch.nn.functional.dropout(super().forward(input_ids), 0.3, self.training)
+
+def dropping():
+    net = Dropping()
+    net.layers[1] = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3))
+    return net
+
 def plain():
     return nn.Linear(3, 3)
 '''
@@ -65,6 +74,15 @@ def test_a_difference_names_the_tensor(model_file):
     done = _verify(f"{model_file}:forgetful", "--layout", "dp_replicate=2", cwd=model_file.parent)
     assert done.returncode == 1
     assert "VerifyError" in done.stderr and "differs at step 1" in done.stderr and "Traceback" not in done.stderr
+    assert "random numbers are drawn in the model's own forward" in done.stderr and "report" not in done.stderr
+
+
+def test_a_model_with_dropout_is_compared_in_eval_mode_and_it_says_so(model_file):
+    done = _verify(f"{model_file}:dropping", "--layout", "dp_shard=2", cwd=model_file.parent)
+    assert done.returncode == 0, done.stderr
+    assert "in eval mode: in training, random numbers are drawn in layers.1.1, others" in done.stdout
+    said = [line for line in done.stdout.splitlines() if line.startswith("... ")]
+    assert said[:2] == ["... loading the model", "... one plain process: 3 steps"] and len(said) == 5
 
 
 def test_a_model_nothing_can_be_guessed_for(model_file):

@@ -5,7 +5,7 @@ apply it -> write the values. Everything that can be refused is refused before t
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,7 +17,6 @@ from shardwise.anatomy import dtype_of, read_anatomy
 from shardwise.config.options import (
     DDP,
     Compile,
-    Options,
     Precision,
     Remat,
     Sharding,
@@ -36,7 +35,7 @@ from shardwise.parallel.runtime import Runtime, attach, has_runtime, runtime_of
 from shardwise.parallel.sources import build_with_source
 from shardwise.parallel.stale import mark_stale
 from shardwise.parallel.tensors import follow_parameters, give_memory, tensors_of
-from shardwise.parallel.transforms import Chosen, choose, notes_of, transformed
+from shardwise.parallel.transforms import Chosen, Given, choose, notes_of, transformed
 from shardwise.parallel.units import with_named_units
 from shardwise.parallel.writes import watch_compiled
 from shardwise.recipe import Anatomy, Edit, Note, Recipe, describe_recipe, fingerprint_of, make_recipe, stored_as
@@ -64,7 +63,7 @@ def parallelize(
     ddp: DDP | None = None,
     remat: str | Remat | None = None,
     compile: str | Compile | None = None,
-    transforms: Sequence[str | Mapping[str, Any] | Options] = (),
+    transforms: Given = (),
 ) -> M:
     """Shards a module over the ranks of ``world`` and gives it back: the same object, names and methods; under FSDP2 its class
     becomes a subclass of what it was.
@@ -86,8 +85,8 @@ def parallelize(
         remat: ``"full"``: every block runs again in backward instead of keeping what it computed; ``"selective"``: but for
             its matrix products and attention; or a :class:`~shardwise.config.options.Remat`.
         compile: ``"blocks"``: ``torch.compile`` of every block; or a :class:`~shardwise.config.options.Compile`.
-        transforms: functions registered with :func:`shardwise.transform`, by name or config, run in this order before
-            anything else.
+        transforms: functions registered with :func:`shardwise.transform`, by name or config or themselves, run in this order
+            before anything else.
 
     Raises:
         ConfigError: an option that is neither a word for it nor its record.

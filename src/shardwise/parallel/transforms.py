@@ -25,9 +25,11 @@ from shardwise.config.target import load_target, looks_like_target
 from shardwise.errors import ConfigError, ShardwiseError, UsageError
 from shardwise.recipe import Note
 
-__all__ = ["Chosen", "choose", "notes_of", "transform", "transformed"]
+__all__ = ["Chosen", "Given", "choose", "notes_of", "transform", "transformed"]
 
 Function = Callable[..., nn.Module | None]
+Entry = str | Mapping[str, Any] | Options | Function
+Given = Entry | Sequence[Entry]
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,13 @@ def transform(
         after: names of transforms that, where they are in the list too, must stand before this one.
 
     Raises:
-        ConfigError: the name is taken by another function.
+        ConfigError: the name is taken by another function, or there is none.
     """
+    if not isinstance(name, str):
+        place = getattr(name, "__qualname__", str(name))
+        raise ConfigError(
+            f"@transform on {place}", why="a transform needs a name", fix=f'write @sw.transform("{place}") above it'
+        )
 
     def register(function: Function) -> Function:
         taken = _known.get(name)
@@ -82,14 +89,15 @@ class Chosen:
         return self.transform.name if self.config is None else f"{self.transform.name}: {self.config}"
 
 
-def choose(given: Sequence[str | Mapping[str, Any] | Options]) -> list[Chosen]:
-    """The transforms that a list names: by name, as ``"pkg.mod:function"``, as a mapping with ``name`` and options, or as
-    a config.
+def choose(given: Given) -> list[Chosen]:
+    """The transforms that a list names: by name, as ``"pkg.mod:function"``, as a mapping with ``name`` and options, as a
+    config, or as the registered function itself. One of them may stand without a list.
 
     Raises:
         ConfigError: one that is not registered, options it does not have, or an order that an ``after=`` forbids.
     """
-    chosen = [_chosen(entry) for entry in ([given] if isinstance(given, str) else given)]
+    alone = isinstance(given, str | Mapping | Options) or callable(given)
+    chosen = [_chosen(entry) for entry in ([given] if alone else given)]
     names = [each.transform.name for each in chosen]
     for i, each in enumerate(chosen):
         late = [name for name in each.transform.after if name in names[i + 1 :]]
@@ -133,7 +141,7 @@ def notes_of(chosen: Sequence[Chosen]) -> tuple[Note, ...]:
     return tuple(Note(name="transform", why=str(each)) for each in chosen)
 
 
-def _chosen(entry: str | Mapping[str, Any] | Options) -> Chosen:
+def _chosen(entry: Entry) -> Chosen:
     if isinstance(entry, Options):
         found = next((known for known in _known.values() if known.config is type(entry)), None)
         if found is None:
@@ -143,6 +151,9 @@ def _chosen(entry: str | Mapping[str, Any] | Options) -> Chosen:
                 fix=f'@sw.transform("name", {type(entry).__name__}) on the function, in a module that is imported',
             )
         return Chosen(found, entry)
+    if callable(entry):
+        found = _registered(entry, f"transforms=[{getattr(entry, '__qualname__', entry)}]")
+        return Chosen(found, None if found.config is None else _config(found, {}))
     options = dict(entry) if isinstance(entry, Mapping) else {"name": entry}
     found = _named(options.pop("name", None), entry)
     if found.config is None:
@@ -158,13 +169,7 @@ def _named(name: Any, entry: Any) -> _Transform:
     if not isinstance(name, str):
         raise ConfigError(f"transforms=[{entry}]", why="it has no name", fix='give {"name": ..., and its options}')
     if looks_like_target(name):
-        function = load_target(name, what="transform")
-        found = next((known for known in _known.values() if known.function is function), None)
-        if found is None:
-            raise ConfigError(
-                f"transforms=[{name!r}]", why="that function is not a transform", fix='put @sw.transform("name") on it'
-            )
-        return found
+        return _registered(load_target(name, what="transform"), f"transforms=[{name!r}]")
     if name not in _known:
         raise ConfigError(
             f"transforms=[{name!r}]",
@@ -172,6 +177,13 @@ def _named(name: Any, entry: Any) -> _Transform:
             fix=did_you_mean(name, list(_known), what="transforms") + '; or name its module: "pkg.mod:function"',
         )
     return _known[name]
+
+
+def _registered(function: Any, given: str) -> _Transform:
+    found = next((known for known in _known.values() if known.function is function), None)
+    if found is None:
+        raise ConfigError(given, why="that function is not a transform", fix='put @sw.transform("name") on it')
+    return found
 
 
 def _config(found: _Transform, options: dict[str, Any]) -> Options:

@@ -12,8 +12,10 @@ from shardwise.config.options import Parallel
 from shardwise.config.target import load_target
 from shardwise.errors import ConfigError
 from shardwise.layout import parse_layout
-from shardwise.train.loss import next_token_loss
-from shardwise.verify.run import verify
+from shardwise.train.loss import call, next_token_loss
+from shardwise.verify.draws import drawing_modules
+from shardwise.verify.oracle import Task
+from shardwise.verify.run import Transformed, verify
 
 __all__ = ["main"]
 
@@ -30,6 +32,16 @@ class _Named:
 
     def __call__(self, *args: Any) -> Any:
         return load_target(self.text, what=self.what)(*args)
+
+
+@dataclass(frozen=True)
+class _Evaluating:
+    """A function of a module, in eval mode."""
+
+    build: Callable[[], nn.Module]
+
+    def __call__(self) -> nn.Module:
+        return self.build().eval()
 
 
 def main(
@@ -54,7 +66,8 @@ def main(
         accumulate: micro-batches per rank and step.
         parallel: the techniques; its layout and precision are not used.
     """
-    build = _Named(model, "MODEL")
+    _say("loading the model")
+    build: Callable[[], nn.Module] = _Named(model, "MODEL")
     num_ranks = 1
     for degree in parse_layout(layout).values():
         num_ranks *= degree
@@ -63,11 +76,16 @@ def main(
     print(
         f"comparing {num_ranks} ranks ({layout}) with one process: {steps} steps, {accumulate} micro-batches per rank"
     )
+    sums = _Named(loss, "--loss") if loss else next_token_loss
+    build, why = _without_dropout(build, parallel.transforms, windows, sums)
+    if why:
+        print(why)
     report = verify(
         build,
         layout,
         batches=windows,
-        loss=_Named(loss, "--loss") if loss else next_token_loss,
+        loss=sums,
+        say=_say,
         **{name: getattr(parallel, name) for name in _TECHNIQUES},
     )
     for kind, worst in report.worst.items():
@@ -75,6 +93,31 @@ def main(
         print(f"  {kind:<10} largest difference {worst.err:.1e}{where}")
     print(f"equal: {report}")
     return 0
+
+
+def _say(text: str) -> None:
+    print(f"... {text}", flush=True)
+
+
+def _without_dropout(
+    build: Callable[[], nn.Module], transforms: Any, windows: Any, loss: Any
+) -> tuple[Callable[[], nn.Module], str]:
+    """``build``, in eval mode where the module draws random numbers in training alone; and what to say of it."""
+    evaluating = _Evaluating(build)
+
+    def drawing(make: Callable[[], nn.Module]) -> list[str]:
+        make = Transformed(make, transforms) if transforms else make
+        return drawing_modules(Task(make, windows, loss, None, call))
+
+    names = drawing(build)
+    if not names or drawing(evaluating):
+        return build, ""
+    told = ", ".join(name or "the model's own forward" for name in names[:3])
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return evaluating, (
+        f"in eval mode: in training, random numbers are drawn in {told}{more}, others on each side "
+        "(batch norm, if any, uses its running statistics)"
+    )
 
 
 def _tokens_for(module: nn.Module) -> Callable[[int], dict[str, Tensor]]:

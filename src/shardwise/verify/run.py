@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.suggest import did_you_mean
-from shardwise.errors import ConfigError, UsageError
+from shardwise.errors import ConfigError, UsageError, VerifyError
 from shardwise.launch import launch_local
 from shardwise.layout import layout_of, parse_layout
 from shardwise.parallel import parallelize
 from shardwise.parallel.transforms import choose, transformed
 from shardwise.train.loss import call, count_of, next_token_loss
 from shardwise.verify.compare import Report, compare
+from shardwise.verify.draws import drawing_modules
 from shardwise.verify.oracle import Task, run_oracle
 from shardwise.verify.sharded import RankRecord, run_sharded
 
@@ -39,6 +40,7 @@ def verify(
     gate: float | None = None,
     num_ranks: int | None = None,
     run: Callable[..., list[RankRecord]] | None = None,
+    say: Callable[[str], object] | None = None,
     **options: Any,
 ) -> Report:
     """Trains a few steps twice, sharded over local CPU processes and in one plain process, and compares loss, every
@@ -56,12 +58,13 @@ def verify(
         gate: the largest error allowed; default 1e-12 in float64, 1e-5 in float32.
         num_ranks: needed where the layout has ``-1``.
         run: ``run(function, num_ranks, *args)`` -> results by rank, such as a pool's; default: fresh processes.
+        say: called with what is done next, in words.
         options: keyword arguments of ``parallelize``: ``sharding``, ``ddp`` and so on. ``transforms`` change the module
             of both sides.
 
     Raises:
         UsageError: an option that parallelize does not have.
-        VerifyError: naming the first tensor that differs.
+        VerifyError: naming the first tensor that differs; and what draws random numbers, which are others on each side.
 
     Example:
         >>> report = verify(build, "dp_shard=2", batches=[[batch, other]])  # doctest: +SKIP
@@ -81,10 +84,33 @@ def verify(
         max_grad_norm=max_grad_norm,
         dtype=dtype,
     )
+    say = say or (lambda text: None)
+    say(f"one plain process: {len(batches)} steps")
     oracle = run_oracle(task)
+    say("one plain process once more, its sums in another order")
     noise = run_oracle(task, otherwise=True)
+    say(f"sharded: the same steps on {size} ranks (each loads torch, a few seconds)")
     ranks = (run or _in_fresh_processes)(run_sharded, size, task, layout, options)
-    return compare(task, oracle, ranks, noise=noise, gate=GATES[dtype] if gate is None else gate)
+    say("comparing every tensor")
+    try:
+        return compare(task, oracle, ranks, noise=noise, gate=GATES[dtype] if gate is None else gate)
+    except VerifyError as error:
+        raise _explained(error, task) from None
+
+
+def _explained(error: VerifyError, task: Task) -> VerifyError:
+    """``error``, with the cause where it is random numbers."""
+    names = drawing_modules(task)
+    if not names:
+        return error
+    told = [name or "the model's own forward, or the loss" for name in names]
+    more = f" and {len(told) - 3} more" if len(told) > 3 else ""
+    return VerifyError(
+        error.given,
+        why=f"random numbers are drawn in {', '.join(told[:3])}{more}, and each side draws others: no two runs are equal",
+        fix="compare without them: dropout of 0, or a function that returns module.eval(); this says nothing of the layout",
+        name=error.name,
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,53 @@
+"""Whether a module draws random numbers, and where: two runs of it differ then, sharded or not."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.verify.oracle import Task
+
+__all__ = ["drawing_modules"]
+
+
+def drawing_modules(task: Task) -> list[str]:
+    """The innermost modules of ``task`` that draw random numbers in a forward and loss of its first micro-batch, by name;
+    ``""`` is the module itself, or the loss. The streams are left where they were."""
+    module, batch = task.make(), task.windows[0][0]
+    open_calls: list[list[Any]] = []
+    found: dict[str, None] = {}
+
+    def enter(name: str) -> None:
+        open_calls.append([name, _streams(), False])
+
+    def leave() -> None:
+        name, before, inner = open_calls.pop()
+        drew = _streams() != before
+        if drew and not inner:
+            found[name] = None
+        if drew and open_calls:
+            open_calls[-1][2] = True
+
+    for name, part in module.named_modules():
+        if part is not module:
+            part.register_forward_pre_hook(lambda *_, name=name: enter(name))
+            part.register_forward_hook(lambda *_: leave(), always_call=True)
+    python, arrays = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), task.lifted():
+            enter("")
+            result = task.forward(module, batch) if task.loss is not None else module(batch)
+            if task.loss is not None:
+                task.loss(result, batch)
+            leave()
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
+    return list(found)
+
+
+def _streams() -> tuple[Any, ...]:
+    """Where torch's, Python's and numpy's streams stand."""
+    _, keys, place, *_ = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), np.asarray(keys).tobytes(), place
