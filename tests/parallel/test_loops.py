@@ -1,6 +1,7 @@
 """Loops of one's own give the gradients of one process, under replicas whatever the loop does; torch's own reducer is off,
 hangs or ends in an error in most of them."""
 
+import contextlib
 import gc
 import os
 
@@ -56,11 +57,8 @@ def in_a_window(layout: str, loop: str, accumulate_num: int, bucket_cap_mb: floa
         return whole(sharded)
 
 
-def assert_equal(found: dict, want: dict, *, zeros_for_none: bool = False) -> None:
+def assert_equal(found: dict, want: dict) -> None:
     for name, grad in want.items():
-        if grad is None and zeros_for_none:  # outside a window FSDP2 cannot tell what no rank used
-            assert not found[name].any()
-            continue
         assert (grad is None) == (found[name] is None), name
         if grad is not None:
             torch.testing.assert_close(
@@ -111,7 +109,46 @@ def test_each_backward_outside_a_window_is_summed_once(ranks, layout, zero_betwe
         LOOPS["forward_backward_twice"](plain, batch(i)["x"], 1.0)
     for found in ranks.run(backwards_by_themselves, 2, layout, zero_between):
         want = {name: param.grad for name, param in plain.named_parameters()}
-        assert_equal(found, want, zeros_for_none=layout == "dp_shard=2")
+        assert_equal(found, want)
+
+
+class Scaled(nn.Module):
+    """With a 0-dim parameter, which FSDP2 keeps whole, and one that is used only where the number is odd."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.rare, self.unused = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale, self.empty = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.zeros(0))
+
+    def forward(self, number: int) -> torch.Tensor:
+        y = self.first(batch(number)["x"]) * self.scale + self.empty.sum()
+        return (self.rare(y) if number % 2 else y).sum()
+
+
+def scaled() -> nn.Module:
+    torch.manual_seed(7)
+    return Scaled().double()
+
+
+def scaled_by_itself(layout: str, way: str) -> dict:
+    with init(layout, device="cpu", timeout_s=20) as world:
+        sharded = parallelize(scaled(), world)
+        for i in range(3):
+            with accumulate(sharded, is_last=i > 0) if way == "accumulate" else contextlib.nullcontext():
+                (sharded(2 * i + world.rank) * (sharded.scale if way == "outside" else 1)).backward()
+        return whole(sharded)
+
+
+@pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2"])
+@pytest.mark.parametrize("way", ["inside", "outside", "accumulate"])
+def test_a_0_dim_parameter_without_a_window(ranks, layout, way):
+    """Ranks drifted apart: each had its own gradient of it."""
+    plain = scaled()
+    for i in range(6):
+        (plain(i) * (plain.scale if way == "outside" else 1)).backward()
+    want = {name: param.grad for name, param in plain.named_parameters()}
+    for found in ranks.run(scaled_by_itself, 2, layout, way):
+        assert_equal(found, want)
 
 
 class Fails(torch.autograd.Function):
@@ -173,7 +210,7 @@ def a_gradient_taken_before_the_step(layout: str) -> tuple[dict, dict]:
 def test_autograd_grad_leaves_gradients_alone(ranks, layout):
     for before, after in ranks.run(a_gradient_taken_before_the_step, 2, layout):
         assert before["text.0.weight"] is not None
-        assert_equal(after, before, zeros_for_none=layout == "dp_shard=2")
+        assert_equal(after, before)
 
 
 def with_the_parts(layout: str) -> dict:
@@ -197,7 +234,7 @@ def test_the_parts_of_a_window(ranks, layout):
             LOOPS["one_forward_two_backwards"](plain, each["x"], float(sum(map(count, given))))
     for found in ranks.run(with_the_parts, 2, layout):
         want = {name: param.grad for name, param in plain.named_parameters()}
-        assert_equal(found, want, zeros_for_none=layout == "dp_shard=2")
+        assert_equal(found, want)
 
 
 def threads_left(layout: str) -> int:

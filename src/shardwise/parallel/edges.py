@@ -1,5 +1,6 @@
 """What runs at the edges of a unit, beside FSDP2's own hooks: at what goes in, at what comes out, at a whole parameter's gradient."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -7,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise._compat import map_leaves
+from shardwise._compat import is_accumulated, map_leaves
 from shardwise.errors import UsageError
 
-__all__ = ["anchor_inputs", "mark_used", "refuse_ungathered", "whole_outputs"]
+__all__ = ["anchor_inputs", "before_accumulation", "mark_used", "refuse_ungathered", "whole_outputs"]
 
 
 class _NotAView(torch.autograd.Function):
@@ -69,6 +70,18 @@ def mark_used(used: Tensor, position: int) -> Callable[[Tensor], None]:
 
     def hook(_param: Tensor) -> None:
         used[position] = 1
+
+    return hook
+
+
+def before_accumulation(param: Tensor, method: Callable[[], None]) -> Callable[[Tensor], None]:
+    """A hook on ``param`` that calls a bound method when a backward is about to add to its gradient; it keeps neither alive."""
+    found, call = weakref.ref(param), weakref.WeakMethod(method)
+
+    def hook(_grad: Tensor) -> None:
+        tensor, bound = found(), call()
+        if tensor is not None and bound is not None and is_accumulated(tensor):
+            bound()
 
     return hook
 

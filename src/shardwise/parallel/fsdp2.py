@@ -24,7 +24,8 @@ from shardwise._compat import (
 )
 from shardwise.anatomy import canonical_modules, canonical_tensors, dtype_of, module_of_error
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
-from shardwise.parallel.edges import anchor_inputs, mark_used, refuse_ungathered, whole_outputs
+from shardwise.parallel.edges import anchor_inputs, before_accumulation, mark_used, refuse_ungathered, whole_outputs
+from shardwise.parallel.outside import Outside
 from shardwise.parallel.tensors import give_memory, tensors_of
 from shardwise.recipe import ROOT, Cut, Recipe, dtype_groups
 from shardwise.world import World
@@ -65,7 +66,7 @@ def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine
             child.set_reduce_scatter_unused_params(True, recurse=False)
     _set_prefetch(modules, recipe)
     materialise(module, world.device, cut=torch.device("cpu") if recipe.offload else world.device)
-    return FSDP2Engine(module, recipe)
+    return FSDP2Engine(module, recipe, world)
 
 
 def _offload(recipe: Recipe, world: World) -> OffloadPolicy:
@@ -134,7 +135,7 @@ def _policies(recipe: Recipe, unit: str, parameters: dict[str, Any]) -> list[tup
 class FSDP2Engine:
     """Handles on a module sharded by :func:`apply_fsdp2`."""
 
-    def __init__(self, module: nn.Module, recipe: Recipe):
+    def __init__(self, module: nn.Module, recipe: Recipe, world: World):
         self.root, self.recipe = module, recipe
         trainable = [name for name, param in recipe.params.items() if param.trainable]
         self._position = {name: i for i, name in enumerate(trainable)}
@@ -142,11 +143,16 @@ class FSDP2Engine:
         self._entered: list[str] = []
         self._groups: list[Any] = []
         self._anchored: set[int] = set()
-        self._in_forward = False
+        self._in_forward = self._in_window = False
+        parameters: dict[str, Any] = tensors_of(module, "_parameters")
+        whole = [self._position[name] for name in trainable if recipe.params[name].shape == ()]
+        self._outside = Outside([parameters[name] for name in trainable], whole, self._used, world)
         self._watch_units(module)
         self._watch_replicated(module, recipe)
 
     def set_sync(self, sync: bool | None) -> None:
+        if sync is not None and not self._in_window:
+            self._outside.begin()
         sync = sync is not False  # at the end of each backward is all that FSDP2 knows
         each = self.recipe.sync_every_microbatch
         self.root.set_requires_gradient_sync(sync or bool(each))  # type: ignore[operator]
@@ -155,6 +161,10 @@ class FSDP2Engine:
 
     def complete(self, place: str) -> None:
         self.set_sync(None)
+        if self._in_window:
+            self._in_window = False  # the exchange before the step does the rest
+        else:
+            self._outside.end(place)
 
     def used(self) -> Tensor:
         return self._used
@@ -163,11 +173,15 @@ class FSDP2Engine:
         return self._entered
 
     def begin(self) -> None:
+        self._outside.abandon()
+        self._in_window = True
         self._used.zero_()
         self._entered = []
 
     def abandon(self) -> None:
         self.set_sync(None)
+        self._in_window = False
+        self._outside.abandon()
         reset_iteration(self.root)
         for group in self._groups:
             drop_partial_gradients(group)
@@ -225,8 +239,13 @@ class FSDP2Engine:
                     fix='keep the parameters whole on every rank: sw.init("dp_replicate=-1")',
                     name=name or None,
                 )
+            self._begin_backward()
 
         return before
+
+    def _begin_backward(self) -> None:
+        if not self._in_window:
+            self._outside.begin_backward()
 
     def _recorder(self, positions: list[int], unit: str) -> Any:
         def seen(used: list[int], reduces: bool = False) -> None:
@@ -248,4 +267,6 @@ class FSDP2Engine:
         for name, owner, attr in canonical_tensors(root, "_parameters"):
             position = self._position.get(name)
             if position is not None and not recipe.params[name].cuts:
-                getattr(owner, attr).register_post_accumulate_grad_hook(mark_used(self._used, position))
+                param = getattr(owner, attr)
+                param.register_hook(before_accumulation(param, self._begin_backward))
+                param.register_post_accumulate_grad_hook(mark_used(self._used, position))

@@ -1,0 +1,95 @@
+"""What FSDP2 leaves undone for a backward outside a window, where no exchange before the step does it: summing gradients of
+0-dim parameters, which it keeps whole, and leaving None what no rank used."""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise._compat import at_end_of_backward, local_tensor
+from shardwise.world import World
+
+__all__ = ["Outside"]
+
+
+class Outside:
+    """One round is the backwards whose gradients are reduced together: those of ``accumulate``, or one by itself."""
+
+    def __init__(self, params: list[nn.Parameter], whole: Iterable[int], used: Tensor, world: World):
+        self.params, self.whole, self.used, self.world = params, list(whole), used, world
+        self._had: list[bool] | None = None  # which had a gradient before the round; None: no round runs
+        self._done: dict[int, Tensor] = {}  # gradients that are sums over the ranks already
+        self._queued: weakref.ref[Any] | None = None
+
+    def begin(self) -> None:
+        self._forget_failed()
+        if self._had is not None:
+            return
+        self.used.zero_()
+        self._had = [param.grad is not None for param in self.params]
+        for i in self.whole:
+            grad = self.params[i].grad
+            if grad is not None:
+                self._done[i], self.params[i].grad = grad, None
+
+    def begin_backward(self) -> None:
+        """A round that ends with the backward that runs, unless one runs already. Only from within a backward."""
+        self._forget_failed()
+        if self._had is not None:
+            return
+
+        def end() -> None:
+            self._queued = None
+            self.end("a backward outside a window")
+
+        def after_others() -> None:  # FSDP2 ends its root's backward in such a call of its own
+            at_end_of_backward(end)
+
+        self.begin()
+        self._queued = weakref.ref(end)
+        at_end_of_backward(after_others)
+
+    def end(self, place: str) -> None:
+        if self._had is None:
+            return
+        own = [self._own(i) for i in self.whole]
+        entries = {"used": self.used, **({"whole": torch.stack(own)} if own else {})}
+        summed = self.world.agreement.sum(entries, f"{place}, after gradients are reduced")
+        for param, had, count in zip(self.params, self._had, summed["used"].tolist(), strict=True):
+            if not had and not count:
+                param.grad = None
+        for i, value in zip(self.whole, summed["whole"] if own else (), strict=True):
+            param, done = self.params[i], self._done.get(i)
+            if summed["used"][i]:
+                both = torch.complex(value[0], value[1])
+                grad = (both if param.is_complex() else both.real).to(param.device, param.dtype)
+                param.grad = grad if done is None else done + grad
+            else:
+                param.grad = done
+        self.forget()
+
+    def abandon(self) -> None:
+        """Gradients of whole parameters as before the round."""
+        self._forget_failed()
+        if self._had is not None:
+            for i in self.whole:
+                self.params[i].grad = self._done.get(i)
+        self.forget()
+
+    def _forget_failed(self) -> None:
+        """torch holds the call at the end of a backward until it is over: a backward that raised made none."""
+        if self._queued is not None and self._queued() is None:
+            self.forget()
+
+    def forget(self) -> None:
+        self._had, self._queued = None, None
+        self._done.clear()
+
+    def _own(self, i: int) -> Tensor:
+        """A gradient as float64 [2]: real part, imaginary part."""
+        grad = self.params[i].grad
+        if grad is None:
+            return torch.zeros(2, dtype=torch.float64)
+        return torch.view_as_real(local_tensor(grad).detach().to(torch.complex128).cpu())
