@@ -250,6 +250,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=40, help="timed steps of each contender (40)")
     parser.add_argument("--ranks", type=int, default=2, help="processes (2)")
     parser.add_argument("--model", choices=list(MODELS), action="append", help="only this one; may be repeated")
+    parser.add_argument("--part", choices=list(PARTS), action="append", help="only this table; may be repeated")
     parser.add_argument(
         "--write", type=Path, help="a page whose <!-- step --> and <!-- replicas --> parts are replaced"
     )
@@ -257,6 +258,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.rounds < 2:
         parser.error(f"--rounds={args.rounds}: a median and a spread need at least 2")
     for part, (layout, _, reference) in PARTS.items():
+        if args.part and part not in args.part:
+            continue
         results = {}
         for model in args.model or MEASURED:
             print(
