@@ -3,6 +3,8 @@
 Weights and inputs are small whole numbers, so that every sum is exact in bf16 too and numbers can be compared bit by bit.
 """
 
+from typing import TypeVar
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -49,12 +51,20 @@ class Tower(nn.Module):
         return self.head(x)
 
 
-def build() -> Tower:
+M = TypeVar("M", bound=nn.Module)
+
+
+def of_small_integers(cls: type[M]) -> M:
+    """A module whose sums are exact in every dtype."""
     torch.manual_seed(1)
-    model = Tower()
+    model = cls()
     for param in model.parameters():
         param.data = torch.randint(-1, 2, param.shape).to(param.dtype)
     return model
+
+
+def build() -> Tower:
+    return of_small_integers(Tower)
 
 
 def windows() -> list[list[dict[str, Tensor]]]:
@@ -136,11 +146,7 @@ class Sometimes(nn.Module):
 
 
 def build_sometimes() -> Sometimes:
-    torch.manual_seed(1)
-    model = Sometimes()
-    for param in model.parameters():
-        param.data = torch.randint(-1, 2, param.shape).to(param.dtype)
-    return model
+    return of_small_integers(Sometimes)
 
 
 def batch_of(index: int, uses: bool) -> dict[str, Tensor]:

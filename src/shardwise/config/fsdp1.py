@@ -5,7 +5,8 @@ ones, ``reshard_after_forward`` off where only gradients and optimizer state are
 """
 
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -25,6 +26,7 @@ STRATEGIES = {  # name -> (hybrid, freed after forward)
 }
 _BACKWARD = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 _WRAP = ("NO_WRAP", "SIZE_BASED_WRAP", "TRANSFORMER_BASED_WRAP")
+_USUAL = {"use_orig_params": None, "sync_module_states": True, "limit_all_gathers": True}
 _NO_COUNTERPART = "FSDP2 has no counterpart: parameters are always the model's own, of equal values"
 
 
@@ -72,60 +74,108 @@ def from_fsdp1(
         >>> from_fsdp1("HYBRID_SHARD", ranks_per_node=8).layout
         'dp_replicate=-1,dp_shard=8'
     """
-    strategy = _word("sharding_strategy", sharding_strategy, STRATEGIES)
-    backward = _word("backward_prefetch", backward_prefetch or "NO_PREFETCH", _BACKWARD)
-    policy = _word("auto_wrap_policy", auto_wrap_policy, _WRAP)
-    hybrid, reshard = STRATEGIES[strategy]
-    if hybrid and ranks_per_node is None:
-        raise ConfigError(
-            f"sharding_strategy={strategy} without ranks_per_node",
-            why="it shards within a node and replicates across nodes",
-            fix="say how many ranks a node has: ranks_per_node=8",
-        )
-    ddp = strategy == "NO_SHARD" and not cpu_offload and not mixed_precision
-    said = [  # (given, why it changes or goes, whether it was given)
-        ("sharding_strategy=NO_SHARD", "it is plain data parallelism: DDP is used", ddp),
-        (f"ranks_per_node={ranks_per_node}", f"{strategy} is the same within and across nodes, so it is not used",
-         ranks_per_node is not None and not hybrid),
-        (f"mixed_precision={mixed_precision}", "gradients are reduced, and buffers kept, in float32",
-         bool(mixed_precision)),
-        (f"use_orig_params={use_orig_params}", _NO_COUNTERPART, use_orig_params is not None),
-        (f"sync_module_states={sync_module_states}", _NO_COUNTERPART, sync_module_states is not True),
-        (f"limit_all_gathers={limit_all_gathers}", _NO_COUNTERPART, limit_all_gathers is not True),
-        (f"min_num_params={min_num_params}", f"auto_wrap_policy={policy} does not use it",
-         min_num_params is not None and policy != "SIZE_BASED_WRAP"),
-        (f"transformer_layer_cls={transformer_layer_cls}", f"auto_wrap_policy={policy} does not use it",
-         transformer_layer_cls is not None and policy != "TRANSFORMER_BASED_WRAP"),
-    ]  # fmt: skip
-    if ddp:
-        whole = "DDP keeps whole copies and gathers nothing, so it is not used"
-        said += [
-            (f"backward_prefetch={backward}", whole, backward != "BACKWARD_PRE"),
-            (f"forward_prefetch={forward_prefetch}", whole, bool(forward_prefetch)),
-            (f"auto_wrap_policy={policy}", whole, policy != "NO_WRAP"),
-        ]
-        sharding = Sharding(engine="ddp")
-    else:
-        said += [
-            ("backward_prefetch=BACKWARD_POST", "FSDP2 has no such order: BACKWARD_PRE is used",
-             backward == "BACKWARD_POST"),
-            ("auto_wrap_policy=NO_WRAP", 'blocks are found all the same; Sharding(units="none") is one flat unit',
-             policy == "NO_WRAP"),
-        ]  # fmt: skip
-        prefetch = Prefetch(forward=int(forward_prefetch), backward=int(backward != "NO_PREFETCH"))
-        sharding = Sharding(
-            engine="auto" if strategy == "NO_SHARD" else "fsdp2",
-            reshard_after_forward=reshard,
-            offload=cpu_offload,
-            prefetch="default" if prefetch == Prefetch() else prefetch,
-            **_units(policy, min_num_params, transformer_layer_cls),
-        )
-    for given, why, was_given in said:
-        if was_given:
-            warnings.warn(f"{given}: {why}", stacklevel=2)
-    layout = f"dp_replicate=-1,dp_shard={ranks_per_node}" if hybrid else "dp_shard=-1"
-    layout = "dp_replicate=-1" if strategy == "NO_SHARD" else layout
+    said = _Said(
+        strategy=_word("sharding_strategy", sharding_strategy, STRATEGIES),
+        ranks_per_node=ranks_per_node,
+        cpu_offload=cpu_offload,
+        backward=_word("backward_prefetch", backward_prefetch or "NO_PREFETCH", _BACKWARD),
+        forward_prefetch=bool(forward_prefetch),
+        policy=_word("auto_wrap_policy", auto_wrap_policy, _WRAP),
+        min_num_params=min_num_params,
+        transformer_layer_cls=transformer_layer_cls,
+        mixed_precision=mixed_precision,
+        without_counterpart={
+            "use_orig_params": use_orig_params,
+            "sync_module_states": sync_module_states,
+            "limit_all_gathers": limit_all_gathers,
+        },
+    )
+    layout, sharding = said.layout(), said.sharding()
+    for given, why in said.changes():
+        warnings.warn(f"{given}: {why}", stacklevel=2)
     return Parallel(layout=layout, precision=mixed_precision, sharding=sharding)
+
+
+@dataclass(frozen=True)
+class _Said:
+    """FSDP1's options, each a known word."""
+
+    strategy: str
+    ranks_per_node: int | None
+    cpu_offload: bool
+    backward: str
+    forward_prefetch: bool
+    policy: str
+    min_num_params: int | None
+    transformer_layer_cls: Any
+    mixed_precision: str | None
+    without_counterpart: Mapping[str, Any]
+
+    @property
+    def is_hybrid(self) -> bool:
+        return STRATEGIES[self.strategy][0]
+
+    @property
+    def is_ddp(self) -> bool:
+        return self.strategy == "NO_SHARD" and not self.cpu_offload and not self.mixed_precision
+
+    def layout(self) -> str:
+        if not self.is_hybrid:
+            return "dp_replicate=-1" if self.strategy == "NO_SHARD" else "dp_shard=-1"
+        if self.ranks_per_node is None:
+            raise ConfigError(
+                f"sharding_strategy={self.strategy} without ranks_per_node",
+                why="it shards within a node and replicates across nodes",
+                fix="say how many ranks a node has: ranks_per_node=8",
+            )
+        return f"dp_replicate=-1,dp_shard={self.ranks_per_node}"
+
+    def sharding(self) -> Sharding:
+        if self.is_ddp:
+            return Sharding(engine="ddp")
+        prefetch = Prefetch(forward=int(self.forward_prefetch), backward=int(self.backward != "NO_PREFETCH"))
+        return Sharding(
+            engine="auto" if self.strategy == "NO_SHARD" else "fsdp2",
+            reshard_after_forward=STRATEGIES[self.strategy][1],
+            offload=self.cpu_offload,
+            prefetch="default" if prefetch == Prefetch() else prefetch,
+            **_units(self.policy, self.min_num_params, self.transformer_layer_cls),
+        )
+
+    def changes(self) -> Iterator[tuple[str, str]]:
+        """What was given and means something else here, or nothing: ``(given, why)``."""
+        if self.is_ddp:
+            yield "sharding_strategy=NO_SHARD", "it is plain data parallelism: DDP is used"
+        if self.ranks_per_node is not None and not self.is_hybrid:
+            same = f"{self.strategy} is the same within and across nodes, so it is not used"
+            yield f"ranks_per_node={self.ranks_per_node}", same
+        if self.mixed_precision:
+            kept = "gradients are reduced, and buffers kept, in float32"
+            yield f"mixed_precision={self.mixed_precision}", kept
+        for option, value in self.without_counterpart.items():
+            if value is not _USUAL[option]:
+                yield f"{option}={value}", _NO_COUNTERPART
+        unused = f"auto_wrap_policy={self.policy} does not use it"
+        if self.min_num_params is not None and self.policy != "SIZE_BASED_WRAP":
+            yield f"min_num_params={self.min_num_params}", unused
+        if self.transformer_layer_cls is not None and self.policy != "TRANSFORMER_BASED_WRAP":
+            yield f"transformer_layer_cls={self.transformer_layer_cls}", unused
+        yield from self._changes_of_ddp() if self.is_ddp else self._changes_of_fsdp2()
+
+    def _changes_of_ddp(self) -> Iterator[tuple[str, str]]:
+        whole = "DDP keeps whole copies and gathers nothing, so it is not used"
+        if self.backward != "BACKWARD_PRE":
+            yield f"backward_prefetch={self.backward}", whole
+        if self.forward_prefetch:
+            yield f"forward_prefetch={self.forward_prefetch}", whole
+        if self.policy != "NO_WRAP":
+            yield f"auto_wrap_policy={self.policy}", whole
+
+    def _changes_of_fsdp2(self) -> Iterator[tuple[str, str]]:
+        if self.backward == "BACKWARD_POST":
+            yield "backward_prefetch=BACKWARD_POST", "FSDP2 has no such order: BACKWARD_PRE is used"
+        if self.policy == "NO_WRAP":
+            yield "auto_wrap_policy=NO_WRAP", 'blocks are found all the same; Sharding(units="none") is one flat unit'
 
 
 def _units(policy: str, min_num_params: int | None, transformer_layer_cls: Any) -> dict[str, Any]:

@@ -19,10 +19,6 @@ from shardwise.recipe import Edit, Recipe
 
 __all__ = ["apply_precision", "cast_floating_tensors", "cast_root"]
 
-_given = (
-    WeakIdKeyDictionary()
-)  # what the input of a part was cast to -> the input, and the version of what it was cast to
-
 
 def cast_floating_tensors(value: Any, dtype: torch.dtype) -> Any:
     """``value`` with every floating tensor in it cast to ``dtype``."""
@@ -63,6 +59,7 @@ class _Part:
 
     def __init__(self, compute: torch.dtype, back: torch.dtype | None, leaving: "_Leaving | None"):
         self._compute, self._back, self._leaving = compute, back, leaving
+        self._casts = WeakIdKeyDictionary()  # cast input -> (input, version of the cast one, None in inference mode)
 
     def enter(self, _module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         def cast(x: Any) -> Any:
@@ -70,15 +67,22 @@ class _Part:
                 return x
             made = x.to(self._compute)
             if not torch.compiler.is_compiling():
-                _given[made] = x, None if made.is_inference() else made._version
+                self._casts[made] = x, None if made.is_inference() else made._version
             return made
 
         return map_leaves(cast, args), map_leaves(cast, kwargs)
 
     def leave(self, _module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
         if not torch.compiler.is_compiling():
-            map_leaves(_write_back, (args, kwargs))
+            map_leaves(self._write_back, (args, kwargs))
         return result if self._back is None else map_leaves(self._cast_back, result)
+
+    def _write_back(self, x: Any) -> None:
+        """A part may have changed its input in place, and what is around it counts on that."""
+        if isinstance(x, Tensor) and x in self._casts:
+            given, version = self._casts.pop(x)
+            if x._version != version if version is not None else not torch.equal(x, given.to(x.dtype)):
+                given.copy_(x)
 
     def _cast_back(self, x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == self._back:
@@ -87,14 +91,6 @@ class _Part:
         if self._leaving is not None:
             self._leaving.note(cast, x)
         return cast
-
-
-def _write_back(x: Any) -> None:
-    """A part may have changed its input in place, and what is around it counts on that."""
-    if isinstance(x, Tensor) and x in _given:
-        given, version = _given.pop(x)
-        if x._version != version if version is not None else not torch.equal(x, given.to(x.dtype)):
-            given.copy_(x)
 
 
 class _Leaving:

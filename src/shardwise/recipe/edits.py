@@ -10,7 +10,7 @@ from typing import Any
 from shardwise.config.options import Compile, Remat
 from shardwise.errors import PlanError
 from shardwise.recipe.records import Anatomy, Edit, Unit
-from shardwise.recipe.targets import modules_named, with_forward
+from shardwise.recipe.targets import modules_named, refuse_nested, with_forward
 
 __all__ = ["make_edits"]
 
@@ -121,7 +121,7 @@ def _resolve(anatomy: Anatomy, targets: str | tuple[str, ...], every: int, recor
         }
     runnable = {name: why for given, why in found.items() for name in with_forward(anatomy, given, record)}
     order = [name for name in anatomy.classes if name in runnable]
-    _refuse_nested(order, targets, record)
+    refuse_nested(order, f"{record}(targets={targets!r})", "one is inside the other, and would be changed twice")
     seen: dict[str, int] = {}
     chosen = []
     for name in order:
@@ -130,21 +130,6 @@ def _resolve(anatomy: Anatomy, targets: str | tuple[str, ...], every: int, recor
             chosen.append((name, runnable[name]))
         seen[home] += 1
     return chosen
-
-
-def _refuse_nested(order: list[str], targets: Any, record: str) -> None:
-    chosen = set(order)
-    for inner in order:
-        outer = inner.rpartition(".")[0]
-        while outer and outer not in chosen:
-            outer = outer.rpartition(".")[0]
-        if outer:
-            raise PlanError(
-                f"{record}(targets={targets!r}): {outer!r} and {inner!r}",
-                why="one is inside the other, and would be changed twice",
-                fix=f"choose patterns that match either {outer!r} or {inner!r}",
-                name=inner,
-            )
 
 
 def _some_class(anatomy: Anatomy) -> tuple[str, ...]:

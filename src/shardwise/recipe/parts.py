@@ -8,7 +8,7 @@ from shardwise.config.options import Precision, precision_of
 from shardwise.errors import PlanError
 from shardwise.recipe.dtypes import FLOATING
 from shardwise.recipe.records import Anatomy, Edit, TensorFact
-from shardwise.recipe.targets import modules_named, with_forward
+from shardwise.recipe.targets import innermost, modules_named, with_forward
 
 __all__ = ["Parts", "stored_as"]
 
@@ -73,11 +73,7 @@ class Parts:
 
     def _home(self, name: str) -> str | None:
         """The innermost part that ``name`` is in, itself not counted."""
-        while "." in name:
-            name = name.rpartition(".")[0]
-            if name in self._precisions:
-                return name
-        return None
+        return innermost(name, self._precisions)
 
     def _add_batch_norms(self) -> None:
         dtypes = {name: fact.dtype for first, fact in self.anatomy.buffers.items() for name in (first, *fact.aliases)}

@@ -1,12 +1,13 @@
 """From a pattern in an option to the modules it means, or an error with the names that it could have meant."""
 
 import difflib
+from collections.abc import Container, Sequence
 
 from shardwise.errors import PlanError
 from shardwise.recipe.patterns import matches
 from shardwise.recipe.records import Anatomy
 
-__all__ = ["modules_named", "with_forward"]
+__all__ = ["innermost", "modules_named", "refuse_nested", "with_forward"]
 
 
 def modules_named(anatomy: Anatomy, pattern: str, given: str) -> list[str]:
@@ -59,3 +60,26 @@ def with_forward(anatomy: Anatomy, name: str, record: str) -> list[str]:
             name=name,
         )
     return found
+
+
+def innermost(name: str, chosen: Container[str]) -> str | None:
+    """The innermost module of ``chosen`` that holds ``name`` (a module or a tensor), itself not counted."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        if name in chosen:
+            return name
+    return None
+
+
+def refuse_nested(order: Sequence[str], given: str, why: str) -> None:
+    """Raises PlanError where one of the modules in ``order`` is inside another; ``why`` that is no choice."""
+    chosen = set(order)
+    for inner in order:
+        outer = innermost(inner, chosen)
+        if outer is not None:
+            raise PlanError(
+                f"{given}: {outer!r} and {inner!r}",
+                why=why,
+                fix=f"choose patterns that match either {outer!r} or {inner!r}",
+                name=inner,
+            )

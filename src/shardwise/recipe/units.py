@@ -5,13 +5,11 @@ The rule: the blocks of outermost lists that every rank is sure to enter, neighb
 (a 24-block, d=64 model is 2.4x quicker as one group on gloo) and one huge unit costs memory.
 """
 
-import difflib
 from collections.abc import Sequence
 
 from shardwise.config.options import Sharding
-from shardwise.errors import PlanError
-from shardwise.recipe.patterns import matches
 from shardwise.recipe.records import DTYPE_BYTES, ROOT, Anatomy, BlockList, Note, Unit, human_bytes
+from shardwise.recipe.targets import innermost, modules_named, refuse_nested
 from shardwise.recipe.timing import with_timing
 
 __all__ = ["make_units", "unit_of_params"]
@@ -46,7 +44,7 @@ def make_units(anatomy: Anatomy, sharding: Sharding, compute: str | None) -> tup
 def unit_of_params(anatomy: Anatomy, units: tuple[Unit, ...]) -> dict[str, str]:
     """The unit of every parameter: the one that holds its first owner, else the root."""
     home = {module: unit.name for unit in units for module in unit.modules if module != ROOT}
-    return {name: _home_of(name, home) or ROOT for name in anatomy.params}
+    return {name: home.get(innermost(name, home) or ROOT, ROOT) for name in anatomy.params}
 
 
 class _Sizes:
@@ -93,41 +91,10 @@ def _splittable(anatomy: Anatomy) -> tuple[list[BlockList], list[Note]]:
 
 
 def _named_blocks(anatomy: Anatomy, patterns: tuple[str, ...]) -> BlockList:
-    blocks: list[str] = []
-    for pattern in patterns:
-        found = [
-            name
-            for name, cls in anatomy.classes.items()
-            if name and (matches(name, cls, pattern) or pattern == anatomy.class_paths.get(name))
-        ]
-        if not found:
-            raise _no_match(anatomy, pattern)
-        blocks += found
-    order = [name for name in anatomy.classes if name in set(blocks)]
-    nested = [(outer, inner) for outer in order for inner in order if inner.startswith(f"{outer}.")]
-    if nested:
-        outer, inner = nested[0]
-        raise PlanError(
-            f"units={patterns!r}: {outer!r} and {inner!r}",
-            why="a unit inside a unit would be gathered twice",
-            fix=f"choose patterns that match either {outer!r} or {inner!r}",
-            name=inner,
-        )
+    blocks = {name for pattern in patterns for name in modules_named(anatomy, pattern, f"units={pattern!r}")}
+    order = [name for name in anatomy.classes if name in blocks]
+    refuse_nested(order, f"units={patterns!r}", "a unit inside a unit would be gathered twice")
     return BlockList(name=", ".join(patterns), blocks=tuple(order), always_entered=True, why="named by units=")
-
-
-def _no_match(anatomy: Anatomy, pattern: str) -> PlanError:
-    classes = sorted({cls for name, cls in anatomy.classes.items() if name})
-    names = [name for name in anatomy.classes if not name.rpartition(".")[2].isdigit()]
-    close = difflib.get_close_matches(pattern, [*classes, *names], n=2, cutoff=0.6)
-    lists = [f"'{block_list.name}.*'".replace("'.", "'") for block_list in anatomy.lists]
-    return PlanError(
-        f"units={pattern!r}",
-        why="it matches no module's name and no module's class",
-        fix=(f"did you mean {' or '.join(map(repr, close))}? " if close else "")
-        + f"use a class of this model ({', '.join(classes[:12])}) or a pattern of names, part by part"
-        + (f", such as {lists[0]}" if lists else ""),
-    )
 
 
 def _free_of_outside_ties(anatomy: Anatomy, blocks: tuple[str, ...], notes: list[Note]) -> tuple[str, ...]:
@@ -144,9 +111,9 @@ def _free_of_outside_ties(anatomy: Anatomy, blocks: tuple[str, ...], notes: list
 
 
 def _tied_outside(anatomy: Anatomy, block: str, blocks: tuple[str, ...]) -> str | None:
-    homes = {name: name for name in blocks}
+    held = set(blocks)
     for name, fact in anatomy.params.items():
-        owners = {_home_of(owner, homes) for owner in (name, *fact.aliases)} if fact.aliases else ()
+        owners = {innermost(owner, held) for owner in (name, *fact.aliases)} if fact.aliases else ()
         if block in owners and None in owners:
             return name
     return None
@@ -170,22 +137,13 @@ def _join_tied(anatomy: Anatomy, groups: list[list[str]], notes: list[Note]) -> 
     """Groups that share a tensor become one: FSDP gathers and reduces a tied tensor once, in one unit."""
     for name, fact in anatomy.params.items():
         homes = {block: i for i, group in enumerate(groups) for block in group}
-        tied = sorted({i for owner in (name, *fact.aliases) if (i := _home_of(owner, homes)) is not None})
+        owners = (innermost(owner, homes) for owner in (name, *fact.aliases))
+        tied = sorted({homes[block] for block in owners if block is not None})
         if len(tied) > 1:
             notes.append(Note(name=name, why="its owners are in one unit, because they share it"))
             groups[tied[0]] = [block for i in tied for block in groups[i]]
             groups = [group for i, group in enumerate(groups) if i not in tied[1:]]
     return groups
-
-
-def _home_of(owner: str, homes: dict):
-    """The value of the entry of ``homes`` whose module holds tensor ``owner``, else None."""
-    module = owner
-    while "." in module:
-        module = module.rpartition(".")[0]
-        if module in homes:
-            return homes[module]
-    return None
 
 
 def _unit(block_list: BlockList, group: list[str], sizes: _Sizes) -> Unit:

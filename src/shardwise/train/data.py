@@ -28,13 +28,6 @@ from shardwise.train.order import sample_order
 __all__ = ["IGNORED", "Loader", "MicroBatch", "default_collate", "sample_order", "shift_labels"]
 
 
-class DataAxis(Protocol):
-    """What the loader asks of the ``dp`` axis."""
-
-    rank: int
-    size: int
-
-
 class DataWorld(Protocol):
     """What the loader asks of a world: its data-parallel axis, its seed, its device."""
 

@@ -11,16 +11,16 @@ import msgspec
 import torch
 from torch import nn
 
-from shardwise.config.options import precision_of
 from shardwise.config.schema import Data, Optim, RunConfig, Schedule
 from shardwise.config.suggest import did_you_mean, missing_blank
 from shardwise.config.target import load_target
 from shardwise.errors import ConfigError
-from shardwise.parallel import parallelize, world_of
+from shardwise.parallel import parallelize, runtime_of, world_of
 from shardwise.parallel.transforms import choose, transformed
 from shardwise.train.corpus import BYTES, TokenFile, TokenWindows, pydoc_text
 from shardwise.train.reference import build as build_reference
 from shardwise.train.reference_config import check_reference_args
+from shardwise.train.scale import computes_half
 from shardwise.train.step import TrainStep
 from shardwise.world import World
 
@@ -169,8 +169,8 @@ def make_step(config: RunConfig, model: nn.Module) -> TrainStep:
 
 
 def make_scaler(config: RunConfig, model: nn.Module) -> torch.amp.GradScaler | None:
-    """The gradient scaler of a config, where float16 is computed in."""
-    if not precision_of(config.parallel.precision).has_float16:
+    """The gradient scaler of a config, where :class:`TrainStep` would make one."""
+    if not computes_half(runtime_of(model)):
         return None
     return torch.amp.GradScaler(world_of(model).device.type, **msgspec.structs.asdict(config.train.scaler))
 

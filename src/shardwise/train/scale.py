@@ -17,7 +17,7 @@ from shardwise.errors import UnsupportedError, UsageError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.train.norm import GradientNorm
 
-__all__ = ["LossScale", "unscale_gradients_"]
+__all__ = ["LossScale", "computes_half", "unscale_gradients_"]
 
 
 class LossScale:
@@ -34,7 +34,7 @@ class LossScale:
     """
 
     def __init__(self, runtime: Runtime, optim: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None):
-        if scaler is None and _computes_half(runtime):
+        if scaler is None and computes_half(runtime):
             scaler = torch.amp.GradScaler(runtime.world.device.type)
         _refuse_no_scaler(scaler)
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -115,7 +115,8 @@ def _divide(grads: list[Tensor], scale: float) -> None:
         foreach_scale(grads, 1.0 / scale)
 
 
-def _computes_half(runtime: Runtime) -> bool:
+def computes_half(runtime: Runtime) -> bool:
+    """Whether a trained parameter is computed with in float16, so that its gradients may underflow."""
     return any(param.trainable and param.compute == "float16" for param in runtime.recipe.params.values())
 
 
