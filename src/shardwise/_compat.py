@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,6 +31,7 @@ __all__ = [
     "TorchDispatchMode",
     "at_end_of_backward",
     "cast_floating",
+    "checkpointed",
     "connection_to",
     "default_store",
     "drop_partial_gradients",
@@ -95,6 +97,15 @@ def is_accumulated(param: Tensor) -> bool:
         if "autograd.grad()" not in str(error):
             raise
         return False
+
+
+def checkpointed(error: BaseException) -> Any:
+    """The function that ``torch.utils.checkpoint`` ran again when ``error`` was found; None: it was not found there."""
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        again = getattr(frame.f_locals.get("frame"), "recompute_fn", None)
+        if again is not None:
+            return again.__closure__[again.__code__.co_freevars.index("fn")].cell_contents
+    return None
 
 
 class _Chunks:

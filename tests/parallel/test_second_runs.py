@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.config.options import Compile, Remat
 from shardwise.errors import UnsupportedError
@@ -151,3 +152,56 @@ def test_a_buffer_that_does_no_harm_is_right_when_compiled(ranks, block, remat):
     plain, compiled = (ranks.run(train, 1, block, 2, **given)[0] for given in ({}, {"remat": remat, "compile": EAGER}))
     for name, value in plain.items():
         torch.testing.assert_close(compiled[name], value, rtol=1e-5, atol=1e-7)
+
+
+class Recomputing(nn.Module):
+    """A block that people checkpoint by themselves, and that differs the second time."""
+
+    def __init__(self, dim: int = 64):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(dim, dim), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.grows, x, use_reentrant=False)
+
+    def grows(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.tanh(self.linear(x[: 8 * self.calls]))
+
+
+class Stumbling(nn.Linear):
+    """Its second run makes other tensors, which torch finds after it."""
+
+    def __init__(self, dim: int = 64):
+        super().__init__(dim, dim)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) if self.calls % 2 else torch.tanh(super().forward(x).repeat(2, 1))[: len(x)]
+
+
+def two_models(first: type[nn.Module], second: type[nn.Module], remat: str | None) -> tuple[str, str | None, str]:
+    """The error of a loss through ``second``, then through ``first``, whose blocks run again: its type, name and words."""
+    with init("dp_shard=1", device="cpu", timeout_s=20) as world:
+        base = parallelize(Model(first), world, remat="full")
+        head = parallelize(nn.Sequential(second()), world, remat=remat and Remat(targets=("0",)))
+        x = torch.randn(32, 64)
+        try:
+            with window(base, [{"x": x}], count=len) as w:
+                for each in w:
+                    base(each["x"]).square().mean().backward()
+                    head(base(each["x"])).square().mean().backward()
+        except RuntimeError as error:
+            return type(error).__name__, getattr(error, "name", None), str(error)
+        return "", None, ""
+
+
+def test_of_two_models_the_block_that_differs_is_named(ranks):
+    kind, name, text = ranks.run(two_models, 1, OwnDropout, Stumbling, "full")[0]
+    assert (kind, name) == ("UnsupportedError", "0"), text
+
+
+def test_a_checkpoint_of_ones_own_that_differs_is_not_laid_to_another_models_block(ranks):
+    kind, _, text = ranks.run(two_models, 1, OwnDropout, Recomputing, None)[0]
+    assert kind == "CheckpointError", text

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint, create_selective_checkpoint_contexts
 
-from shardwise._compat import StopRecomputation, function_modes, tree_flatten, tree_unflatten, unseen
+from shardwise._compat import StopRecomputation, checkpointed, function_modes, tree_flatten, tree_unflatten, unseen
 from shardwise.anatomy import canonical_modules
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
 from shardwise.parallel.operators import keep_policy
@@ -78,14 +78,15 @@ def apply_remat(module: nn.Module, edits: Sequence[Edit], world: World) -> None:
 
 def explain_remat(error: BaseException) -> ShardwiseError | None:
     """A difference between a block's two runs, in our words; None for any other error."""
-    if not isinstance(error, CheckpointError) and not hasattr(error, _SECOND):
+    runs = getattr(error, _SECOND, None) or (checkpointed(error) if isinstance(error, CheckpointError) else None)
+    if not isinstance(runs, _Runs):  # a checkpoint of the user's own
         return None
     return UnsupportedError(
         "Remat of a block whose second run, in backward, differs from its first",
         why="what backward needs is taken from the second run, and it did not make the same tensors: the block changes what "
         "it is given (a key/value cache), or depends on something else that has changed since",
         fix="leave the block out: Remat(targets=...); for Hugging Face models, model.config.use_cache = False",
-        name=_State.last,
+        name=runs.state.name,
     )
 
 
@@ -98,8 +99,6 @@ def _checkpoints_itself(module: nn.Module) -> bool:
 
 class _State:
     """What a block needs to run twice alike."""
-
-    last: str | None = None  # the block that ran again last: backward's errors do not say whose they are
 
     def __init__(self, module: nn.Module, name: str, context_fn: Callable[[], Any] | None, offload: bool):
         self.name, self.offload = name, offload
@@ -159,7 +158,6 @@ class _Runs:
             self.buffers = _written(self.state, before)
             self.digest = _digest(output) if self.is_checked else []
             return output
-        _State.last = self.state.name
         with _python_numbers(*self.numbers), _buffers_as(self.buffers), contextlib.ExitStack() as modes:
             for generator, put_back in self.generators:
                 modes.callback(snapshot(generator))
@@ -178,7 +176,7 @@ class _Runs:
             except Exception as error:  # what went well the first time
                 if self.is_checked and "has been mutated" in str(error):
                     raise StopRecomputation from None  # a result changed by the parent: torch says if backward needs it
-                setattr(error, _SECOND, True)
+                setattr(error, _SECOND, self)
                 raise
 
 
