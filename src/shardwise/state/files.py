@@ -1,0 +1,73 @@
+"""Files that are read and written at offsets: descriptors kept open, whole reads or an error, one buffer for all."""
+
+import errno
+import os
+from pathlib import Path
+from types import TracebackType
+
+from shardwise.errors import CheckpointError
+
+__all__ = ["BUFFER", "OpenFiles"]
+
+BUFFER = 8 << 20  # bytes that are in flight at most where values cannot go straight to their place
+_MAX_OPEN = 64
+
+
+class OpenFiles:
+    """Descriptors of the files that are being read; a context manager that closes them.
+
+    Attributes:
+        num_bytes: bytes read so far: what a rank reads is a promise, and this is how it is checked.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._open: dict[Path, int] = {}
+        self._scratch = memoryview(bytearray(0))
+
+    def __enter__(self) -> "OpenFiles":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes all files."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+        self._scratch = memoryview(bytearray(0))
+
+    def read(self, path: Path, offset: int, memory: memoryview) -> None:
+        """Fills ``memory`` with the bytes of ``path`` from ``offset`` on.
+
+        Raises:
+            CheckpointError: the file cannot be read, or ends before.
+        """
+        done = 0
+        try:
+            descriptor = self._descriptor(path)
+            while done < len(memory):
+                num = os.preadv(descriptor, [memory[done : done + (1 << 30)]], offset + done)
+                if num == 0:
+                    raise OSError(errno.EIO, f"it ends {len(memory) - done} bytes too early")
+                done += num
+        except OSError as error:
+            raise CheckpointError(
+                f"the file {path}",
+                why=f"reading failed: {error.strerror or error}",
+                fix="look whether another program writes it, or copy it here again",
+            ) from error
+        self.num_bytes += len(memory)
+
+    def scratch(self, num_bytes: int) -> memoryview:
+        """A buffer of that size; the next call gives the same memory again."""
+        if len(self._scratch) < num_bytes:
+            self._scratch = memoryview(bytearray(max(num_bytes, min(BUFFER, 2 * num_bytes))))
+        return self._scratch[:num_bytes]
+
+    def _descriptor(self, path: Path) -> int:
+        if path not in self._open:
+            if len(self._open) >= _MAX_OPEN:
+                os.close(self._open.pop(next(iter(self._open))))
+            self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._open[path]

@@ -1,0 +1,194 @@
+"""safetensors: 8 bytes of length, a header in JSON, then the tensors' bytes without a gap.
+
+The format is https://huggingface.co/docs/safetensors (a table of its dtypes lies there too). A header is read here and not
+by the library because the library keeps the offsets to itself, and because of two equal names it silently takes one.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import CheckpointError
+from shardwise.recipe import DTYPE_BYTES
+from shardwise.state.boxes import whole
+from shardwise.state.stored import Chunk, FileTensor, Source
+
+__all__ = ["DTYPES", "Placed", "header_of", "open_safetensors", "place_tensors", "tensors_in"]
+
+DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "C64": "complex64", "BOOL": "bool",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}  # fmt: skip
+CODES = {name: code for code, name in DTYPES.items()}
+
+MAX_HEADER = 100_000_000  # bytes, as the library has it
+_FIELDS = {"dtype", "shape", "data_offsets"}
+
+
+def open_safetensors(path: Path) -> Source:
+    """One file as a source.
+
+    Raises:
+        CheckpointError: not a whole, well-formed file, naming it and the tensor.
+    """
+    return Source(place=str(path), kind="a safetensors file", tensors=tensors_in(path))
+
+
+def tensors_in(path: Path) -> dict[str, FileTensor]:
+    """Name -> tensor of a file, in the order in which they lie; everything that the header claims is checked against it.
+
+    Raises:
+        CheckpointError: see :func:`open_safetensors`.
+    """
+    size, header, begin = _read_header(path)
+    found = {name: _entry(path, name, entry) for name, entry in header.items() if name != "__metadata__"}
+    _check_metadata(path, header.get("__metadata__", {}))
+    position = 0
+    for name, (dtype, shape, start, end) in sorted(found.items(), key=lambda item: item[1][2:]):
+        if start != position:
+            kind = "overlaps the tensor before it" if start < position else "leaves a gap before it"
+            raise _refusal(path, f"data_offsets [{start}, {end}]", f"that {kind}, which ends at {position}", name)
+        if end > size - begin:
+            raise _refusal(
+                path,
+                f"data_offsets [{start}, {end}]",
+                f"the file has {size - begin} bytes of tensors: it is cut off",
+                name,
+            )
+        if end - start != math.prod(shape) * DTYPE_BYTES[dtype]:
+            raise _refusal(
+                path,
+                f"{end - start} bytes",
+                f"{dtype} of shape {list(shape)} takes {math.prod(shape) * DTYPE_BYTES[dtype]}",
+                name,
+            )
+        position = end
+    if position != size - begin:
+        raise _refusal(path, f"{size - begin} bytes of tensors", f"its header names {position}", None)
+    ordered = sorted(found.items(), key=lambda item: item[1][2:])
+    return {
+        name: FileTensor(shape, dtype, (Chunk(whole(shape), path, begin + start),))
+        for name, (dtype, shape, start, _) in ordered
+    }
+
+
+def _read_header(path: Path) -> tuple[int, dict[str, Any], int]:
+    """Size of the file, its header, and where the tensors begin."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little") if size >= 8 else -1
+            if length < 0 or length > size - 8:
+                raise _refusal(
+                    path,
+                    f"{size} bytes" if length < 0 else f"a header of {length} bytes in a file of {size}",
+                    "a safetensors file begins with the length of its header, and the header itself",
+                    None,
+                )
+            if length > MAX_HEADER:
+                raise _refusal(path, f"a header of {length} bytes", f"the format allows {MAX_HEADER}", None)
+            text = file.read(length)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"the file {path}",
+            why=f"reading failed: {error.strerror or error}",
+            fix="look whether it is there, and whether you may read it",
+        ) from error
+    try:
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise _refusal(path, "its header", f"that is not JSON as the format has it: {error}"[:300], None) from error
+    if not isinstance(header, dict) or not text.startswith(b"{"):
+        raise _refusal(path, "its header", "the format has an object there, from names to places", None)
+    return size, header, 8 + length
+
+
+def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key!r} is there twice")
+        found[key] = value
+    return found
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+    if not isinstance(entry, dict) or set(entry) != _FIELDS:
+        raise _refusal(path, f"an entry {str(entry)[:80]}", f"an entry has {', '.join(sorted(_FIELDS))}", name)
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise _refusal(path, f"dtype {str(dtype)[:40]!r}", f"the dtypes read here are {', '.join(DTYPES)}", name)
+    if not _are_counts(shape):
+        raise _refusal(path, f"shape {str(shape)[:80]}", "a shape is a list of numbers that are 0 or more", name)
+    if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise _refusal(path, f"data_offsets {str(offsets)[:80]}", "they are a begin and an end", name)
+    return DTYPES[dtype], tuple(shape), offsets[0], offsets[1]
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(number) is int and 0 <= number < 1 << 63 for number in value)
+
+
+def _check_metadata(path: Path, value: Any) -> None:
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise _refusal(path, "its __metadata__", "the format has texts there, by name", None)
+
+
+def _refusal(path: Path, given: str, why: str, name: str | None) -> CheckpointError:
+    return CheckpointError(f"{path}: {given}", why=why, fix="copy or export the file again: it is damaged", name=name)
+
+
+# ---- the other way: where tensors will lie ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where a tensor will lie in a file to be written: at ``offset`` bytes from the file's beginning."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+def place_tensors(tensors: Mapping[str, tuple[tuple[int, ...], str]]) -> tuple[bytes, list[Placed], int]:
+    """The first bytes of a file that will hold ``tensors`` (name -> shape, dtype), where each will lie, and its size.
+
+    Tensors of wide elements come first, so that each begins at a multiple of its element's size; the header is padded
+    with blanks, so that the first one does.
+    """
+    order = sorted(tensors, key=lambda name: -DTYPE_BYTES[tensors[name][1]])  # stable: the model's order within a width
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position, starts = 0, {}
+    for name in order:
+        shape, dtype = tensors[name]
+        end = position + math.prod(shape) * DTYPE_BYTES[dtype]
+        entries[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [position, end]}
+        starts[name], position = position, end
+    head = header_of(entries)
+    placed = [Placed(name, tensors[name][1], tuple(tensors[name][0]), len(head) + starts[name]) for name in order]
+    return head, placed, len(head) + position
+
+
+def header_of(entries: Mapping[str, Any]) -> bytes:
+    """The bytes before the tensors, padded to a multiple of 8."""
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

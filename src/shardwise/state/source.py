@@ -1,0 +1,48 @@
+"""``open_source``: from what a user names to a :class:`~shardwise.state.stored.Source`. The one place that knows the kinds."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.errors import CheckpointError, UsageError
+from shardwise.state.formats import open_folder, open_safetensors
+from shardwise.state.stored import HeldTensor, Source
+
+__all__ = ["open_source"]
+
+
+def open_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
+    """What ``source`` holds; nothing but names, shapes, dtypes and places is read.
+
+    Args:
+        source: a Hugging Face model directory, a safetensors file, or a state dict.
+
+    Raises:
+        CheckpointError: nothing there, not whole, or of no kind that is known here.
+        UsageError: neither a path nor a mapping of tensors.
+    """
+    if isinstance(source, Mapping):
+        return _open_mapping(source)
+    if not isinstance(source, str | os.PathLike):
+        raise UsageError(
+            f"weights from a {type(source).__name__}",
+            why="that is neither a path nor a state dict",
+            fix="pass the path of a file or a directory, or a mapping of names to tensors",
+        )
+    path = Path(source)
+    if path.is_dir():
+        return open_folder(path)
+    if not path.exists():
+        raise CheckpointError(
+            f"weights from {path}", why="there is no such file or directory", fix="look for a slip in the path"
+        )
+    return open_safetensors(path)
+
+
+def _open_mapping(state: Mapping[str, Any]) -> Source:
+    tensors = {name: HeldTensor.of(value) for name, value in state.items() if isinstance(value, Tensor)}
+    left_out = {name: f"a {type(value).__name__}" for name, value in state.items() if not isinstance(value, Tensor)}
+    return Source(place="a state dict", kind="a state dict", tensors=tensors, left_out=left_out)

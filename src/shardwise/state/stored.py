@@ -1,0 +1,184 @@
+"""Tensors that are stored somewhere, and reading a part of one: the one way in which weights come in.
+
+Whatever a source is (safetensors files, a torch file, a DCP directory, a state dict in memory), it is a :class:`Source`:
+names, each with a :class:`Stored` that can be asked for any box. Files are read at the offsets of that box, straight into
+the memory that the values are for where dtype and order allow it, else through a buffer of bounded size.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwise.anatomy import dtype_name, dtype_of
+from shardwise.state.boxes import Box, blocks, common, index_of, row_strides, runs, whole
+from shardwise.state.files import BUFFER, OpenFiles
+
+__all__ = ["Chunk", "FileTensor", "HeldTensor", "Source", "Stored"]
+
+SHORT_RUN = (
+    4096  # bytes: below it a read of what lies between two runs costs less than another call (a page of the cache)
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Stored(ABC):
+    """A tensor that can be read in parts.
+
+    Attributes:
+        shape: of the whole tensor.
+        dtype: torch's name for it, without ``torch.``.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @abstractmethod
+    def read(self, box: Box, out: Tensor, files: OpenFiles) -> None:
+        """Writes the values of ``box`` to ``out``, of the box's sizes, in any dtype and on any device.
+
+        Raises:
+            CheckpointError: a file that cannot be read, by name.
+        """
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * dtype_of(self.dtype).itemsize
+
+    def load(self, files: OpenFiles, box: Box | None = None) -> Tensor:
+        """The values of ``box`` (None: all of it), as a new CPU tensor."""
+        box = whole(self.shape) if box is None else box
+        out = torch.empty(box.sizes, dtype=dtype_of(self.dtype))
+        self.read(box, out, files)
+        return out
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor and where its bytes are: at ``offset`` of ``file``, row-major, or with ``strides`` (in elements)
+    from there."""
+
+    box: Box
+    file: Path
+    offset: int
+    strides: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class FileTensor(Stored):
+    """A tensor in files: in chunks that tile it."""
+
+    chunks: tuple[Chunk, ...]
+
+    def read(self, box: Box, out: Tensor, files: OpenFiles) -> None:
+        for chunk in self.chunks:
+            part = common(box, chunk.box)
+            if part is not None:
+                _read_chunk(chunk, part.within(chunk.box), out[index_of(part.within(box))], self.dtype, files)
+
+
+@dataclass(frozen=True, eq=False)
+class HeldTensor(Stored):
+    """A tensor in memory, whole."""
+
+    tensor: Tensor
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "HeldTensor":
+        return cls(tuple(tensor.shape), dtype_name(tensor.dtype), tensor.detach())
+
+    def read(self, box: Box, out: Tensor, files: OpenFiles) -> None:
+        out.copy_(self.tensor[index_of(box)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Weights to be read.
+
+    Attributes:
+        place: where they are, for messages.
+        kind: what that is, for messages ("a Hugging Face directory").
+        tensors: name -> tensor, as they are called there.
+        left_out: name -> why, of what is there and is no weight.
+        folder: the directory of a model, with its config and tokenizer files; None where there is none.
+    """
+
+    place: str
+    kind: str
+    tensors: Mapping[str, Stored]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    folder: Path | None = None
+
+
+def _read_chunk(chunk: Chunk, box: Box, out: Tensor, dtype: str, files: OpenFiles) -> None:
+    """Reads ``box``, counted from the chunk's beginning."""
+    kind = dtype_of(dtype)
+    if chunk.strides is not None:
+        _read_strided(chunk, box, out, kind, files)
+        return
+    shape = chunk.box.sizes
+    length = next((length for _, length in runs(box, shape)), 0) * kind.itemsize
+    if length < SHORT_RUN and length < box.numel * kind.itemsize:
+        _read_strided(chunk, box, out, kind, files)
+        return
+    direct = out.dtype == kind and out.device.type == "cpu" and out.is_contiguous()
+    if direct:
+        memory, position = _bytes_of(out), 0
+        for start, count in runs(box, shape):
+            num = count * kind.itemsize
+            files.read(chunk.file, chunk.offset + start * kind.itemsize, memory[position : position + num])
+            position += num
+        return
+    for part in blocks(box, BUFFER // kind.itemsize):
+        scratch = files.scratch(part.numel * kind.itemsize)
+        values, position = torch.frombuffer(scratch, dtype=kind).view(part.sizes), 0
+        for start, count in runs(part, shape):
+            num = count * kind.itemsize
+            files.read(chunk.file, chunk.offset + start * kind.itemsize, scratch[position : position + num])
+            position += num
+        out[index_of(part.within(box))] = values.to(out.device) if out.device.type != "cpu" else values
+
+
+def _read_strided(chunk: Chunk, box: Box, out: Tensor, kind: torch.dtype, files: OpenFiles) -> None:
+    """Reads the stretch that covers a few rows, and takes what is wanted from it."""
+    strides = chunk.strides if chunk.strides is not None else row_strides(chunk.box.sizes)
+    for part in _parts_that_span(box, strides, BUFFER // kind.itemsize):
+        first = sum(start * stride for start, stride in zip(part.starts, strides, strict=True))
+        span = _span(part, strides)
+        scratch = files.scratch(span * kind.itemsize)
+        files.read(chunk.file, chunk.offset + first * kind.itemsize, scratch)
+        values = torch.frombuffer(scratch, dtype=kind).as_strided(part.sizes, strides)
+        out[index_of(part.within(box))] = values.to(out.device) if out.device.type != "cpu" else values
+
+
+def _span(box: Box, strides: tuple[int, ...]) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
+
+
+def _parts_that_span(box: Box, strides: tuple[int, ...], max_span: int) -> Iterator[Box]:
+    """``box`` in parts each of which lies in a stretch of at most ``max_span`` elements."""
+    if not box.numel:
+        return
+    if _span(box, strides) <= max_span or box.numel == 1:
+        yield box
+        return
+    # Halved along the dim whose steps are the widest: what is left lies closer together.
+    dim = max((d for d, size in enumerate(box.sizes) if size > 1), key=lambda d: strides[d] * (box.sizes[d] - 1))
+    half = box.sizes[dim] // 2
+    for start, size in ((0, half), (half, box.sizes[dim] - half)):
+        starts, sizes = list(box.starts), list(box.sizes)
+        starts[dim], sizes[dim] = box.starts[dim] + start, size
+        yield from _parts_that_span(Box(tuple(starts), tuple(sizes)), strides, max_span)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
