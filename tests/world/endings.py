@@ -4,6 +4,7 @@ Each rank is a process that runs its scenario at top level and ends as an interp
 with nothing around it that a launcher would add; torch is imported once for all of them.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -26,9 +27,9 @@ def _world(timeout_s=8):
     return sw.init("dp_shard=2", device="cpu", timeout_s=timeout_s)  # silence of a quarter of it is an alarm: of 2 s
 
 
-def _patient_world():
+def _patient_world(layout="dp_shard=2"):
     """Where a rank says why it ends: on a busy machine it may be silent for seconds before."""
-    return _world(timeout_s=30)
+    return sw.init(layout, device="cpu", timeout_s=60)
 
 
 def _step(model, rank_that_fails=None, error=None):
@@ -67,6 +68,28 @@ def out_of_memory_on_the_keeper():
 def out_of_memory_in_with():
     with _patient_world() as world:
         _step(_model(world), 1, RuntimeError("out of memory"))
+
+
+def _bare_loop(world, where):
+    """A loop without windows or steps of ours: rank 1 fails in forward, in the loss, or in backward."""
+    model = _model(world)
+    for i in range(2):
+        if i and RANK == 1:
+            _fail_in(model, where)
+        loss = model(torch.ones(2, 4) * (RANK + 1)).sum()
+        if i and RANK == 1 and where == "loss":
+            raise ValueError("a label out of range")
+        loss.backward()
+
+
+def _fail_in(model, where):
+    def fail(*_):
+        raise ValueError("a label out of range")
+
+    if where == "forward":
+        model[0].register_forward_pre_hook(fail)
+    elif where == "backward":
+        model[1].register_full_backward_pre_hook(fail)
 
 
 def killed():
@@ -169,6 +192,27 @@ def _text(path):
         return file.read()
 
 
+def _bare(layout, where, is_closed):
+    def scenario():
+        world = _patient_world(layout)
+        with world if is_closed else contextlib.nullcontext():
+            _bare_loop(world, where)
+
+    return scenario
+
+
+BARE = {
+    f"bare {layout} {where}{' in with' if is_closed else ''}": _bare(layout, where, is_closed)
+    for layout, where, is_closed in (
+        ("dp_shard=2", "forward", False),
+        ("dp_shard=2", "loss", True),
+        ("dp_shard=2", "backward", False),
+        ("dp_replicate=2", "forward", True),
+        ("dp_replicate=2", "loss", False),
+    )
+}
+
+
 def _serve():
     """Answers scenario names on stdin with what became of the ranks; in a rank it returns the scenario."""
     for line in sys.stdin:
@@ -176,7 +220,7 @@ def _serve():
         with held_port() as port:
             pids = _fork(port, folder)
             if not pids:
-                return globals()[name]
+                return BARE.get(name) or globals()[name]
             codes = _collect(pids, may_hang=name.startswith("stopped"))
         texts = [_text(f"{folder}/{rank}") for rank in range(2)]
         shutil.rmtree(folder)

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from world import endings
 
 from shardwise.errors import RankError
 from shardwise.launch import launch_local
@@ -60,15 +61,15 @@ def test_out_of_memory_on_one_rank_ends_all(ended, name):
     codes, (other, own) = ended(name)
     assert codes[0] in LOST and codes[1] in FAILED
     assert "out of memory" in own and "Traceback" in own
-    assert "rank 1 was lost while rank 0 was at window" in other
-    assert re.search(r"why: rank 1 failed at window \d, before .*out of memory", other)
+    assert re.search(r"rank 1 was lost while rank 0 was (at|after) window", other)
+    assert re.search(r"why: rank 1 failed after window \d, before .*out of memory", other)
 
 
 def test_the_word_of_the_stores_keeper_is_heard_before_it_ends(ended):
     codes, (own, other) = ended("out_of_memory_on_the_keeper")
     assert codes[0] in FAILED and codes[1] in LOST
     assert "RuntimeError: out of memory" in own
-    assert "why: rank 0 failed at window 1" in other and "RuntimeError: out of memory" in other
+    assert "why: rank 0 failed after window 1" in other and "RuntimeError: out of memory" in other
 
 
 def test_a_killed_rank_is_named(ended):
@@ -87,6 +88,17 @@ def test_a_stopped_keeper_of_the_store_is_named(ended):
     codes, (_, other) = ended("stopped_keeper")
     assert codes[0] is None and codes[1] in (1, EXIT_PEER_LOST)
     assert "rank 0 was lost" in other and "the store kept by rank 0 has not answered for 2 s" in other
+
+
+@pytest.mark.parametrize("name", endings.BARE)
+def test_a_rank_that_fails_in_a_loop_of_ones_own_is_named(ended, name):
+    codes, (other, own) = ended(name)
+    assert codes[0] in LOST and codes[1] in FAILED
+    assert "ValueError: a label out of range" in own and "RankError" not in own
+    assert re.search(r"RankError: rank 1 was lost while rank 0 was (at|after) a backward outside a window", other)
+    assert re.search(
+        r"why: rank 1 failed after a backward outside a window, .*: ValueError: a label out of range", other
+    )
 
 
 @pytest.mark.parametrize(("name", "who"), [("left_by_exit", 1), ("left_by_exit_keeper", 0)])
@@ -139,6 +151,19 @@ def test_the_pool_names_the_stopped_rank_and_replaces_both(ranks):
     assert "rank 1 gave no sign of life for 2 s" in str(caught.value)
     assert caught.value.__cause__.ranks == (1,)
     assert len(ranks.run(_pid, 2)) == 2
+
+
+def _fails_in_a_loop_of_its_own():
+    import shardwise as sw
+
+    endings.RANK = int(os.environ["RANK"])
+    endings._bare_loop(sw.init("dp_shard=2", device="cpu", timeout_s=60), "forward")
+
+
+def test_the_pool_names_a_rank_that_fails_in_a_loop_of_ones_own(ranks):
+    with pytest.raises(RankError, match="rank 1 raised ValueError: a label out of range") as caught:
+        ranks.run(_fails_in_a_loop_of_its_own, 2, timeout_s=40)
+    assert caught.value.ranks == (1,)
 
 
 def _pid():

@@ -186,7 +186,7 @@ class Window:
         if known is not None:
             raise known from error
         if world.size > 1 and is_lost_peer(error):
-            raise world.agreement.explain(error, f"{self.place}, forward or backward") from error
+            raise world.agreement.explain(error, f"at {self.place}, forward or backward") from error
 
     def _abandon(self) -> None:
         self.runtime.in_window = False

@@ -91,6 +91,8 @@ class Agreement:
         self._at(place)
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.group)
+        if self.watch is not None:
+            self.watch.past(place)
         return found
 
     def equalise(self, tensors: Sequence[Tensor], place: str, *, mean: bool) -> None:
@@ -136,7 +138,9 @@ class Agreement:
         except RuntimeError as error:
             if isinstance(error, RankError):
                 raise
-            raise self.explain(error, place) from error
+            raise self.explain(error, f"at {place}") from error
+        if self.watch is not None:
+            self.watch.past(place)
 
     def _wait(self, work: Any, place: str) -> None:
         if self.watch is None:
@@ -148,7 +152,7 @@ class Agreement:
             waited = time.monotonic() - start
             left = self.watch.left_since
             if left is not None and time.monotonic() - max(left, start) > _LEFT_S:
-                raise self._departed(place)
+                raise self._departed(f"at {place}")
             if waited > 0.9 * self.timeout_s:
                 raise self._late(place, waited)
             time.sleep(pause)
@@ -160,8 +164,8 @@ class Agreement:
     def _late(self, place: str, waited: float) -> RankError:
         assert self.watch is not None
         places = self.watch.places()
-        late = tuple(rank for rank, where in places.items() if where != place)
-        where = "; ".join(f"rank {rank} is at {places[rank]}" for rank in late) or "no rank says otherwise"
+        late = tuple(rank for rank, where in places.items() if where != f"at {place}")
+        where = "; ".join(f"rank {rank} is {places[rank]}" for rank in late) or "no rank says otherwise"
         return RankError(
             f"rank {self.rank} waited {waited:.0f} s at {place}",
             why=f"not every rank came there: {where}",
@@ -169,11 +173,11 @@ class Agreement:
             ranks=late,
         )
 
-    def _departed(self, place: str) -> RankError:
+    def _departed(self, where: str) -> RankError:
         assert self.watch is not None
         gone = self.watch.gone()
         return RankError(
-            f"rank {', '.join(map(str, gone))} left while rank {self.rank} waited at {place}",
+            f"rank {', '.join(map(str, gone))} left while rank {self.rank} waited {where}",
             why="it closed its world, or its program ended, and will not come any more",
             fix="give every rank the same number of windows, and let every rank make the same calls",
             ranks=gone,
@@ -193,16 +197,16 @@ class Agreement:
             ranks=ranks,
         )
 
-    def explain(self, error: BaseException, place: str) -> RankError:
+    def explain(self, error: BaseException, where: str) -> RankError:
         """The RankError behind a collective that broke: names the lost rank if word of it arrives in time."""
         if self.watch is not None:
             alarm = self.watch.wait_for_alarm(self.watch.silent_s + 1.5)
             if alarm is not None:
                 return alarm
             if self.watch.left_since is not None:
-                return self._departed(place)
+                return self._departed(where)
         return RankError(
-            f"rank {self.rank} lost a peer at {place}",
+            f"rank {self.rank} lost a peer {where}",
             why=(str(error).strip().splitlines() or ["the collective failed"])[0][:200],
             fix="look at the other ranks' output: the first that failed is the cause",
         )

@@ -1,9 +1,7 @@
 """``sw.init``: from an environment to a :class:`World` of ranks laid out on a mesh."""
 
-import atexit
 import contextlib
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -13,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.errors import ConfigError, RankError, UsageError
+from shardwise.errors import ConfigError, RankError, ShardwiseError, UsageError
+from shardwise.launch.failure import is_lost_peer
 from shardwise.layout import AXES, DERIVED_AXES, Layout, layout_of
 from shardwise.world.agreement import Agreement
 from shardwise.world.axis import Axis
@@ -28,12 +27,11 @@ from shardwise.world.group import (
     start_group,
     start_watch,
 )
+from shardwise.world.last_words import owe_last_words, owe_no_words
 from shardwise.world.rng import seed_all
 from shardwise.world.watch import Watch
 
 __all__ = ["World", "init"]
-
-_open_worlds: set["World"] = set()  # kept alive: one that was made in a function still owes its peers a last word
 
 
 def init(
@@ -103,7 +101,7 @@ class World:
         self.rank, self.size, self.local_rank = env.rank, env.world_size, env.local_rank
         self.source = env.source
         self._local_size = env.local_world_size
-        self._owns_group, self.closed = owns_group, False
+        self.owns_group, self.closed = owns_group, False
         self._gradients: Any = None
         self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.size)): dist.group.WORLD}
         self.watch: Watch | None = None
@@ -130,7 +128,7 @@ class World:
             raise
         set_threads(self._local_size)
         seed_all(seed, self.rank)
-        _remember(self)
+        owe_last_words(self)
 
     def __repr__(self) -> str:
         return f"World(layout={str(self.layout)!r}, rank={self.rank}, size={self.size}, device={str(self.device)!r})"
@@ -139,7 +137,10 @@ class World:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        self.close(error)
+        lost = None if error is None else self.lost_peer(error)
+        self.close(lost or error)
+        if lost is not None:
+            raise lost from error
 
     @property
     def is_main(self) -> bool:
@@ -206,6 +207,13 @@ class World:
         finally:
             self._end_group()
 
+    def lost_peer(self, error: BaseException) -> RankError | None:
+        """The RankError behind what torch says where a collective of its own lost a peer: in a forward or backward outside of
+        windows nobody else looks. None for any other error."""
+        if self.watch is None or self.closed or isinstance(error, ShardwiseError) or not is_lost_peer(error):
+            return None
+        return self.agreement.explain(error, self.watch.place)
+
     def _leave(self, watch: Watch) -> None:
         """By the store, not by a collective: a rank that closes while others are in a window must not meet theirs."""
         if self.device.type == "cuda":
@@ -215,14 +223,14 @@ class World:
         except RuntimeError as error:
             if isinstance(error, RankError):
                 raise
-            raise self.agreement.explain(error, "closing the world") from error
+            raise self.agreement.explain(error, "at closing the world") from error
 
     def _end_group(self) -> None:
         self.agreement.is_open = False
-        _open_worlds.discard(self)
+        owe_no_words(self)
         self._stop_watch()
         self._gradients = None  # a group's threads end with the last reference to it
-        if self._owns_group and dist.is_initialized():
+        if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
     def _stop_watch(self) -> None:
@@ -260,37 +268,3 @@ class World:
         ranks = self.layout.ranks_along(name, self.rank)
         group = self._group(ranks) if len(ranks) > 1 else None
         return Axis(name, ranks.index(self.rank), ranks, group)
-
-
-_has_last_words = False
-
-
-def _remember(world: World) -> None:
-    """Sees to it that a program that ends by an exception, or without closing its world, says so to its peers."""
-    global _has_last_words
-    _open_worlds.difference_update([w for w in _open_worlds if w.watch is None or not w.watch.is_current()])
-    _open_worlds.add(world)
-    if _has_last_words:
-        return
-    _has_last_words = True
-    shown = sys.excepthook
-
-    def tell(kind: Any, error: BaseException, trace: Any) -> None:
-        shown(kind, error, trace)  # first: peers that hear of it may end this process's launcher
-        for world in list(_open_worlds):
-            if world.watch is not None and not world.closed:
-                world.closed = True
-                world.watch.failed(error)
-
-    sys.excepthook = tell
-    atexit.register(_leave_open_worlds)
-
-
-def _leave_open_worlds() -> None:
-    for world in list(_open_worlds):
-        if world.watch is not None and not world.closed and dist.is_initialized():
-            world.closed = True
-            # The group first: a peer that waits in a collective for this rank is let go, and then reads why.
-            if world._owns_group:
-                dist.destroy_process_group()
-            world.watch.leave_unannounced()

@@ -1,7 +1,7 @@
 """Every rank watches its neighbour, so that a lost, stopped or straying rank is named before the group times out.
 
-A thread per rank writes a *beat* into the store every interval: a counter, and where its main thread is ("window 12,
-before the step"). It reads its right neighbour's beat; one that stands still for ``silent_s`` belongs to a rank that is
+A thread per rank writes a *beat* into the store every interval: a counter, and where its main thread is ("at window
+12, before the step"). It reads its right neighbour's beat; one that stands still for ``silent_s`` belongs to a rank that is
 stopped or gone, and the reader raises an *alarm*: a key every rank reads. A rank that fails leaves word the same way, and
 the first word counts: what fails later is an echo. So word spreads in one interval, whatever the number of ranks, and
 no rank reads more than three keys per interval.
@@ -61,7 +61,7 @@ class Watch:
         self.silent_s = max(2.0, min(30.0, timeout_s / 4))
         self.interval_s = min(max(0.5, size / 500), self.silent_s / 4)  # the store serves some thousand reads a second
         self.grace_s = 3.0
-        self.place = "start-up"
+        self.place = "at start-up"
         self.alarm: RankError | None = None
         self.left_since: float | None = None  # when this rank saw that some rank has left on purpose
         self._keeper, self.is_current = keeper, is_current
@@ -82,7 +82,11 @@ class Watch:
 
     def at(self, place: str) -> None:
         """Says where the main thread is."""
-        self.place = place
+        self.place = f"at {place}"
+
+    def past(self, place: str) -> None:
+        """Says what the main thread has behind it: until it is somewhere else, it is in code that says nothing."""
+        self.place = f"after {place}"
 
     def check(self) -> None:
         """Raises the alarm, if there is one."""
@@ -114,7 +118,7 @@ class Watch:
         if self.alarm is None:  # else there is a word already, or a store that does not take one
             what = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
             blamed = list(error.ranks) if isinstance(error, RankError) else []
-            self._raise_alarm(blamed or [self.rank], f"rank {self.rank} failed at {self.place}: {what}")
+            self._raise_alarm(blamed or [self.rank], f"rank {self.rank} failed {self.place}: {what}")
         if self._keeper == self.rank:
             self._wait_until_heard()
         self._told = True  # last: should the store hang, the guard still ends this process
@@ -164,7 +168,7 @@ class Watch:
     # ---- words -----------------------------------------------------------------------------------------------
 
     def _say_left(self) -> None:
-        self.place, self._left = "the end: it has left", True
+        self.place, self._left = "at the end: it has left", True
         self._beat(self._main_store, _LEFT)
         self._main_store.add("left", 1)
 
@@ -176,7 +180,7 @@ class Watch:
                 late = {rank: place for rank, place in self.places().items() if rank not in self.gone()}
                 raise RankError(
                     f"rank {self.rank} waited {patience_s:.0f} s for the others to leave",
-                    why="; ".join(f"rank {rank} is at {place}" for rank, place in late.items()),
+                    why="; ".join(f"rank {rank} is {place}" for rank, place in late.items()),
                     fix="close the world on every rank, after the same number of windows",
                     ranks=tuple(late),
                 )
@@ -227,8 +231,8 @@ class Watch:
             unchanged = unchanged + 1 if beat == last and (beat is None or beat["count"] != _LEFT) else 0
             last = beat
             if unchanged * self.interval_s > self.silent_s:
-                where = beat["place"] if beat else "start-up"
-                why = f"rank {neighbour} gave no sign of life for {self.silent_s:.0f} s; it was last at {where}"
+                where = beat["place"] if beat else "at start-up"
+                why = f"rank {neighbour} gave no sign of life for {self.silent_s:.0f} s; it was last {where}"
                 self._raise_alarm([neighbour], why)
                 unchanged = 0  # the alarm is read at the next turn: another rank's word may have come first
 
@@ -241,7 +245,7 @@ class Watch:
         if self._stop.is_set() or not self.is_current():
             return
         who = f"rank {', '.join(map(str, ranks))}" if ranks else "the launcher"
-        given = f"{who} was lost while rank {self.rank} was at {self.place}"
+        given = f"{who} was lost while rank {self.rank} was {self.place}"
         self._fatal = fatal
         self.alarm = RankError(given, why=why, fix=_FIX_LOST, ranks=tuple(ranks))
 

@@ -1,0 +1,54 @@
+"""What a program that ends says to its peers: one that ends by an exception, or without closing its world."""
+
+import atexit
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from shardwise.world.init import World
+
+__all__ = ["owe_last_words", "owe_no_words"]
+
+_open: set["World"] = set()  # kept alive: one that was made in a function still owes its peers a last word
+_is_seen_to = False
+
+
+def owe_last_words(world: "World") -> None:
+    """Sees to it that a program that ends before ``world`` is closed says so to its peers."""
+    global _is_seen_to
+    _open.difference_update([w for w in _open if w.watch is None or not w.watch.is_current()])
+    _open.add(world)
+    if _is_seen_to:
+        return
+    _is_seen_to = True
+    shown = sys.excepthook
+
+    def tell(kind: Any, error: BaseException, trace: Any) -> None:
+        shown(kind, error, trace)  # first: peers that hear of it may end this process's launcher
+        for world in list(_open):
+            if world.watch is not None and not world.closed:
+                lost = world.lost_peer(error)
+                if lost is not None:
+                    shown(type(lost), lost, None)
+                world.closed = True
+                world.watch.failed(lost or error)
+
+    sys.excepthook = tell
+    atexit.register(_leave)
+
+
+def owe_no_words(world: "World") -> None:
+    """``world`` is closed."""
+    _open.discard(world)
+
+
+def _leave() -> None:
+    for world in list(_open):
+        if world.watch is not None and not world.closed and dist.is_initialized():
+            world.closed = True
+            # The group first: a peer that waits in a collective for this rank is let go, and then reads why.
+            if world.owns_group:
+                dist.destroy_process_group()
+            world.watch.leave_unannounced()
