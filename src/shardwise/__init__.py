@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from shardwise.parallel import apply_recipe, describe, parallelize, recipe_of, world_of
     from shardwise.parallel.transforms import transform
     from shardwise.recipe import Recipe
-    from shardwise.state import full_state_dict, save_weights
+    from shardwise.state import LoadReport, full_state_dict, load_weights, save_weights
     from shardwise.train.batch import MicroBatch, shift_labels
     from shardwise.train.data import Loader
     from shardwise.train.evaluate import evaluate
@@ -57,7 +57,7 @@ _HOME = {
     "shardwise.parallel": ("apply_recipe", "describe", "parallelize", "recipe_of", "world_of"),
     "shardwise.parallel.transforms": ("transform",),
     "shardwise.recipe": ("Recipe",),
-    "shardwise.state": ("full_state_dict", "save_weights"),
+    "shardwise.state": ("LoadReport", "full_state_dict", "load_weights", "save_weights"),
     "shardwise.train.batch": ("MicroBatch", "shift_labels"),
     "shardwise.train.data": ("Loader",),
     "shardwise.train.evaluate": ("evaluate",),
@@ -80,6 +80,7 @@ __all__ = [
     "ConfigError",
     "Layout",
     "LayoutError",
+    "LoadReport",
     "Loader",
     "MicroBatch",
     "NonFiniteError",
@@ -110,6 +111,7 @@ __all__ = [
     "from_fsdp1",
     "full_state_dict",
     "init",
+    "load_weights",
     "local_optimizer",
     "next_token_loss",
     "parallelize",

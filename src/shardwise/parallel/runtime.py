@@ -1,8 +1,9 @@
 """The one run-time object that hangs on a sharded module: its recipe, its world, and handles on the engine."""
 
+import copy
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -49,6 +50,13 @@ class Engine(Protocol):
         """A window ended in an exception: forget what it left half done."""
 
 
+class Pending(Protocol):
+    """Where the values of a model come from that is waiting to be loaded, as far as loading does not bring them."""
+
+    def write_rest(self, runtime: "Runtime", names: Container[str]) -> None:
+        """Writes the tensors of those names."""
+
+
 class Runtime:
     """What Shardwise knows about one sharded module on this rank."""
 
@@ -62,7 +70,9 @@ class Runtime:
         self.step = 0  # optimizer steps begun: part of every random stream's name
         self.in_window = False
         self.explainers: list[Callable[[BaseException], ShardwiseError | None]] = []  # of techniques
+        self.pending: Pending | None = None  # who knows the values that loading will not bring
         self._structure = Structure(module, num_ranks=world.size)
+        self._withheld: ShardwiseError | None = None
 
     # ---- tensors ---------------------------------------------------------------------------------------------
 
@@ -114,6 +124,23 @@ class Runtime:
         return next(
             (known for ask in (*self.explainers, self.engine.explain) if (known := ask(error)) is not None), None
         )
+
+    def withhold(self, error: ShardwiseError) -> None:
+        """Until :meth:`release`, the model's forward raises ``error``, and so does :meth:`check_values`."""
+        if self._withheld is None:
+            self._guard = self.module.register_forward_pre_hook(lambda *_: self.check_values(), prepend=True)
+        self._withheld = error
+
+    def release(self) -> None:
+        """The model has its values: it may be used."""
+        if self._withheld is not None:
+            self._guard.remove()
+        self._withheld = None
+
+    def check_values(self) -> None:
+        """Raises what :meth:`withhold` was given, if the model has no values to be used."""
+        if self._withheld is not None:
+            raise copy.copy(self._withheld)
 
     def check_unchanged(self) -> None:
         """Raises UsageError if the module is no longer the one that was sharded; see :class:`Structure`."""

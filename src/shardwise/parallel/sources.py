@@ -7,7 +7,7 @@ makes its own values from it. Otherwise, and for a module that has values alread
 import contextlib
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from shardwise.parallel.values import scatter_values, write_from_tape
 from shardwise.recipe import Note, Recipe
 from shardwise.world import World
 
-__all__ = ["FromRank0", "FromTape", "all_tensors", "build_with_source"]
+__all__ = ["ForLoading", "FromRank0", "FromTape", "all_tensors", "build_with_source"]
 
 
 class FromTape:
@@ -45,6 +45,26 @@ class FromTape:
 
     def write(self, runtime: Runtime) -> None:
         write_from_tape(runtime, self.tape, self.on_meta)
+
+
+class ForLoading(FromTape):
+    """No values yet: ``load_weights`` brings them, and what it does not bring is replayed then."""
+
+    note = Note(name="init", why="load: memory without values, until load_weights")
+
+    def write(self, runtime: Runtime) -> None:
+        runtime.pending = self
+        runtime.withhold(
+            UsageError(
+                "a model that has no values yet",
+                why='it was made with init="load", and no weights have been loaded',
+                fix="call sw.load_weights(model, path) first",
+            )
+        )
+
+    def write_rest(self, runtime: Runtime, names: Container[str]) -> None:
+        """Writes the values of ``names``: what was loaded does not hold them."""
+        write_from_tape(runtime, self.tape, self.on_meta, names)
 
 
 class FromRank0:
@@ -80,12 +100,12 @@ def build_with_source(model: Any, world: World, init: str | None) -> tuple[nn.Mo
     Raises:
         UsageError: neither a module nor a callable, a module on meta, or an ``init`` that cannot be.
     """
-    if init not in (None, "seeded", "rank0"):
-        raise UsageError(f"init={init!r}", why="there is no such way", fix='use "seeded", "rank0" or None')
+    if init not in (None, "seeded", "rank0", "load"):
+        raise UsageError(f"init={init!r}", why="there is no such way", fix='use "seeded", "rank0", "load" or None')
     if isinstance(model, nn.Module):
-        if init == "seeded":
+        if init in ("seeded", "load"):
             raise UsageError(
-                'init="seeded" with a module',
+                f'init="{init}" with a module',
                 why="its constructor has run already, so there is nothing to draw again",
                 fix="pass the callable that builds it: parallelize(lambda: MyModel(config), world)",
             )
@@ -103,7 +123,8 @@ def build_with_source(model: Any, world: World, init: str | None) -> tuple[nn.Mo
         module, tape = build_on_meta(model, world.seed)
         if module is not None:
             refuse_lazy(module)
-        source = FromTape(module, tape) if module is not None else None
+        kind = ForLoading if init == "load" else FromTape
+        source = kind(module, tape) if module is not None else None
         refused = _refused_anywhere(source, tape, world)
         if module is not None and source is not None and refused is None:
             return module, source

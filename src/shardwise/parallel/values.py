@@ -5,8 +5,9 @@ nobody wrote is an error with its name instead of garbage in the model.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,16 +24,19 @@ __all__ = ["scatter_values", "write_from_tape"]
 _MESSAGE_BYTES = 64 << 20  # rank 0 packs about this much at a time: bounds host memory beside the model
 
 
-def write_from_tape(runtime: Runtime, tape: Tape, on_meta: Mapping[str, Tensor]) -> None:
+def write_from_tape(
+    runtime: Runtime, tape: Tape, on_meta: Mapping[str, Tensor], names: Container[str] | None = None
+) -> None:
     """Each rank makes the full values of one tensor at a time and keeps its pieces: no communication.
 
     Args:
         runtime: of the sharded module, whose tensors are written.
         tape: of the module's construction.
         on_meta: canonical name -> the meta tensor of that construction.
+        names: the tensors to write; None: all.
     """
     tape.name_draws(on_meta)
-    for name, local in runtime.local_tensors().items():
+    for name, local in _chosen(runtime, names).items():
         values = tape.values(on_meta[name])
         missing = tape.num_unwritten(on_meta[name], values)
         if missing:
@@ -48,22 +52,23 @@ def write_from_tape(runtime: Runtime, tape: Tape, on_meta: Mapping[str, Tensor])
             local[piece.local_index] = full[piece.full_index].to(local.device)
 
 
-def scatter_values(runtime: Runtime, source: Mapping[str, Tensor]) -> None:
+def scatter_values(runtime: Runtime, source: Mapping[str, Any], names: Container[str] | None = None) -> None:
     """Rank 0 sends every rank the pieces it holds, packed into messages of bounded size; nothing else travels.
 
     Args:
         runtime: of the sharded module, whose tensors are written. All ranks must call.
-        source: on rank 0, canonical name -> full values; ignored elsewhere.
+        source: on rank 0, canonical name -> full values, a tensor or what is indexed as one; ignored elsewhere.
+        names: the tensors to write, the same on every rank; None: all.
 
     Raises:
         PlanError: a tensor that was not written whole.
     """
-    world, local = runtime.world, runtime.local_tensors()
+    world, local = runtime.world, _chosen(runtime, names)
     if not world.is_main:
         _receive(runtime, local)
         return
     for name, tensor in local.items():
-        if tensor.data_ptr() == source[name].data_ptr() and tensor.numel():
+        if isinstance(source[name], Tensor) and tensor.data_ptr() == source[name].data_ptr() and tensor.numel():
             continue  # DDP keeps the module's own tensors: rank 0's are in place
         pieces = {piece: source[name][piece.full_index] for piece in runtime.pieces(name, source[name])}
         _fill(name, tensor, pieces)
@@ -71,7 +76,11 @@ def scatter_values(runtime: Runtime, source: Mapping[str, Tensor]) -> None:
         _send(runtime, local, source, peer)
 
 
-def _send(runtime: Runtime, local: Mapping[str, Tensor], source: Mapping[str, Tensor], peer: int) -> None:
+def _chosen(runtime: Runtime, names: Container[str] | None) -> dict[str, Tensor]:
+    return {name: local for name, local in runtime.local_tensors().items() if names is None or name in names}
+
+
+def _send(runtime: Runtime, local: Mapping[str, Tensor], source: Mapping[str, Any], peer: int) -> None:
     device = runtime.world.device
     for message in _messages(runtime, local, peer):
         parts = [source[name][piece.full_index].reshape(-1).to(device, message.dtype) for name, piece in message.pieces]

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from shardwise.anatomy import canonical_modules
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.recipe import Slice, extents, owners
+from shardwise.state.extra import EXTRA_STATE, extra_states
 
-__all__ = ["EXTRA_STATE", "full_state_dict", "gather_parameter"]
-
-EXTRA_STATE = "_extra_state"  # key of what get_extra_state returns, after the module's name
+__all__ = ["full_state_dict", "gather_parameter"]
 
 
 def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[str, Any]:
@@ -34,9 +33,10 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[s
         RankError: a rank does not come: it has left, or makes another call.
     """
     runtime = runtime_of(model)
+    runtime.check_values()
     # What follows cannot be waited for with a limit: a rank that does not come is named here.
     runtime.world.agreement.sum({}, "full_state_dict, before it is gathered")
-    found: dict[str, Any] = {} if trainable_only else _extra_states(model)  # on every rank: one may talk to the others
+    found: dict[str, Any] = {} if trainable_only else extra_states(model)  # on every rank: one may talk to the others
     for name, param in runtime.recipe.params.items():
         if trainable_only and not param.trainable:
             continue
@@ -51,14 +51,6 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[s
             if buffer.persistent:
                 found.update(dict.fromkeys((name, *buffer.aliases), local[name].detach().cpu().clone()))
     return {name: found[name] for name in _order(model, found) if name in found}
-
-
-def _extra_states(model: nn.Module) -> dict[str, Any]:
-    return {
-        f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE: module.get_extra_state()
-        for prefix, module in canonical_modules(model)
-        if type(module).get_extra_state is not nn.Module.get_extra_state
-    }
 
 
 def gather_parameter(runtime: Runtime, name: str) -> Tensor | None:

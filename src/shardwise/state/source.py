@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import CheckpointError, UsageError
+from shardwise.state.extra import EXTRA_STATE
 from shardwise.state.formats import open_folder, open_safetensors
 from shardwise.state.stored import HeldTensor, Source
 
@@ -43,6 +45,20 @@ def open_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
 
 
 def _open_mapping(state: Mapping[str, Any]) -> Source:
-    tensors = {name: HeldTensor.of(value) for name, value in state.items() if isinstance(value, Tensor)}
-    left_out = {name: f"a {type(value).__name__}" for name, value in state.items() if not isinstance(value, Tensor)}
-    return Source(place="a state dict", kind="a state dict", tensors=tensors, left_out=left_out)
+    extra = {name: value for name, value in state.items() if name.rpartition(".")[2] == EXTRA_STATE}
+    rest = {name: value for name, value in state.items() if name not in extra}
+    for name, value in rest.items():
+        if isinstance(value, DTensor):
+            raise UsageError(
+                "a state dict of sharded tensors",
+                why="this rank has a shard of it, and another layout needs other pieces",
+                fix="pass the result of sw.full_state_dict(model) with shared_files=False, or weights that were saved",
+                name=name,
+            )
+    return Source(
+        place="a state dict",
+        kind="a state dict",
+        tensors={name: HeldTensor.of(value) for name, value in rest.items() if isinstance(value, Tensor)},
+        left_out={name: f"a {type(value).__name__}" for name, value in rest.items() if not isinstance(value, Tensor)},
+        extra=extra,
+    )

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,6 +109,7 @@ class Source:
         kind: what that is, for messages ("a Hugging Face directory").
         tensors: name -> tensor, as they are called there.
         left_out: name -> why, of what is there and is no weight.
+        extra: name -> what a module's ``get_extra_state`` returned; in state dicts.
         folder: the directory of a model, with its config and tokenizer files; None where there is none.
     """
 
@@ -115,6 +117,7 @@ class Source:
     kind: str
     tensors: Mapping[str, Stored]
     left_out: Mapping[str, str] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
     folder: Path | None = None
 
 

@@ -15,7 +15,8 @@ from torch import nn
 from shardwise.errors import CheckpointError, ShardwiseError, UnsupportedError
 from shardwise.parallel import runtime_of
 from shardwise.recipe import DTYPE_BYTES
-from shardwise.state.full import EXTRA_STATE, full_state_dict
+from shardwise.state.extra import EXTRA_STATE
+from shardwise.state.full import full_state_dict
 
 __all__ = ["check_dtypes", "save_weights", "weights_bytes"]
 

@@ -1,0 +1,187 @@
+"""Which stored tensor is which of the model's: names as they are, without what wrappers add, renamed, with a prefix.
+
+Whatever is done to names is counted and told, and never twice: a name that is the model's as it stands is left alone.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.state.stored import Source, Stored
+
+__all__ = ["Matched", "Rename", "Wanted", "match_names"]
+
+Rename = Sequence[tuple[str, str | None]]  # (regex, replacement as re.sub takes it; None: the tensor is left out)
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_PREFIXES = ("model", "module", "state_dict")  # what trainers put before all names
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A tensor of the model that a source may hold, under its canonical name or an alias."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass
+class Matched:
+    """What was found: model's name -> stored tensor, and everything that has to be told.
+
+    Attributes:
+        tensors: canonical name -> stored tensor.
+        names: canonical name -> its name in the source.
+        doubles: canonical name -> further stored tensors, by name in the source, of a tensor that the model ties.
+        missing, unexpected, ignored, renamed: as in the report.
+    """
+
+    tensors: dict[str, Stored] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    doubles: dict[str, dict[str, Stored]] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    ignored: dict[str, str] = field(default_factory=dict)
+    renamed: list[str] = field(default_factory=list)
+
+
+def match_names(
+    model: nn.Module, wanted: Mapping[str, Wanted], computed: Iterable[str], source: Source, rename: Rename = ()
+) -> Matched:
+    """Finds each of ``wanted`` in ``source``.
+
+    Args:
+        model: the module, whose class may say what else its weights are called.
+        wanted: canonical name -> what it is.
+        computed: names of buffers that the model makes itself; stored by some older exports, and not loaded.
+        source: where to look.
+        rename: regular expressions that are applied first, in order, to the names in the source.
+
+    Raises:
+        ConfigError: a ``rename`` that is not one, or that matches nothing.
+        CheckpointError: two tensors of the source that end under one name.
+    """
+    found = Matched(ignored=dict(source.left_out))
+    homes = {alias: name for name, want in wanted.items() for alias in (name, *want.aliases)}
+    known = {**homes, **{name: name for name in computed}}
+    current = _renamed({name: name for name in source.tensors}, rename, found)
+    current = _unwrapped(current, known, found)
+    current = _prefixed(current, known, _prefixes(model), found)
+    found.unexpected = tuple(name for name, now in current.items() if now not in known)
+    _sort_out(current, homes, known, source, found)
+    found.missing = tuple(name for name in wanted if name not in found.tensors)
+    _excuse(model, found)
+    return found
+
+
+def _renamed(current: dict[str, str], rename: Rename, found: Matched) -> dict[str, str]:
+    for rule in rename:
+        if not isinstance(rule, tuple | list) or len(rule) != 2 or not isinstance(rule[0], str):
+            raise ConfigError(
+                f"rename with {rule!r}",
+                why="a rule is a pair: a regular expression, and what it is replaced by (None: leave the tensor out)",
+                fix='write rename=[(r"^transformer\\.", "")]',
+            )
+        pattern, replacement = rule
+        try:
+            changed = {
+                name: None if replacement is None else re.sub(pattern, replacement, now)
+                for name, now in current.items()
+                if re.search(pattern, now)
+            }
+        except (re.error, IndexError, TypeError) as error:
+            raise ConfigError(
+                f"rename with {rule!r}",
+                why=f"it cannot be carried out: {error}",
+                fix="see the module re of Python's library",
+            ) from error
+        if not changed:
+            raise ConfigError(
+                f"rename with {pattern!r}",
+                why=f"it matches none of the {len(current)} names there: {', '.join(list(current.values())[:4])}, ...",
+                fix="remove it, or correct the pattern",
+            )
+        for name, now in changed.items():
+            if now is None:
+                current.pop(name)
+                found.ignored[name] = "rename leaves it out"
+            else:
+                current[name] = now
+        found.renamed.append(f"{pattern!r} -> {replacement!r} on {len(changed)} names")
+    return current
+
+
+def _unwrapped(current: dict[str, str], known: Mapping[str, Any], found: Matched) -> dict[str, str]:
+    """Without what wrappers put into names: only where the name is not the model's as it stands."""
+    changed: dict[str, str] = {}
+    for name, now in current.items():
+        if now in known:
+            continue
+        bare = ".".join(part for part in now.split(".") if part not in _WRAPPERS)
+        while bare not in known and bare.startswith("module."):
+            bare = bare.removeprefix("module.")
+        if bare != now and (bare in known or not now.startswith("module.")):
+            changed[name] = bare
+    if changed:
+        found.renamed.append(f"what wrappers add was removed from {len(changed)} names")
+    return {name: changed.get(name, now) for name, now in current.items()}
+
+
+def _prefixed(
+    current: dict[str, str], known: Mapping[str, Any], prefixes: Iterable[str], found: Matched
+) -> dict[str, str]:
+    """With one prefix added to, or removed from, all names that do not fit: the one that makes most of them fit."""
+    strange = {name: now for name, now in current.items() if now not in known}
+    taken = {now for now in current.values() if now in known}
+    best: tuple[dict[str, str], str] = ({}, "")
+    for prefix in prefixes:
+        shorter = {n: now.removeprefix(f"{prefix}.") for n, now in strange.items() if now.startswith(f"{prefix}.")}
+        longer = {n: f"{prefix}.{now}" for n, now in strange.items()}
+        for edited, words in ((shorter, f"{prefix!r} removed from"), (longer, f"{prefix!r} put before")):
+            fits = {n: now for n, now in edited.items() if now in known and now not in taken}
+            if len(fits) > len(best[0]):
+                best = fits, f"{words} {len(fits)} names"
+    if best[0]:
+        found.renamed.append(best[1])
+    return {**current, **best[0]}
+
+
+def _prefixes(model: nn.Module) -> list[str]:
+    own = getattr(model, "base_model_prefix", "")  # of Hugging Face classes: where the headless model sits
+    return list(dict.fromkeys([*([own] if isinstance(own, str) and own else []), *_PREFIXES]))
+
+
+def _sort_out(
+    current: Mapping[str, str], homes: Mapping[str, str], known: Mapping[str, str], source: Source, found: Matched
+) -> None:
+    seen: dict[str, str] = {}
+    for name, now in current.items():
+        if now in seen:
+            raise CheckpointError(
+                f"{source.place}: {seen[now]} and {name}",
+                why="both end under this name",
+                fix="pass rename=[(pattern, None)] with a pattern that matches the one to leave out",
+                name=now,
+            )
+        seen[now] = name
+        if now in homes:
+            home, stored = homes[now], source.tensors[name]
+            if home in found.tensors:
+                found.doubles.setdefault(home, {})[name] = stored
+            else:
+                found.tensors[home], found.names[home] = stored, name
+        elif now in known:
+            found.ignored[name] = "the model computes it itself"
+
+
+def _excuse(model: nn.Module, found: Matched) -> None:
+    """What a Hugging Face class says its weights may lack, or hold too much."""
+    extra = [p for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or () if isinstance(p, str)]
+    ignored = [name for name in found.unexpected if any(re.search(pattern, name) for pattern in extra)]
+    found.ignored.update(dict.fromkeys(ignored, "the model's class says so"))
+    found.unexpected = tuple(name for name in found.unexpected if name not in ignored)

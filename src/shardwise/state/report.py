@@ -1,0 +1,63 @@
+"""What loading did: which tensors came, under which names, and which did not."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardwise.recipe import human_bytes
+
+__all__ = ["LoadReport", "shortened"]
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What :func:`~shardwise.load_weights` did. Equal on every rank but for ``num_bytes`` and ``seconds``; ``print`` it.
+
+    Attributes:
+        place: where the weights came from.
+        num_tensors: tensors of the model that were loaded; tied ones count once.
+        num_bytes: bytes that this rank read or received.
+        seconds: how long it took on this rank.
+        missing: names in the model that the source does not have; they are as they were (``strict=False``).
+        unexpected: names in the source that the model does not have (``strict=False``).
+        ignored: name in the source -> why it is not the model's to load.
+        renamed: what was done to names, in words, with counts.
+        cast: name -> (dtype there, dtype here), where they differ (``cast=True``).
+    """
+
+    place: str
+    num_tensors: int
+    num_bytes: int = 0
+    seconds: float = 0.0
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    ignored: Mapping[str, str] = field(default_factory=dict)
+    renamed: tuple[str, ...] = ()
+    cast: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.num_tensors} tensors from {self.place}: {human_bytes(self.num_bytes)} on this rank, {self.seconds:.2f} s"
+        ]
+        lines += [f"  renamed: {text}" for text in self.renamed]
+        pairs = sorted(set(self.cast.values()))
+        lines += [
+            f"  cast: {sum(1 for other in self.cast.values() if other == pair)} from {pair[0]} to {pair[1]}"
+            for pair in pairs
+        ]
+        if self.missing:
+            lines.append(f"  missing ({len(self.missing)}), left as they were: {shortened(self.missing)}")
+        if self.unexpected:
+            lines.append(f"  not in the model ({len(self.unexpected)}): {shortened(self.unexpected)}")
+        reasons = dict.fromkeys(self.ignored.values())
+        for why in reasons:
+            names = [name for name, reason in self.ignored.items() if reason == why]
+            lines.append(f"  ignored ({len(names)}), {why}: {shortened(names)}")
+        return "\n".join(lines)
+
+
+def shortened(names: "tuple[str, ...] | list[str]") -> str:
+    """The first names, and how many more there are."""
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

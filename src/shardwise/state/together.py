@@ -1,0 +1,68 @@
+"""One rank's trouble is told to all: a step that each rank takes for itself, and that counts only if all of them could."""
+
+import copy
+from collections.abc import Callable
+from typing import TypeVar
+
+from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.world import World
+from shardwise.world.agreement import digest_of
+
+__all__ = ["together"]
+
+T = TypeVar("T")
+
+
+def together(
+    world: World,
+    place: str,
+    act: Callable[[], T],
+    *,
+    same: Callable[[T], str] | None = None,
+    differ: ShardwiseError | None = None,
+) -> T:
+    """What ``act`` returns on this rank, once every rank's has returned. All ranks must call it.
+
+    Args:
+        world: the ranks.
+        place: what is done, for messages.
+        act: may raise a :class:`ShardwiseError` or an OSError; another exception is this rank's fault and goes its way.
+        same: a text that has to be equal on all ranks.
+        differ: raised where it is not.
+
+    Raises:
+        ShardwiseError: on every rank, the error of the first rank that failed, with its number if others did not.
+    """
+    problem: ShardwiseError | None = None
+    result: T | None = None
+    try:
+        result = act()
+    except ShardwiseError as error:
+        problem = error
+    except OSError as error:
+        problem = CheckpointError(
+            str(error.filename or place),
+            why=f"{place} failed: {error.strerror or error}",
+            fix="look whether the disk is full, whether the path is there, and whether you may use it",
+        )
+        problem.__cause__ = error
+    text = same(result) if same is not None and problem is None else ""  # type: ignore[arg-type]
+    agreement = world.agreement
+    summed = agreement.sum({"failed": float(problem is not None), "same": agreement.same(digest_of(text))}, place)
+    if float(summed["failed"]):
+        raise _first(agreement.gather(problem, f"{place}, naming who failed"), problem, world.rank)
+    if differ is not None and not agreement.all_same(summed["same"]):
+        raise differ
+    return result  # type: ignore[return-value]
+
+
+def _first(problems: list[ShardwiseError | None], own: ShardwiseError | None, rank: int) -> ShardwiseError:
+    number, first = next((number, problem) for number, problem in enumerate(problems) if problem is not None)
+    if rank == number and own is not None:
+        first = own  # with its cause and its place in the code
+    if all(problem is not None and str(problem) == str(first) for problem in problems):
+        return first
+    told = copy.copy(first)
+    told.given = f"{first.given} (on rank {number})"
+    told.__cause__ = first.__cause__
+    return told

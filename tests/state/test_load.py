@@ -1,0 +1,368 @@
+"""Weights in: bit-exact under every layout, each rank reading its own bytes, and nothing changed where anything is wrong."""
+
+import re
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from zoo import ConvNet, Odd
+
+import shardwise as sw
+from shardwise.parallel import runtime_of
+from shardwise.state import files as files_module
+from shardwise.state import stored
+
+LAYOUTS = [
+    ("dp_shard=1", 1),
+    ("dp_replicate=2", 2),
+    ("dp_shard=2", 2),
+    ("dp_shard=4", 4),
+    ("dp_replicate=2,dp_shard=2", 4),
+]
+MODELS = {"odd": Odd, "conv": ConvNet}
+EVERY = sw.Sharding(min_unit_bytes=0)
+
+
+def plain(name, seed, dtype=None):
+    torch.manual_seed(seed)
+    return MODELS[name]().to(dtype or (torch.bfloat16 if name == "odd" else torch.float32))
+
+
+def untied(state, model):
+    """As Hugging Face stores it: a tied tensor once, under its first name."""
+    first = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        first.setdefault(id(tensor), name)
+    return {name: tensor.clone() for name, tensor in state.items() if name in first.values()}
+
+
+def write(folder, name, seed=1, **metadata):
+    model = plain(name, seed)
+    folder.mkdir(exist_ok=True)
+    save_file(untied(model.state_dict(), model), folder / "model.safetensors", metadata={"format": "pt", **metadata})
+    return model.state_dict()
+
+
+def sharded(name, layout, init=None):
+    world = sw.init(layout, device="cpu")
+    build = (lambda: plain(name, 0)) if init == "load" else plain(name, 0)
+    return sw.parallelize(build, world, sharding=EVERY, init=init), world
+
+
+def load(name, layout, source, init=None, expect=None, **options):
+    model, world = sharded(name, layout, init)
+    with world:
+        before = {n: t.clone() for n, t in runtime_of(model).local_tensors().items()}
+        try:
+            report = sw.load_weights(model, source if source is not None else {}, **options)
+        except sw.ShardwiseError as error:
+            after = runtime_of(model).local_tensors()
+            same = all(torch.equal(after[n].nan_to_num(), t.nan_to_num()) for n, t in before.items())
+            return error, same
+        return report, sw.full_state_dict(model)
+
+
+def equal(state, expected):
+    assert list(state) == list(expected)
+    for name, value in expected.items():
+        assert state[name].dtype == value.dtype and torch.equal(state[name], value), name
+
+
+@pytest.mark.parametrize("init", [None, "load"])
+@pytest.mark.parametrize(("layout", "num_ranks"), LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_in_a_directory_are_the_models_to_the_last_bit_under_every_layout(
+    ranks, tmp_path, name, layout, num_ranks, init
+):
+    expected = write(tmp_path / "w", name)
+    answers = ranks.run(load, num_ranks, name, layout, str(tmp_path / "w"), init)
+    equal(answers[0][1], expected)
+    size = sum(t.numel() * t.itemsize for t in untied(expected, plain(name, 1)).values())
+    for report, _ in answers:
+        assert (report.missing, report.unexpected) == ((), ())
+        assert report.num_tensors == len(untied(expected, plain(name, 1)))
+        if "dp_shard=1" in layout or layout == "dp_replicate=2":
+            assert report.num_bytes == size
+    if "dp_replicate" not in layout:
+        model = plain(name, 1)
+        whole = sum(b.numel() * b.itemsize for n, b in model.named_buffers() if n in expected)
+        own = sum(report.num_bytes - whole for report, _ in answers)
+        scalars = sum(p.itemsize for p in model.parameters() if p.dim() == 0)
+        assert own == size - whole + (num_ranks - 1) * scalars
+
+
+def count_wire(name, source):
+    model, world = sharded(name, "dp_shard=4")
+    sent = []
+    with world:
+        for call in ("send", "recv", "broadcast", "scatter", "all_gather", "all_gather_into_tensor"):
+            kept = getattr(torch.distributed, call)
+            setattr(
+                torch.distributed, call, lambda *a, kept=kept, call=call, **k: (sent.append(call), kept(*a, **k))[1]
+            )
+        sw.load_weights(model, source)
+        return sent
+
+
+def test_nothing_travels_where_every_rank_sees_the_files(ranks, tmp_path):
+    write(tmp_path / "w", "odd")
+    assert ranks.run(count_wire, 4, "odd", str(tmp_path / "w")) == [[]] * 4
+
+
+def load_from_rank0(name, layout, source, init=None, **options):
+    model, world = sharded(name, layout, init)
+    with world:
+        report = sw.load_weights(model, source if world.is_main else "/nowhere", shared_files=False, **options)
+        return report, sw.full_state_dict(model)
+
+
+@pytest.mark.parametrize(("layout", "num_ranks"), LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_what_rank_0_alone_can_see_is_sent_to_the_others(ranks, tmp_path, name, layout, num_ranks):
+    expected = write(tmp_path / "w", name)
+    answers = ranks.run(load_from_rank0, num_ranks, name, layout, str(tmp_path / "w"))
+    equal(answers[0][1], expected)
+    assert all(report.num_tensors == answers[0][0].num_tensors for report, _ in answers)
+
+
+def fail_to_read(name, source, rank, shared):
+    model, world = sharded(name, "dp_shard=2")
+    with world:
+        kept, calls = files_module.OpenFiles.read, [0]
+
+        def broken(self, path, offset, memory):
+            calls[0] += 1
+            if world.rank == rank and calls[0] == 3:
+                raise sw.CheckpointError(f"the file {path}", why="reading failed: Input/output error", fix="none")
+            kept(self, path, offset, memory)
+
+        files_module.OpenFiles.read = broken
+        told = []
+        try:
+            for act in (
+                lambda: sw.load_weights(model, source, shared_files=shared),
+                lambda: model(torch.zeros(2, 3, dtype=torch.long)),
+                lambda: sw.full_state_dict(model),
+            ):
+                try:
+                    act()
+                except sw.ShardwiseError as error:
+                    told.append((type(error).__name__, str(error)))
+        finally:
+            files_module.OpenFiles.read = kept
+        sw.load_weights(model, source)
+        return told, sw.full_state_dict(model)
+
+
+@pytest.mark.parametrize(("rank", "shared"), [(0, True), (1, True), (0, False)])
+def test_a_read_that_fails_half_way_is_told_on_every_rank_and_the_model_is_not_used_until_it_is_whole(
+    ranks, tmp_path, rank, shared
+):
+    expected = write(tmp_path / "w", "odd")
+    answers = ranks.run(fail_to_read, 2, "odd", str(tmp_path / "w"), rank, shared)
+    for told, _ in answers:
+        assert [kind for kind, _ in told] == ["CheckpointError", "UsageError", "UsageError"]
+        assert "Input/output error" in told[0][1] and "load it again" in told[1][1]
+    equal(answers[0][1], expected)
+
+
+def mutate(state, how):
+    name = [n for n, t in state.items() if t.dim() == 2][-1]
+    if how == "missing":
+        del state[name]
+    if how == "unexpected":
+        state["stranger"] = torch.ones(2)
+    if how == "shape":
+        state[name] = state[name][:-1].clone()
+    if how == "dtype":
+        state[name] = state[name].double()
+    if how == "nan":
+        state[name][0, 0] = float("nan")
+    return name if how != "unexpected" else "stranger"
+
+
+@pytest.mark.parametrize("how", ["missing", "unexpected", "shape", "dtype", "nan"])
+def test_what_does_not_fit_is_refused_by_name_and_nothing_has_changed(ranks, tmp_path, how):
+    model = plain("odd", 1)
+    state = untied(model.state_dict(), model)
+    name = mutate(state, how)
+    save_file(state, tmp_path / "model.safetensors")
+    for error, same in ranks.run(load, 2, "odd", "dp_shard=2", str(tmp_path), check_finite=how == "nan"):
+        assert isinstance(error, sw.CheckpointError) and error.name == name and str(tmp_path) in str(error) and same
+
+
+def test_not_strict_loads_what_fits_and_tells_the_rest(ranks, tmp_path):
+    model = plain("odd", 1)
+    state = untied(model.state_dict(), model)
+    gone = mutate(state, "missing")
+    mutate(state, "unexpected")
+    save_file(state, tmp_path / "model.safetensors")
+    first = plain("odd", 0).state_dict()
+    for init in (None, "load"):
+        report, found = ranks.run(load, 2, "odd", "dp_shard=2", str(tmp_path), init, strict=False)[0]
+        assert (report.missing, report.unexpected) == ((gone,), ("stranger",))
+        assert "missing (1)" in str(report) and "not in the model (1): stranger" in str(report)
+        assert torch.equal(found["embed.weight"], state["embed.weight"])
+        if init is None:
+            assert torch.equal(found[gone], first[gone])
+        else:
+            assert bool(found[gone].isfinite().all()) and found[gone].std() > 0
+
+
+def test_dtypes_are_cast_only_where_that_is_asked_for(ranks, tmp_path):
+    model = plain("odd", 1, torch.float32)
+    state = untied(model.state_dict(), model)
+    save_file(state, tmp_path / "model.safetensors")
+    error, same = ranks.run(load, 2, "odd", "dp_shard=2", str(tmp_path))[0]
+    assert "float32" in error.given and "bfloat16" in error.why and "cast=True" in error.fix and same
+    report, found = ranks.run(load, 2, "odd", "dp_shard=2", str(tmp_path), cast=True)[0]
+    assert set(report.cast.values()) == {("float32", "bfloat16")} and "from float32 to bfloat16" in str(report)
+    assert all(torch.equal(found[n], t.to(found[n].dtype)) for n, t in state.items())
+
+
+def test_numbers_never_become_integers(ranks, tmp_path):
+    model = plain("conv", 1)
+    state = untied(model.state_dict(), model)
+    name = next(n for n, t in state.items() if t.dtype == torch.int64)
+    state[name] = state[name].float()
+    save_file(state, tmp_path / "model.safetensors")
+    error, same = ranks.run(load, 2, "conv", "dp_shard=2", str(tmp_path), cast=True)[0]
+    assert error.name == name and same
+
+
+WRAPPED = {
+    "compile": lambda name: f"_orig_mod.{name}",
+    "ddp": lambda name: f"module.{name}",
+    "both": lambda name: f"module._orig_mod.{name}",
+    "remat": lambda name: re.sub(r"^(blocks\.\d)\.", r"\1._checkpoint_wrapped_module.", name),
+    "trainer": lambda name: f"model.{name}",
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_what_wrappers_add_to_names_is_seen_to(ranks, tmp_path, kind):
+    expected = write(tmp_path / "w", "odd")
+    model = plain("odd", 1)
+    state = {WRAPPED[kind](name): tensor for name, tensor in untied(model.state_dict(), model).items()}
+    save_file(state, tmp_path / "one.safetensors")
+    report, found = ranks.run(load, 2, "odd", "dp_shard=2", str(tmp_path / "one.safetensors"))[0]
+    equal(found, expected)
+    assert len(report.renamed) == 1
+
+
+def test_names_are_mapped_by_the_users_rules_in_their_order(ranks, tmp_path):
+    expected = write(tmp_path / "w", "odd")
+    model = plain("odd", 1)
+    state = {f"net.{n.replace('blocks.', 'h.')}": t for n, t in untied(model.state_dict(), model).items()}
+    state["net.old"] = torch.zeros(3)
+    save_file(state, tmp_path / "one.safetensors")
+    rules = [(r"^net\.", ""), (r"^h\.(\d)", r"blocks.\1"), ("^old$", None)]
+    report, found = ranks.run(load, 2, "odd", "dp_shard=2", str(tmp_path / "one.safetensors"), rename=rules)[0]
+    equal(found, expected)
+    assert len(report.renamed) == 3 and "rename leaves it out" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("rules", "text"),
+    [([("^nothing", "")], "matches none"), ([("(", "")], "cannot be carried out"), (["x"], "a rule is a pair")],
+)
+def test_a_rule_that_does_nothing_is_refused(ranks, tmp_path, rules, text):
+    write(tmp_path / "w", "odd")
+    error, same = ranks.run(load, 2, "odd", "dp_shard=2", str(tmp_path / "w"), rename=rules)[0]
+    assert isinstance(error, sw.ConfigError) and text in error.why and same
+
+
+def test_two_names_that_become_one_are_refused(ranks, tmp_path):
+    write(tmp_path / "w", "odd")
+    rules = [("embed.weight", "blocks.0.first.weight"), ("blocks.1", "blocks.0")]
+    error, same = ranks.run(load, 2, "odd", "dp_shard=2", str(tmp_path / "w"), rename=rules)[0]
+    assert isinstance(error, sw.CheckpointError) and "both end under this name" in error.why and same
+
+
+def test_both_names_of_a_tie_may_be_there_if_they_are_equal(ranks, tmp_path):
+    expected = write(tmp_path / "w", "odd")
+    state = {name: tensor.clone() for name, tensor in plain("odd", 1).state_dict().items()}
+    save_file(state, tmp_path / "both.safetensors")
+    equal(ranks.run(load, 2, "odd", "dp_shard=2", str(tmp_path / "both.safetensors"))[0][1], expected)
+    state["head.weight"][-1, -1] += 1
+    save_file(state, tmp_path / "other.safetensors")
+    for error, same in ranks.run(load, 2, "odd", "dp_shard=2", str(tmp_path / "other.safetensors")):
+        assert "ties these names" in error.why and error.name == "embed.weight" and same
+
+
+def load_state(name, layout, num_ranks_with, **options):
+    model, world = sharded(name, layout)
+    with world:
+        state = plain(name, 1).state_dict() if world.rank < num_ranks_with else {}
+        try:
+            return sw.load_weights(model, state, **options), sw.full_state_dict(model)
+        except sw.ShardwiseError as error:
+            return error, None
+
+
+def test_a_state_dict_is_a_source_on_every_rank_or_on_rank_0(ranks):
+    for options, held_by in (({}, 4), ({"shared_files": False}, 1)):
+        answers = ranks.run(load_state, 4, "odd", "dp_replicate=2,dp_shard=2", held_by, **options)
+        equal(answers[0][1], plain("odd", 1).state_dict())
+    for error, _ in ranks.run(load_state, 2, "odd", "dp_shard=2", 1):
+        assert isinstance(error, sw.CheckpointError) and "on rank 1" in error.given and "missing" in error.why
+
+
+def use_before_loading(source):
+    model, world = sharded("odd", "dp_shard=2", "load")
+    with world:
+        told = []
+        for act in (lambda: model(torch.zeros(2, 3, dtype=torch.long)), lambda: sw.full_state_dict(model)):
+            try:
+                act()
+            except sw.UsageError as error:
+                told.append(str(error))
+        on_meta = [n for n, t in runtime_of(model).local_tensors().items() if t.device.type == "meta"]
+        return told, on_meta
+
+
+def test_a_model_made_for_loading_is_not_used_before(ranks):
+    for told, on_meta in ranks.run(use_before_loading, 2, None):
+        assert len(told) == 2 and all("load_weights" in text for text in told) and on_meta == []
+
+
+class Rotary(nn.Module):
+    """A buffer that no file holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+        self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(0, 8, 2) / 8), persistent=False)
+
+
+def load_rotary(source):
+    with sw.init("dp_shard=2", device="cpu") as world:
+        model = sw.parallelize(Rotary, world, init="load")
+        report = sw.load_weights(model, source)
+        return report, model.inv_freq
+
+
+def test_a_buffer_that_no_file_holds_is_computed_and_one_that_a_file_holds_too_is_not_loaded(ranks, tmp_path):
+    torch.manual_seed(0)
+    state = {**Rotary().state_dict(), "inv_freq": torch.zeros(4)}
+    save_file(state, tmp_path / "model.safetensors")
+    report, inv_freq = ranks.run(load_rotary, 2, str(tmp_path))[0]
+    assert torch.equal(inv_freq, Rotary().inv_freq)
+    assert report.ignored == {"inv_freq": "the model computes it itself"}
+
+
+def small_buffer(name, layout, source):
+    files_module.BUFFER = stored.BUFFER = 64
+    try:
+        return load(name, layout, source, cast=True)
+    finally:
+        files_module.BUFFER = stored.BUFFER = 8 << 20
+
+
+def test_a_cast_goes_through_a_buffer_of_bounded_size(ranks, tmp_path):
+    model = plain("odd", 1, torch.float32)
+    state = untied(model.state_dict(), model)
+    save_file(state, tmp_path / "model.safetensors")
+    _, found = ranks.run(small_buffer, 2, "odd", "dp_shard=2", str(tmp_path))[0]
+    assert all(torch.equal(found[n], t.to(found[n].dtype)) for n, t in state.items())
