@@ -11,9 +11,9 @@ from parallel.loops import LOOPS, TwoTowers
 from torch import nn
 
 from shardwise.config.options import DDP
-from shardwise.errors import RankError
+from shardwise.errors import RankError, UsageError
 from shardwise.parallel import parallelize
-from shardwise.train.optim import clip_grad_norm_
+from shardwise.train.optim import clip_grad_norm_, clip_grad_value_, local_optimizer
 from shardwise.train.window import accumulate, count_tokens, window
 from shardwise.world import init
 
@@ -234,6 +234,68 @@ def test_the_parts_of_a_window(ranks, layout):
             LOOPS["one_forward_two_backwards"](plain, each["x"], float(sum(map(count, given))))
     for found in ranks.run(with_the_parts, 2, layout):
         want = {name: param.grad for name, param in plain.named_parameters()}
+        assert_equal(found, want)
+
+
+def without_the_last(layout: str, then: str) -> str:
+    """What ``then`` says after two micro-batches of which neither was the last."""
+    with init(layout, device="cpu", timeout_s=20) as world:
+        sharded = parallelize(model(), world)
+        optim = torch.optim.SGD(sharded.parameters(), lr=0.1)
+        for i in range(2):
+            with accumulate(sharded, is_last=False):
+                sharded(batch(2 * i + world.rank)["x"]).sum().backward()
+        if then == "a local step":
+            local_optimizer(optim)
+        try:
+            if then == "clip_grad_norm_":
+                clip_grad_norm_(sharded, 1.0)
+            elif then == "clip_grad_value_":
+                clip_grad_value_(sharded, 1.0)
+            elif then == "a window":
+                with window(sharded, [batch(0)], count=count):
+                    pass
+            else:
+                optim.step()
+        except UsageError as error:
+            return str(error)
+        return "no error"
+
+
+@pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2"])
+@pytest.mark.parametrize("then", ["clip_grad_norm_", "clip_grad_value_", "a window", "a step", "a local step"])
+def test_a_step_before_the_last_micro_batch_is_refused(ranks, layout, then):
+    """It stepped by each rank's own gradients, and the ranks drifted apart."""
+    for text in ranks.run(without_the_last, 2, layout, then):
+        assert then.removeprefix("a local ").removeprefix("a ") in text and "is_last=True" in text
+
+
+def ending_otherwise(layout: str, way: str) -> dict:
+    with init(layout, device="cpu", timeout_s=20) as world:
+        sharded = parallelize(scaled(), world)
+        optim = torch.optim.SGD(sharded.parameters(), lr=0.0)
+        (sharded(6 + world.rank) * sharded.scale).backward()
+        with accumulate(sharded, is_last=False):
+            (sharded(world.rank) * sharded.scale).backward()
+        if way == "a failed micro-batch":
+            with contextlib.suppress(ZeroDivisionError), accumulate(sharded, is_last=False):
+                (sharded(world.rank) * sharded.scale).backward()
+                raise ZeroDivisionError
+        (sharded(2 + world.rank) * sharded.scale).backward()  # the last one, bare: as after torch's own no_sync
+        clip_grad_norm_(sharded, 1e9)
+        optim.step()
+        return whole(sharded)
+
+
+@pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2"])
+@pytest.mark.parametrize("way", ["a bare backward", "a failed micro-batch"])
+def test_an_accumulation_that_ends_otherwise(ranks, layout, way):
+    """In a bare backward; after a micro-batch that raised, by which those since the last sum are dropped."""
+    plain = scaled()
+    for i in (6, 7, *((0, 1) if way == "a bare backward" else ()), 2, 3):
+        (plain(i) * plain.scale).backward()
+    want = {name: param.grad for name, param in plain.named_parameters()}
+    for found in ranks.run(ending_otherwise, 2, layout, way):
         assert_equal(found, want)
 
 

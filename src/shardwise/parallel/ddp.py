@@ -84,9 +84,16 @@ class DDPEngine:
     def abandon(self) -> None:
         for bucket in self.buckets:
             bucket.settle()
-        self._forget()
+        for i in self._unsummed():
+            self.params[i].grad = None
+        for i, done in self._done.items():
+            self.params[i].grad = done
+        self._drop()
         self._sync = None
         self._summed = set(range(len(self.params)))  # what is put back was summed before
+
+    def waits(self) -> bool:
+        return bool(self._unsummed())
 
     def used(self) -> None:
         return None
@@ -136,6 +143,11 @@ class DDPEngine:
         else:
             bucket.missing.discard(i)
             self._send_ready()
+
+    def _unsummed(self) -> list[int]:
+        """Parameters with a gradient of this rank alone."""
+        used = self._used.nonzero().flatten().tolist()
+        return [i for i in used if i not in self._summed and self.params[i].grad is not None]
 
     def _queue(self) -> None:
         def end() -> None:

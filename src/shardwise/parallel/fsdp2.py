@@ -144,6 +144,7 @@ class FSDP2Engine:
         self._groups: list[Any] = []
         self._anchored: set[int] = set()
         self._in_forward = self._in_window = False
+        self._sync: bool | None = None  # as set_sync says
         parameters: dict[str, Any] = tensors_of(module, "_parameters")
         whole = [self._position[name] for name in trainable if recipe.params[name].shape == ()]
         self._outside = Outside([parameters[name] for name in trainable], whole, self._used, world)
@@ -153,6 +154,7 @@ class FSDP2Engine:
     def set_sync(self, sync: bool | None) -> None:
         if sync is not None and not self._in_window:
             self._outside.begin()
+        self._sync = sync
         sync = sync is not False  # at the end of each backward is all that FSDP2 knows
         each = self.recipe.sync_every_microbatch
         self.root.set_requires_gradient_sync(sync or bool(each))  # type: ignore[operator]
@@ -165,6 +167,9 @@ class FSDP2Engine:
             self._in_window = False  # the exchange before the step does the rest
         else:
             self._outside.end(place)
+
+    def waits(self) -> bool:
+        return self._outside.runs
 
     def used(self) -> Tensor:
         return self._used
@@ -245,7 +250,7 @@ class FSDP2Engine:
 
     def _begin_backward(self) -> None:
         if not self._in_window:
-            self._outside.begin_backward()
+            self._outside.begin_backward(ends=self._sync is None)
 
     def _recorder(self, positions: list[int], unit: str) -> Any:
         def seen(used: list[int], reduces: bool = False) -> None:

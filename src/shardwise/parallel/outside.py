@@ -23,6 +23,12 @@ class Outside:
         self._done: dict[int, Tensor] = {}  # gradients that are sums over the ranks already
         self._queued: weakref.ref[Any] | None = None
 
+    @property
+    def runs(self) -> bool:
+        """Whether a round has begun that has not ended."""
+        self._forget_failed()
+        return self._had is not None
+
     def begin(self) -> None:
         self._forget_failed()
         if self._had is not None:
@@ -34,10 +40,11 @@ class Outside:
             if grad is not None:
                 self._done[i], self.params[i].grad = grad, None
 
-    def begin_backward(self) -> None:
-        """A round that ends with the backward that runs, unless one runs already. Only from within a backward."""
+    def begin_backward(self, *, ends: bool) -> None:
+        """A round that ends with the backward that runs, perhaps begun before; unless not ``ends``: ``accumulate`` ends it.
+        Only from within a backward."""
         self._forget_failed()
-        if self._had is not None:
+        if not ends or self._queued is not None:
             return
 
         def end() -> None:

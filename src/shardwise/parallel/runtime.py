@@ -40,6 +40,9 @@ class Engine(Protocol):
     def entered(self) -> list[str]:
         """Modules of units entered since :meth:`begin`, in order: the same on every rank, or collectives cross."""
 
+    def waits(self) -> bool:
+        """Whether gradients of this rank alone wait to be summed, outside of windows."""
+
     def begin(self) -> None:
         """A window starts."""
 

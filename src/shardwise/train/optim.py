@@ -19,6 +19,7 @@ from shardwise._compat import foreach_scale, local_tensor
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.stale import refuse_stale
+from shardwise.parallel.unsummed import refuse_unsummed, refuse_unsummed_step
 from shardwise.train.norm import GradientNorm
 
 __all__ = [
@@ -55,6 +56,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, norm_type: float = 2.0
             fix="use max_norm=1.0, norm_type=2.0",
         )
     runtime = runtime_of(model)
+    refuse_unsummed(runtime, "clip_grad_norm_")
     total = GradientNorm(runtime, norm_type)
     settings = f"max_norm={float(max_norm)}, norm_type={float(norm_type)}"  # in the place: ranks with others are told
     summed = runtime.world.agreement.sum({"norm": total.entry()}, f"clipping ({settings})")
@@ -67,7 +69,9 @@ def clip_grad_value_(model: nn.Module, value: float) -> None:
     """Clamps every gradient element to [-value, value]. No communication."""
     if not value > 0:
         raise ConfigError(f"clip_grad_value_(value={value})", why="it is a number above 0", fix="use value=1.0")
-    for grad in runtime_of(model).gradients().values():
+    runtime = runtime_of(model)
+    refuse_unsummed(runtime, "clip_grad_value_")
+    for grad in runtime.gradients().values():
         grad.clamp_(-value, value)
 
 
@@ -123,6 +127,7 @@ class _LocalStep:
                     fix="run the window first, then call step() without a closure",
                 )
             refuse_stale(optim)  # here: the optimizer's own hooks see the shards
+            refuse_unsummed_step(optim)
             return self._run(inner)
 
         step._shardwise_local = True  # type: ignore[attr-defined]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from shardwise.errors import ConfigError, RankError, ShardwiseError, UsageError
 from shardwise.launch.failure import is_lost_peer
 from shardwise.parallel import Runtime, runtime_of
+from shardwise.parallel.unsummed import note_unsummed, refuse_unsummed
 from shardwise.train.batch import MicroBatch
 from shardwise.train.exchange import Exchange, buffer_versions
 from shardwise.train.kept import KeptGradients, clone_buffers, restore_buffers
@@ -77,6 +78,7 @@ class Window:
                 "a window inside a window", why="they would share one model's gradients", fix="leave the first"
             )
         runtime.check_unchanged()
+        refuse_unsummed(runtime, "a window")
         self.num_valid = _agree_on_count(runtime, self.batches, self._count, trains=self._trains)
         runtime.engine.begin()
         runtime.in_window = True
@@ -271,9 +273,10 @@ def _lengths_differ(runtime: Runtime, length: int, place: str) -> RankError:
 
 @contextlib.contextmanager
 def accumulate(model: nn.Module, *, is_last: bool) -> Iterator[None]:
-    """Within: backward reduces gradients over the ranks only if ``is_last``. After, also after an exception: it does
-    again. All ranks must use it alike."""
-    engine = runtime_of(model).engine
+    """Within: backward reduces gradients over the ranks only if ``is_last``. After: it does again; until then clipping and
+    steps are refused. An exception drops what the micro-batches since the last reduction gave. All ranks must use it alike."""
+    runtime = runtime_of(model)
+    engine = runtime.engine
     engine.set_sync(is_last)
     try:
         yield
@@ -284,6 +287,7 @@ def accumulate(model: nn.Module, *, is_last: bool) -> Iterator[None]:
         engine.complete("the last micro-batch")
     else:
         engine.set_sync(None)
+        note_unsummed(runtime)
 
 
 def _refuse_problem(runtime: Runtime, sums: Mapping[str, Tensor], problem: ShardwiseError | None, place: str) -> None:
