@@ -248,7 +248,7 @@ def normed(precision: str | Precision) -> tuple:
         return out.dtype, computed, model.norm.running_mean.dtype, bool(model.norm.running_mean.any()), describe(model)
 
 
-@pytest.mark.parametrize("word", ["bfloat16", "float16"])
+@pytest.mark.parametrize("word", ["bfloat16", "float16", "float64"])
 def test_batch_norm_computes_in_the_dtype_of_its_statistics(ranks, word):
     dtype, computed, statistics, counted, text = ranks.run(normed, 1, word)[0]
     assert dtype == getattr(torch, word) and statistics == torch.float32 and counted

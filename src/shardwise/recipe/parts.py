@@ -82,7 +82,7 @@ class Parts:
                 continue
             outer, held = self._home(name), dtypes[f"{name}.running_mean"]
             around = self._precisions[outer] if outer else self.base
-            if (around.compute or around.storage) in ("float16", "bfloat16") and held in ("float32", "float64"):
+            if held in ("float32", "float64") and (around.compute or around.storage or held) != held:
                 self._precisions[name] = precision_of(held)
                 self._words[name] = held, "the dtype of its running statistics, which torch's kernels want of all"
 
