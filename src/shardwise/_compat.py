@@ -45,6 +45,7 @@ __all__ = [
     "is_taken_apart",
     "is_unscaled",
     "lazy_chunks",
+    "leaves_of",
     "local_tensor",
     "looked_at_on_meta",
     "map_leaves",
@@ -271,6 +272,18 @@ def map_leaves(call: Callable[[Any], Any], value: Any) -> Any:
     """torch's ``tree_map`` that also looks into dataclasses, as FSDP2 does: one that would change is copied."""
     leaves, spec = tree_flatten(value)
     return tree_unflatten([_map_leaf(call, leaf) for leaf in leaves], spec)
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """What :func:`map_leaves` would call, in order."""
+    found: list[Any] = []
+
+    def note(leaf: Any) -> Any:
+        found.append(leaf)
+        return leaf
+
+    map_leaves(note, value)
+    return found
 
 
 def _map_leaf(call: Callable[[Any], Any], leaf: Any) -> Any:

@@ -1,5 +1,7 @@
 """What a second run could see differently: generators of the block's own, a state outside torch, buffers under the compiler."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -39,6 +41,21 @@ class Shared(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.linear(x))
         return x + y * (torch.rand(y.shape, generator=GENERATOR) < 0.9) / 0.9
+
+
+@dataclass
+class Record:
+    x: Tensor
+
+    def square(self) -> Tensor:
+        return self.x.square()
+
+
+class Recorded(Shared):
+    """The same, from record to record."""
+
+    def forward(self, x: Tensor | Record) -> Record:
+        return Record(super().forward(x.x if isinstance(x, Record) else x))
 
 
 class Late(nn.Module):
@@ -132,7 +149,7 @@ def test_two_runs_that_overflow_alike_are_alike(ranks):
     assert not isinstance(found, tuple)  # what is not finite is the step's to tell
 
 
-@pytest.mark.parametrize("block", [Shared, Late])
+@pytest.mark.parametrize("block", [Shared, Recorded, Late])
 def test_what_cannot_be_put_back_is_told(ranks, block):
     name, text = ranks.run(train, 1, block, 6, remat="full")[0]
     assert name.startswith("blocks.") and "differs from its first" in text

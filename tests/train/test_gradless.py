@@ -1,11 +1,13 @@
 """A loss or a model without a gradient: which of its causes it is, told on every rank before anything waits for it."""
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
-from train.plain import batch, mine, shard, sum_loss, values
+from train.plain import Net, batch, mine, shard, sum_loss, values
 
 import shardwise as sw
 
@@ -74,6 +76,38 @@ def test_one_rank_without_a_gradient_ends_the_step_on_all(ranks, layout, cause):
     (_, other, clean), (kind, own, same) = ranks.run(step_without, 2, cause, layout, 1)
     assert kind == "UsageError" and own.startswith(CAUSES[cause]) and same and clean
     assert CAUSES[cause] in other and other.startswith("rank 1 could not")
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+
+
+class Recording(Net):
+    def forward(self, input_ids):
+        return Output(super().forward(input_ids))
+
+
+def step_with_a_record(layout, loss):
+    """The error on this rank of a step whose model returns a dataclass; rank 1 has nothing to differentiate, or a mean."""
+    world, model = shard(layout, build=Recording)
+    with world, pytest.raises(sw.ShardwiseError) as caught:
+
+        def run(output, b):
+            value = F.cross_entropy(output.logits.flatten(0, -2), b["labels"].flatten(), reduction=loss)
+            return value if loss == "mean" or world.rank == 0 else value.detach()
+
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        sw.TrainStep(model, optim, loss=run)(mine([batch(0), batch(1)], world))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_output_that_is_a_dataclass_is_looked_into(ranks, layout):
+    """Its tensors were not found: ranks waited for one that had nothing to run backward from, and a mean was let pass."""
+    other, own = ranks.run(step_with_a_record, 2, layout, "sum")
+    assert own.startswith(CAUSES["loss"]) and other.startswith("rank 1 could not run backward")
+    assert all("a loss that takes a mean" in text for text in ranks.run(step_with_a_record, 2, layout, "mean"))
 
 
 def own_loop(cause):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise._compat import is_accumulated, map_leaves
+from shardwise._compat import is_accumulated, leaves_of, map_leaves
 from shardwise.errors import UsageError
 
 __all__ = ["anchor_inputs", "before_accumulation", "mark_used", "refuse_ungathered", "whole_outputs"]
@@ -42,8 +42,7 @@ def anchor_inputs(_module: nn.Module, args: Any, kwargs: Any) -> Any:
     """FSDP2 reduces a unit when backward reaches its inputs; where none of them requires a gradient it reduces last, after
     the root. So a branch before the first block that only some ranks take changed the order of reductions on those ranks,
     and with units of one size gradients crossed without a word. With an input that requires one, the order is fixed."""
-    tensors: list[Tensor] = []
-    map_leaves(lambda x: tensors.append(x) if isinstance(x, Tensor) else None, (args, kwargs))
+    tensors = [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor)]
     if not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in tensors):
         return None
     first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardwise._compat import map_leaves
+from shardwise._compat import leaves_of, map_leaves
 from shardwise.anatomy import canonical_modules, dtype_of
 from shardwise.recipe import Edit, Recipe
 
@@ -74,7 +74,8 @@ class _Part:
 
     def leave(self, _module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
         if not torch.compiler.is_compiling():
-            map_leaves(self._write_back, (args, kwargs))
+            for x in leaves_of((args, kwargs)):
+                self._write_back(x)
         return result if self._back is None else map_leaves(self._cast_back, result)
 
     def _write_back(self, x: Any) -> None:

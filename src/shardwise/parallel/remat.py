@@ -22,7 +22,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint, create_selective_checkpoint_contexts
 
-from shardwise._compat import StopRecomputation, checkpointed, function_modes, tree_flatten, tree_unflatten, unseen
+from shardwise._compat import (
+    StopRecomputation,
+    checkpointed,
+    function_modes,
+    leaves_of,
+    tree_flatten,
+    tree_unflatten,
+    unseen,
+)
 from shardwise.anatomy import canonical_modules
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
 from shardwise.parallel.operators import keep_policy
@@ -124,10 +132,11 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _inner(module, state)(*args, **kwargs)
     # Tensors are handed over one by one: torch finds devices, whose random state it keeps, in positional arguments only.
     leaves, spec = tree_flatten((args, kwargs))
+    within = [x for leaf in leaves if not isinstance(leaf, Tensor) for x in leaves_of(leaf) if isinstance(x, Tensor)]
     runs = _Runs(module, state, spec)
     options: dict[str, Any] = {"early_stop": not runs.is_checked, "preserve_rng_state": True, **state.options}
     with _in_host_memory() if state.offload else contextlib.nullcontext():
-        return checkpoint(runs, *leaves, use_reentrant=False, **options)
+        return checkpoint(runs, *leaves, *within, use_reentrant=False, **options)
 
 
 def _inner(module: nn.Module, state: _State) -> Callable[..., Any]:
@@ -149,7 +158,7 @@ class _Runs:
         self.modes = function_modes()
 
     def __call__(self, *leaves: Any) -> Any:
-        args, kwargs = tree_unflatten(leaves, self.spec)
+        args, kwargs = tree_unflatten(leaves[: self.spec.num_leaves], self.spec)
         run = _inner(self.module, self.state)
         if self.buffers is None:
             self.generators = [(g, snapshot(g)) for g in _generators(self.module, leaves)]
@@ -183,14 +192,14 @@ class _Runs:
 def _generators(module: nn.Module, leaves: Sequence[Any]) -> list[Any]:
     """Random generators that the block's modules keep as attributes, or that it is given."""
     kept = [value for child in module.modules() for value in child.__dict__.values()]
-    return list({id(value): value for value in (*kept, *leaves) if is_generator(value)}.values())
+    return list({id(value): value for value in (*kept, *leaves_of(leaves)) if is_generator(value)}.values())
 
 
 def _digest(output: Any) -> list[Tensor]:
     """Of each floating tensor of a block's result its sum, its sum of squares, and by how much (relative to its norm) kernels may
     differ that add in no fixed order: what tells two runs apart without keeping the result. A mask drawn anew moves the sum
     by about its share of the norm, however large the rest is."""
-    found = [t.detach() for t in tree_flatten(output)[0] if isinstance(t, Tensor) and t.is_floating_point()]
+    found = [t.detach() for t in leaves_of(output) if isinstance(t, Tensor) and t.is_floating_point()]
     with unseen():  # selective keeps count of the operators of both runs
         return [
             torch.stack([t.sum(dtype=torch.float64), t.double().square().sum(), _tolerance(t)])

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise._compat import tree_map
+from shardwise._compat import leaves_of
 from shardwise.errors import CheckpointError, ShardwiseError, UnsupportedError, UsageError
 from shardwise.parallel import Runtime
 
@@ -155,8 +155,7 @@ def nothing_of(output: Any, error: ShardwiseError) -> Tensor:
     Raises:
         ShardwiseError: ``error``, where the output has no gradient either.
     """
-    found: list[Tensor] = []
-    tree_map(lambda x: found.append(x) if isinstance(x, Tensor) and x.requires_grad else None, output)
+    found = [x for x in leaves_of(output) if isinstance(x, Tensor) and x.requires_grad]
     if not found:
         raise error
     return sum((x.sum() * 0 for x in found), torch.zeros((), device=found[0].device))

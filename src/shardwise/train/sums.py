@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise._compat import tree_map
+from shardwise._compat import map_leaves
 from shardwise.errors import ConfigError, RankError, ShardwiseError
 from shardwise.parallel import Runtime
 from shardwise.train.batch import MicroBatch
@@ -128,8 +128,8 @@ def _mean(name: str, once: float, twice: float) -> ConfigError:
 
 
 def _doubled(value: Any, size: int) -> Any:
-    """``value`` with every tensor of first dim ``size`` in it put behind itself, in mappings and lists too."""
-    return tree_map(
+    """``value`` with every tensor of first dim ``size`` in it put behind itself, in mappings, lists and dataclasses too."""
+    return map_leaves(
         lambda x: torch.cat([x, x]) if isinstance(x, Tensor) and x.dim() and x.shape[0] == size else x, value
     )
 
