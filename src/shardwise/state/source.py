@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.state.extra import EXTRA_STATE
-from shardwise.state.formats import open_folder, open_safetensors
+from shardwise.state.formats import METADATA, looks_like_torch, open_dcp, open_folder, open_safetensors, open_torch_file
 from shardwise.state.stored import HeldTensor, Source
 
 __all__ = ["open_source"]
@@ -20,7 +20,7 @@ def open_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
     """What ``source`` holds; nothing but names, shapes, dtypes and places is read.
 
     Args:
-        source: a Hugging Face model directory, a safetensors file, or a state dict.
+        source: a Hugging Face model directory, a DCP directory, a safetensors file, a file by ``torch.save``, or a state dict.
 
     Raises:
         CheckpointError: nothing there, not whole, or of no kind that is known here.
@@ -36,12 +36,13 @@ def open_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
         )
     path = Path(source)
     if path.is_dir():
-        return open_folder(path)
+        weights = any(path.glob("*.safetensors")) or any(path.glob("*.index.json"))
+        return open_dcp(path) if (path / METADATA).exists() and not weights else open_folder(path)
     if not path.exists():
         raise CheckpointError(
             f"weights from {path}", why="there is no such file or directory", fix="look for a slip in the path"
         )
-    return open_safetensors(path)
+    return open_torch_file(path) if path.suffix != ".safetensors" and looks_like_torch(path) else open_safetensors(path)
 
 
 def _open_mapping(state: Mapping[str, Any]) -> Source:

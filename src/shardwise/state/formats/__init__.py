@@ -1,6 +1,16 @@
 """One file per format that weights are stored in: what is in it, where its bytes are, and everything that is refused."""
 
+from shardwise.state.formats.dcp import METADATA, open_dcp
 from shardwise.state.formats.folder import open_folder
 from shardwise.state.formats.safetensors import open_safetensors, tensors_in
+from shardwise.state.formats.torch_file import looks_like_torch, open_torch_file
 
-__all__ = ["open_folder", "open_safetensors", "tensors_in"]
+__all__ = [
+    "METADATA",
+    "looks_like_torch",
+    "open_dcp",
+    "open_folder",
+    "open_safetensors",
+    "open_torch_file",
+    "tensors_in",
+]

@@ -3,18 +3,45 @@
 import json
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from shardwise.errors import CheckpointError
+from shardwise.state.formats.paths import inside
 from shardwise.state.formats.safetensors import tensors_in
+from shardwise.state.formats.torch_file import tensors_of_file
 from shardwise.state.stored import Source, Stored
 
 __all__ = ["COMPANIONS", "INDEX", "WEIGHTS", "companions_of", "open_folder"]
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
+
+
+class _Naming(NamedTuple):
+    """What the files of a directory are called, and how one of them is read."""
+
+    weights: str
+    index: str
+    suffix: str
+    part: re.Pattern[str]
+    read: Callable[[Path], tuple[Mapping[str, Stored], Mapping[str, str]]]
+
+
+_SAFETENSORS = _Naming(
+    WEIGHTS,
+    INDEX,
+    ".safetensors",
+    re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors"),
+    lambda path: (tensors_in(path), {}),
+)
+_TORCH = _Naming(  # as transformers wrote them before safetensors
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    ".bin",
+    re.compile(r"(.+)-(\d{5})-of-(\d{5})\.bin"),
+    tensors_of_file,
+)
 
 COMPANIONS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -29,19 +56,16 @@ def companions_of(folder: Path) -> list[Path]:
     return [folder / name for name in COMPANIONS if (folder / name).is_file()]
 
 
-def open_folder(folder: Path, read: Callable[[Path], Mapping[str, Stored]] = tensors_in) -> Source:
-    """A directory of safetensors files as a source.
-
-    Args:
-        folder: the directory.
-        read: gives the tensors of one file.
+def open_folder(folder: Path) -> Source:
+    """A directory of safetensors files as a source; without any, of the files that transformers wrote before.
 
     Raises:
         CheckpointError: weights that are not there, or an index that contradicts them; names the file and the tensor.
     """
-    index = folder / INDEX
-    if (folder / WEIGHTS).exists():
-        files, names = [WEIGHTS], None
+    naming = _naming(folder)
+    index = folder / naming.index
+    if (folder / naming.weights).exists():
+        files, names = [naming.weights], None
     elif index.exists():
         names = _weight_map(index)
         files = list(dict.fromkeys(names.values()))
@@ -49,8 +73,11 @@ def open_folder(folder: Path, read: Callable[[Path], Mapping[str, Stored]] = ten
         files, names = _files_without_index(folder), None
     tensors: dict[str, Stored] = {}
     homes: dict[str, str] = {}
+    left_out: dict[str, str] = {}
     for file in files:
-        for name, tensor in read(_inside(folder, file, index)).items():
+        found, others = naming.read(inside(folder, file, index))
+        left_out |= others
+        for name, tensor in found.items():
             if name in homes:
                 raise CheckpointError(
                     f"{folder / file}",
@@ -61,8 +88,14 @@ def open_folder(folder: Path, read: Callable[[Path], Mapping[str, Stored]] = ten
             tensors[name], homes[name] = tensor, file
     if names is not None:
         _check_index(index, names, homes)
-        _check_strays(folder, files)
-    return Source(place=str(folder), kind="a Hugging Face directory", tensors=tensors, folder=folder)
+        _check_strays(folder, files, naming)
+    return Source(place=str(folder), kind="a Hugging Face directory", tensors=tensors, left_out=left_out, folder=folder)
+
+
+def _naming(folder: Path) -> _Naming:
+    there = any((folder / name).exists() for name in (WEIGHTS, INDEX)) or any(folder.glob("*.safetensors"))
+    older = any((folder / name).exists() for name in (_TORCH.weights, _TORCH.index))
+    return _TORCH if older and not there else _SAFETENSORS
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -96,7 +129,7 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _files_without_index(folder: Path) -> list[str]:
     found = sorted(path.name for path in folder.glob("*.safetensors"))
-    parts = [match for name in found if (match := _PART.fullmatch(name))]
+    parts = [match for name in found if (match := _SAFETENSORS.part.fullmatch(name))]
     stems = {(match[1], match[3]) for match in parts}
     if len(found) == 1 and not parts:
         return found
@@ -108,33 +141,6 @@ def _files_without_index(folder: Path) -> list[str]:
         why=f"it has neither {WEIGHTS} nor {INDEX}, and its files do not say what belongs together ({there})",
         fix="name the one file to read, or a directory that has them",
     )
-
-
-def _inside(folder: Path, file: str, index: Path) -> Path:
-    """The path of a file that an index names; only one in the directory itself will do. The hub's cache keeps its files
-    as links to a folder of blobs that lies beside the snapshots, which is allowed."""
-    name = PurePosixPath(file)
-    if name.is_absolute() or ".." in name.parts or "\\" in file or not name.parts or "\0" in file:
-        raise CheckpointError(
-            f"the index {index}: {file!r}",
-            why="that leaves the directory of the model",
-            fix="do not trust this directory: an index names files that lie beside it",
-        )
-    path = folder / name
-    home = folder.resolve()
-    real = path.resolve()
-    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
-    if not real.is_relative_to(home) and not (blobs is not None and real.is_relative_to(blobs)):
-        raise CheckpointError(
-            f"{path}",
-            why=f"it is a link out of the directory, to {real}",
-            fix="copy the file itself there, if you trust it",
-        )
-    if not real.is_file():
-        raise CheckpointError(
-            f"{path}", why="there is no such file", fix="copy the missing file, or the directory, again"
-        )
-    return path
 
 
 def _check_index(index: Path, names: Mapping[str, str], homes: Mapping[str, str]) -> None:
@@ -157,14 +163,14 @@ def _check_index(index: Path, names: Mapping[str, str], homes: Mapping[str, str]
         )
 
 
-def _check_strays(folder: Path, files: list[str]) -> None:
+def _check_strays(folder: Path, files: list[str], naming: _Naming) -> None:
     """A part of another export beside those of this one: which of them is meant, only the user knows."""
-    stems = {match[1] for file in files if (match := _PART.fullmatch(file))}
-    for path in folder.glob("*.safetensors"):
-        match = _PART.fullmatch(path.name)
+    stems = {match[1] for file in files if (match := naming.part.fullmatch(file))}
+    for path in folder.glob(f"*{naming.suffix}"):
+        match = naming.part.fullmatch(path.name)
         if match and match[1] in stems and path.name not in files:
             raise CheckpointError(
                 f"the file {path}",
-                why=f"{INDEX} does not name it, and it is called as a part of the same model",
+                why=f"{naming.index} does not name it, and it is called as a part of the same model",
                 fix="remove it, or copy the index and the files of one export",
             )

@@ -41,13 +41,14 @@ def open_safetensors(path: Path) -> Source:
     return Source(place=str(path), kind="a safetensors file", tensors=tensors_in(path))
 
 
-def tensors_in(path: Path) -> dict[str, FileTensor]:
-    """Name -> tensor of a file, in the order in which they lie; everything that the header claims is checked against it.
+def tensors_in(path: Path, at: int = 0) -> dict[str, FileTensor]:
+    """Name -> tensor of a file (or of one that begins at byte ``at`` of another, and reaches to its end), in the order in
+    which they lie; everything that the header claims is checked against it.
 
     Raises:
         CheckpointError: see :func:`open_safetensors`.
     """
-    size, header, begin = _read_header(path)
+    size, header, begin = _read_header(path, at)
     found = {name: _entry(path, name, entry) for name, entry in header.items() if name != "__metadata__"}
     _check_metadata(path, header.get("__metadata__", {}))
     position = 0
@@ -74,16 +75,17 @@ def tensors_in(path: Path) -> dict[str, FileTensor]:
         raise _refusal(path, f"{size - begin} bytes of tensors", f"its header names {position}", None)
     ordered = sorted(found.items(), key=lambda item: item[1][2:])
     return {
-        name: FileTensor(shape, dtype, (Chunk(whole(shape), path, begin + start),))
+        name: FileTensor(shape, dtype, (Chunk(whole(shape), path, at + begin + start),))
         for name, (dtype, shape, start, _) in ordered
     }
 
 
-def _read_header(path: Path) -> tuple[int, dict[str, Any], int]:
-    """Size of the file, its header, and where the tensors begin."""
+def _read_header(path: Path, at: int) -> tuple[int, dict[str, Any], int]:
+    """Size of the file from ``at`` on, its header, and where the tensors begin, from there."""
     try:
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+            size = os.fstat(file.fileno()).st_size - at
+            file.seek(at)
             length = int.from_bytes(file.read(8), "little") if size >= 8 else -1
             if length < 0 or length > size - 8:
                 raise _refusal(

@@ -1,0 +1,167 @@
+"""Zip archives as torch writes them: records that are stored as they are, so that each lies at one place of the file.
+
+Python's ``zipfile`` reads the list of records; what it lets through and torch never writes is refused here.
+"""
+
+import io
+import os
+import struct
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from shardwise.errors import CheckpointError
+
+__all__ = ["Archive", "FileSlice", "Record", "open_archive"]
+
+_LOCAL = struct.Struct("<4s5H3I2H")  # the header before each record; its name and extra field have lengths of their own
+_LOCAL_MAGIC = b"PK\x03\x04"
+_ENCRYPTED, _SIZES_BEHIND = 0x1, 0x8
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record: its bytes are ``size`` at ``offset`` of the file, and their checksum."""
+
+    offset: int
+    size: int
+    crc: int
+
+
+@dataclass(frozen=True)
+class Archive:
+    """Name -> record of an archive, without the folder that all of its names begin with."""
+
+    path: Path
+    records: dict[str, Record]
+
+    def read(self, name: str) -> bytes:
+        """A whole record, checked by its checksum: for the small ones that say what the others are."""
+        record = self.records[name]
+        with self.path.open("rb") as file:
+            file.seek(record.offset)
+            data = file.read(record.size)
+        if len(data) != record.size or zlib.crc32(data) != record.crc:
+            raise refusal(self.path, f"the record {name}", "its bytes do not have the checksum that the archive names")
+        return data
+
+
+class FileSlice(io.RawIOBase):
+    """``length`` bytes of a file from ``begin`` on, as a file."""
+
+    def __init__(self, path: Path, begin: int, length: int):
+        self._file = path.open("rb")
+        self._begin, self._length, self._position = begin, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise OSError("a place before the beginning")
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        size = max(0, min(len(buffer), self._length - self._position))
+        data = os.pread(self._file.fileno(), size, self._begin + self._position)
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def open_archive(path: Path, begin: int = 0, length: int | None = None) -> Archive:
+    """The records of an archive that is a file, or lies in one.
+
+    Raises:
+        CheckpointError: not a whole archive, or one that torch did not write.
+    """
+    try:
+        length = path.stat().st_size if length is None else length
+        with FileSlice(path, begin, length) as file:
+            buffered = io.BufferedReader(file, 1 << 14)
+            with zipfile.ZipFile(buffered) as archive:
+                entries, end = archive.infolist(), archive.start_dir
+            if any(entry.filename.endswith("/constants.pkl") for entry in entries):
+                raise CheckpointError(
+                    f"{path}: a TorchScript archive",
+                    why="it is a program with its weights, and weights are read from files by torch.save",
+                    fix="torch.save(torch.jit.load(path).state_dict(), other_path), and give that one",
+                )
+            spans = {entry.filename: _span(path, buffered, entry) for entry in entries}
+    except CheckpointError:
+        raise
+    except (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, ValueError, struct.error) as error:
+        raise refusal(path, f"{length} bytes at {begin}", f"that is no whole archive: {error}"[:200]) from error
+    except OSError as error:
+        raise CheckpointError(
+            f"the file {path}",
+            why=f"reading failed: {error.strerror or error}",
+            fix="look whether it is there, and whether you may read it",
+        ) from error
+    if len(spans) != len(entries):
+        names = [entry.filename for entry in entries]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise refusal(path, f"the record {twice}", "it is there twice")
+    _check_apart(path, spans, end)
+    folders = {name.partition("/")[0] for name in spans}
+    if len(folders) != 1 or not all("/" in name for name in spans):
+        raise refusal(path, "its records", "they do not lie in one folder, as those of torch do")
+    return Archive(
+        path,
+        {
+            name.partition("/")[2]: Record(begin + spans[name][1], entry.file_size, entry.CRC)
+            for name, entry in zip(spans, entries, strict=True)
+        },
+    )
+
+
+def _span(path: Path, file: BinaryIO, entry: zipfile.ZipInfo) -> tuple[int, int, int]:
+    """Where a record's header begins, where its bytes do, and where they end."""
+    name = entry.filename
+    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
+        raise refusal(path, f"the record {name}", "it is compressed, and torch stores records as they are")
+    if entry.flag_bits & _ENCRYPTED or entry.orig_filename != name or name.endswith("/"):
+        raise refusal(path, f"the record {name!r}", "torch writes none of that kind")
+    file.seek(entry.header_offset)
+    head = file.read(_LOCAL.size)
+    if len(head) < _LOCAL.size or not head.startswith(_LOCAL_MAGIC):
+        raise refusal(path, f"the record {name}", f"at {entry.header_offset} there is none")
+    fields = _LOCAL.unpack(head)
+    flags, method, crc, size, name_length, extra_length = fields[2], fields[3], fields[6], fields[8], *fields[9:]
+    own = file.read(name_length).decode("utf-8", "replace")
+    same = flags & _SIZES_BEHIND or (crc == entry.CRC and size in (entry.file_size, 0xFFFFFFFF))
+    if own != name or method != zipfile.ZIP_STORED or not same:
+        raise refusal(path, f"the record {name}", f"its own header (of {own!r}) and the list of records contradict")
+    begin = entry.header_offset + _LOCAL.size + name_length + extra_length
+    return entry.header_offset, begin, begin + entry.file_size
+
+
+def _check_apart(path: Path, spans: dict[str, tuple[int, int, int]], end: int) -> None:
+    last, position = "", 0
+    for name, (start, _, stop) in sorted(spans.items(), key=lambda item: item[1]):
+        if start < position:
+            raise refusal(path, f"the record {name}", f"it overlaps {last}")
+        last, position = name, stop
+    if position > end:
+        raise refusal(path, f"the record {last}", "it does not end before the list of records begins")
+
+
+def refusal(path: Path, given: str, why: str, name: str | None = None) -> CheckpointError:
+    """The error of a torch file that is not as it should be."""
+    return CheckpointError(
+        f"{path}: {given}", why=why, fix="copy the file again, or save it again: it is damaged", name=name
+    )

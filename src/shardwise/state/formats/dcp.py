@@ -1,0 +1,241 @@
+"""A directory by ``torch.distributed.checkpoint``: ``.metadata`` says which chunk of which tensor lies where, in files
+that hold one after another what ``torch.save`` writes of each chunk (or one safetensors file with all of them).
+
+``.metadata`` is a pickle, which torch itself runs; here it is read only (``pickles.py``).
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import CheckpointError
+from shardwise.recipe import DTYPE_BYTES
+from shardwise.state.boxes import Box, common, whole
+from shardwise.state.formats.paths import inside
+from shardwise.state.formats.pickles import Global, Made, read_pickle
+from shardwise.state.formats.safetensors import tensors_in
+from shardwise.state.formats.torch_file import tensor_in
+from shardwise.state.formats.trees import Path as Keys
+from shardwise.state.formats.trees import weights_in
+from shardwise.state.stored import Chunk, FileTensor, Source
+
+__all__ = ["METADATA", "open_dcp"]
+
+METADATA = ".metadata"
+_ROOM = "torch.distributed.checkpoint.metadata"
+_TENSOR, _BYTES = Global(_ROOM, "TensorStorageMetadata"), Global(_ROOM, "BytesStorageMetadata")
+_INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+_INDEX, _CHUNK = Global(_ROOM, "MetadataIndex"), Global(_ROOM, "ChunkStorageMetadata")
+_PROPERTIES, _METADATA = Global(_ROOM, "TensorProperties"), Global(_ROOM, "Metadata")
+_KNOWN = {
+    _METADATA, _TENSOR, _BYTES, _INFO, _INDEX, _CHUNK, _PROPERTIES,
+    Global(_ROOM, "StorageMeta"), Global(_ROOM, "_MEM_FORMAT_ENCODING"), Global("torch.serialization", "_get_layout"),
+    Global("torch", "Size"), Global("torch", "device"), Global("collections", "OrderedDict"),
+    *(Global(room, kind) for room in ("pathlib", "pathlib._local") for kind in ("PosixPath", "WindowsPath", "PurePosixPath")),
+}  # fmt: skip
+_ZIP = b"PK\x03\x04"
+
+
+def open_dcp(folder: Path) -> Source:
+    """A directory as a source; of ``{"model": ..., "optim": ...}`` the model.
+
+    Raises:
+        CheckpointError: metadata that runs code or contradicts the files; names the file and the tensor.
+    """
+    metadata = folder / METADATA
+    content = _fields(_read(metadata), _METADATA, metadata)
+    entries, storage = content.get("state_dict_metadata"), content.get("storage_data")
+    if not isinstance(entries, dict) or not isinstance(storage, dict) or not all(isinstance(k, str) for k in entries):
+        raise _refusal(metadata, "its fields", "there are no state_dict_metadata and storage_data", None)
+    places = _places(storage, metadata)
+    leaves: dict[Keys, tuple[str, Any]] = {}
+    for name, path in _paths(entries, content.get("planner_data"), metadata).items():
+        if path in leaves:
+            raise _refusal(metadata, f"the path {path}", f"{leaves[path][0]} has the same", name)
+        leaves[path] = (name, entries[name])
+    found, left_out = weights_in(leaves, str(metadata), _is_tensor)
+    blobs = _Blobs(folder, metadata)
+    tensors = {name: _tensor(stored, entry, places, blobs) for name, (stored, entry) in found.items()}
+    return Source(place=str(folder), kind="a DCP directory", tensors=tensors, left_out=left_out)
+
+
+def _read(metadata: Path) -> Any:
+    try:
+        data = metadata.read_bytes()
+    except OSError as error:
+        raise CheckpointError(
+            f"the file {metadata}",
+            why=f"reading failed: {error.strerror or error}",
+            fix="look whether it is there, and whether you may read it",
+        ) from error
+    return read_pickle(data, str(metadata), _is_known)
+
+
+def _is_known(name: Global) -> bool:
+    return name in _KNOWN or (name.module == "torch" and name.name in DTYPE_BYTES)
+
+
+def _is_tensor(leaf: tuple[str, Any]) -> bool:
+    return isinstance(leaf[1], Made) and leaf[1].function == _TENSOR
+
+
+def _fields(value: Any, kind: Global, metadata: Path, name: str | None = None) -> dict[str, Any]:
+    if not isinstance(value, Made) or value.function != kind or not isinstance(value.state, dict):
+        raise _refusal(metadata, str(value)[:80], f"a {kind.name} should stand there", name)
+    return value.state
+
+
+def _paths(entries: Mapping[str, Any], planner_data: Any, metadata: Path) -> dict[str, Keys]:
+    """Name -> the keys that lead to it in the nested state dict that was saved; a flat one's are the names themselves."""
+    given = planner_data if isinstance(planner_data, dict) else {}
+    found: dict[str, Keys] = {}
+    for name in entries:
+        path = given.get(name, (name,))
+        if not isinstance(path, tuple) or not path or not all(isinstance(key, str | int) for key in path):
+            raise _refusal(metadata, str(path)[:80], "the path to an entry is made of names and numbers", name)
+        found[name] = tuple(map(str, path))
+    return found
+
+
+def _places(storage: dict[Any, Any], metadata: Path) -> dict[tuple[str, tuple[int, ...]], dict[str, Any]]:
+    """(name, where the chunk begins) -> the fields of its place."""
+    found: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+    for index, info in storage.items():
+        fields = _fields(index, _INDEX, metadata)
+        name = fields.get("fqn")
+        if not isinstance(name, str):
+            raise _refusal(metadata, f"an entry {str(name)[:80]}", "an entry has a name", None)
+        if fields.get("offset") is None:  # no tensor
+            continue
+        place = (name, _counts(fields["offset"], metadata, name))
+        if place in found:
+            raise _refusal(metadata, f"the chunk at {list(place[1])}", "it has two places", name)
+        found[place] = _fields(info, _INFO, metadata, name)
+    return found
+
+
+def _tensor(name: str, entry: Made, places: Mapping[Any, dict[str, Any]], blobs: "_Blobs") -> FileTensor:
+    fields = _fields(entry, _TENSOR, blobs.metadata, name)
+    properties = fields.get("properties")
+    state = properties.state if isinstance(properties, Made) and properties.function == _PROPERTIES else None
+    dtype = state.get("dtype") if isinstance(state, dict) else state[0] if isinstance(state, tuple) and state else None
+    if not isinstance(dtype, Global) or dtype.name not in DTYPE_BYTES:
+        raise _refusal(blobs.metadata, f"dtype {str(dtype)[:60]}", "no tensor of it can be read", name)
+    shape, chunks = _counts(fields.get("size"), blobs.metadata, name), fields.get("chunks")
+    if not isinstance(chunks, list):
+        raise _refusal(blobs.metadata, "its chunks", "there is no list of them", name)
+    boxes = [_box(chunk, shape, blobs.metadata, name) for chunk in chunks]
+    if not math.prod(shape):  # nothing to be read
+        return FileTensor(shape, dtype.name, ())
+    boxes = [box for box in boxes if box.numel]  # a rank that holds no row of a tensor may have written its nothing
+    check_tiling(boxes, shape, blobs.metadata, name)
+    stored = []
+    for box in boxes:
+        if (name, box.starts) not in places:
+            raise _refusal(blobs.metadata, f"the chunk at {list(box.starts)}", "no file is named for it", name)
+        stored.append(blobs.chunk(name, box, dtype.name, places[name, box.starts]))
+    return FileTensor(shape, dtype.name, tuple(stored))
+
+
+def _box(chunk: Any, shape: tuple[int, ...], metadata: Path, name: str) -> Box:
+    fields = _fields(chunk, _CHUNK, metadata, name)
+    starts, sizes = (_counts(fields.get(key), metadata, name) for key in ("offsets", "sizes"))
+    if len(starts) != len(shape) or len(sizes) != len(shape):
+        raise _refusal(metadata, f"a chunk of {len(sizes)} dims", f"the tensor has shape {list(shape)}", name)
+    return Box(starts, sizes)
+
+
+def check_tiling(boxes: Iterable[Box], shape: tuple[int, ...], metadata: Path, name: str) -> None:
+    """Raises:
+    CheckpointError: the boxes leave a part of the tensor out, overlap, or reach beyond it.
+    """
+    boxes = list(boxes)
+    all_of_it = whole(shape)
+    for box in boxes:
+        if common(box, all_of_it) != box:
+            given = f"the chunk of {list(box.sizes)} at {list(box.starts)}"
+            raise _refusal(metadata, given, f"it reaches beyond the tensor, of shape {list(shape)}", name)
+    # Swept along the dim that parts them most: only chunks that share a row of it are compared.
+    dim = max(range(len(shape)), key=lambda d: len({box.starts[d] for box in boxes}), default=0)
+    open_ones: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box.starts[dim : dim + 1]):
+        open_ones = [
+            other for other in open_ones if dim >= len(shape) or other.starts[dim] + other.sizes[dim] > box.starts[dim]
+        ]
+        for other in open_ones:
+            if common(box, other) is not None:
+                given = f"the chunks at {list(other.starts)} and {list(box.starts)}"
+                raise _refusal(metadata, given, "they overlap", name)
+        open_ones.append(box)
+    held = sum(box.numel for box in boxes)
+    if held != math.prod(shape):
+        raise _refusal(metadata, f"{held} values in chunks", f"the tensor has {math.prod(shape)}: a gap", name)
+
+
+class _Blobs:
+    """The files of a directory, and the chunks in them."""
+
+    def __init__(self, folder: Path, metadata: Path):
+        self.folder, self.metadata = folder, metadata
+        self._paths: dict[str, Path] = {}
+        self._packs: dict[tuple[Path, int], dict[str, FileTensor]] = {}
+
+    def chunk(self, name: str, box: Box, dtype: str, info: Mapping[str, Any]) -> Chunk:
+        """A box of a tensor and where its bytes are, from what the metadata says of its place."""
+        file, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
+        if not isinstance(file, str) or type(offset) is not int or type(length) is not int or min(offset, length) < 0:
+            raise _refusal(self.metadata, str(dict(info))[:120], "a place is a file, an offset and a length", name)
+        if info.get("transform_descriptors"):
+            raise CheckpointError(
+                f"{self.metadata}: transformed by {str(info['transform_descriptors'])[:60]}",
+                why="of compressed or encrypted chunks no part can be read at its place",
+                fix="dcp.load it with the extension it was saved by, and dcp.save it without",
+                name=name,
+            )
+        if file not in self._paths:
+            self._paths[file] = inside(self.folder, file, self.metadata)
+        path = self._paths[file]
+        held = self._stored(path, offset, length, name)
+        if held.shape != box.sizes or held.dtype != dtype:
+            given = f"{held.dtype} of shape {list(held.shape)}"
+            raise _refusal(path, given, f"{METADATA} has {dtype} of shape {list(box.sizes)} there", name)
+        return Chunk(box, path, held.chunks[0].offset, held.chunks[0].strides)
+
+    def _stored(self, path: Path, offset: int, length: int, name: str) -> FileTensor:
+        try:
+            with path.open("rb") as file:
+                size = file.seek(0, 2)
+                file.seek(offset)
+                head = file.read(len(_ZIP))
+        except OSError as error:
+            why = f"reading failed: {error.strerror or error}"
+            raise CheckpointError(f"the file {path}", why=why, fix="look whether you may read it", name=name) from error
+        if offset + length > size:
+            raise _refusal(path, f"{length} bytes at {offset}", f"the file has {size}: it is cut off", name)
+        if head == _ZIP:
+            return tensor_in(path, offset, length, name)
+        if (path, offset) not in self._packs:  # SerializationFormat.SAFETENSORS: one file for all tensors of a rank
+            self._packs[path, offset] = tensors_in(path, offset)
+        held = self._packs[path, offset].get(name)
+        if held is None:
+            raise _refusal(path, f"{length} bytes at {offset}", "the tensor is not there", name)
+        return held
+
+
+def _counts(value: Any, metadata: Path, name: str) -> tuple[int, ...]:
+    if isinstance(value, Made) and value.function == Global("torch", "Size") and len(value.args) == 1:
+        value = value.args[0]
+    if (
+        isinstance(value, tuple | list)
+        and all(type(part) is int and 0 <= part < 1 << 63 for part in value)
+        and len(value) <= 64
+    ):
+        return tuple(value)
+    raise _refusal(metadata, str(value)[:80], "a shape is made of numbers that are 0 or more", name)
+
+
+def _refusal(path: Path, given: str, why: str, name: str | None) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: {given}", why=why, fix="copy the directory again, or save it again: it is damaged", name=name
+    )

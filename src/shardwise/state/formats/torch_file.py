@@ -1,0 +1,257 @@
+"""Files by ``torch.save``: a zip archive with a pickle that describes the tensors, and a record of bytes per storage.
+
+What a :class:`Storage` and its tensors are is written in torch's serialization notes
+(https://docs.pytorch.org/docs/2.13/notes/serialization.html). The pickle is read, never run (``pickles.py``).
+"""
+
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import CheckpointError
+from shardwise.recipe import DTYPE_BYTES
+from shardwise.state.boxes import row_strides, whole
+from shardwise.state.formats.archives import Archive, open_archive, refusal
+from shardwise.state.formats.pickles import Global, Made, Persistent, read_pickle
+from shardwise.state.formats.trees import flatten, weights_in
+from shardwise.state.stored import Chunk, FileTensor, Source
+
+__all__ = ["STORAGES", "looks_like_torch", "open_torch_file", "tensor_in", "tensors_of_file"]
+
+STORAGES = {
+    "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
+    "ByteStorage": "uint8", "BoolStorage": "bool", "ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128",
+}  # fmt: skip
+"""torch's storage classes and the dtype that each stands for."""
+
+_UTILS = "torch._utils"
+_REBUILD = {
+    Global(_UTILS, "_rebuild_tensor"),
+    Global(_UTILS, "_rebuild_tensor_v2"),
+    Global(_UTILS, "_rebuild_tensor_v3"),
+}
+_WRAP = {Global(_UTILS, "_rebuild_parameter"), Global(_UTILS, "_rebuild_parameter_with_state")}
+_SUBCLASS = Global("torch._tensor", "_rebuild_from_type_v2")  # a tensor that somebody has set attributes on
+_PLAIN = {Global("torch", "Tensor"), Global("torch._tensor", "Tensor"), Global("torch.nn.parameter", "Parameter")}
+_BYTES = {Global("torch.storage", "UntypedStorage"), Global("torch", "UntypedStorage")}
+_VALUES = {  # what stands beside weights, and is only told
+    Global("collections", "OrderedDict"), Global("collections", "defaultdict"), Global("torch", "Size"),
+    Global("torch", "device"), Global("torch.serialization", "_get_layout"), Global("argparse", "Namespace"),
+    Global("builtins", "set"), Global("__builtin__", "set"),
+}  # fmt: skip
+_KNOWN = _REBUILD | _WRAP | {_SUBCLASS} | _PLAIN | _BYTES | _VALUES
+
+_LEGACY = (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", b"\x80")
+MAX_TENSOR = 1 << 48  # bytes: of a tensor that is a few values, repeated
+
+
+def looks_like_torch(path: Path) -> bool:
+    """Whether a file begins as torch's do, now or in its old format, or is called so."""
+    with path.open("rb") as file:
+        head = file.read(4)
+    return head.startswith((b"PK", b"\x80")) or path.suffix in (".pt", ".pth", ".bin", ".ckpt")
+
+
+def open_torch_file(path: Path) -> Source:
+    """One file as a source.
+
+    Raises:
+        CheckpointError: not a whole file by ``torch.save``, one that runs code, or with tensors that are not plain ones.
+    """
+    tensors, left_out = tensors_of_file(path)
+    return Source(place=str(path), kind="a torch file", tensors=tensors, left_out=left_out)
+
+
+def tensors_of_file(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
+    """Name -> tensor of a file, and name -> why not, of what else is in it.
+
+    Raises:
+        CheckpointError: see :func:`open_torch_file`.
+    """
+    archive, value, num_bytes = _content(path)
+    if not isinstance(value, Mapping):
+        what = "a single tensor" if _is_tensor(value) else "no mapping"
+        raise CheckpointError(
+            f"{path}: {what}",
+            why="weights are a mapping from names to tensors",
+            fix="torch.save(model.state_dict(), path)",
+        )
+    # An entry takes more than a byte of the pickle, unless mappings are shared over and over.
+    leaves = flatten(value, str(path), max_entries=num_bytes)
+    found, left_out = weights_in(leaves, str(path), _is_tensor)
+    return {name: _tensor(archive, value, name) for name, value in found.items()}, left_out
+
+
+def tensor_in(path: Path, begin: int, length: int, name: str) -> FileTensor:
+    """The one tensor of an archive that lies within a file.
+
+    Raises:
+        CheckpointError: see :func:`open_torch_file`.
+    """
+    archive, value, _ = _content(path, begin, length)
+    if not _is_tensor(value):
+        raise refusal(path, f"{length} bytes at {begin}", "they should hold one tensor", name)
+    return _tensor(archive, value, name)
+
+
+def _content(path: Path, begin: int = 0, length: int | None = None) -> tuple[Archive, Any, int]:
+    """The archive, what its pickle describes, and the pickle's length."""
+    if length is None:
+        _refuse_other_formats(path)
+    archive = open_archive(path, begin, length)
+    if "data.pkl" not in archive.records:
+        raise refusal(path, "an archive without data.pkl", "torch.save writes it")
+    order = archive.read("byteorder") if "byteorder" in archive.records else sys.byteorder.encode()
+    if order != sys.byteorder.encode():
+        raise CheckpointError(
+            f"{path}: byte order {order[:20]!r}",
+            why=f"this machine's is {sys.byteorder}, and values are read as they lie",
+            fix="torch.load(path, weights_only=True) and torch.save it again on this machine",
+        )
+    data = archive.read("data.pkl")
+    return archive, read_pickle(data, f"{path}: data.pkl", _is_known), len(data)
+
+
+def _refuse_other_formats(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            head = file.read(16)
+    except OSError as error:
+        raise CheckpointError(
+            f"the file {path}",
+            why=f"reading failed: {error.strerror or error}",
+            fix="look whether it is there, and whether you may read it",
+        ) from error
+    if head.startswith(_LEGACY):
+        raise CheckpointError(
+            f"the file {path}",
+            why="it is of torch's format before 1.6, or a bare pickle: tensors lie at no place that could be told",
+            fix=f"torch.save(torch.load({str(path)!r}, weights_only=True), other_path), and give that one",
+        )
+
+
+def _is_known(name: Global) -> bool:
+    if name.module == "torch" and (name.name in DTYPE_BYTES or name.name in STORAGES):
+        return True
+    # Of tensors that are not plain ones, the reader names which; nothing is called here.
+    return name in _KNOWN or (name.module == _UTILS and name.name.startswith("_rebuild_"))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Made) and (value.function.module == _UTILS or value.function == _SUBCLASS)
+
+
+@dataclass(frozen=True)
+class _Strided:
+    """What a pickle says of one tensor."""
+
+    storage: Any
+    start: Any
+    shape: Any
+    strides: Any
+    dtype: str | None  # None: the storage's
+    metadata: Any
+
+
+def _tensor(archive: Archive, value: Made, name: str) -> FileTensor:
+    told = _unwrapped(archive, value, name)
+    key, dtype, num_storage_bytes = _storage(archive, told, name)
+    shape, strides = _counts(told.shape), _counts(told.strides)
+    if shape is None or strides is None or len(shape) != len(strides) or not _is_count(told.start):
+        given = f"shape {str(told.shape)[:60]}, strides {str(told.strides)[:60]} at {str(told.start)[:20]}"
+        raise refusal(archive.path, given, "a tensor has a stride per dim and begins within its storage", name)
+    if told.metadata:
+        raise CheckpointError(
+            f"{archive.path}: {str(told.metadata)[:60]}",
+            why="it is stored as the conjugate or the negative of other values",
+            fix="save tensor.resolve_conj().resolve_neg() instead",
+            name=name,
+        )
+    width, record = DTYPE_BYTES[dtype], archive.records[f"data/{key}"]
+    last = told.start + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    end = (last + 1 if math.prod(shape) else told.start) * width
+    if end > min(record.size, num_storage_bytes):
+        raise refusal(
+            archive.path,
+            f"{dtype} of shape {list(shape)} up to byte {end} of its storage",
+            f"data/{key} has {min(record.size, num_storage_bytes)}",
+            name,
+        )
+    if math.prod(shape) * width >= MAX_TENSOR:
+        raise refusal(archive.path, f"{dtype} of shape {list(shape)}", "no machine could hold that", name)
+    own = row_strides(shape)
+    lies_in_rows = all(a == b or size <= 1 for a, b, size in zip(strides, own, shape, strict=True))
+    chunk = Chunk(whole(shape), archive.path, record.offset + told.start * width, None if lies_in_rows else strides)
+    return FileTensor(shape, dtype, (chunk,))
+
+
+def _unwrapped(archive: Archive, value: Any, name: str) -> _Strided:
+    """The plain tensor within parameters and tensors with attributes."""
+    for _ in range(4):
+        if isinstance(value, Made) and value.function in _WRAP and value.args:
+            value = value.args[0]
+        elif isinstance(value, Made) and value.function == _SUBCLASS and len(value.args) == 4:
+            function, kind, args, _ = value.args
+            if kind not in _PLAIN or not isinstance(function, Global) or not isinstance(args, tuple):
+                raise _not_plain(archive, kind, name)
+            value = Made(function, args)
+    if not isinstance(value, Made) or value.function not in _REBUILD:
+        raise _not_plain(archive, value.function if isinstance(value, Made) else value, name)
+    args = value.args
+    if value.function.name == "_rebuild_tensor" and len(args) == 4:
+        return _Strided(*args, dtype=None, metadata=None)
+    if value.function.name == "_rebuild_tensor_v2" and len(args) in (6, 7):
+        return _Strided(*args[:4], dtype=None, metadata=args[6] if len(args) == 7 else None)
+    if value.function.name == "_rebuild_tensor_v3" and len(args) in (7, 8):
+        dtype = args[6]
+        if isinstance(dtype, Global) and dtype.module == "torch" and dtype.name in DTYPE_BYTES:
+            return _Strided(*args[:4], dtype=dtype.name, metadata=args[7] if len(args) == 8 else None)
+    raise refusal(archive.path, f"{value.function} of {len(args)} arguments", "torch writes others", name)
+
+
+def _storage(archive: Archive, told: _Strided, name: str) -> tuple[str, str, int]:
+    """Key of a tensor's storage, the tensor's dtype, and the bytes of the storage as the pickle has them."""
+    id = told.storage.id if isinstance(told.storage, Persistent) else None
+    if (
+        not isinstance(id, tuple)
+        or len(id) != 5
+        or id[0] != "storage"
+        or not isinstance(id[2], str)
+        or not _is_count(id[4])
+    ):
+        raise refusal(archive.path, str(id)[:80], "a storage has a type, a key, a place and a length", name)
+    _, kind, key, _, length = id
+    own = STORAGES.get(kind.name) if isinstance(kind, Global) and kind.module in ("torch", "torch.storage") else None
+    if kind in _BYTES:
+        own = "uint8"
+    dtype = told.dtype or (own if kind not in _BYTES else None)
+    if own is None or dtype is None:
+        raise refusal(archive.path, f"a storage of {str(kind)[:60]}", "its dtype cannot be told", name)
+    if f"data/{key}" not in archive.records:
+        raise refusal(archive.path, f"the storage {key[:40]!r}", "the archive has no such record: no values", name)
+    return key, dtype, length * DTYPE_BYTES[own]
+
+
+def _counts(value: Any) -> tuple[int, ...] | None:
+    if isinstance(value, Made) and value.function == Global("torch", "Size") and len(value.args) == 1:
+        value = value.args[0]
+    if not isinstance(value, tuple | list) or not all(map(_is_count, value)) or len(value) > 64:
+        return None
+    return tuple(value)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _not_plain(archive: Archive, kind: Any, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{archive.path}: {str(kind)[:120]}",
+        why="plain tensors are read; this one is sparse, quantized, nested, sharded or of a class of its own",
+        fix="save it as plain tensors: to_dense(), dequantize(), full_tensor()",
+        name=name,
+    )

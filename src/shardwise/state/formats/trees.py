@@ -1,0 +1,108 @@
+"""Which entries of a nested mapping are a model's weights, and what they are called.
+
+Training scripts store weights alone, or under ``model`` or ``state_dict`` beside the optimizer and counters. What is not
+taken is told, each entry with its reason.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shardwise.errors import CheckpointError
+
+__all__ = ["Path", "flatten", "weights_in"]
+
+Path = tuple[str, ...]
+
+MODELS = ("model", "state_dict", "model_state_dict")
+BESIDE = {
+    **dict.fromkeys(
+        ("optim", "optimizer", "optimizers", "optimizer_state_dict", "optim_state_dict"), "optimizer state"
+    ),
+    **dict.fromkeys(("lr_scheduler", "lr_schedulers", "scheduler"), "the scheduler's state"),
+    **dict.fromkeys(("dataloader", "train_state"), "state of a training run"),
+}
+MAX_DEPTH = 32
+
+
+def flatten(value: Mapping[Any, Any], place: str, max_entries: int) -> dict[Path, Any]:
+    """A nested mapping as path -> what is no mapping.
+
+    Args:
+        value: the mapping; parts of it may be shared, or contain themselves.
+        place: what it is, for messages.
+        max_entries: more than that, and shared parts are being counted over and over.
+
+    Raises:
+        CheckpointError: deeper or larger than any mapping of weights.
+    """
+    found: dict[Path, Any] = {}
+    waiting: list[tuple[Path, Any]] = [((), value)]
+    while waiting:
+        path, entry = waiting.pop()
+        if len(path) > MAX_DEPTH or len(found) + len(waiting) > max_entries:
+            raise CheckpointError(
+                f"{place}: a mapping within itself",
+                why="its entries do not come to an end",
+                fix="do not trust this file; if it is yours, save the model's state_dict() again",
+            )
+        if isinstance(entry, Mapping):
+            waiting += [((*path, str(key)), part) for key, part in reversed(list(entry.items()))]
+        elif path in found:
+            raise CheckpointError(
+                f"{place}: {'.'.join(path)}",
+                why="a number and a text as keys look the same",
+                fix="save the model's state_dict() alone",
+            )
+        else:
+            found[path] = entry
+    return found
+
+
+def weights_in(
+    leaves: Mapping[Path, Any], place: str, is_weight: Callable[[Any], bool]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Name -> leaf of the model's entries, and name -> why not, of the others.
+
+    Raises:
+        CheckpointError: several mappings any of which could be the model's, or one name for two entries.
+    """
+    root = _root([path for path, leaf in leaves.items() if is_weight(leaf)], place)
+    found: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    for path, leaf in leaves.items():
+        name = ".".join(path[len(root) :])
+        if path[: len(root)] != root:
+            # Counted off from where the model's mapping stands: all of "optim" is one entry.
+            depth = next(i for i in range(len(root)) if i >= len(path) or path[i] != root[i]) + 1
+            why = f"it stands beside {'.'.join(root)!r}, which has the weights"
+            left_out[".".join(path[:depth])] = BESIDE.get(path[depth - 1], why)
+        elif not root and len(path) > 1 and path[0] in BESIDE:
+            left_out[path[0]] = BESIDE[path[0]]
+        elif name in found or name in left_out:
+            raise CheckpointError(
+                place,
+                why="two entries of its mappings have that name when joined by '.'",
+                fix="save the model's state_dict() alone",
+                name=name,
+            )
+        elif is_weight(leaf):
+            found[name] = leaf
+        else:
+            left_out[name] = "it is no tensor"
+    return found, left_out
+
+
+def _root(paths: list[Path], place: str) -> Path:
+    """Where the mapping of the model stands: at ``model``, or ``app.model``; else everything is the model's."""
+    roots = {path[:1] for path in paths if len(path) > 1 and path[0] in MODELS}
+    homes = {path[0] for path in paths if len(path) > 1 and path[0] not in BESIDE}
+    if not roots and len(homes) == 1:
+        roots = {path[:2] for path in paths if len(path) > 2 and path[0] in homes and path[1] in MODELS}
+    if len(roots) > 1:
+        names = " and ".join(sorted(".".join(root) for root in roots))
+        raise CheckpointError(
+            f"{place}: {names}",
+            why="each of them could be the model's weights",
+            fix="save the one you mean alone",
+        )
+    return roots.pop() if roots else ()
