@@ -7,6 +7,7 @@ from parallel.loops import TwoTowers
 
 import shardwise as sw
 from shardwise.config import load_config
+from shardwise.parallel import transforms
 from shardwise.parallel.transforms import choose, transformed
 from shardwise.train.window import window
 
@@ -63,6 +64,14 @@ def test_a_failure_names_the_transform(transforms, text):
     with pytest.raises(sw.ShardwiseError) as caught:
         transformed(build(), choose(transforms))
     assert text in str(caught.value)
+
+
+def test_no_transform_is_registered(monkeypatch):
+    """The fix listed those there are: "(none)"."""
+    monkeypatch.setattr(transforms, "_known", {})
+    with pytest.raises(sw.ConfigError) as caught:
+        choose(["widen"])
+    assert caught.value.fix == 'name the function with its module: "pkg.mod:function"'
 
 
 def test_a_name_is_taken_once():

@@ -1,5 +1,7 @@
 """A world on torch's fake group: one process sees what a rank of any number of them would hold."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from shardwise._compat import local_tensor
 from shardwise.config.options import Sharding
 from shardwise.parallel import parallelize, recipe_of, runtime_of
 from shardwise.recipe import extents
+from shardwise.train.optim import clip_grad_norm_
 from shardwise.train.step import TrainStep
 from shardwise.world import init
 
@@ -31,6 +34,23 @@ class Net(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return self.head(x) * self.scale
+
+
+def imagined_norms(size: int) -> list[float]:
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=size)
+    try:
+        with init("dp_replicate=-1", device="cpu") as world:
+            model = parallelize(nn.Linear(4, 4), world)
+            for param in model.parameters():
+                param.grad = torch.full_like(param, 0.5)
+            return [float(clip_grad_norm_(model, 1e9, norm_type=math.inf)) for _ in range(2)]
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [1, 3, 64])
+def test_the_largest_element_does_not_grow_with_the_ranks(ranks, size):
+    assert ranks.run(imagined_norms, 1, size)[0] == pytest.approx([0.5, 0.5], rel=1e-12)
 
 
 def imagined(size: int, rank: int, layout: str):

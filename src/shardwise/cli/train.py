@@ -31,8 +31,8 @@ NEXT = (
         "the same curve from one process",
     ),
     (
-        "shardwise train {config} --nproc 2 --parallel.layout=dp_replicate=2 --log.dir={ddp}",
-        "two whole copies of the model",
+        "shardwise train {config} --parallel.layout=dp_replicate=-1 --log.dir={ddp}",
+        "a whole copy of the model on every rank",
     ),
     ("shardwise train {config} --train.steps={twice} --log.dir={long}", "this run, twice as long"),
     ("shardwise train {config} --print-config", "every setting, and where it came from"),

@@ -174,7 +174,8 @@ def _named(name: Any, entry: Any) -> _Transform:
         raise ConfigError(
             f"transforms=[{name!r}]",
             why="no transform of that name is registered",
-            fix=did_you_mean(name, list(_known), what="transforms") + '; or name its module: "pkg.mod:function"',
+            fix=(did_you_mean(name, list(_known), what="transforms") + "; or n" if _known else "n")
+            + 'ame the function with its module: "pkg.mod:function"',
         )
     return _known[name]
 

@@ -36,9 +36,7 @@ class GradientNorm:
         own = norm_power_sum((piece for name, grad in grads for piece in runtime.owned(name, grad)), self.norm_type)
         if not math.isinf(self.norm_type):
             return own
-        slots = torch.zeros(runtime.world.size, dtype=torch.float64)
-        slots[runtime.world.rank] = own
-        return slots
+        return runtime.world.agreement.slots(float(own))
 
     def finish(self, summed: Tensor) -> Tensor:
         """The norm, from the sum of all ranks' entries: 0-dim, float64, on the CPU, equal on every rank."""

@@ -71,6 +71,14 @@ class Agreement:
             raise self._elsewhere(place, what)
         return {name: piece.view(tensor.shape) for (name, tensor), piece in zip(tensors.items(), pieces, strict=True)}
 
+    def slots(self, value: float) -> Tensor:
+        """An entry that after the sum holds every rank's ``value``, by rank."""
+        if self.is_alone:  # imagined peers have the same; what this rank gives counts once for each of them
+            return torch.full((self.size,), value / self.size, dtype=torch.float64)
+        found = torch.zeros(self.size, dtype=torch.float64)
+        found[self.rank] = value
+        return found
+
     @staticmethod
     def same(value: int) -> Tensor:
         """An entry by which ranks find out whether they all gave the same 60-bit ``value``; see :meth:`all_same`."""
