@@ -184,4 +184,6 @@ def _parts_that_span(box: Box, strides: tuple[int, ...], max_span: int) -> Itera
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    # Not reshape: a view of one element keeps a stride above 1, of which torch makes no bytes.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data
