@@ -18,7 +18,8 @@ __all__ = ["Archive", "FileSlice", "Record", "open_archive"]
 
 _LOCAL = struct.Struct("<4s5H3I2H")  # the header before each record; its name and extra field have lengths of their own
 _LOCAL_MAGIC = b"PK\x03\x04"
-_ENCRYPTED, _SIZES_BEHIND = 0x1, 0x8
+_SUMS_MAGIC = b"PK\x07\x08"
+_ENCRYPTED, _SUMS_BEHIND = 0x1, 0x8
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Archive:
         with self.path.open("rb") as file:
             file.seek(record.offset)
             data = file.read(record.size)
-        if len(data) != record.size or zlib.crc32(data) != record.crc:
+        # 0: torch was told to compute none (torch.serialization.set_crc32_options).
+        if len(data) != record.size or record.crc not in (0, zlib.crc32(data)):
             raise refusal(self.path, f"the record {name}", "its bytes do not have the checksum that the archive names")
         return data
 
@@ -130,7 +132,7 @@ def open_archive(path: Path, begin: int = 0, length: int | None = None) -> Archi
 
 
 def _span(path: Path, file: BinaryIO, entry: zipfile.ZipInfo) -> tuple[int, int, int]:
-    """Where a record's header begins, where its bytes do, and where they end."""
+    """Where a record's header begins, where its bytes do, and where what belongs to it ends."""
     name = entry.filename
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
         raise refusal(path, f"the record {name}", "it is compressed, and torch stores records as they are")
@@ -140,24 +142,41 @@ def _span(path: Path, file: BinaryIO, entry: zipfile.ZipInfo) -> tuple[int, int,
     head = file.read(_LOCAL.size)
     if len(head) < _LOCAL.size or not head.startswith(_LOCAL_MAGIC):
         raise refusal(path, f"the record {name}", f"at {entry.header_offset} there is none")
-    fields = _LOCAL.unpack(head)
-    flags, method, crc, size, name_length, extra_length = fields[2], fields[3], fields[6], fields[8], *fields[9:]
+    _, _, flags, method, _, _, crc, _, size, name_length, extra_length = _LOCAL.unpack(head)
     own = file.read(name_length).decode("utf-8", "replace")
-    same = flags & _SIZES_BEHIND or (crc == entry.CRC and size in (entry.file_size, 0xFFFFFFFF))
+    same = flags & _SUMS_BEHIND or (crc == entry.CRC and size in (entry.file_size, 0xFFFFFFFF))
     if own != name or method != zipfile.ZIP_STORED or not same:
         raise refusal(path, f"the record {name}", f"its own header (of {own!r}) and the list of records contradict")
     begin = entry.header_offset + _LOCAL.size + name_length + extra_length
-    return entry.header_offset, begin, begin + entry.file_size
+    end = begin + entry.file_size
+    if flags & _SUMS_BEHIND:
+        end += _sums_behind(path, file, entry, end)
+    return entry.header_offset, begin, end
+
+
+def _sums_behind(path: Path, file: BinaryIO, entry: zipfile.ZipInfo, end: int) -> int:
+    """Length of the checksum and sizes that torch writes behind a record. They show that it begins where it seems to: by
+    one wrong bit in the header's length, values would be read from beside where they are."""
+    file.seek(end)
+    tail = file.read(24)
+    for form in ("<4sIII", "<4sIQQ"):
+        if entry.file_size < 1 << 32 or "Q" in form:
+            wanted = struct.pack(form, _SUMS_MAGIC, entry.CRC, entry.file_size, entry.file_size)
+            if tail.startswith(wanted):
+                return len(wanted)
+    raise refusal(path, f"the record {entry.filename}", "it does not end where it should: its header is damaged")
 
 
 def _check_apart(path: Path, spans: dict[str, tuple[int, int, int]], end: int) -> None:
+    """Records lie one after another, without a byte between them."""
     last, position = "", 0
     for name, (start, _, stop) in sorted(spans.items(), key=lambda item: item[1]):
-        if start < position:
-            raise refusal(path, f"the record {name}", f"it overlaps {last}")
+        if start != position:
+            kind = "overlaps" if start < position else "leaves a gap behind"
+            raise refusal(path, f"the record {name}", f"it {kind} {last or 'the beginning'}")
         last, position = name, stop
-    if position > end:
-        raise refusal(path, f"the record {last}", "it does not end before the list of records begins")
+    if position != end:
+        raise refusal(path, f"the record {last}", "it does not end where the list of records begins")
 
 
 def refusal(path: Path, given: str, why: str, name: str | None = None) -> CheckpointError:

@@ -5,6 +5,7 @@ that hold one after another what ``torch.save`` writes of each chunk (or one saf
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from shardwise.errors import CheckpointError
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.state.boxes import Box, common, whole
 from shardwise.state.formats.paths import inside
-from shardwise.state.formats.pickles import Global, Made, read_pickle
+from shardwise.state.formats.pickles import Global, Made, read_pickle, shown
 from shardwise.state.formats.safetensors import tensors_in
 from shardwise.state.formats.torch_file import tensor_in
 from shardwise.state.formats.trees import Path as Keys
@@ -55,7 +56,7 @@ def open_dcp(folder: Path) -> Source:
             raise _refusal(metadata, f"the path {path}", f"{leaves[path][0]} has the same", name)
         leaves[path] = (name, entries[name])
     found, left_out = weights_in(leaves, str(metadata), _is_tensor)
-    blobs = _Blobs(folder, metadata)
+    blobs = _Blobs(folder, metadata, places.values())
     tensors = {name: _tensor(stored, entry, places, blobs) for name, (stored, entry) in found.items()}
     return Source(place=str(folder), kind="a DCP directory", tensors=tensors, left_out=left_out)
 
@@ -82,7 +83,7 @@ def _is_tensor(leaf: tuple[str, Any]) -> bool:
 
 def _fields(value: Any, kind: Global, metadata: Path, name: str | None = None) -> dict[str, Any]:
     if not isinstance(value, Made) or value.function != kind or not isinstance(value.state, dict):
-        raise _refusal(metadata, str(value)[:80], f"a {kind.name} should stand there", name)
+        raise _refusal(metadata, shown(value), f"a {kind.name} should stand there", name)
     return value.state
 
 
@@ -93,7 +94,7 @@ def _paths(entries: Mapping[str, Any], planner_data: Any, metadata: Path) -> dic
     for name in entries:
         path = given.get(name, (name,))
         if not isinstance(path, tuple) or not path or not all(isinstance(key, str | int) for key in path):
-            raise _refusal(metadata, str(path)[:80], "the path to an entry is made of names and numbers", name)
+            raise _refusal(metadata, shown(path), "the path to an entry is made of names and numbers", name)
         found[name] = tuple(map(str, path))
     return found
 
@@ -105,13 +106,18 @@ def _places(storage: dict[Any, Any], metadata: Path) -> dict[tuple[str, tuple[in
         fields = _fields(index, _INDEX, metadata)
         name = fields.get("fqn")
         if not isinstance(name, str):
-            raise _refusal(metadata, f"an entry {str(name)[:80]}", "an entry has a name", None)
+            raise _refusal(metadata, f"an entry {shown(name)}", "an entry has a name", None)
         if fields.get("offset") is None:  # no tensor
             continue
         place = (name, _counts(fields["offset"], metadata, name))
         if place in found:
             raise _refusal(metadata, f"the chunk at {list(place[1])}", "it has two places", name)
-        found[place] = _fields(info, _INFO, metadata, name)
+        at = found[place] = _fields(info, _INFO, metadata, name)
+        numbers = (at.get("offset"), at.get("length"))
+        if not isinstance(at.get("relative_path"), str) or not all(
+            type(n) is int and 0 <= n < 1 << 63 for n in numbers
+        ):
+            raise _refusal(metadata, shown(at), "a place is a file, an offset and a length", name)
     return found
 
 
@@ -121,7 +127,7 @@ def _tensor(name: str, entry: Made, places: Mapping[Any, dict[str, Any]], blobs:
     state = properties.state if isinstance(properties, Made) and properties.function == _PROPERTIES else None
     dtype = state.get("dtype") if isinstance(state, dict) else state[0] if isinstance(state, tuple) and state else None
     if not isinstance(dtype, Global) or dtype.name not in DTYPE_BYTES:
-        raise _refusal(blobs.metadata, f"dtype {str(dtype)[:60]}", "no tensor of it can be read", name)
+        raise _refusal(blobs.metadata, f"dtype {shown(dtype)}", "no tensor of it can be read", name)
     shape, chunks = _counts(fields.get("size"), blobs.metadata, name), fields.get("chunks")
     if not isinstance(chunks, list):
         raise _refusal(blobs.metadata, "its chunks", "there is no list of them", name)
@@ -176,33 +182,31 @@ def check_tiling(boxes: Iterable[Box], shape: tuple[int, ...], metadata: Path, n
 class _Blobs:
     """The files of a directory, and the chunks in them."""
 
-    def __init__(self, folder: Path, metadata: Path):
+    def __init__(self, folder: Path, metadata: Path, places: Iterable[Mapping[str, Any]]):
         self.folder, self.metadata = folder, metadata
-        self._paths: dict[str, Path] = {}
+        files = {info["relative_path"] for info in places}
+        self._paths = {file: inside(folder, file, metadata) for file in files}
+        self._uses = Counter((info["relative_path"], info["offset"]) for info in places)
         self._packs: dict[tuple[Path, int], dict[str, FileTensor]] = {}
 
     def chunk(self, name: str, box: Box, dtype: str, info: Mapping[str, Any]) -> Chunk:
         """A box of a tensor and where its bytes are, from what the metadata says of its place."""
-        file, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
-        if not isinstance(file, str) or type(offset) is not int or type(length) is not int or min(offset, length) < 0:
-            raise _refusal(self.metadata, str(dict(info))[:120], "a place is a file, an offset and a length", name)
+        file, offset, length = info["relative_path"], info["offset"], info["length"]
         if info.get("transform_descriptors"):
             raise CheckpointError(
-                f"{self.metadata}: transformed by {str(info['transform_descriptors'])[:60]}",
+                f"{self.metadata}: transformed by {shown(info['transform_descriptors'])}",
                 why="of compressed or encrypted chunks no part can be read at its place",
                 fix="dcp.load it with the extension it was saved by, and dcp.save it without",
                 name=name,
             )
-        if file not in self._paths:
-            self._paths[file] = inside(self.folder, file, self.metadata)
         path = self._paths[file]
-        held = self._stored(path, offset, length, name)
+        held = self._stored(path, offset, length, name, self._uses[file, offset])
         if held.shape != box.sizes or held.dtype != dtype:
             given = f"{held.dtype} of shape {list(held.shape)}"
             raise _refusal(path, given, f"{METADATA} has {dtype} of shape {list(box.sizes)} there", name)
         return Chunk(box, path, held.chunks[0].offset, held.chunks[0].strides)
 
-    def _stored(self, path: Path, offset: int, length: int, name: str) -> FileTensor:
+    def _stored(self, path: Path, offset: int, length: int, name: str, num_uses: int) -> FileTensor:
         try:
             with path.open("rb") as file:
                 size = file.seek(0, 2)
@@ -214,6 +218,10 @@ class _Blobs:
         if offset + length > size:
             raise _refusal(path, f"{length} bytes at {offset}", f"the file has {size}: it is cut off", name)
         if head == _ZIP:
+            if num_uses > 1:  # ties are written once for each name, so one of them is somebody else's
+                raise _refusal(
+                    self.metadata, f"the place {offset} of {path.name}", "several chunks are said to lie there", name
+                )
             return tensor_in(path, offset, length, name)
         if (path, offset) not in self._packs:  # SerializationFormat.SAFETENSORS: one file for all tensors of a rank
             self._packs[path, offset] = tensors_in(path, offset)
@@ -232,7 +240,7 @@ def _counts(value: Any, metadata: Path, name: str) -> tuple[int, ...]:
         and len(value) <= 64
     ):
         return tuple(value)
-    raise _refusal(metadata, str(value)[:80], "a shape is made of numbers that are 0 or more", name)
+    raise _refusal(metadata, shown(value), "a shape is made of numbers that are 0 or more", name)
 
 
 def _refusal(path: Path, given: str, why: str, name: str | None) -> CheckpointError:

@@ -7,13 +7,14 @@ of. A name outside the format's list ends the reading where it stands.
 """
 
 import pickletools
+import reprlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import CheckpointError
 
-__all__ = ["Global", "Made", "Persistent", "read_pickle"]
+__all__ = ["Global", "Made", "Persistent", "read_pickle", "shown"]
 
 MAX_BYTES = 1 << 30  # the metadata of 10^6 chunks takes a tenth of it
 MAX_INT_BYTES = 16
@@ -30,7 +31,7 @@ class Global:
         return f"{self.module}.{self.name}"
 
 
-@dataclass(eq=False)  # compared and hashed as itself: two of them may stand as keys of a mapping
+@dataclass(eq=False, repr=False)  # compared and hashed as itself: two of them may stand as keys of a mapping
 class Made:
     """What calling ``function`` with ``args`` would have given; ``state`` is what it would have been filled with."""
 
@@ -83,6 +84,13 @@ def read_pickle(data: bytes, place: str, allowed: Callable[[Global], bool]) -> A
     except (ValueError, TypeError, IndexError, KeyError, OverflowError) as error:
         raise _damaged(place, "a pickle", f"it cannot be read: {type(error).__name__}: {error}"[:300]) from error
     return machine.result()
+
+
+def shown(value: Any) -> str:
+    """A value for a message. Its own text could be without end: parts are stored once, and written each time."""
+    if isinstance(value, Global | Made):
+        return str(value if isinstance(value, Global) else value.function)[:120]
+    return _SHORT.repr(value)
 
 
 class _Machine:
@@ -145,7 +153,7 @@ class _Machine:
             if not isinstance(key, str | int | float | bytes | Made | None):
                 raise ValueError(f"a {type(key).__name__} as a key")
             if key in target:
-                raise ValueError(f"the key {str(key)[:80]!r} twice")
+                raise ValueError(f"the key {shown(key)} twice")
             target[key] = value
 
     def named(self, module: Any, name: Any) -> None:
@@ -154,7 +162,7 @@ class _Machine:
         found = Global(module, name)
         if not self.allowed(found):
             raise CheckpointError(
-                f"{self.place}: it calls {str(found)[:200]}",
+                f"{self.place}: it calls {shown(found)}",
                 why="a file of weights has no use for that, so nothing of it was run",
                 fix="do not trust this file; if it is yours, save the model's state_dict() alone, or as safetensors",
             )
@@ -176,6 +184,10 @@ class _Machine:
         if not isinstance(target, Made) or target.state is not None:
             raise ValueError(f"it fills a {type(target).__name__}")
         target.state = state
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxother, _SHORT.maxstring = 2, 80, 80
 
 
 def _stop(machine: _Machine, argument: Any) -> None:

@@ -15,7 +15,7 @@ from shardwise.errors import CheckpointError
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.state.boxes import row_strides, whole
 from shardwise.state.formats.archives import Archive, open_archive, refusal
-from shardwise.state.formats.pickles import Global, Made, Persistent, read_pickle
+from shardwise.state.formats.pickles import Global, Made, Persistent, read_pickle, shown
 from shardwise.state.formats.trees import flatten, weights_in
 from shardwise.state.stored import Chunk, FileTensor, Source
 
@@ -162,11 +162,11 @@ def _tensor(archive: Archive, value: Made, name: str) -> FileTensor:
     key, dtype, num_storage_bytes = _storage(archive, told, name)
     shape, strides = _counts(told.shape), _counts(told.strides)
     if shape is None or strides is None or len(shape) != len(strides) or not _is_count(told.start):
-        given = f"shape {str(told.shape)[:60]}, strides {str(told.strides)[:60]} at {str(told.start)[:20]}"
+        given = f"shape {shown(told.shape)}, strides {shown(told.strides)} at {shown(told.start)}"
         raise refusal(archive.path, given, "a tensor has a stride per dim and begins within its storage", name)
     if told.metadata:
         raise CheckpointError(
-            f"{archive.path}: {str(told.metadata)[:60]}",
+            f"{archive.path}: {shown(told.metadata)}",
             why="it is stored as the conjugate or the negative of other values",
             fix="save tensor.resolve_conj().resolve_neg() instead",
             name=name,
@@ -196,7 +196,12 @@ def _unwrapped(archive: Archive, value: Any, name: str) -> _Strided:
             value = value.args[0]
         elif isinstance(value, Made) and value.function == _SUBCLASS and len(value.args) == 4:
             function, kind, args, _ = value.args
-            if kind not in _PLAIN or not isinstance(function, Global) or not isinstance(args, tuple):
+            if (
+                not isinstance(kind, Global)
+                or kind not in _PLAIN
+                or not isinstance(function, Global)
+                or not isinstance(args, tuple)
+            ):
                 raise _not_plain(archive, kind, name)
             value = Made(function, args)
     if not isinstance(value, Made) or value.function not in _REBUILD:
@@ -223,14 +228,16 @@ def _storage(archive: Archive, told: _Strided, name: str) -> tuple[str, str, int
         or not isinstance(id[2], str)
         or not _is_count(id[4])
     ):
-        raise refusal(archive.path, str(id)[:80], "a storage has a type, a key, a place and a length", name)
+        raise refusal(archive.path, shown(id), "a storage has a type, a key, a place and a length", name)
     _, kind, key, _, length = id
-    own = STORAGES.get(kind.name) if isinstance(kind, Global) and kind.module in ("torch", "torch.storage") else None
+    if not isinstance(kind, Global):
+        raise refusal(archive.path, f"a storage of {shown(kind)}", "its type has a name", name)
+    own = STORAGES.get(kind.name) if kind.module in ("torch", "torch.storage") else None
     if kind in _BYTES:
         own = "uint8"
     dtype = told.dtype or (own if kind not in _BYTES else None)
     if own is None or dtype is None:
-        raise refusal(archive.path, f"a storage of {str(kind)[:60]}", "its dtype cannot be told", name)
+        raise refusal(archive.path, f"a storage of {shown(kind)}", "its dtype cannot be told", name)
     if f"data/{key}" not in archive.records:
         raise refusal(archive.path, f"the storage {key[:40]!r}", "the archive has no such record: no values", name)
     return key, dtype, length * DTYPE_BYTES[own]
@@ -250,7 +257,7 @@ def _is_count(value: Any) -> bool:
 
 def _not_plain(archive: Archive, kind: Any, name: str) -> CheckpointError:
     return CheckpointError(
-        f"{archive.path}: {str(kind)[:120]}",
+        f"{archive.path}: {shown(kind)}",
         why="plain tensors are read; this one is sparse, quantized, nested, sharded or of a class of its own",
         fix="save it as plain tensors: to_dense(), dequantize(), full_tensor()",
         name=name,

@@ -1,0 +1,72 @@
+"""Damaged and hostile weights: each is refused with the file named, or read to exactly what was there. None is read wrong.
+
+Those that differ in a name, a shape or a dtype from the model's tensors without contradicting themselves (a wrong bit in a
+name of a safetensors header, which has no checksum) are counted as told: a model is loaded only if all of these agree.
+"""
+
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from state.mutants import KINDS, Good, make_good
+from stored_subjects import loaded, same_bytes
+
+from shardwise.errors import CheckpointError
+from shardwise.state.source import open_source
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory) -> Good:
+    return make_good(tmp_path_factory.mktemp("good"))
+
+
+def outcome(path: Path, good: Good) -> str:
+    """What comes of a source: "refused", "told", "read", or in which way it is wrong."""
+    begin = time.perf_counter()
+    try:
+        source = open_source(path)
+        facts = {name: (stored.shape, stored.dtype) for name, stored in source.tensors.items()}
+        if facts != {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in good.tensors.items()}:
+            return "told"
+        found = loaded(source)
+    except CheckpointError as error:
+        named = str(path.parent) in str(error)
+        return "refused" if named else f"refused without the file: {error}"
+    finally:
+        assert time.perf_counter() - begin < 5, f"{path}: it takes too long"
+    wrong = [name for name, tensor in good.tensors.items() if not same_bytes(found[name], tensor)]
+    return f"read silently wrong: {wrong}" if wrong else "read"
+
+
+def test_the_good_ones_are_read(good):
+    for path in (good.file, good.folder, good.torch_file, good.torch_folder, good.dcp):
+        assert outcome(path, good) == "read", path
+
+
+def check(kind: str, num: int, seed: int, good: Good, place: Path) -> None:
+    print(f"seed {seed}, {num} of {kind!r}")
+    found: Counter[str] = Counter()
+    for number in range(num):
+        folder = place / str(number)
+        folder.mkdir()
+        path = KINDS[kind](random.Random(f"{seed} {kind} {number}"), good, folder)
+        result = outcome(path, good)
+        assert result in ("refused", "told", "read"), f"{kind} {number}, seed {seed}: {result}"
+        found[result] += 1
+    assert not good.marker.exists(), "a pickle was run"
+    print(dict(found))
+    if not kind.startswith(("a bit", "truncated")):  # a bit, or an end, that nothing reads leaves the values whole
+        assert found["refused"] == num, found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_mutant_is_read_wrong(kind, good, tmp_path):
+    check(kind, 20, 20260, good, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_mutant_of_many_is_read_wrong(kind, good, tmp_path):
+    check(kind, 1000, random.randrange(1 << 32), good, tmp_path)
