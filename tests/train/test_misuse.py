@@ -141,7 +141,7 @@ def alone(call, folder):
     ("call", "place"),
     [
         ("full_state_dict", "full_state_dict, before it is gathered"),
-        ("save_weights", "full_state_dict, before it is gathered"),
+        ("save_weights", "save_weights, before it begins"),
         ("evaluate", "evaluation, a batch"),
     ],
 )

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -130,9 +131,8 @@ class RunFolder:
         """Removes halves of weights that a killed process left inside the folder; nobody else writes there now."""
         if self.weights is None or self.path not in self.weights.parents:
             return
-        with contextlib.suppress(OSError):
-            for part in self.weights.glob(".*.safetensors.*.part"):
-                part.unlink()
+        for half in self.weights.parent.glob(f".{self.weights.name}.saving-*"):
+            shutil.rmtree(half, ignore_errors=True)
 
     def _leave_no_trace(self) -> None:
         with contextlib.suppress(OSError):  # in use, or gone already

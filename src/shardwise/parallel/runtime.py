@@ -4,6 +4,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Container, Iterable
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -74,6 +75,7 @@ class Runtime:
         self.in_window = False
         self.explainers: list[Callable[[BaseException], ShardwiseError | None]] = []  # of techniques
         self.pending: Pending | None = None  # who knows the values that loading will not bring
+        self.loaded_from: Path | None = None  # the model directory that its weights came from
         self._structure = Structure(module, num_ranks=world.size)
         self._withheld: ShardwiseError | None = None
 

@@ -3,7 +3,7 @@
 from shardwise.state.full import full_state_dict, gather_parameter
 from shardwise.state.load import load_weights
 from shardwise.state.report import LoadReport
-from shardwise.state.weights import check_dtypes, save_weights, weights_bytes
+from shardwise.state.save import check_dtypes, save_weights, weights_bytes
 
 __all__ = [
     "LoadReport",

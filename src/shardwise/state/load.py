@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -92,6 +93,7 @@ class _Plan:
     report: LoadReport
     tensors: Mapping[str, Stored]
     extra: Mapping[str, Any]
+    folder: Path | None
 
     @property
     def digest(self) -> str:
@@ -124,7 +126,7 @@ def _load_own_pieces(runtime: Runtime, source: Any, rules: _Rules, files: OpenFi
     with _Unusable(runtime):
         _write_pending(runtime, plan.tensors)
         together(world, "load_weights, reading", read)
-    _give_extra_states(runtime, plan.extra)
+    _after(runtime, plan.extra, plan.folder)
     return replace(plan.report, num_bytes=files.num_bytes - before)
 
 
@@ -133,22 +135,19 @@ def _load_from_rank0(runtime: Runtime, source: Any, rules: _Rules, files: OpenFi
     plan = together(
         world,
         "load_weights, matching names on rank 0",
-        lambda: _plan(runtime, source, rules, files, _all_of) if world.is_main else None,
+        lambda: _plan(runtime, source, rules, files, _all_of),
+        on_main=True,
     )
-    told = world.broadcast((plan.report, list(plan.tensors), plan.extra) if plan is not None else None)
-    report, names, extra = told
+    told = (plan.report, list(plan.tensors), plan.extra, plan.folder) if plan is not None else None
+    report, names, extra, folder = world.broadcast(told)
     pieces = _Pieces(plan.tensors if plan is not None else {}, files)
     local = runtime.local_tensors()
-
-    def check() -> None:
-        if pieces.problem is not None:
-            raise pieces.problem
 
     with _Unusable(runtime):
         _write_pending(runtime, names)
         scatter_values(runtime, pieces, names=names)
-        together(world, "load_weights, after rank 0 has sent", check)
-    _give_extra_states(runtime, extra)
+        together(world, "load_weights, after rank 0 has sent", pieces.check, on_main=True)
+    _after(runtime, extra, folder)
     return replace(report, num_bytes=sum(local[name].numel() * local[name].itemsize for name in names))
 
 
@@ -162,6 +161,11 @@ class _Pieces(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> "_Piece":
         return _Piece(self, self.tensors[name])
+
+    def check(self) -> None:
+        """Raises what went wrong, if anything did."""
+        if self.problem is not None:
+            raise self.problem
 
     def __iter__(self) -> Any:
         return iter(self.tensors)
@@ -234,7 +238,9 @@ def _plan(runtime: Runtime, source: Any, rules: _Rules, files: OpenFiles, boxes:
         cast=cast,
     )
     ordered = {name: matched.tensors[name] for name in wanted if name in matched.tensors}
-    return _Plan(report, ordered, {n: value for n, value in opened.extra.items() if n not in matched.unexpected})
+    return _Plan(
+        report, ordered, {n: value for n, value in opened.extra.items() if n not in matched.unexpected}, opened.folder
+    )
 
 
 def _refuse_unfit(matched: Matched, wanted: Mapping[str, Wanted], source: Source, rules: _Rules) -> None:
@@ -357,6 +363,8 @@ class _Unusable:
             self.runtime.release()
 
 
-def _give_extra_states(runtime: Runtime, extra: Mapping[str, Any]) -> None:
+def _after(runtime: Runtime, extra: Mapping[str, Any], folder: Path | None) -> None:
+    """What comes with weights besides tensors."""
+    runtime.loaded_from = folder.resolve() if folder is not None else None
     if extra:
         set_extra_states(runtime.module, extra)

@@ -18,6 +18,7 @@ def together(
     place: str,
     act: Callable[[], T],
     *,
+    on_main: bool = False,
     same: Callable[[T], str] | None = None,
     differ: ShardwiseError | None = None,
 ) -> T:
@@ -27,6 +28,7 @@ def together(
         world: the ranks.
         place: what is done, for messages.
         act: may raise a :class:`ShardwiseError` or an OSError; another exception is this rank's fault and goes its way.
+        on_main: rank 0 alone acts; None elsewhere.
         same: a text that has to be equal on all ranks.
         differ: raised where it is not.
 
@@ -36,7 +38,7 @@ def together(
     problem: ShardwiseError | None = None
     result: T | None = None
     try:
-        result = act()
+        result = act() if world.is_main or not on_main else None
     except ShardwiseError as error:
         problem = error
     except OSError as error:
@@ -46,21 +48,23 @@ def together(
             fix="look whether the disk is full, whether the path is there, and whether you may use it",
         )
         problem.__cause__ = error
-    text = same(result) if same is not None and problem is None else ""  # type: ignore[arg-type]
+    text = same(result) if same is not None and result is not None else ""
     agreement = world.agreement
     summed = agreement.sum({"failed": float(problem is not None), "same": agreement.same(digest_of(text))}, place)
     if float(summed["failed"]):
-        raise _first(agreement.gather(problem, f"{place}, naming who failed"), problem, world.rank)
+        raise _first(agreement.gather(problem, f"{place}, naming who failed"), problem, world.rank, on_main)
     if differ is not None and not agreement.all_same(summed["same"]):
         raise differ
     return result  # type: ignore[return-value]
 
 
-def _first(problems: list[ShardwiseError | None], own: ShardwiseError | None, rank: int) -> ShardwiseError:
+def _first(
+    problems: list[ShardwiseError | None], own: ShardwiseError | None, rank: int, on_main: bool
+) -> ShardwiseError:
     number, first = next((number, problem) for number, problem in enumerate(problems) if problem is not None)
     if rank == number and own is not None:
         first = own  # with its cause and its place in the code
-    if all(problem is not None and str(problem) == str(first) for problem in problems):
+    if on_main or all(problem is not None and str(problem) == str(first) for problem in problems):
         return first
     told = copy.copy(first)
     told.given = f"{first.given} (on rank {number})"

@@ -1,0 +1,61 @@
+"""What lies beside a model's weights so that stock libraries open them: its configuration, its tokenizer."""
+
+import copy
+import warnings
+from typing import Any
+
+from torch import nn
+
+from shardwise.parallel import Runtime
+from shardwise.state.formats.folder import companions_of
+
+__all__ = ["companion_files"]
+
+_MOST = 256 << 20  # bytes of one file: what is larger is no configuration
+
+
+def companion_files(runtime: Runtime, dtype: str | None = None) -> dict[str, bytes]:
+    """File name -> content: what the directory had that the model was loaded from, and, of a Hugging Face model, its
+    configuration as it is now.
+
+    Args:
+        runtime: of the model.
+        dtype: of its parameters as they are stored, if it is not the model's own.
+    """
+    found: dict[str, bytes] = {}
+    if runtime.loaded_from is not None:
+        try:
+            paths = companions_of(runtime.loaded_from)
+            found = {path.name: path.read_bytes() for path in paths if path.stat().st_size <= _MOST}
+        except OSError as error:
+            warnings.warn(
+                f"weights without the configuration and tokenizer of {runtime.loaded_from}: {error.strerror or error}",
+                stacklevel=4,
+            )
+    return {**found, **_of_hugging_face(runtime, dtype)}
+
+
+def _of_hugging_face(runtime: Runtime, dtype: str | None) -> dict[str, bytes]:
+    model = runtime.module
+    if not _is_pretrained(model):
+        return {}
+    found = {"config.json": _config_text(runtime, dtype).encode()}
+    generation: Any = getattr(model, "generation_config", None)
+    if generation is not None and hasattr(generation, "to_json_string"):
+        found["generation_config.json"] = generation.to_json_string().encode()
+    return found
+
+
+def _is_pretrained(model: nn.Module) -> bool:
+    return any(
+        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.") for cls in type(model).__mro__
+    )
+
+
+def _config_text(runtime: Runtime, dtype: str | None) -> str:
+    config: Any = copy.deepcopy(runtime.module.config)
+    config.architectures = [runtime.recipe.module_class.rpartition(".")[2]]
+    stored = [param.storage for param in runtime.recipe.params.values()]
+    if stored:
+        config.dtype = dtype or stored[0]
+    return config.to_json_string()

@@ -1,0 +1,264 @@
+"""Weights out: plain safetensors files in which every rank writes its own bytes at their place.
+
+Nothing is gathered and no rank holds more than its shard: the plan of the files (:mod:`shardwise.state.filing`) follows
+from the recipe. The directory is made beside its place and moved there when all of it is on disk
+(:mod:`shardwise.state.staging`).
+"""
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.anatomy import dtype_name, dtype_of
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.parallel import Runtime, runtime_of
+from shardwise.state.companions import companion_files
+from shardwise.state.extra import extra_states
+from shardwise.state.filing import Filing, Part, filing_of, parts_of, stored_dtypes
+from shardwise.state.formats.folder import INDEX
+from shardwise.state.formats.safetensors import CODES
+from shardwise.state.staging import Staged, check_place
+from shardwise.state.together import together
+from shardwise.state.writing import (
+    by_file,
+    opened,
+    reserve,
+    stored_blocks,
+    stored_boxes,
+    write_at,
+    write_box,
+    write_part,
+)
+
+__all__ = ["check_dtypes", "save_weights", "weights_bytes"]
+
+SHARD_BYTES = 5 << 30
+TOKEN = ".shardwise-token"
+
+
+def save_weights(
+    model: nn.Module,
+    dest: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = SHARD_BYTES,
+    dtype: str | torch.dtype | None = None,
+) -> Path:
+    """Writes every parameter and persistent buffer as a Hugging Face model directory. All ranks must call it.
+
+    The files hold canonical names; a tied tensor is stored once, under its first name. Each rank writes its own pieces at
+    their place in the final files; ranks that do not see the directory send theirs to rank 0, a buffer at a time. The
+    directory appears complete or not at all: an older one is replaced when the new one is on disk, and files in it that
+    are not weights stay. The configuration and tokenizer files of the directory that the model was loaded from are
+    carried along, and a Hugging Face model's own configuration is written. What modules return by ``get_extra_state`` is
+    left out, with a warning: the format holds tensors only.
+
+    Args:
+        model: from ``parallelize``.
+        dest: the directory; it is made. Rank 0's counts.
+        max_shard_bytes: size of one file at most, in bytes; a tensor is never divided.
+        dtype: floating parameters are written in it; None: as they are stored. Buffers are written as they are.
+
+    Returns:
+        the path of ``model.safetensors``, or of the index where there are several files.
+
+    Raises:
+        CheckpointError: on every rank, if one of them cannot write.
+        ConfigError: a dtype or a size that cannot be.
+        UnsupportedError: on every rank, for a tensor of a dtype that the format does not know (complex128).
+        RankError: a rank does not come, or is lost on the way.
+    """
+    runtime = runtime_of(model)
+    runtime.check_values()
+    kind = _checked_dtype(dtype)
+    if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
+        raise ConfigError(
+            f"max_shard_bytes={max_shard_bytes!r}",
+            why="it is a number of bytes, 1 or more",
+            fix="use 5 << 30 for 5 GiB",
+        )
+    world, filing = runtime.world, filing_of(runtime, max_shard_bytes=max_shard_bytes, dtype=kind)
+    together(
+        world,
+        "save_weights, before it begins",
+        lambda: repr((max_shard_bytes, kind)),
+        same=str,
+        differ=ConfigError(
+            f"save_weights(max_shard_bytes={max_shard_bytes}, dtype={dtype})",
+            why="other ranks were given other values",
+            fix="give every rank the same",
+        ),
+    )
+    states = extra_states(model)  # on every rank: one may talk to the others
+    if world.is_main:
+        _tell_extra_states(states)
+    saving = _Saving(runtime, filing, Path(dest), kind)
+    try:
+        together(world, "save_weights, making the files", saving.make_files, on_main=True)
+        saving.meet()
+        together(world, "save_weights, writing", saving.write_own)
+        together(world, "save_weights, receiving", saving.stream)
+        together(world, "save_weights, putting it in place", saving.finish, on_main=True)
+    finally:
+        saving.close()
+    return Path(dest) / filing.entry
+
+
+def weights_bytes(model: nn.Module) -> int:
+    """Size in bytes of the files that :func:`save_weights` would write; no communication."""
+    return filing_of(runtime_of(model), max_shard_bytes=SHARD_BYTES).num_bytes
+
+
+def check_dtypes(model: nn.Module) -> None:
+    """Raises UnsupportedError, naming the tensor, if :func:`save_weights` could not write ``model``; no communication, equal
+    on every rank."""
+    stored_dtypes(runtime_of(model))
+
+
+def _checked_dtype(dtype: str | torch.dtype | None) -> str | None:
+    name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
+    if name is not None and (name not in CODES or not dtype_of(name).is_floating_point):
+        known = ", ".join(kind for kind in CODES if kind.startswith(("float", "bfloat")))
+        raise ConfigError(f"dtype={dtype!r}", why="weights are written in a floating dtype", fix=f"use one of {known}")
+    return name
+
+
+def _tell_extra_states(states: dict[str, Any]) -> None:
+    filled = [name for name, state in states.items() if state is not None]
+    if filled:
+        warnings.warn(
+            f"weights without {', '.join(filled)}: safetensors holds tensors only; what get_extra_state returned is in "
+            "sw.full_state_dict(model), to be kept with torch.save",
+            stacklevel=3,
+        )
+
+
+class _Saving:
+    """One save on one rank: its stages, in the order in which they are called."""
+
+    def __init__(self, runtime: Runtime, filing: Filing, dest: Path, dtype: str | None):
+        self.runtime, self.world, self.filing, self.dtype = runtime, runtime.world, filing, dtype
+        self.dest = dest
+        self.staged: Staged | None = None  # on rank 0
+        self.folder = dest  # where files are written, as rank 0 calls it
+        self.absent: frozenset[int] = frozenset()  # ranks that do not see it
+
+    def make_files(self) -> None:
+        """On rank 0: the files in their final size, with their headers. A full disk is found before a byte of the weights
+        is written."""
+        dest = self.dest.resolve()
+        check_place(dest)
+        try:
+            self.staged = Staged(dest)
+            for file in self.filing.files:
+                with opened(self.staged.path / file.name, os.O_CREAT) as descriptor:
+                    reserve(descriptor, file.size)
+                    write_at(descriptor, memoryview(file.head), 0)
+        except OSError as error:
+            raise self._unwritten(error) from error
+
+    def meet(self) -> None:
+        """Finds out who sees the directory: by a token in it, and not by its name, which may be on any disk."""
+        world, token = self.world, b""
+        if self.staged is not None:
+            self.folder, token = self.staged.path, os.urandom(8)
+        self.folder, token = world.broadcast((self.folder, token))
+        place = "save_weights, leaving a token"
+        together(world, place, lambda: (self.folder / TOKEN).write_bytes(token), on_main=True)
+        seen = world.gather(sees_token(self.folder, token))
+        self.absent = frozenset(rank for rank, sees in enumerate(seen) if not sees)
+
+    def write_own(self) -> None:
+        """This rank's pieces, straight from its shards, each file put on disk when it is done."""
+        if self.world.rank in self.absent:
+            return
+        local = self.runtime.local_tensors()
+        try:
+            for path, parts in by_file(self.folder, parts_of(self.runtime, self.filing, self.world.rank)):
+                with opened(path) as descriptor:
+                    for part in parts:
+                        write_part(descriptor, part, local[part.view.name][part.local])
+                    os.fsync(descriptor)
+        except OSError as error:
+            raise self._unwritten(error) from error
+
+    def stream(self) -> None:
+        """What ranks elsewhere hold goes through rank 0, in messages of bounded size, rank by rank."""
+        if self.world.rank in self.absent:
+            self._send()
+        if not self.world.is_main:
+            return
+        problem: OSError | None = None
+        for rank in sorted(self.absent):
+            for path, parts in by_file(self.folder, parts_of(self.runtime, self.filing, rank)):
+                problem = self._receive(rank, path, parts, problem)
+        if problem is not None:
+            raise self._unwritten(problem) from problem
+
+    def _send(self) -> None:
+        local = self.runtime.local_tensors()
+        for part in parts_of(self.runtime, self.filing, self.world.rank):
+            for _, values in stored_blocks(part, local[part.view.name][part.local]):
+                dist.send(values.reshape(-1).view(torch.uint8).to(self.world.device), dst=0)
+
+    def _receive(self, rank: int, path: Path, parts: list[Part], problem: OSError | None) -> OSError | None:
+        """Takes what ``rank`` sends for one file; all of it even where it cannot be written, since the rank must not wait."""
+        wires = ((part, box, size) for part in parts for box, size in stored_boxes(part))
+        try:
+            if problem is not None:
+                raise problem
+            with opened(path) as descriptor:
+                for part, box, size in wires:
+                    write_box(descriptor, part, box, self._message(rank, size))
+                os.fsync(descriptor)
+        except OSError as error:
+            problem = error
+        for _, _, size in wires:
+            self._message(rank, size)
+        return problem
+
+    def _message(self, rank: int, size: int) -> memoryview:
+        wire = torch.empty(size, dtype=torch.uint8, device=self.world.device)
+        dist.recv(wire, src=rank)
+        return wire.cpu().numpy().data
+
+    def finish(self) -> None:
+        """On rank 0: what lies beside the weights, then all of it into its place."""
+        assert self.staged is not None
+        try:
+            (self.folder / TOKEN).unlink()
+            beside = companion_files(self.runtime, self.dtype)
+            index = self.filing.index()
+            if index is not None:
+                beside[INDEX] = index
+            for name, content in beside.items():
+                with opened(self.folder / name, os.O_CREAT) as descriptor:
+                    write_at(descriptor, memoryview(content), 0)
+                    os.fsync(descriptor)
+            self.staged.commit()
+        except OSError as error:
+            raise self._unwritten(error) from error
+
+    def close(self) -> None:
+        """Removes what has not come to its place."""
+        if self.staged is not None:
+            self.staged.close()
+
+    def _unwritten(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"weights to {self.dest}",
+            why=f"writing failed: {error.strerror or error}",
+            fix="free space or choose a directory you can write to; an older one there is as it was",
+        )
+
+
+def sees_token(folder: Path, token: bytes) -> bool:
+    """Whether this rank sees the directory that rank 0 has made."""
+    try:
+        return (folder / TOKEN).read_bytes() == token
+    except OSError:
+        return False

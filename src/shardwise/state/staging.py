@@ -1,0 +1,162 @@
+"""A directory that appears complete or not at all: made beside its place, put on disk, then moved there in one step.
+
+An older directory of that name stays as it is until then. Where the system can, the two change places in one step
+(Linux: renameat2 with RENAME_EXCHANGE); else there is a moment in which both lie beside the name. What others keep in
+the old directory goes along.
+"""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from pathlib import Path
+
+from shardwise.errors import CheckpointError
+
+__all__ = ["Staged", "check_place", "sync_folder"]
+
+_LOCK = ".shardwise-lock"
+_EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
+_OF_A_MODEL = re.compile(r"model\.safetensors(\.index\.json)?|model-\d{5}-of-\d{5}\.safetensors")
+
+
+class Staged:
+    """A new directory beside ``dest``, locked while it is being filled.
+
+    Attributes:
+        path: where to write.
+        dest: where it will be.
+    """
+
+    def __init__(self, dest: Path):
+        self.dest = dest
+        dest.parent.mkdir(parents=True, exist_ok=True)
+        _remove_left_over(dest)
+        self.path = dest.with_name(f".{dest.name}.saving-{secrets.token_hex(4)}")
+        self.path.mkdir()
+        self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # a file system without locks: left-overs stay where they are
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def commit(self) -> None:
+        """Moves the directory to its place. Its files are on disk already.
+
+        Raises:
+            OSError: it cannot be moved there; what was there is as it was.
+        """
+        (self.path / _LOCK).unlink()
+        older = self.dest.exists() and any(self.dest.iterdir())
+        if older:
+            _take_along(self.dest, self.path)
+        sync_folder(self.path)
+        if older:
+            _exchange(self.path, self.dest)  # from here on self.path is the old one
+            _take_late(self.path, self.dest)
+        else:
+            os.replace(self.path, self.dest)
+        sync_folder(self.dest.parent)
+
+    def close(self) -> None:
+        """Removes what is left: the half-made directory, or after :meth:`commit` the old one."""
+        os.close(self._lock)
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def check_place(dest: Path) -> None:
+    """Refuses a place that no directory can be moved to.
+
+    Raises:
+        CheckpointError: with the reason.
+    """
+    fix = f"name a folder inside it: {dest / 'weights'}"
+    standing = next(place for place in (dest, *dest.parents) if place.exists())
+    if not standing.is_dir():
+        raise CheckpointError(
+            f"weights to {dest}", why=f"{standing} is a file, and the weights need a folder", fix="name another folder"
+        )
+    if dest.is_dir() and Path.cwd().is_relative_to(dest):
+        raise CheckpointError(
+            f"weights to {dest}", why="it holds the working directory, and is replaced as a whole", fix=fix
+        )
+    if os.path.ismount(dest):
+        raise CheckpointError(f"weights to {dest}", why="it is a mount point, and is replaced as a whole", fix=fix)
+
+
+def sync_folder(path: Path) -> None:
+    """Puts the names in a directory on disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that syncs no directories
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _remove_left_over(dest: Path) -> None:
+    """Directories of saves that were killed: nobody holds their lock."""
+    for path in dest.parent.glob(f".{dest.name}.saving-*"):
+        try:
+            descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            shutil.rmtree(path, ignore_errors=True)
+            continue
+        except OSError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        except OSError:
+            continue  # a save that is going on
+        finally:
+            os.close(descriptor)
+
+
+def _take_along(old: Path, new: Path) -> None:
+    """Puts what others keep in the old directory into the new one as well: by links, so that it is in both."""
+    for entry in old.iterdir():
+        target = new / entry.name
+        if _OF_A_MODEL.fullmatch(entry.name) or target.exists():
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.copytree(entry, target, symlinks=True, copy_function=_link)
+        elif entry.is_symlink() or entry.is_file():
+            _link(entry, target)
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _take_late(old: Path, new: Path) -> None:
+    """What was put into the old directory while the new one was made ready."""
+    for entry in old.iterdir():
+        if not _OF_A_MODEL.fullmatch(entry.name) and not os.path.lexists(new / entry.name):
+            os.replace(entry, new / entry.name)
+
+
+def _exchange(a: Path, b: Path) -> None:
+    """Two directories change names."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    here = -100  # AT_FDCWD of fcntl.h
+    if rename is not None and rename(here, os.fsencode(a), here, os.fsencode(b), _EXCHANGE) == 0:
+        return
+    code = ctypes.get_errno() if rename is not None else errno.ENOSYS
+    if code not in (errno.ENOSYS, errno.EINVAL):
+        raise OSError(code, os.strerror(code), str(b))
+    aside = a.with_name(f"{a.name}-old")
+    os.rename(b, aside)
+    try:
+        os.rename(a, b)
+    except OSError:
+        os.rename(aside, b)
+        raise
+    os.rename(aside, a)

@@ -1,0 +1,100 @@
+"""Writing parts of tensors at their place in files: from where they lie if they can go as they are, else block by block."""
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwise.anatomy import dtype_name, dtype_of
+from shardwise.recipe import DTYPE_BYTES
+from shardwise.state.boxes import Box, blocks, index_of, runs
+from shardwise.state.files import BUFFER
+from shardwise.state.filing import Part
+
+__all__ = ["by_file", "opened", "reserve", "stored_blocks", "stored_boxes", "write_at", "write_box", "write_part"]
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+def reserve(descriptor: int, size: int) -> None:
+    """Makes a file ``size`` bytes long, with room on the disk for them where the file system can promise that.
+
+    Raises:
+        OSError: there is no room.
+    """
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise
+        os.ftruncate(descriptor, size)
+
+
+def by_file(folder: Path, parts: Iterator[Part]) -> Iterator[tuple[Path, list[Part]]]:
+    """The parts in the order they come in, those of one file together."""
+    gathered: list[Part] = []
+    for part in parts:
+        if gathered and part.file is not gathered[0].file:
+            yield folder / gathered[0].file.name, gathered
+            gathered = []
+        gathered.append(part)
+    if gathered:
+        yield folder / gathered[0].file.name, gathered
+
+
+def write_part(descriptor: int, part: Part, values: Tensor) -> None:
+    """Writes ``values``, the part's box of the model's tensor; from where they are if they lie there as they will in the
+    file, else through a buffer."""
+    tensor = part.tensor
+    straight = values.device.type == "cpu" and dtype_name(values.dtype) == tensor.dtype and values.is_contiguous()
+    if straight and part.view.dims == tuple(range(values.dim())):
+        write_box(descriptor, part, part.stored, values.reshape(-1).view(torch.uint8).numpy().data)
+        return
+    for box, block in stored_blocks(part, values):
+        write_box(descriptor, part, box, block.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def stored_boxes(part: Part) -> Iterator[tuple[Box, int]]:
+    """``(box of the stored tensor, bytes)`` of each message or buffer that a part takes."""
+    itemsize = DTYPE_BYTES[part.tensor.dtype]
+    for box in blocks(part.stored, BUFFER // itemsize):
+        yield box, box.numel * itemsize
+
+
+def stored_blocks(part: Part, values: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    """``values`` block by block, as they will lie in the file, on the CPU."""
+    others = [dim for dim in range(values.dim()) if dim not in part.view.dims]  # of size 1
+    turned = values.permute((*part.view.dims, *others)).reshape(part.stored.sizes)
+    for box, _ in stored_boxes(part):
+        block = turned[index_of(box.within(part.stored))]
+        yield box, block.to("cpu", dtype_of(part.tensor.dtype)).contiguous()
+
+
+def write_box(descriptor: int, part: Part, box: Box, memory: memoryview) -> None:
+    """Writes a box of the stored tensor, whose bytes are ``memory``, in the stretches in which it lies in the file."""
+    itemsize, position = DTYPE_BYTES[part.tensor.dtype], 0
+    for start, count in runs(box, part.tensor.shape):
+        size = count * itemsize
+        write_at(descriptor, memory[position : position + size], part.tensor.offset + start * itemsize)
+        position += size
+
+
+def write_at(descriptor: int, memory: memoryview, offset: int) -> None:
+    """Writes all of ``memory`` at ``offset``."""
+    done = 0
+    while done < len(memory):
+        done += os.pwrite(descriptor, memory[done : done + (1 << 30)], offset + done)
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int = 0) -> Iterator[int]:
+    """A descriptor of the file, for writing; ``flags`` beside that."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o666)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

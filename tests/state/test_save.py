@@ -1,0 +1,304 @@
+"""Weights out: every rank writes its own bytes, the directory is whole or not there, and stock libraries open it."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from zoo import ConvNet, Odd
+
+import shardwise as sw
+from shardwise.parallel import runtime_of
+from shardwise.state import save as save_module
+from shardwise.state import staging, writing
+from shardwise.state.filing import filing_of, parts_of
+
+LAYOUTS = {
+    "one": ("dp_shard=1", 1),
+    "ddp-2": ("dp_replicate=2", 2),
+    "fsdp-2": ("dp_shard=2", 2),
+    "fsdp-4": ("dp_shard=4", 4),
+    "hsdp": ("dp_replicate=2,dp_shard=2", 4),
+}
+MODELS = {"odd": Odd, "conv": ConvNet}
+EVERY = sw.Sharding(min_unit_bytes=0)
+
+
+def plain(name, seed):
+    torch.manual_seed(seed)
+    return MODELS[name]().to(torch.bfloat16 if name == "odd" else torch.float32)
+
+
+def stored(folder):
+    files = sorted(Path(folder).glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def save(name, layout, dest, seed=1, **options):
+    with sw.init(layout, device="cpu") as world:
+        model = sw.parallelize(plain(name, seed), world, sharding=EVERY)
+        try:
+            return sw.save_weights(model, dest, **options)
+        except sw.ShardwiseError as error:
+            return error
+
+
+def load(name, layout, source):
+    with sw.init(layout, device="cpu") as world:
+        model = sw.parallelize(lambda: plain(name, 0), world, sharding=EVERY, init="load")
+        sw.load_weights(model, source)
+        return sw.full_state_dict(model)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("first", LAYOUTS)
+def test_weights_go_from_any_layout_to_any_other_to_the_last_bit(ranks, tmp_path, name, first):
+    layout, num_ranks = LAYOUTS[first]
+    paths = ranks.run(save, num_ranks, name, layout, str(tmp_path / "w"), max_shard_bytes=700)
+    assert {path.name for path in paths} == {"model.safetensors.index.json"}
+    expected = plain(name, 1).state_dict()
+    found = stored(tmp_path / "w")
+    assert all(torch.equal(found[n], expected[n]) and found[n].dtype == expected[n].dtype for n in found)
+    for layout, num_ranks in LAYOUTS.values():
+        state = ranks.run(load, num_ranks, name, layout, str(tmp_path / "w"))[0]
+        assert list(state) == list(expected)
+        assert all(torch.equal(state[n], value) and state[n].dtype == value.dtype for n, value in expected.items())
+
+
+def test_files_are_split_at_a_size_and_the_index_names_each_tensor_once(ranks, tmp_path):
+    ranks.run(save, 2, "odd", "dp_shard=2", str(tmp_path / "w"), max_shard_bytes=500)
+    index = json.loads((tmp_path / "w/model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "w").glob("*.safetensors"))
+    assert files == sorted(set(index["weight_map"].values())) and len(files) > 3
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    found = stored(tmp_path / "w")
+    assert set(found) == set(index["weight_map"])
+    assert index["metadata"]["total_size"] == sum(t.numel() * t.itemsize for t in found.values())
+    for file in files:
+        tensors = load_file(tmp_path / "w" / file)
+        size = sum(t.numel() * t.itemsize for t in tensors.values())
+        assert size <= 500 or len(tensors) == 1
+
+
+def written_by(name, layout, block):
+    from shardwise.state import filing as filing_module
+
+    filing_module.BLOCK = block
+    try:
+        with sw.init(layout, device="cpu") as world:
+            model = sw.parallelize(plain(name, 1), world, sharding=EVERY)
+            runtime = runtime_of(model)
+            filing = filing_of(runtime, max_shard_bytes=1 << 30)
+            return [
+                [(part.tensor.name, part.stored) for part in parts_of(runtime, filing, rank)]
+                for rank in range(world.size)
+            ]
+    finally:
+        filing_module.BLOCK = 32 << 20
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_element_is_written_once_and_what_several_hold_is_shared_among_them(ranks, name, layout):
+    text, num_ranks = LAYOUTS[layout]
+    plans = ranks.run(written_by, num_ranks, name, text, 64)
+    assert all(plan == plans[0] for plan in plans)
+    times = {n: torch.zeros(t.shape, dtype=torch.int64) for n, t in plain(name, 1).state_dict().items()}
+    counts = [0] * num_ranks
+    for rank, parts in enumerate(plans[0]):
+        for tensor, box in parts:
+            times[tensor][tuple(slice(a, a + n) for a, n in zip(*box, strict=True))] += 1
+            counts[rank] += box.numel
+    stored_names = {tensor for parts in plans[0] for tensor, _ in parts}
+    assert all(bool((times[n] == 1).all()) for n in stored_names)
+    assert layout not in ("ddp-2", "hsdp") or max(counts) < 2.2 * min(counts), counts
+
+
+def test_an_older_directory_is_replaced_and_what_others_keep_in_it_stays(ranks, tmp_path):
+    dest = tmp_path / "w"
+    ranks.run(save, 2, "conv", "dp_shard=2", str(dest), max_shard_bytes=2000)
+    (dest / "README.md").write_text("mine")
+    (dest / "tokenizer.json").write_text("{}")
+    (dest / "logs").mkdir()
+    (dest / "logs" / "a.txt").write_text("a")
+    ranks.run(save, 2, "odd", "dp_shard=2", str(dest))
+    assert sorted(os.listdir(dest)) == ["README.md", "logs", "model.safetensors", "tokenizer.json"]
+    assert (dest / "README.md").read_text() == "mine" and (dest / "logs" / "a.txt").read_text() == "a"
+    assert os.listdir(tmp_path) == ["w"]
+    assert torch.equal(stored(dest)["frozen.weight"], plain("odd", 1).frozen.weight)
+
+
+def test_where_two_names_cannot_change_places_at_once_they_do_one_after_the_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(staging.ctypes, "CDLL", lambda *a, **k: object())
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / "model.safetensors").write_text("old")
+    staged = staging.Staged(tmp_path / "w")
+    (staged.path / "model.safetensors").write_text("new")
+    staged.commit()
+    staged.close()
+    assert (tmp_path / "w" / "model.safetensors").read_text() == "new" and os.listdir(tmp_path) == ["w"]
+
+
+def test_a_cast_is_of_parameters_in_the_file_only(ranks, tmp_path):
+    ranks.run(save, 2, "conv", "dp_shard=2", str(tmp_path / "w"), dtype="bfloat16")
+    found, model = stored(tmp_path / "w"), plain("conv", 1)
+    for name, param in model.named_parameters():
+        assert torch.equal(found[name], param.detach().bfloat16()), name
+    for name, buffer in model.named_buffers():
+        assert found[name].dtype == buffer.dtype and torch.equal(found[name], buffer)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({"dtype": "int8"}, "floating"), ({"dtype": "half"}, "floating"), ({"max_shard_bytes": 0}, "1 or more")],
+)
+def test_options_that_cannot_be_are_refused_before_anything_is_written(ranks, tmp_path, options, text):
+    for error in ranks.run(save, 2, "conv", "dp_shard=2", str(tmp_path / "w"), **options):
+        assert isinstance(error, sw.ConfigError) and text in error.why
+    assert not os.listdir(tmp_path)
+
+
+def save_elsewhere(name, layout, dest, absent):
+    real = save_module.sees_token
+    rank = int(os.environ["RANK"])
+    save_module.sees_token = lambda folder, token: rank not in absent and real(folder, token)
+    writing.BUFFER = 100
+    try:
+        return save(name, layout, dest)
+    finally:
+        save_module.sees_token, writing.BUFFER = real, 8 << 20
+
+
+@pytest.mark.parametrize("absent", [(1,), (1, 2, 3), (2, 3)])
+def test_ranks_that_do_not_see_the_directory_send_their_pieces_in_small_messages(ranks, tmp_path, absent):
+    ranks.run(save_elsewhere, 4, "odd", "dp_replicate=2,dp_shard=2", str(tmp_path / "w"), absent)
+    found, expected = stored(tmp_path / "w"), plain("odd", 1).state_dict()
+    assert all(torch.equal(tensor, expected[n]) for n, tensor in found.items()) and len(found) > 10
+
+
+def fail_to_write(name, dest, rank, call):
+    """A disk that is full for one rank, when it has written for a while."""
+    real, calls = writing.write_at, [0]
+
+    def full(descriptor, memory, offset):
+        calls[0] += 1
+        if int(os.environ["RANK"]) == rank and calls[0] == call:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor, memory, offset)
+
+    writing.write_at = full
+    try:
+        return save(name, "dp_shard=2", dest)
+    finally:
+        writing.write_at = real
+
+
+@pytest.mark.parametrize(("rank", "call"), [(0, 1), (0, 3), (1, 2)])
+def test_a_disk_that_gets_full_is_told_on_every_rank_and_the_older_weights_are_whole(ranks, tmp_path, rank, call):
+    ranks.run(save, 2, "odd", "dp_shard=2", str(tmp_path / "w"), 7)
+    for error in ranks.run(fail_to_write, 2, "odd", str(tmp_path / "w"), rank, call):
+        assert isinstance(error, sw.CheckpointError) and "No space left" in error.why
+    assert os.listdir(tmp_path) == ["w"]
+    expected = plain("odd", 7).state_dict()
+    assert all(torch.equal(tensor, expected[n]) for n, tensor in stored(tmp_path / "w").items())
+
+
+def test_a_real_full_disk_is_found_before_a_byte_of_the_weights_is_written(ranks, tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4k", "none", str(small)], capture_output=True
+    ).returncode
+    if mounted:
+        pytest.skip("a small disk can be mounted by root only")
+    try:
+        for error in ranks.run(save, 2, "conv", "dp_shard=2", str(small / "w")):
+            assert isinstance(error, sw.CheckpointError) and "No space left" in error.why
+        assert os.listdir(small) == []
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+@pytest.mark.parametrize("where", ["file", "cwd", "parent"])
+def test_a_place_where_no_directory_can_appear_is_refused_with_a_better_one(ranks, tmp_path, where):
+    (tmp_path / "file").write_text("a file")
+    dest = {"file": tmp_path / "file", "cwd": Path.cwd(), "parent": Path.cwd().parent}[where]
+    for error in ranks.run(save, 2, "conv", "dp_shard=2", str(dest)):
+        assert isinstance(error, sw.CheckpointError) and str(dest) in error.given
+    assert (tmp_path / "file").read_text() == "a file"
+
+
+KILLED = """
+    import os, signal, sys, torch
+    import shardwise as sw
+    from shardwise.state import writing
+    sys.path.insert(0, {tests!r})
+    from zoo import Odd
+
+    def main():
+        with sw.init("dp_shard=2", device="cpu", timeout_s=20) as world:
+            torch.manual_seed(1)
+            model = sw.parallelize(Odd().to(torch.bfloat16), world, sharding=sw.Sharding(min_unit_bytes=0))
+            real, calls = writing.write_at, [0]
+            def killed(descriptor, memory, offset):
+                calls[0] += 1
+                if world.rank == {rank} and calls[0] == {call}:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                real(descriptor, memory, offset)
+            writing.write_at = killed
+            sw.save_weights(model, {dest!r})
+
+    main()
+"""
+
+
+@pytest.mark.parametrize(("rank", "call"), [(0, 4), (1, 2)])
+def test_a_rank_killed_in_the_middle_of_a_save_leaves_the_older_weights_whole(ranks, tmp_path, rank, call):
+    dest = tmp_path / "w"
+    ranks.run(save, 2, "odd", "dp_shard=2", str(dest), 7)
+    script = tmp_path / "run.py"
+    tests = str(Path(__file__).parents[1])
+    script.write_text(textwrap.dedent(KILLED.format(rank=rank, call=call, dest=str(dest), tests=tests)))
+    from shardwise.launch.process import held_port
+
+    with held_port() as port:
+        base = {
+            **os.environ,
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
+        base |= {"LOCAL_WORLD_SIZE": "2"}
+        started = [
+            subprocess.Popen(
+                [sys.executable, str(script)],
+                env={**base, "RANK": str(r), "LOCAL_RANK": str(r)},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for r in range(2)
+        ]
+        outputs = [process.communicate(timeout=60)[1] for process in started]
+    assert started[rank].returncode == -signal.SIGKILL
+    assert started[1 - rank].returncode not in (0, -signal.SIGKILL) and "RankError" in outputs[1 - rank], outputs
+    expected = plain("odd", 7).state_dict()
+    assert all(torch.equal(tensor, expected[n]) for n, tensor in stored(dest).items())
+    ranks.run(save, 2, "odd", "dp_shard=2", str(dest), 8)  # and the next save leaves nothing of it
+    assert sorted(path.name for path in tmp_path.iterdir() if "saving" in path.name) == []
+
+
+def test_a_save_that_goes_on_elsewhere_is_not_taken_for_a_left_over(tmp_path):
+    first = staging.Staged(tmp_path / "w")
+    second = staging.Staged(tmp_path / "w")
+    assert first.path.exists() and second.path.exists()
+    first.close()
+    second.close()
+    assert not os.listdir(tmp_path)
