@@ -25,31 +25,22 @@ from shardwise.config.options import (
     remat_of,
 )
 from shardwise.errors import ConfigError, PlanError, UsageError
-from shardwise.parallel.compile import apply_compile, check_compile
 from shardwise.parallel.ddp import apply_ddp
 from shardwise.parallel.fsdp2 import apply_fsdp2
-from shardwise.parallel.precision import apply_precision, cast_root
 from shardwise.parallel.refuse import refuse_unfit_parts
-from shardwise.parallel.remat import apply_remat, check_remat, explain_remat
 from shardwise.parallel.runtime import Runtime, attach, has_runtime, runtime_of
 from shardwise.parallel.sources import build_with_source
 from shardwise.parallel.stale import mark_stale
+from shardwise.parallel.techniques import EXPLAINERS, check_edits, edit_after_engine, edit_before_engine
 from shardwise.parallel.tensors import follow_parameters, give_memory, tensors_of
 from shardwise.parallel.transforms import Chosen, Given, choose, notes_of, transformed
 from shardwise.parallel.units import with_named_units
-from shardwise.parallel.writes import watch_compiled
-from shardwise.recipe import Anatomy, Edit, Note, Recipe, describe_recipe, fingerprint_of, make_recipe, stored_as
+from shardwise.recipe import Anatomy, Note, Recipe, describe_recipe, fingerprint_of, make_recipe, stored_as
 from shardwise.world import World, agree_on
 
 __all__ = ["apply_recipe", "describe", "parallelize", "recipe_of", "world_of"]
 
 M = TypeVar("M", bound=nn.Module)
-
-# What changes the code of modules, in the order in which it is done, before they are sharded: (checks, does it).
-_TECHNIQUES: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
-    "remat": (check_remat, apply_remat),
-    "compile": (check_compile, apply_compile),
-}
 
 
 def parallelize(
@@ -115,8 +106,7 @@ def parallelize(
         remat=remat_of(remat),
         compile=compile_of(compile),
     )
-    for technique, (check, _) in _TECHNIQUES.items():
-        check(module, _edits(recipe, technique), world)
+    check_edits(module, recipe, world)
     recipe = msgspec.structs.replace(recipe, notes=(*recipe.notes, *notes_of(own)))
     if source.note is not None:
         recipe = _with_note(recipe, source.note)
@@ -144,19 +134,16 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
             name=_first_difference(anatomy, recipe),
         )
     refuse_unfit_parts(module, recipe, world)
-    for technique, (_, apply) in _TECHNIQUES.items():
-        apply(module, _edits(recipe, technique), world)
-    watch_compiled(module, _edits(recipe, "remat"), _edits(recipe, "compile"))
+    edit_before_engine(module, recipe, world)
     before = tensors_of(module, "_parameters")
     if recipe.engine == "ddp":
         give_memory(module, world.device)
         engine: Any = apply_ddp(module, recipe, world)
     else:
         engine = apply_fsdp2(module, recipe, world)
-    cast_root(module, recipe)
-    apply_precision(module, _edits(recipe, "precision"))
+    edit_after_engine(module, recipe, world)
     runtime = Runtime(module, recipe, world, engine)
-    runtime.explainers.append(explain_remat)
+    runtime.explainers += EXPLAINERS
     follow_parameters(module, before, runtime.parameters)
     mark_stale(before, runtime.parameters)
     attach(module, runtime)
@@ -176,10 +163,6 @@ def recipe_of(model: nn.Module) -> Recipe:
 def world_of(model: nn.Module) -> World:
     """The world that ``model`` was sharded over."""
     return runtime_of(model).world
-
-
-def _edits(recipe: Recipe, technique: str) -> list[Edit]:
-    return [edit for edit in recipe.edits if edit.technique == technique]
 
 
 # ---- checks and moves -----------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardwise._compat import leaves_of, map_leaves
 from shardwise.anatomy import canonical_modules, dtype_of
 from shardwise.recipe import Edit, Recipe
+from shardwise.world import World
 
 __all__ = ["apply_precision", "cast_floating_tensors", "cast_root"]
 
@@ -38,7 +39,7 @@ def cast_root(module: nn.Module, recipe: Recipe) -> None:
         module.register_forward_hook(lambda _m, _a, result: cast_floating_tensors(result, output))
 
 
-def apply_precision(module: nn.Module, edits: Sequence[Edit]) -> None:
+def apply_precision(module: nn.Module, edits: Sequence[Edit], _world: World) -> None:
     """Puts the casts on the modules named in ``edits``, in place; after FSDP2's own hooks, which gather a unit for the
     backward of what it returned and so must see that, not what it is cast to."""
     modules = dict(canonical_modules(module))
