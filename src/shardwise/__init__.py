@@ -34,7 +34,19 @@ if TYPE_CHECKING:
     from shardwise.parallel import apply_recipe, describe, parallelize, recipe_of, world_of
     from shardwise.parallel.transforms import transform
     from shardwise.recipe import Recipe
-    from shardwise.state import LoadReport, full_state_dict, load_weights, save_weights
+    from shardwise.state import (
+        LoadReport,
+        StateDictType,
+        full_optimizer_state_dict,
+        full_state_dict,
+        gathered,
+        load_full_optimizer_state_dict,
+        load_full_state_dict,
+        load_state_dict,
+        load_weights,
+        save_weights,
+        state_dict,
+    )
     from shardwise.train.batch import MicroBatch, shift_labels
     from shardwise.train.data import Loader
     from shardwise.train.evaluate import evaluate
@@ -57,7 +69,11 @@ _HOME = {
     "shardwise.parallel": ("apply_recipe", "describe", "parallelize", "recipe_of", "world_of"),
     "shardwise.parallel.transforms": ("transform",),
     "shardwise.recipe": ("Recipe",),
-    "shardwise.state": ("LoadReport", "full_state_dict", "load_weights", "save_weights"),
+    "shardwise.state": (
+        "LoadReport", "StateDictType", "full_optimizer_state_dict", "full_state_dict", "gathered",
+        "load_full_optimizer_state_dict", "load_full_state_dict", "load_state_dict", "load_weights",
+        "save_weights", "state_dict",
+    ),
     "shardwise.train.batch": ("MicroBatch", "shift_labels"),
     "shardwise.train.data": ("Loader",),
     "shardwise.train.evaluate": ("evaluate",),
@@ -94,6 +110,7 @@ __all__ = [
     "Remat",
     "Sharding",
     "ShardwiseError",
+    "StateDictType",
     "StepOutput",
     "TaskModel",
     "TrainStep",
@@ -109,8 +126,13 @@ __all__ = [
     "describe",
     "evaluate",
     "from_fsdp1",
+    "full_optimizer_state_dict",
     "full_state_dict",
+    "gathered",
     "init",
+    "load_full_optimizer_state_dict",
+    "load_full_state_dict",
+    "load_state_dict",
     "load_weights",
     "local_optimizer",
     "next_token_loss",
@@ -118,6 +140,7 @@ __all__ = [
     "recipe_of",
     "save_weights",
     "shift_labels",
+    "state_dict",
     "transform",
     "unscale_gradients_",
     "verify",

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from shardwise._compat import share_hooks
+from shardwise._compat import local_tensor, share_hooks
 from shardwise.anatomy import canonical_modules, canonical_tensors
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "follow_parameters",
     "give_memory",
     "hidden_tensors",
+    "like_parameter",
     "loose_tensors",
     "replace_tensors",
     "tensors_of",
@@ -155,6 +157,17 @@ def replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None
             getattr(owner, kind)[attr] = new(getattr(owner, kind)[attr])
     for hidden in list(hidden_tensors(module)):
         hidden.put(new(hidden.tensor))
+
+
+def like_parameter(value: Any, param: nn.Parameter) -> Any:
+    """A tensor that is shaped like the shard of ``param`` as a DTensor like it, over the same memory; else ``value``."""
+    if not isinstance(param, DTensor) or not isinstance(value, Tensor) or value.shape != local_tensor(param).shape:
+        return value
+    if value.dim() == 0:
+        return value
+    return DTensor.from_local(
+        value, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
 
 
 def to_meta(module: nn.Module) -> None:

@@ -36,7 +36,9 @@ def write_from_tape(
         names: the tensors to write; None: all.
     """
     tape.name_draws(on_meta)
-    for name, local in _chosen(runtime, names).items():
+    for name, local in runtime.local_tensors().items():
+        if names is not None and name not in names:
+            continue
         values = tape.values(on_meta[name])
         missing = tape.num_unwritten(on_meta[name], values)
         if missing:
@@ -52,18 +54,20 @@ def write_from_tape(
             local[piece.local_index] = full[piece.full_index].to(local.device)
 
 
-def scatter_values(runtime: Runtime, source: Mapping[str, Any], names: Container[str] | None = None) -> None:
+def scatter_values(runtime: Runtime, source: Mapping[str, Any], local: Mapping[str, Tensor] | None = None) -> None:
     """Rank 0 sends every rank the pieces it holds, packed into messages of bounded size; nothing else travels.
 
     Args:
         runtime: of the sharded module, whose tensors are written. All ranks must call.
         source: on rank 0, canonical name -> full values, a tensor or what is indexed as one; ignored elsewhere.
-        names: the tensors to write, the same on every rank; None: all.
+        local: canonical name -> what is written: this rank's part of it, the same names on every rank; None: all that the
+            module has.
 
     Raises:
         PlanError: a tensor that was not written whole.
     """
-    world, local = runtime.world, _chosen(runtime, names)
+    world = runtime.world
+    local = runtime.local_tensors() if local is None else local
     if not world.is_main:
         _receive(runtime, local)
         return
@@ -74,10 +78,6 @@ def scatter_values(runtime: Runtime, source: Mapping[str, Any], names: Container
         _fill(name, tensor, pieces)
     for peer in range(1, world.size):
         _send(runtime, local, source, peer)
-
-
-def _chosen(runtime: Runtime, names: Container[str] | None) -> dict[str, Tensor]:
-    return {name: local for name, local in runtime.local_tensors().items() if names is None or name in names}
 
 
 def _send(runtime: Runtime, local: Mapping[str, Tensor], source: Mapping[str, Any], peer: int) -> None:

@@ -1,16 +1,26 @@
 """State in and out: whole tensors on rank 0, weights from and to files."""
 
-from shardwise.state.full import full_state_dict, gather_parameter
+from shardwise.state.full import full_state_dict, gather_parameter, load_full_state_dict
+from shardwise.state.gathered import gathered
+from shardwise.state.kinds import StateDictType, load_state_dict, state_dict
 from shardwise.state.load import load_weights
+from shardwise.state.optimizer import full_optimizer_state_dict, load_full_optimizer_state_dict
 from shardwise.state.report import LoadReport
 from shardwise.state.save import check_dtypes, save_weights, weights_bytes
 
 __all__ = [
     "LoadReport",
+    "StateDictType",
     "check_dtypes",
+    "full_optimizer_state_dict",
     "full_state_dict",
     "gather_parameter",
+    "gathered",
+    "load_full_optimizer_state_dict",
+    "load_full_state_dict",
+    "load_state_dict",
     "load_weights",
     "save_weights",
+    "state_dict",
     "weights_bytes",
 ]

@@ -4,7 +4,7 @@ Each piece is sent once, by its first owner, straight to rank 0: nothing is gath
 canonical; which rank holds what is asked of the recipe alone.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ from shardwise.anatomy import canonical_modules
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.recipe import Slice, extents, owners
 from shardwise.state.extra import EXTRA_STATE, extra_states
+from shardwise.state.load import load_weights
+from shardwise.state.report import LoadReport
 
-__all__ = ["full_state_dict", "gather_parameter"]
+__all__ = ["full_state_dict", "gather_parameter", "gather_tensor", "load_full_state_dict"]
 
 
 def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[str, Any]:
@@ -53,15 +55,44 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[s
     return {name: found[name] for name in _order(model, found) if name in found}
 
 
+def load_full_state_dict(
+    model: nn.Module, state: Mapping[str, Any], *, strict: bool = True, cast: bool = False
+) -> LoadReport:
+    """Loads rank 0's whole ``state`` into the shards of all ranks. All ranks must call it; what the others give is not read.
+
+    Rank 0 sends every rank its own pieces, a bounded buffer at a time; no rank holds more than its shards beside that.
+
+    Args:
+        model: from ``parallelize``.
+        state: name -> tensor, as :func:`full_state_dict` or an unsharded module's ``state_dict()`` gives it.
+        strict: False: what is missing or not the model's is left out, and told.
+        cast: True: floating values of another dtype than the model stores are converted.
+
+    Raises:
+        CheckpointError: on every rank; names, shapes or dtypes that do not fit. Nothing has changed then.
+    """
+    return load_weights(model, state, strict=strict, cast=cast, shared_files=False)
+
+
 def gather_parameter(runtime: Runtime, name: str) -> Tensor | None:
     """One parameter, whole, on rank 0's CPU; None elsewhere. All ranks must call it."""
+    return gather_tensor(runtime, name, runtime.local_tensors_of(name))
+
+
+def gather_tensor(runtime: Runtime, name: str, local: Tensor) -> Tensor | None:
+    """A tensor that is cut as parameter ``name`` is, whole, on rank 0's CPU; None elsewhere. All ranks must call it.
+
+    Args:
+        runtime: of the model.
+        name: the parameter.
+        local: this rank's part: of the parameter, or of what an optimizer keeps for it.
+    """
     world, param = runtime.world, runtime.recipe.params[name]
-    local = runtime.local_tensors_of(name)
     if not world.is_main:
         mine = _pieces_to_send(runtime, name, world.rank)
         if mine:
             packed = torch.cat([local[piece.local_index].reshape(-1) for piece in mine])
-            dist.send(packed.view(torch.uint8), dst=0)
+            dist.send(packed.view(torch.uint8).to(world.device), dst=0)
         return None
     whole = torch.empty(param.shape, dtype=local.dtype)
     for piece in runtime.view.extents(name):

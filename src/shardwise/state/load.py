@@ -145,7 +145,7 @@ def _load_from_rank0(runtime: Runtime, source: Any, rules: _Rules, files: OpenFi
 
     with _Unusable(runtime):
         _write_pending(runtime, names)
-        scatter_values(runtime, pieces, names=names)
+        scatter_values(runtime, pieces, {name: local[name] for name in names})
         together(world, "load_weights, after rank 0 has sent", pieces.check, on_main=True)
     _after(runtime, extra, folder)
     return replace(report, num_bytes=sum(local[name].numel() * local[name].itemsize for name in names))

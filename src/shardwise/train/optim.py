@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwise._compat import foreach_scale, local_tensor
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.stale import refuse_stale
+from shardwise.parallel.tensors import like_parameter
 from shardwise.parallel.unsummed import refuse_unsummed, refuse_unsummed_step
 from shardwise.train.norm import GradientNorm
 
@@ -174,20 +174,9 @@ class _LocalStep:
             # A DTensor holds a view of the tensor it was made from, so what it was made from is remembered: made anew
             # at every step, they took an eighth of the step of a model with many small parameters.
             if not _same_values(state, self._shown_from.get(param)):
-                shown[param] = {key: _as_param(value, param) for key, value in state.items()}
+                shown[param] = {key: like_parameter(value, param) for key, value in state.items()}
                 self._known[param], self._shown_from[param] = dict(shown[param]), dict(state)
 
 
 def _same_values(state: dict[str, Any], known: dict[str, Any] | None) -> bool:
     return known is not None and state.keys() == known.keys() and all(state[key] is known[key] for key in state)
-
-
-def _as_param(value: Any, param: nn.Parameter) -> Any:
-    """State shaped like the shard becomes a DTensor like the parameter, over the same memory."""
-    if not isinstance(param, DTensor) or not isinstance(value, Tensor) or value.shape != local_tensor(param).shape:
-        return value
-    if value.dim() == 0:
-        return value
-    return DTensor.from_local(
-        value, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )

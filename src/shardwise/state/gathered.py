@@ -1,0 +1,61 @@
+"""Whole parameters for a moment: to read them, to generate text, to compute log-probabilities outside of a training step."""
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardwise._compat import gathered_parameters
+from shardwise.errors import UsageError
+from shardwise.parallel import Runtime, runtime_of
+
+__all__ = ["gathered"]
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module) -> Iterator[nn.Module]:
+    """Within: every parameter of ``model`` is whole on every rank, in the dtype that is computed in; read only. All ranks must
+    enter it, and leave it.
+
+    Args:
+        model: from ``parallelize``; it is what ``with`` gives.
+
+    Raises:
+        UsageError: when it ends, if a parameter was written: shards do not take over what is written to the whole.
+        RankError: a rank does not come.
+
+    Example:
+        >>> with gathered(model):  # doctest: +SKIP
+        ...     print(model.head.weight.shape)
+    """
+    runtime = runtime_of(model)
+    runtime.check_values()
+    runtime.world.agreement.sum({}, "gathered, before it is gathered")
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.unshard()
+    versions = {name: tensor._version for name, tensor in _whole(runtime).items()}
+    written: list[str] = []
+    try:
+        yield model
+        written = [name for name, tensor in _whole(runtime).items() if tensor._version != versions.get(name)]
+    finally:
+        for unit in units:
+            unit.reshard()
+    if written:
+        raise UsageError(
+            "a parameter that was written within sw.gathered(model)",
+            why="what is gathered is a copy: the shards of the ranks do not change with it",
+            fix="change shards outside of it, or load values with sw.load_full_state_dict(model, state)",
+            name=written[0],
+        )
+
+
+def _whole(runtime: Runtime) -> dict[str, Tensor]:
+    """Name -> the tensor that forward computes with now."""
+    found: dict[str, Tensor] = dict(runtime.parameters)
+    names = {id(param): name for name, param in runtime.parameters.items()}
+    for module in runtime.module.modules():
+        found |= {names[id(shard)]: tensor for tensor, shard in gathered_parameters(module)}
+    return found

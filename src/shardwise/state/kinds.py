@@ -1,0 +1,135 @@
+"""The three meanings of a state dict of a sharded model, in the words of ``torch.distributed.fsdp.StateDictType``."""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import StateDictType as TorchStateDictType
+from torch.distributed.tensor import DTensor
+
+from shardwise._compat import local_tensor
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.parallel import Runtime, runtime_of
+from shardwise.state.full import full_state_dict, load_full_state_dict
+from shardwise.state.report import LoadReport
+from shardwise.state.together import together
+
+__all__ = ["StateDictType", "load_state_dict", "state_dict"]
+
+TOPOLOGY = "_shardwise_topology"  # entry of a LOCAL state dict: what it belongs to
+
+
+class StateDictType(StrEnum):
+    """What a state dict holds.
+
+    FULL: whole tensors on rank 0's CPU, ``{}`` elsewhere; loads under any layout. SHARDED: on every rank, its shards as
+    DTensors that know their place, as ``model.state_dict()`` gives them; ``torch.distributed.checkpoint`` saves it, and
+    loads it under any layout. LOCAL: on every rank, its bare local tensors; loads under the same topology only.
+    """
+
+    FULL_STATE_DICT = "FULL_STATE_DICT"
+    SHARDED_STATE_DICT = "SHARDED_STATE_DICT"
+    LOCAL_STATE_DICT = "LOCAL_STATE_DICT"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "StateDictType":
+        known = ", ".join(kind.value for kind in cls)
+        raise ConfigError(f"state dict type {value!r}", why="there is no such type", fix=f"use one of {known}")
+
+    def to_torch(self) -> TorchStateDictType:
+        """torch's member of the same name."""
+        return TorchStateDictType[self.name]
+
+
+def state_dict(model: nn.Module, kind: str | StateDictType = StateDictType.SHARDED_STATE_DICT) -> dict[str, Any]:
+    """Parameters and persistent buffers of a sharded model, by canonical name. For FULL all ranks must call it.
+
+    SHARDED and LOCAL tensors share memory with the model. Tied names map to one tensor.
+    """
+    kind, runtime = StateDictType(kind), runtime_of(model)
+    if kind is StateDictType.FULL_STATE_DICT:
+        return full_state_dict(model)
+    runtime.check_values()
+    found: dict[str, Any] = {}
+    sharded = kind is StateDictType.SHARDED_STATE_DICT
+    for name, tensor in _tensors(runtime).items():
+        value = tensor.detach() if sharded else local_tensor(tensor).detach()
+        found.update(dict.fromkeys((name, *_aliases(runtime, name)), value))
+    if not sharded:
+        found[TOPOLOGY] = _topology(runtime)
+    return found
+
+
+def load_state_dict(
+    model: nn.Module,
+    state: Mapping[str, Any],
+    kind: str | StateDictType = StateDictType.SHARDED_STATE_DICT,
+) -> LoadReport:
+    """Loads what :func:`state_dict` of the same ``kind`` gave. All ranks must call it.
+
+    Raises:
+        CheckpointError: on every rank; names, shapes or dtypes that do not fit, or a topology that is not the one it was
+            taken under. Nothing has changed then.
+    """
+    kind, runtime = StateDictType(kind), runtime_of(model)
+    if kind is StateDictType.FULL_STATE_DICT:
+        return load_full_state_dict(model, state)
+    tensors = _tensors(runtime)
+    place = f"load_state_dict ({kind.value}), checking"
+    pairs = together(runtime.world, place, lambda: _pairs(runtime, tensors, state, kind))
+    with torch.no_grad():
+        for name, value in pairs.items():
+            local_tensor(tensors[name]).copy_(local_tensor(value))
+    num_bytes = sum(local_tensor(value).numel() * value.itemsize for value in pairs.values())
+    return LoadReport(place=f"a {kind.value}", num_tensors=len(pairs), num_bytes=num_bytes)
+
+
+def _tensors(runtime: Runtime) -> dict[str, Tensor]:
+    local = runtime.local_tensors()
+    buffers = {name: local[name] for name, buffer in runtime.recipe.buffers.items() if buffer.persistent}
+    return {**runtime.parameters, **buffers}
+
+
+def _aliases(runtime: Runtime, name: str) -> tuple[str, ...]:
+    return (runtime.recipe.params.get(name) or runtime.recipe.buffers[name]).aliases
+
+
+def _topology(runtime: Runtime) -> dict[str, Any]:
+    return {"layout": str(runtime.recipe.grid), "rank": runtime.world.rank, "recipe": runtime.recipe.fingerprint}
+
+
+def _pairs(
+    runtime: Runtime, tensors: Mapping[str, Tensor], state: Mapping[str, Any], kind: StateDictType
+) -> dict[str, Tensor]:
+    if kind is StateDictType.LOCAL_STATE_DICT:
+        here, there = _topology(runtime), state.get(TOPOLOGY)
+        if there != here:
+            raise CheckpointError(
+                f"a {kind.value} of {there}",
+                why=f"bare local tensors mean something under the topology they were taken under only; this is {here}",
+                fix="use FULL_STATE_DICT, SHARDED_STATE_DICT or sw.save_weights to change the layout",
+            )
+    known = {alias for name in tensors for alias in (name, *_aliases(runtime, name))}
+    strange = [name for name in state if name not in known and name != TOPOLOGY]
+    missing = [name for name in tensors if name not in state]
+    for names, why in ((missing, "it is missing"), (strange, "the model has no such tensor")):
+        if names:
+            raise CheckpointError(f"a {kind.value}", why=why, fix="use the state of the same model", name=names[0])
+    pairs: dict[str, Tensor] = {name: state[name] for name in tensors}
+    for name, value in pairs.items():
+        own = local_tensor(tensors[name]) if kind is StateDictType.LOCAL_STATE_DICT else tensors[name]
+        if _described(value) != _described(own):
+            raise CheckpointError(
+                f"{_described(value)}",
+                why=f"this model has {_described(own)}",
+                fix="load a SHARDED_STATE_DICT of another layout with torch.distributed.checkpoint, or use FULL_STATE_DICT",
+                name=name,
+            )
+    return pairs
+
+
+def _described(tensor: Tensor) -> str:
+    cut = f", cut {tensor.placements} over {tuple(tensor.device_mesh.shape)}" if isinstance(tensor, DTensor) else ""
+    return f"{tensor.dtype} of shape {list(tensor.shape)}, {list(local_tensor(tensor).shape)} here{cut}"

@@ -1,0 +1,278 @@
+"""The whole state of an optimizer on rank 0, and back: keyed by canonical names, never by order.
+
+The form is that of torch's ``get_optimizer_state_dict``: ``{"state": {name: {key: value}}, "param_groups": [{"params":
+[name, ...], "lr": ...}]}``. What is shaped like the parameter is cut like it; everything else (step counts) is the same on
+every rank.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise._compat import local_tensor
+from shardwise.errors import CheckpointError, UnsupportedError, UsageError
+from shardwise.parallel import Runtime, runtime_of
+from shardwise.parallel.tensors import like_parameter
+from shardwise.parallel.values import scatter_values
+from shardwise.state.full import gather_tensor
+from shardwise.state.report import shortened
+from shardwise.state.together import together
+
+__all__ = ["full_optimizer_state_dict", "load_full_optimizer_state_dict"]
+
+_SAVED_BY_OTHERS = frozenset({"initial_lr"})  # what a scheduler adds to groups
+
+
+def full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
+    """Everything that ``optim`` keeps, whole, on rank 0's CPU; ``{}`` on the other ranks. All ranks must call it.
+
+    Args:
+        model: from ``parallelize``.
+        optim: built from its parameters; as it is or from :func:`~shardwise.local_optimizer`.
+
+    Raises:
+        UsageError: the optimizer holds a parameter that is not the model's.
+        UnsupportedError: state that is neither shaped like its parameter nor the same on every rank (Adafactor's rows and
+            columns), of a parameter that is cut.
+        RankError: a rank does not come.
+    """
+    runtime = runtime_of(model)
+    names = _names(runtime, optim)
+    kinds = together(
+        runtime.world,
+        "full_optimizer_state_dict, before it is gathered",
+        lambda: {name: _kinds(runtime, name, optim.state.get(runtime.parameters[name], {})) for name in names},
+        same=repr,
+        differ=UsageError(
+            "optimizers that keep different state on different ranks",
+            why="some parameter was stepped on one rank and not on another",
+            fix="let every rank make the same steps",
+        ),
+    )
+    found: dict[str, dict[str, Any]] = {}
+    for name, keys in kinds.items():
+        values = {}
+        for key, is_cut in keys.items():
+            value = optim.state[runtime.parameters[name]][key]
+            if is_cut:
+                values[key] = gather_tensor(runtime, name, local_tensor(value).detach())
+            else:
+                values[key] = local_tensor(value).detach().cpu().clone() if isinstance(value, Tensor) else value
+        if values:
+            found[name] = values
+    if not runtime.world.is_main:
+        return {}
+    return {"state": found, "param_groups": [_settings(runtime, group, names) for group in optim.param_groups]}
+
+
+def load_full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Gives ``optim`` rank 0's whole ``state``, cut as the model is. All ranks must call it; what the others give is not read.
+
+    The optimizer may be fresh: what it will keep is made here, not filled into what it happens to have. Its groups take
+    the settings (learning rate and so on) of the groups that their parameters were in.
+
+    Args:
+        model: from ``parallelize``.
+        optim: built from its parameters.
+        state: as :func:`full_optimizer_state_dict` gives it, under any layout, or torch's ``get_optimizer_state_dict`` with
+            ``full_state_dict=True``.
+
+    Raises:
+        CheckpointError: on every rank; state of other parameters, shapes or another optimizer. Nothing has changed then.
+        UsageError: the optimizer holds a parameter that is not the model's.
+    """
+    runtime = runtime_of(model)
+    world, names = runtime.world, _names(runtime, optim)
+    place = "load_full_optimizer_state_dict, matching names"
+    told = together(world, place, lambda: _told(runtime, optim, names, state), on_main=True)
+    told, settings = world.broadcast(told)
+    made: dict[str, dict[str, Any]] = {name: dict(values) for name, values in told.items()}
+    cut = {key for values in told.values() for key, value in values.items() if isinstance(value, torch.dtype)}
+    for key in sorted(cut):
+        local = {
+            name: torch.empty_like(runtime.local_tensors_of(name), dtype=values[key])
+            for name, values in told.items()
+            if isinstance(values.get(key), torch.dtype)
+        }
+        scatter_values(runtime, _Column(runtime, state, key) if world.is_main else {}, local)
+        for name, tensor in local.items():
+            made[name][key] = tensor
+    optim.state.clear()
+    for name, values in made.items():
+        param = runtime.parameters[name]
+        group = next(group for group in optim.param_groups if any(other is param for other in group["params"]))
+        optim.state[param] = {key: _placed(key, value, param, group) for key, value in values.items()}
+    for group, wanted in zip(optim.param_groups, settings, strict=True):
+        group.update(wanted)
+
+
+class _Column(Mapping[str, Tensor]):
+    """One key of rank 0's state, over all parameters."""
+
+    def __init__(self, runtime: Runtime, state: Mapping[str, Any], key: str):
+        self.values_of = _by_canonical_name(runtime, state["state"])
+        self.key = key
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.values_of[name][self.key]
+
+    def __iter__(self) -> Any:
+        return iter(self.values_of)
+
+    def __len__(self) -> int:
+        return len(self.values_of)
+
+
+def _names(runtime: Runtime, optim: torch.optim.Optimizer) -> list[str]:
+    """Canonical names of the optimizer's parameters, in the model's order."""
+    known = {id(param): name for name, param in runtime.parameters.items()}
+    held = [(number, param) for number, group in enumerate(optim.param_groups) for param in group["params"]]
+    for number, param in held:
+        if id(param) not in known:
+            raise UsageError(
+                f"{type(optim).__name__} with a parameter of shape {list(param.shape)} in group {number}",
+                why="it is not one of the model's: the optimizer was built before parallelize, or of two models",
+                fix="build the optimizer from model.parameters() after parallelize",
+            )
+    mine = {known[id(param)] for _, param in held}
+    return [name for name in runtime.recipe.params if name in mine]
+
+
+def _kinds(runtime: Runtime, name: str, values: Mapping[str, Any]) -> dict[str, bool]:
+    """Key -> whether the value is cut as the parameter is."""
+    shape = runtime.local_tensors_of(name).shape
+    param = runtime.recipe.params[name]
+    found = {}
+    for key, value in values.items():
+        alike = isinstance(value, Tensor) and local_tensor(value).shape == shape and len(param.shape) > 0
+        if isinstance(value, Tensor) and not alike and value.dim() and param.cuts:
+            raise UnsupportedError(
+                f"optimizer state {key!r} of shape {list(value.shape)}, of a parameter of shape {list(param.shape)}",
+                why="it is not shaped like the parameter, so which part of it belongs to which rank is not known",
+                fix="use an optimizer that keeps a value for each element (AdamW, SGD), or whole copies: dp_replicate",
+                name=name,
+            )
+        found[key] = alike
+    return found
+
+
+def _settings(runtime: Runtime, group: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    members = {id(param) for param in group["params"]}
+    mine = [name for name in names if id(runtime.parameters[name]) in members]
+    rest = {key: _on_cpu(value) for key, value in group.items() if key != "params"}
+    return {"params": mine, **rest}
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+
+
+def _placed(key: str, value: Any, param: nn.Parameter, group: Mapping[str, Any]) -> Any:
+    """State as the optimizer keeps it: cut values like the parameter, step counts where its kernel looks for them."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.dim() == 0 and not (param.dim() == 0 and key != "step"):
+        on_device = group.get("fused") or group.get("capturable")
+        return value.to(local_tensor(param).device) if on_device else value.clone()
+    return like_parameter(value.to(local_tensor(param).device), param)
+
+
+# ---- what fits --------------------------------------------------------------------------------------------------
+
+
+def _told(
+    runtime: Runtime, optim: torch.optim.Optimizer, names: list[str], state: Mapping[str, Any]
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """On rank 0: name -> key -> the value, or the dtype of one that is cut; and the settings of each group."""
+    if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping) or "param_groups" not in state:
+        raise CheckpointError(
+            "an optimizer state without 'state' and 'param_groups'",
+            why="it is not what full_optimizer_state_dict gave",
+            fix="pass that, or torch's get_optimizer_state_dict(..., full_state_dict=True)",
+        )
+    if any(isinstance(name, int) for name in state["state"]):
+        raise CheckpointError(
+            "an optimizer state that is keyed by number",
+            why="numbers follow the order in which parameters were given, which another layout or another order of "
+            "groups changes without a word",
+            fix="save sw.full_optimizer_state_dict(model, optim), which is keyed by name",
+        )
+    stored = _by_canonical_name(runtime, state["state"])
+    strange = [name for name in stored if name not in names]
+    if strange:
+        raise CheckpointError(
+            "optimizer state of parameters that this optimizer does not have",
+            why=f"it names {len(strange)} others: {shortened(strange)}",
+            fix="build the optimizer from the same parameters as when it was saved",
+            name=strange[0],
+        )
+    told = {name: _values_of(runtime, name, stored[name]) for name in names if name in stored}
+    return told, [
+        _group_settings(runtime, optim, number, state["param_groups"]) for number in range(len(optim.param_groups))
+    ]
+
+
+def _by_canonical_name(runtime: Runtime, stored: Mapping[str, Any]) -> dict[str, Any]:
+    homes = {alias: name for name, param in runtime.recipe.params.items() for alias in param.aliases}
+    return {homes.get(name, name): values for name, values in stored.items()}
+
+
+def _values_of(runtime: Runtime, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    shape = runtime.recipe.params[name].shape
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            found[key] = value
+        elif tuple(value.shape) == shape:
+            found[key] = value.dtype
+        else:
+            raise CheckpointError(
+                f"optimizer state {key!r} of shape {list(value.shape)}",
+                why=f"the parameter has {list(shape)}",
+                fix="use the state that was saved with this model",
+                name=name,
+            )
+    return found
+
+
+def _group_settings(
+    runtime: Runtime, optim: torch.optim.Optimizer, number: int, saved: Iterable[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The settings that one group of ``optim`` takes over: those of the saved groups its parameters were in."""
+    group = optim.param_groups[number]
+    members = {id(param) for param in group["params"]}
+    names = [name for name, param in runtime.parameters.items() if id(param) in members]
+    homes = {alias: name for name, param in runtime.recipe.params.items() for alias in (name, *param.aliases)}
+    found: list[dict[str, Any]] = []
+    placed: set[str] = set()
+    for other in saved:
+        theirs = {homes.get(name, name) for name in other["params"]}
+        if theirs & set(names):
+            placed |= theirs
+            found.append({key: value for key, value in other.items() if key not in ("params", "param_names")})
+    lost = [name for name in names if name not in placed]
+    if lost:
+        raise CheckpointError(
+            f"an optimizer state without {len(lost)} parameters of group {number}: {shortened(lost)}",
+            why="no saved group holds them, so their settings are not known",
+            fix="build the optimizer from the same parameters as when it was saved",
+            name=lost[0],
+        )
+    if any(repr(other) != repr(found[0]) for other in found):
+        raise CheckpointError(
+            f"group {number} of {type(optim).__name__}",
+            why="its parameters were in groups with different settings when the state was saved",
+            fix="make the same groups as then",
+            name=names[0],
+        )
+    wanted = found[0] if found else {}
+    differ = (set(group) - {"params", "param_names"}) ^ set(wanted)
+    if found and differ - _SAVED_BY_OTHERS:
+        raise CheckpointError(
+            f"an optimizer state with other settings than {type(optim).__name__} has: {shortened(sorted(differ))}",
+            why="it was saved by another optimizer, whose state means something else",
+            fix="build the optimizer that it was saved from",
+        )
+    return wanted

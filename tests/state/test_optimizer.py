@@ -1,0 +1,304 @@
+"""Optimizer state whole and back, by name, from any layout into any other; bare shards under their own topology only."""
+
+import pytest
+import torch
+from torch import nn
+from zoo import VOCAB, ConvNet, Odd
+
+import shardwise as sw
+
+LAYOUTS = {
+    "one": ("dp_shard=1", 1),
+    "ddp-2": ("dp_replicate=2", 2),
+    "fsdp-2": ("dp_shard=2", 2),
+    "fsdp-4": ("dp_shard=4", 4),
+    "hsdp": ("dp_replicate=2,dp_shard=2", 4),
+}
+EVERY = sw.Sharding(min_unit_bytes=0)
+OPTIMIZERS = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=0.01),
+}
+
+
+def build(name, dtype=None):
+    torch.manual_seed(0)
+    return {"odd": Odd, "conv": ConvNet}[name]().to(dtype or torch.float64)
+
+
+def groups(model, lr=0.01):
+    """Two groups, so that settings have to find their way."""
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    return [
+        {"params": [param for name, param in named if "bias" not in name], "lr": lr},
+        {"params": [param for name, param in named if "bias" in name], "lr": lr / 2},
+    ]
+
+
+def steps(name, model, optim, world, numbers):
+    generator = torch.Generator()
+    loss = None
+    for number in numbers:
+        generator.manual_seed(number * 10 + world.axis("dp").rank)
+        if name == "odd":
+            x = torch.randint(0, VOCAB, (2, 5), generator=generator)
+        else:
+            x = torch.randn(2, 3, 8, 8, generator=generator, dtype=torch.float64)
+        loss = model(x).square().sum()
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+    return loss
+
+
+def fresh(name, layout, kind, local=False):
+    world = sw.init(layout, device="cpu")
+    model = sw.parallelize(build(name), world, sharding=EVERY)
+    optim = OPTIMIZERS[kind](groups(model))
+    return world, model, sw.local_optimizer(optim) if local else optim
+
+
+def train(name, layout, kind, numbers, state=None, local=False, offload=False):
+    world, model, optim = fresh(name, layout, kind, local)
+    with world:
+        if state is not None:
+            weights, moments = state if world.is_main else ({}, {})
+            sw.load_full_state_dict(model, weights)
+            sw.load_full_optimizer_state_dict(model, optim, moments)
+        steps(name, model, optim, world, numbers)
+        return sw.full_state_dict(model), sw.full_optimizer_state_dict(model, optim)
+
+
+def equal(a, b):
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
+    return a == b
+
+
+@pytest.mark.parametrize("name", ["odd", "conv"])
+@pytest.mark.parametrize("first", LAYOUTS)
+def test_state_goes_from_any_layout_to_any_other_to_the_last_bit(ranks, name, first):
+    layout, num_ranks = LAYOUTS[first]
+    saved, *others = ranks.run(train, num_ranks, name, layout, "adamw", (1, 2))
+    assert all(other == ({}, {}) for other in others)
+    moments = saved[1]["state"]
+    assert len(moments) > 5 and all(set(values) == {"step", "exp_avg", "exp_avg_sq"} for values in moments.values())
+    assert all(float(values["exp_avg_sq"].abs().sum()) > 0 for values in moments.values() if float(values["step"]) > 1)
+    for layout, num_ranks in LAYOUTS.values():
+        again = ranks.run(train, num_ranks, name, layout, "adamw", (), saved)[0]
+        assert equal(saved, again)
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("layout", ["ddp-2", "fsdp-2", "hsdp"])
+def test_a_fresh_optimizer_goes_on_exactly_where_the_other_stood(ranks, layout, kind, local):
+    text, num_ranks = LAYOUTS[layout]
+    whole = ranks.run(train, num_ranks, "conv", text, kind, (1, 2, 3), None, local)[0]
+    half = ranks.run(train, num_ranks, "conv", text, kind, (1, 2), None, local)[0]
+    rest = ranks.run(train, num_ranks, "conv", text, kind, (3,), half, local)[0]
+    assert equal(whole, rest)
+
+
+def settings(name, layout, state):
+    world, model, optim = fresh(name, layout, "adamw")
+    with world:
+        before = [{key: value for key, value in group.items() if key != "params"} for group in optim.param_groups]
+        sw.load_full_optimizer_state_dict(model, optim, state if world.is_main else {})
+        return before, [{k: v for k, v in group.items() if k != "params"} for group in optim.param_groups]
+
+
+def test_groups_take_their_settings_by_the_names_in_them(ranks):
+    saved = ranks.run(train, 2, "conv", "dp_shard=2", "adamw", (1,))[0][1]
+    for group, lr in zip(saved["param_groups"], (0.5, 0.25), strict=True):
+        group["lr"] = lr
+    saved["param_groups"].reverse()
+    for before, after in ranks.run(settings, 2, "conv", "dp_shard=2", saved):
+        assert [group["lr"] for group in before] == [0.01, 0.005]
+        assert [group["lr"] for group in after] == [0.5, 0.25]
+
+
+def refuse(name, layout, how):
+    world, model, optim = fresh(name, layout, "adamw")
+    with world:
+        steps(name, model, optim, world, (1,))
+        state = sw.full_optimizer_state_dict(model, optim)
+        before = {id(p): {k: v.clone() for k, v in s.items()} for p, s in optim.state.items()}
+        if world.is_main:
+            first = next(n for n, values in state["state"].items() if values["exp_avg"].dim() == 2 or name == "conv")
+            if how == "numbers":
+                state = {**state, "state": dict(enumerate(state["state"].values()))}
+            if how == "stranger":
+                state["state"]["nobody"] = state["state"].pop(first)
+            if how == "shape":
+                state["state"][first]["exp_avg"] = torch.zeros(3, 3, 3)
+            if how == "sgd":
+                for group in state["param_groups"]:
+                    del group["betas"]
+            if how == "groups":
+                state["param_groups"][0]["params"].remove(first)
+            if how == "mixed":
+                state["param_groups"][0]["params"].remove(first)
+                state["param_groups"][1]["params"].append(first)
+            if how == "form":
+                state = {"nothing": 1}
+        try:
+            sw.load_full_optimizer_state_dict(model, optim, state)
+        except sw.ShardwiseError as error:
+            after = optim.state
+            same = all(
+                all(torch.equal(_local(v), _local(before[id(p)][k])) for k, v in s.items()) for p, s in after.items()
+            )
+            return type(error).__name__, str(error), same
+        return None
+
+
+def _local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("numbers", "keyed by number"),
+        ("stranger", "nobody"),
+        ("shape", "[3, 3, 3]"),
+        ("sgd", "saved by another optimizer"),
+        ("groups", "no saved group holds them"),
+        ("mixed", "groups with different settings"),
+        ("form", "full_optimizer_state_dict"),
+    ],
+)
+def test_state_that_does_not_fit_is_refused_on_every_rank_and_changes_nothing(ranks, how, text):
+    answers = ranks.run(refuse, 2, "conv", "dp_shard=2", how)
+    assert answers[0] == answers[1]
+    kind, message, same = answers[0]
+    assert kind == "CheckpointError" and text in message and same
+
+
+def others_parameters():
+    with sw.init("dp_shard=2", device="cpu") as world:
+        model = sw.parallelize(build("conv"), world)
+        optim = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+        with pytest.raises(sw.UsageError, match="not one of the model's"):
+            sw.full_optimizer_state_dict(model, optim)
+        with pytest.raises(sw.UsageError, match="not one of the model's"):
+            sw.load_full_optimizer_state_dict(model, optim, {})
+        return True
+
+
+def test_an_optimizer_of_other_parameters_is_refused(ranks):
+    assert ranks.run(others_parameters, 2) == [True, True]
+
+
+def factored():
+    with sw.init("dp_shard=2", device="cpu") as world:
+        model = sw.parallelize(build("conv"), world)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        name, param = next((n, p) for n, p in model.named_parameters() if p.dim() > 1)
+        optim.state[param]["row"] = torch.zeros(7)
+        try:
+            sw.full_optimizer_state_dict(model, optim)
+        except sw.UnsupportedError as error:
+            return error.name == name and "row" in error.given
+        return False
+
+
+def test_state_that_is_not_shaped_like_its_parameter_is_refused_by_name(ranks):
+    assert ranks.run(factored, 2) == [True, True]
+
+
+def from_torch(layout):
+    """What stock torch saves of a model that it sharded itself is taken as it is."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    world, model, optim = fresh("conv", layout, "adamw")
+    with world:
+        steps("conv", model, optim, world, (1,))
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        theirs = get_optimizer_state_dict(model, optim, options=options)
+        ours = sw.full_optimizer_state_dict(model, optim)
+        again = OPTIMIZERS["adamw"](groups(model))
+        sw.load_full_optimizer_state_dict(model, again, theirs)
+        return ours, sw.full_optimizer_state_dict(model, again)
+
+
+def test_the_form_is_that_of_torch(ranks):
+    ours, again = ranks.run(from_torch, 2, "dp_shard=2")[0]
+    assert equal(ours["state"], again["state"])
+
+
+# ---- whole for a moment ----------------------------------------------------------------------------------------------
+
+
+def read_whole(layout, write):
+    with sw.init(layout, device="cpu") as world:
+        model = sw.parallelize(build("odd"), world, sharding=EVERY)
+        before = {name: param.shape for name, param in model.named_parameters()}
+        try:
+            with sw.gathered(model) as same:
+                assert same is model
+                values = {name: param.detach().clone() for name, param in model.named_parameters()}
+                if write:
+                    with torch.no_grad():
+                        model.frozen.weight += 1
+        except sw.UsageError as error:
+            return error.name
+        assert before == {name: param.shape for name, param in model.named_parameters()}
+        out = model(torch.ones(2, 3, dtype=torch.long))
+        return values, out.detach()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gathered_parameters_are_whole_on_every_rank_and_shards_again_afterwards(ranks, layout):
+    text, num_ranks = LAYOUTS[layout]
+    plain = build("odd")
+    for values, out in ranks.run(read_whole, num_ranks, text, False):
+        assert equal(values, {name: param.detach() for name, param in plain.named_parameters()})
+        assert torch.equal(out, plain(torch.ones(2, 3, dtype=torch.long)))
+    assert ranks.run(read_whole, num_ranks, text, True) == ["frozen.weight"] * num_ranks
+
+
+# ---- FULL, SHARDED and LOCAL ------------------------------------------------------------------------------------------
+
+
+def by_kind(layout, kind, state):
+    with sw.init(layout, device="cpu") as world:
+        model = sw.parallelize(build("odd"), world, sharding=EVERY)
+        found = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in sw.state_dict(model, kind).items()}
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        if state is not None and kind == "LOCAL_STATE_DICT":
+            found = state[world.rank % len(state)]
+        try:
+            report = sw.load_state_dict(model, found, kind)
+        except sw.CheckpointError as error:
+            return str(error)
+        return report.num_tensors, sw.full_state_dict(model), found if kind == "LOCAL_STATE_DICT" else None
+
+
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_kind_of_state_dict_comes_back_to_the_last_bit(ranks, layout, kind):
+    text, num_ranks = LAYOUTS[layout]
+    assert equal(ranks.run(by_kind, num_ranks, text, kind, None)[0][1], dict(build("odd").state_dict()))
+
+
+def test_bare_local_tensors_are_refused_under_another_topology_and_the_error_says_why(ranks):
+    state = [answer[2] for answer in ranks.run(by_kind, 2, "dp_shard=2", "LOCAL_STATE_DICT", None)]
+    for told in ranks.run(by_kind, 4, "dp_shard=4", "LOCAL_STATE_DICT", state):
+        assert "dp_shard=2" in told and "dp_shard=4" in told and "the topology they were taken under only" in told
+
+
+def test_the_kinds_are_torchs_and_another_word_is_refused():
+    from torch.distributed.fsdp import StateDictType
+
+    assert [kind.to_torch() for kind in sw.StateDictType] == list(StateDictType)
+    with pytest.raises(sw.ConfigError, match="there is no such type"):
+        sw.StateDictType("HALF")
