@@ -59,13 +59,13 @@ def local_norm() -> Any:
 
 def mean_of_means() -> Any:
     """Each rank divides by its own tokens, and the ranks are averaged."""
-    count = shardwise.train.window._agree_on_count
+    count = shardwise.train.window.agree_on_count
 
     def own(runtime: Any, batches: Any, counter: Any, **kwargs: Any) -> float:
         count(runtime, batches, counter, **kwargs)
         return float(sum(counter(batch) for batch in batches)) * runtime.world.size
 
-    return mock.patch.object(shardwise.train.window, "_agree_on_count", own)
+    return mock.patch.object(shardwise.train.window, "agree_on_count", own)
 
 
 def stale_buffer() -> Any:

@@ -1,8 +1,6 @@
 """The only file that touches private names of torch; each with what it is for, checked against torch 2.13."""
 
 import contextlib
-import copy
-import dataclasses
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -45,10 +43,8 @@ __all__ = [
     "is_taken_apart",
     "is_unscaled",
     "lazy_chunks",
-    "leaves_of",
     "local_tensor",
     "looked_at_on_meta",
-    "map_leaves",
     "materialise",
     "memory_budget",
     "num_hooks",
@@ -266,41 +262,6 @@ def materialise(module: nn.Module, device: torch.device, *, cut: torch.device) -
         return torch.empty_like(tensor, device=cut if isinstance(tensor, DTensor) else device)
 
     module._apply(make)
-
-
-def map_leaves(call: Callable[[Any], Any], value: Any) -> Any:
-    """torch's ``tree_map`` that also looks into dataclasses, as FSDP2 does: one that would change is copied."""
-    leaves, spec = tree_flatten(value)
-    return tree_unflatten([_map_leaf(call, leaf) for leaf in leaves], spec)
-
-
-def leaves_of(value: Any) -> list[Any]:
-    """What :func:`map_leaves` would call, in order."""
-    found: list[Any] = []
-
-    def note(leaf: Any) -> Any:
-        found.append(leaf)
-        return leaf
-
-    map_leaves(note, value)
-    return found
-
-
-def _map_leaf(call: Callable[[Any], Any], leaf: Any) -> Any:
-    if isinstance(leaf, Tensor | type) or not dataclasses.is_dataclass(leaf):
-        return call(leaf)
-    changed = {}
-    for field in dataclasses.fields(leaf):
-        old = getattr(leaf, field.name, None)
-        new = map_leaves(call, old)
-        if any(a is not b for a, b in zip(tree_flatten(old)[0], tree_flatten(new)[0], strict=True)):
-            changed[field.name] = new
-    if not changed:
-        return leaf
-    leaf = copy.copy(leaf)  # and not dataclasses.replace, which would run __init__ again
-    for name, new in changed.items():
-        object.__setattr__(leaf, name, new)  # also of a frozen one
-    return leaf
 
 
 def cast_floating(module: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise._compat import is_accumulated, leaves_of, map_leaves
+from shardwise._compat import is_accumulated
 from shardwise.errors import UsageError
+from shardwise.parallel.trees import leaves_of, map_leaves
 
 __all__ = ["anchor_inputs", "before_accumulation", "mark_used", "refuse_ungathered", "whole_outputs"]
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardwise._compat import leaves_of, map_leaves
 from shardwise.anatomy import canonical_modules, dtype_of
+from shardwise.parallel.trees import leaves_of, map_leaves
 from shardwise.recipe import Edit, Recipe
 from shardwise.world import World
 

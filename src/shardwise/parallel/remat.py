@@ -26,14 +26,14 @@ from shardwise._compat import (
     StopRecomputation,
     checkpointed,
     function_modes,
-    leaves_of,
     tree_flatten,
     tree_unflatten,
-    unseen,
 )
 from shardwise.anatomy import canonical_modules
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
+from shardwise.parallel.alike import are_alike, digest_of_result
 from shardwise.parallel.operators import keep_policy
+from shardwise.parallel.trees import leaves_of
 from shardwise.recipe import Edit
 from shardwise.world import World, is_generator, snapshot
 
@@ -165,7 +165,7 @@ class _Runs:
             before = _values_before(self.state)
             output = run(*args, **kwargs)
             self.buffers = _written(self.state, before)
-            self.digest = _digest(output) if self.is_checked else []
+            self.digest = digest_of_result(output) if self.is_checked else []
             return output
         with _python_numbers(*self.numbers), _buffers_as(self.buffers), contextlib.ExitStack() as modes:
             for generator, put_back in self.generators:
@@ -177,7 +177,7 @@ class _Runs:
                     modes.enter_context(mode)
             try:
                 output = run(*args, **kwargs)
-                if self.is_checked and not _equal(self.digest, _digest(output)):
+                if self.is_checked and not are_alike(self.digest, digest_of_result(output)):
                     raise RuntimeError("the two runs gave different results")
                 return output
             except (torch.OutOfMemoryError, ShardwiseError, StopRecomputation):
@@ -193,32 +193,6 @@ def _generators(module: nn.Module, leaves: Sequence[Any]) -> list[Any]:
     """Random generators that the block's modules keep as attributes, or that it is given."""
     kept = [value for child in module.modules() for value in child.__dict__.values()]
     return list({id(value): value for value in (*kept, *leaves_of(leaves)) if is_generator(value)}.values())
-
-
-def _digest(output: Any) -> list[Tensor]:
-    """Of each floating tensor of a block's result its sum, its sum of squares, and by how much (relative to its norm) kernels may
-    differ that add in no fixed order: what tells two runs apart without keeping the result. A mask drawn anew moves the sum
-    by about its share of the norm, however large the rest is."""
-    found = [t.detach() for t in leaves_of(output) if isinstance(t, Tensor) and t.is_floating_point()]
-    with unseen():  # selective keeps count of the operators of both runs
-        return [
-            torch.stack([t.sum(dtype=torch.float64), t.double().square().sum(), _tolerance(t)])
-            for t in found
-            if t.numel()
-        ]
-
-
-def _tolerance(tensor: Tensor) -> Tensor:
-    size = min(1e-2, 1e3 * torch.finfo(tensor.dtype).eps)
-    return torch.full((), size, dtype=torch.float64, device=tensor.device)
-
-
-def _equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
-    with unseen():
-        return len(first) == len(second) and all(
-            not bool(a.isfinite().all()) or bool(((a - b)[:2].abs() <= a[2] * torch.stack([a[1].sqrt(), a[1]])).all())
-            for a, b in zip(first, second, strict=True)
-        )
 
 
 @contextlib.contextmanager

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise._compat import leaves_of
 from shardwise.errors import CheckpointError, ShardwiseError, UnsupportedError, UsageError
 from shardwise.parallel import Runtime
+from shardwise.parallel.trees import leaves_of
 
 __all__ = [
     "explain_no_gradient",

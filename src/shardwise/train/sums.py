@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise._compat import map_leaves
 from shardwise.errors import ConfigError, RankError, ShardwiseError
 from shardwise.parallel import Runtime
+from shardwise.parallel.trees import map_leaves
 from shardwise.train.batch import MicroBatch
 from shardwise.train.loss import Batch, Loss, as_sums
 

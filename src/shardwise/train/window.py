@@ -12,30 +12,28 @@ them at its end, as in one process. An exception on the way restores the module:
 """
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import ConfigError, RankError, ShardwiseError, UsageError
+from shardwise.errors import ShardwiseError, UsageError
 from shardwise.launch.failure import is_lost_peer
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.unsummed import note_unsummed, refuse_unsummed
 from shardwise.train.batch import MicroBatch
+from shardwise.train.count import agree_on_count
 from shardwise.train.exchange import Exchange, buffer_versions
 from shardwise.train.kept import KeptGradients, clone_buffers, restore_buffers
 from shardwise.train.loss import Batch, as_micro_batches, count_of
-from shardwise.train.refuse import explain_no_gradient, refuse_gradless
+from shardwise.train.refuse import explain_no_gradient
 from shardwise.train.written import WrittenParameters
 from shardwise.world.rng import derive_seed, forked_streams
 
 T = TypeVar("T")
 
 __all__ = ["Window", "accumulate", "count_tokens", "window"]
-
-_FIX_LENGTH = "give every rank the same number of micro-batches per window: sw.Loader pads with flagged copies"
 
 
 class Window:
@@ -79,7 +77,7 @@ class Window:
             )
         runtime.check_unchanged()
         refuse_unsummed(runtime, "a window")
-        self.num_valid = _agree_on_count(runtime, self.batches, self._count, trains=self._trains)
+        self.num_valid = agree_on_count(runtime, self.batches, self._count, trains=self._trains)
         runtime.engine.begin()
         runtime.in_window = True
         self._kept_gradients = KeptGradients(runtime)
@@ -220,55 +218,7 @@ def count_tokens(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None
     Raises:
         RankError, UsageError, ConfigError: as :func:`window` says.
     """
-    return _agree_on_count(runtime_of(model), as_micro_batches(batches), count_of(loss, count), trains=False)
-
-
-def _agree_on_count(
-    runtime: Runtime, batches: list[Batch], counter: Callable[[Batch], Any], *, trains: bool
-) -> int | float:
-    tokens, problem = 0, None
-    try:
-        if trains:
-            refuse_gradless(runtime)
-        if not batches:
-            raise UsageError("an empty window", why="a step needs at least one micro-batch", fix=_FIX_LENGTH)
-        # Summed as tensors: one wait for the device instead of one per micro-batch. In float64: a count may be a sum of
-        # weights, and the layout must not show in it.
-        tokens = sum(torch.as_tensor(counter(b)).double() for b in batches if not getattr(b, "padding", False))
-    except ShardwiseError as error:
-        problem = error
-    place = f"window {runtime.step + 1}, before forward"
-    sums = runtime.world.agreement.sum(
-        {
-            "tokens": tokens,
-            "length": float(len(batches)),
-            "length2": float(len(batches) ** 2),
-            "problem": float(problem is not None),
-        },
-        place,
-    )
-    _refuse_problem(runtime, sums, problem, place)
-    if runtime.world.size * sums["length2"] != sums["length"] ** 2:
-        raise _lengths_differ(runtime, len(batches), place)
-    total = float(sums["tokens"])
-    if not math.isfinite(total) or total < 0:
-        raise ConfigError(
-            f"a window of {total:g} tokens",
-            why="count(batch) is what a sum of the loss runs over: a number, 0 or more",
-            fix="look at what count= returns",
-        )
-    return int(total) if total.is_integer() else total
-
-
-def _lengths_differ(runtime: Runtime, length: int, place: str) -> RankError:
-    lengths = runtime.world.agreement.gather(length, place)
-    usual = max(set(lengths), key=lengths.count)
-    return RankError(
-        f"micro-batches per rank: {lengths}",
-        why="every rank must run as many forwards as the others, or they wait for each other in vain",
-        fix=_FIX_LENGTH,
-        ranks=tuple(rank for rank, length in enumerate(lengths) if length != usual),
-    )
+    return agree_on_count(runtime_of(model), as_micro_batches(batches), count_of(loss, count), trains=False)
 
 
 @contextlib.contextmanager
@@ -288,19 +238,3 @@ def accumulate(model: nn.Module, *, is_last: bool) -> Iterator[None]:
     else:
         engine.set_sync(None)
         note_unsummed(runtime)
-
-
-def _refuse_problem(runtime: Runtime, sums: Mapping[str, Tensor], problem: ShardwiseError | None, place: str) -> None:
-    """A rank that cannot go on raises its own error; the others name it, instead of waiting for it."""
-    if not float(sums["problem"]):
-        return
-    texts = runtime.world.agreement.gather(str(problem) if problem else None, place)
-    if problem is not None:
-        raise problem
-    ranks = tuple(rank for rank, text in enumerate(texts) if text)
-    raise RankError(
-        f"rank {', '.join(map(str, ranks))} could not start {place}",
-        why=str(texts[ranks[0]]).splitlines()[0],
-        fix="see the error of that rank",
-        ranks=ranks,
-    )

@@ -1,0 +1,88 @@
+"""The first exchange of a window: how many tokens all ranks and micro-batches have, and whether every rank can begin."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import ConfigError, RankError, ShardwiseError, UsageError
+from shardwise.parallel import Runtime
+from shardwise.train.loss import Batch
+from shardwise.train.refuse import refuse_gradless
+
+__all__ = ["agree_on_count"]
+
+_FIX_LENGTH = "give every rank the same number of micro-batches per window: sw.Loader pads with flagged copies"
+
+
+def agree_on_count(
+    runtime: Runtime, batches: list[Batch], counter: Callable[[Batch], Any], *, trains: bool
+) -> int | float:
+    """Valid tokens of this window over all ranks. All ranks must call it; with ``trains``, what can have no gradient is told too.
+
+    Raises:
+        RankError: ranks came with different numbers of micro-batches, or one of them could not begin.
+        UsageError: an empty window, a model or mode without a gradient.
+        ConfigError: nothing says how many tokens a batch has, or it is no number.
+    """
+    tokens, problem = 0, None
+    try:
+        if trains:
+            refuse_gradless(runtime)
+        if not batches:
+            raise UsageError("an empty window", why="a step needs at least one micro-batch", fix=_FIX_LENGTH)
+        # Summed as tensors: one wait for the device instead of one per micro-batch. In float64: a count may be a sum of
+        # weights, and the layout must not show in it.
+        tokens = sum(torch.as_tensor(counter(b)).double() for b in batches if not getattr(b, "padding", False))
+    except ShardwiseError as error:
+        problem = error
+    place = f"window {runtime.step + 1}, before forward"
+    sums = runtime.world.agreement.sum(
+        {
+            "tokens": tokens,
+            "length": float(len(batches)),
+            "length2": float(len(batches) ** 2),
+            "problem": float(problem is not None),
+        },
+        place,
+    )
+    _refuse_problem(runtime, sums, problem, place)
+    if runtime.world.size * sums["length2"] != sums["length"] ** 2:
+        raise _lengths_differ(runtime, len(batches), place)
+    total = float(sums["tokens"])
+    if not math.isfinite(total) or total < 0:
+        raise ConfigError(
+            f"a window of {total:g} tokens",
+            why="count(batch) is what a sum of the loss runs over: a number, 0 or more",
+            fix="look at what count= returns",
+        )
+    return int(total) if total.is_integer() else total
+
+
+def _lengths_differ(runtime: Runtime, length: int, place: str) -> RankError:
+    lengths = runtime.world.agreement.gather(length, place)
+    usual = max(set(lengths), key=lengths.count)
+    return RankError(
+        f"micro-batches per rank: {lengths}",
+        why="every rank must run as many forwards as the others, or they wait for each other in vain",
+        fix=_FIX_LENGTH,
+        ranks=tuple(rank for rank, length in enumerate(lengths) if length != usual),
+    )
+
+
+def _refuse_problem(runtime: Runtime, sums: Mapping[str, Tensor], problem: ShardwiseError | None, place: str) -> None:
+    """A rank that cannot go on raises its own error; the others name it, instead of waiting for it."""
+    if not float(sums["problem"]):
+        return
+    texts = runtime.world.agreement.gather(str(problem) if problem else None, place)
+    if problem is not None:
+        raise problem
+    ranks = tuple(rank for rank, text in enumerate(texts) if text)
+    raise RankError(
+        f"rank {', '.join(map(str, ranks))} could not start {place}",
+        why=str(texts[ranks[0]]).splitlines()[0],
+        fix="see the error of that rank",
+        ranks=ranks,
+    )
