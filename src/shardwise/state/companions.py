@@ -4,10 +4,9 @@ import copy
 import warnings
 from typing import Any
 
-from torch import nn
-
 from shardwise.parallel import Runtime
 from shardwise.state.formats.folder import companions_of
+from shardwise.state.hugging_face import is_pretrained
 
 __all__ = ["companion_files"]
 
@@ -37,7 +36,7 @@ def companion_files(runtime: Runtime, dtype: str | None = None) -> dict[str, byt
 
 def _of_hugging_face(runtime: Runtime, dtype: str | None) -> dict[str, bytes]:
     model = runtime.module
-    if not _is_pretrained(model):
+    if not is_pretrained(model):
         return {}
     found = {"config.json": _config_text(runtime, dtype).encode()}
     generation: Any = getattr(model, "generation_config", None)
@@ -46,14 +45,9 @@ def _of_hugging_face(runtime: Runtime, dtype: str | None) -> dict[str, bytes]:
     return found
 
 
-def _is_pretrained(model: nn.Module) -> bool:
-    return any(
-        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.") for cls in type(model).__mro__
-    )
-
-
 def _config_text(runtime: Runtime, dtype: str | None) -> str:
-    config: Any = copy.deepcopy(runtime.module.config)
+    module: Any = runtime.module
+    config = copy.deepcopy(module.config)
     config.architectures = [runtime.recipe.module_class.rpartition(".")[2]]
     stored = [param.storage for param in runtime.recipe.params.values()]
     if stored:

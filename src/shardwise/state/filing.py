@@ -14,29 +14,12 @@ from shardwise.recipe import DTYPE_BYTES, extents, owners
 from shardwise.state.boxes import Box, blocks, common, whole
 from shardwise.state.formats.folder import INDEX, WEIGHTS
 from shardwise.state.formats.safetensors import CODES, Placed, place_tensors
+from shardwise.state.hugging_face import stored_views
+from shardwise.state.views import View, view_of_all
 
-__all__ = ["Filing", "Part", "PlannedFile", "View", "filing_of", "parts_of", "stored_dtypes"]
+__all__ = ["Filing", "Part", "PlannedFile", "filing_of", "parts_of", "stored_dtypes"]
 
 BLOCK = 32 << 20  # bytes of a piece that one of its holders writes before it is another's turn
-
-
-@dataclass(frozen=True)
-class View:
-    """A stored tensor as a part of one of the model's: ``box`` of tensor ``name``, whose dims are the model's ``dims``, in that
-    order; the others have size 1 in the box."""
-
-    name: str
-    box: Box
-    dims: tuple[int, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.box.sizes[dim] for dim in self.dims)
-
-    def to_stored(self, box: Box) -> Box:
-        """A box of the model's tensor, inside the view's, in the stored tensor's dims."""
-        inner = box.within(self.box)
-        return Box(tuple(inner.starts[dim] for dim in self.dims), tuple(inner.sizes[dim] for dim in self.dims))
 
 
 @dataclass(frozen=True)
@@ -133,7 +116,8 @@ def filing_of(runtime: Runtime, *, max_shard_bytes: int, dtype: str | None = Non
         dtype: as :func:`stored_dtypes` takes it.
     """
     dtypes, shapes = stored_dtypes(runtime, dtype), _shapes(runtime)
-    views = {name: View(name, whole(shapes[name]), tuple(range(len(shapes[name])))) for name in dtypes}
+    shapes = {name: shapes[name] for name in dtypes}
+    views = stored_views(runtime.module, shapes) or {name: view_of_all(name, shape) for name, shape in shapes.items()}
     groups: list[dict[str, tuple[tuple[int, ...], str]]] = [{}]
     filled = 0
     for name, view in views.items():

@@ -4,14 +4,16 @@ Whatever is done to names is counted and told, and never twice: a name that is t
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.state.hugging_face import older_name, stored_views
 from shardwise.state.stored import Source, Stored
+from shardwise.state.views import Assembled, View
 
 __all__ = ["Matched", "Rename", "Wanted", "match_names"]
 
@@ -68,13 +70,17 @@ def match_names(
     """
     found = Matched(ignored=dict(source.left_out))
     homes = {alias: name for name, want in wanted.items() for alias in (name, *want.aliases)}
-    known = {**homes, **{name: name for name in computed}}
+    views = stored_views(model, {name: want.shape for name, want in wanted.items()})
+    known = {**homes, **{name: name for name in computed}, **{name: view.name for name, view in views.items()}}
     current = _renamed({name: name for name in source.tensors}, rename, found)
     current = _unwrapped(current, known, found)
+    current = _updated(current, known, older_name(model), found)
     current = _prefixed(current, known, _prefixes(model), found)
     found.unexpected = tuple(name for name, now in current.items() if now not in known)
-    _sort_out(current, homes, known, source, found)
-    found.missing = tuple(name for name in wanted if name not in found.tensors)
+    parts = _sort_out(current, homes, known, views, source, found)
+    for home, stored in parts.items():
+        _assemble(home, wanted[home], {name: view for name, view in views.items() if view.name == home}, stored, found)
+    found.missing += tuple(name for name in wanted if name not in found.tensors and name not in parts)
     _excuse(model, found)
     return found
 
@@ -156,10 +162,27 @@ def _prefixes(model: nn.Module) -> list[str]:
     return list(dict.fromkeys([*([own] if isinstance(own, str) and own else []), *_PREFIXES]))
 
 
+def _updated(
+    current: dict[str, str], known: Mapping[str, Any], newer: Callable[[str], str], found: Matched
+) -> dict[str, str]:
+    """With the names of today, where the model's library has rules for those of older versions."""
+    changed = {name: newer(now) for name, now in current.items() if now not in known and newer(now) != now}
+    if changed:
+        found.renamed.append(f"{len(changed)} names of an older version of the model's library")
+    return {**current, **changed}
+
+
 def _sort_out(
-    current: Mapping[str, str], homes: Mapping[str, str], known: Mapping[str, str], source: Source, found: Matched
-) -> None:
+    current: Mapping[str, str],
+    homes: Mapping[str, str],
+    known: Mapping[str, str],
+    views: Mapping[str, View],
+    source: Source,
+    found: Matched,
+) -> dict[str, dict[str, Stored]]:
+    """Puts each stored tensor where it belongs; gives those that are parts: canonical name -> name in files -> stored."""
     seen: dict[str, str] = {}
+    parts: dict[str, dict[str, Stored]] = {}
     for name, now in current.items():
         if now in seen:
             raise CheckpointError(
@@ -175,8 +198,34 @@ def _sort_out(
                 found.doubles.setdefault(home, {})[name] = stored
             else:
                 found.tensors[home], found.names[home] = stored, name
+        elif now in views:
+            parts.setdefault(known[now], {})[now] = source.tensors[name]
+            found.names[known[now]] = name
         elif now in known:
             found.ignored[name] = "the model computes it itself"
+    return parts
+
+
+def _assemble(home: str, want: Wanted, views: Mapping[str, View], stored: Mapping[str, Stored], found: Matched) -> None:
+    """One tensor of the model from the stored ones that are its parts."""
+    absent = tuple(name for name in views if name not in stored)
+    if absent:
+        found.missing += absent
+        return
+    kinds = {part.dtype for part in stored.values()}
+    misfit = next((name for name, view in views.items() if stored[name].shape != view.shape), None)
+    if misfit is not None or len(kinds) > 1:
+        name = misfit or next(iter(stored))
+        raise CheckpointError(
+            f"{name}: {stored[name].dtype} of shape {list(stored[name].shape)}",
+            why=f"it is a part of the model's {home}, and has to be of shape {list(views[name].shape)}, and of one dtype with "
+            "the others",
+            fix="build the model with the configuration of these weights",
+            name=home,
+        )
+    found.tensors[home] = Assembled(
+        want.shape, kinds.pop(), tuple((view, stored[name]) for name, view in views.items())
+    )
 
 
 def _excuse(model: nn.Module, found: Matched) -> None:

@@ -51,7 +51,7 @@ def write_part(descriptor: int, part: Part, values: Tensor) -> None:
     file, else through a buffer."""
     tensor = part.tensor
     straight = values.device.type == "cpu" and dtype_name(values.dtype) == tensor.dtype and values.is_contiguous()
-    if straight and part.view.dims == tuple(range(values.dim())):
+    if straight and part.view.is_in_order:
         write_box(descriptor, part, part.stored, values.reshape(-1).view(torch.uint8).numpy().data)
         return
     for box, block in stored_blocks(part, values):
@@ -67,8 +67,7 @@ def stored_boxes(part: Part) -> Iterator[tuple[Box, int]]:
 
 def stored_blocks(part: Part, values: Tensor) -> Iterator[tuple[Box, Tensor]]:
     """``values`` block by block, as they will lie in the file, on the CPU."""
-    others = [dim for dim in range(values.dim()) if dim not in part.view.dims]  # of size 1
-    turned = values.permute((*part.view.dims, *others)).reshape(part.stored.sizes)
+    turned = part.view.turned(values)
     for box, _ in stored_boxes(part):
         block = turned[index_of(box.within(part.stored))]
         yield box, block.to("cpu", dtype_of(part.tensor.dtype)).contiguous()

@@ -1,0 +1,109 @@
+"""What a Hugging Face model's files call its tensors, where that is not what its modules call them.
+
+transformers keeps, for every kind of model, rules that lead from the names in files to the names in modules and back: other
+names, experts that lie apart in files and in one tensor in the module. The rules are asked, not copied: they are run on
+tensors without values, and what comes out tells by its offset and strides which part of which tensor it is.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.overrides import TorchFunctionMode
+
+from shardwise.errors import UnsupportedError
+from shardwise.state.views import View, view_at
+
+__all__ = ["is_pretrained", "older_name", "stored_views"]
+
+
+def is_pretrained(model: nn.Module) -> bool:
+    """Whether ``model`` is one of transformers' own."""
+    return any(
+        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.") for cls in type(model).__mro__
+    )
+
+
+def stored_views(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, View]:
+    """Name in files -> which part of which tensor, for the tensors of ``shapes``; ``{}`` where files have the module's names.
+
+    Raises:
+        UnsupportedError: a rule that changes values, or their order in other ways than by cutting and turning.
+    """
+    revert = _rules("revert_weight_conversion") if is_pretrained(model) else None
+    if revert is None:
+        return {}
+    empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    homes = {tensor.untyped_storage()._cdata: name for name, tensor in empty.items()}
+    with _own_classes(model), _WithoutCopies():
+        found = revert(model, dict(empty))
+    views: dict[str, View] = {}
+    for name, tensor in found.items():
+        home = homes.get(tensor.untyped_storage()._cdata)
+        view = None
+        if home is not None:
+            place = tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride())
+            view = view_at(home, shapes[home], *place)
+        if view is None:
+            raise UnsupportedError(
+                f"{type(model).__name__}, whose files hold {name} in another form than its modules",
+                why="transformers computes it from several tensors, or reorders what is in one, so no rank has a part of it",
+                fix="use the model's own save_pretrained on sw.full_state_dict(model), or from_pretrained before parallelize",
+                name=home,
+            )
+        views[name] = view
+    return {} if set(views) == set(shapes) and all(view.name == name for name, view in views.items()) else views
+
+
+def older_name(model: nn.Module) -> Callable[[str], str]:
+    """From a name in files of an older version to what it is called now."""
+    if not is_pretrained(model):
+        return lambda name: name
+    apply = _rules("apply_renamings")
+    mapping = _rules("get_model_conversion_mapping", "transformers.conversion_mapping")
+    kind = _rules("WeightRenaming")
+    if apply is None or mapping is None or kind is None:
+        return lambda name: name
+    with _own_classes(model):
+        renamings = [rule for rule in mapping(model) if isinstance(rule, kind)]
+    return functools.partial(_apply, apply, renamings)
+
+
+def _apply(apply: Callable[..., str], renamings: list[Any], name: str) -> str:
+    return apply(name, renamings)
+
+
+def _rules(name: str, module: str = "transformers.core_model_loading") -> Any:
+    """A function of transformers that versions before 5 do not have."""
+    import importlib
+
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+@contextlib.contextmanager
+def _own_classes(model: nn.Module) -> Iterator[None]:
+    """Within: every module is of the class it was before it was sharded; the rules ask for names of classes."""
+    swapped = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
+    try:
+        for module, kind in swapped:
+            module.__class__ = next(cls for cls in kind.__mro__ if not issubclass(cls, FSDPModule))
+        yield
+    finally:
+        for module, kind in swapped:
+            module.__class__ = kind
+
+
+class _WithoutCopies(TorchFunctionMode):
+    """Within: what would copy a tensor into another order gives the view itself."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.contiguous, Tensor.clone, torch.clone):
+            return args[0]
+        return func(*args, **(kwargs or {}))

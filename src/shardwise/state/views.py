@@ -1,0 +1,80 @@
+"""Stored tensors that are parts of the model's: what a library's files call apart what its modules hold as one."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shardwise.state.boxes import Box, common, index_of, row_strides, whole
+from shardwise.state.files import OpenFiles
+from shardwise.state.stored import Stored
+
+__all__ = ["Assembled", "View", "view_at", "view_of_all"]
+
+
+@dataclass(frozen=True)
+class View:
+    """A stored tensor as a part of one of the model's: ``box`` of tensor ``name``, whose dims are the model's ``dims``, in that
+    order; the others have size 1 in the box."""
+
+    name: str
+    box: Box
+    dims: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.box.sizes[dim] for dim in self.dims)
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the stored tensor has the model's dims, all of them, in the model's order."""
+        return self.dims == tuple(range(len(self.box.sizes)))
+
+    def to_stored(self, box: Box) -> Box:
+        """A box of the model's tensor, inside the view's, in the stored tensor's dims."""
+        inner = box.within(self.box)
+        return Box(tuple(inner.starts[dim] for dim in self.dims), tuple(inner.sizes[dim] for dim in self.dims))
+
+    def turned(self, values: Tensor) -> Tensor:
+        """Values of a box of the model's tensor, as they lie in the stored one: a view of ``values``."""
+        others = [dim for dim in range(values.dim()) if dim not in self.dims]
+        return values.permute((*self.dims, *others))[(..., *(0 for _ in others))]
+
+
+def view_of_all(name: str, shape: tuple[int, ...]) -> View:
+    """A tensor that is stored as the model has it."""
+    return View(name, whole(shape), tuple(range(len(shape))))
+
+
+def view_at(
+    name: str, shape: tuple[int, ...], offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]
+) -> View | None:
+    """The view that lies at ``offset`` of a row-major tensor of ``shape`` with these sizes and strides, all in elements; None if
+    it is no box of it."""
+    steps = row_strides(shape)
+    starts = []
+    for step, size in zip(steps, shape, strict=True):
+        starts.append(offset // step if size else 0)
+        offset -= starts[-1] * step
+    boxed, dims = [1] * len(shape), []
+    for size, stride in zip(sizes, strides, strict=True):
+        fits = [d for d, step in enumerate(steps) if step == stride and d not in dims and starts[d] + size <= shape[d]]
+        if not fits:
+            return None
+        # Dims of size 1 have the stride of the next one: the longest is meant.
+        dim = max(fits, key=lambda d: shape[d])
+        dims.append(dim)
+        boxed[dim] = size
+    return View(name, Box(tuple(starts), tuple(boxed)), tuple(dims)) if offset == 0 else None
+
+
+@dataclass(frozen=True, eq=False)
+class Assembled(Stored):
+    """A tensor of the model that is stored in parts, which tile it."""
+
+    parts: tuple[tuple[View, Stored], ...]
+
+    def read(self, box: Box, out: Tensor, files: OpenFiles) -> None:
+        for view, stored in self.parts:
+            part = common(box, view.box)
+            if part is not None:
+                stored.read(view.to_stored(part), view.turned(out[index_of(part.within(box))]), files)
