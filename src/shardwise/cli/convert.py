@@ -1,0 +1,212 @@
+"""``shardwise convert SRC DST``: weights of any kind to any other. Options and maps are checked before torch is imported."""
+
+import argparse
+import importlib
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cli.arguments import Parser
+
+if TYPE_CHECKING:
+    from shardwise.state.convert import Converted, Progress
+
+__all__ = ["add_arguments", "more_help", "run"]
+
+KINDS = ("hf", "safetensors", "torch", "dcp")
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+_SHORT = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
+_UNITS = {"": 1, "B": 1} | {f"{letter}B": 1000**n for n, letter in enumerate("KMGT", 1)}
+_UNITS |= {f"{letter}IB": 1024**n for n, letter in enumerate("KMGT", 1)}
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "source",
+        metavar="SRC",
+        help="a Hugging Face directory, a .safetensors file, a file by torch.save, or a DCP directory",
+    )
+    parser.add_argument("dest", metavar="DST", help="what to write; it appears when all of it is on disk")
+    parser.add_argument(
+        "--to", choices=KINDS, help="what DST will be; default: by its ending (.safetensors, .pt), else hf"
+    )
+    parser.add_argument(
+        "--dtype", metavar="D", help="write floating-point tensors in it: bfloat16, float32, ... (as they are)"
+    )
+    parser.add_argument(
+        "--keep",
+        metavar="REGEX",
+        action="append",
+        default=[],
+        help="names that --dtype does not change; may be repeated",
+    )
+    parser.add_argument("--max-shard-bytes", metavar="N", help="size of one file of hf or dcp at most (5GB)")
+    parser.add_argument("--map", metavar="M", help="rename tensors: a map by its name (below), or a YAML file of rules")
+    parser.add_argument("--config", metavar="FILE", help="the model's config.json for --map, if it is not beside SRC")
+    parser.add_argument("--verify", action="store_true", help="compare every tensor with the source before DST appears")
+    parser.add_argument("--fresh", action="store_true", help="start anew; default: go on where a killed conversion was")
+    parser.add_argument("--overwrite", action="store_true", help="replace DST if it is there")
+    parser.usage = "shardwise convert SRC DST [--to KIND] [--dtype D] [--map M] [--verify] ..."
+
+
+def more_help() -> str:
+    """The maps there are, and how one is written."""
+    from shardwise.config.keymap import map_names
+
+    return (
+        f"maps: {', '.join(map_names())}\n"
+        "a map of one's own, in YAML; the first rule that matches a whole name renames it:\n"
+        "  - {from: 'model\\.layers\\.(\\d+)\\.(.*)', to: 'blocks.\\1.\\2'}\n"
+        "  - {from: '.*\\.inv_freq', drop: true}"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwise.config.keymap import load_map
+
+    to = _kind(args)
+    _check_effects(args, to)
+    rules = load_map(args.map) if args.map else ()
+    size = _bytes(args.max_shard_bytes or "5GB")
+    dtype = _dtype(args.dtype)
+    engine = importlib.import_module("shardwise.state.convert")
+    job = engine.Conversion(
+        source=Path(args.source), dest=Path(args.dest), to=to, dtype=dtype, keep=tuple(args.keep), max_shard_bytes=size,
+        rules=rules, config=Path(args.config) if args.config else None, verify=args.verify, fresh=args.fresh,
+        overwrite=args.overwrite,
+    )  # fmt: skip
+    try:
+        with _Bar() as bar:
+            done = engine.convert(job, bar.show)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on where it was", file=sys.stderr)
+        raise
+    print(_report(done, args))
+    return 0
+
+
+def _kind(args: argparse.Namespace) -> str:
+    from shardwise.errors import ConfigError
+
+    by_name = _SUFFIXES.get(Path(args.dest).suffix)
+    if args.to in ("hf", "dcp") and by_name is not None:
+        raise ConfigError(
+            f"--to {args.to} {args.dest}",
+            why=f"{args.to} is a directory, and the name is one of a file",
+            fix=f"name a directory, or use --to {by_name}",
+        )
+    if args.to == "safetensors" and by_name != "safetensors":
+        raise ConfigError(
+            f"--to safetensors {args.dest}",
+            why="readers know such a file by its ending",
+            fix=f"use {args.dest}.safetensors",
+        )
+    return args.to or by_name or "hf"
+
+
+def _check_effects(args: argparse.Namespace, to: str) -> None:
+    """An option that would do nothing is a mistake."""
+    from shardwise.errors import ConfigError
+
+    idle = [
+        (args.keep and not args.dtype, "--keep", "it says what --dtype does not change", "add --dtype bfloat16"),
+        (args.config and not args.map, "--config", "it gives --map the numbers of heads", "add --map llama-to-meta"),
+        (
+            args.max_shard_bytes and to in ("safetensors", "torch"),
+            "--max-shard-bytes",
+            f"{to} is one file",
+            "use --to hf",
+        ),
+    ]
+    for is_idle, option, why, fix in idle:
+        if is_idle:
+            raise ConfigError(f"convert {option}", why=why, fix=f"{fix}, or leave {option} out")
+    for pattern in args.keep:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(
+                f"--keep {pattern}", why=f"no regular expression: {error}", fix="write dots as \\."
+            ) from None
+
+
+def _dtype(word: str | None) -> str | None:
+    from shardwise.config.suggest import did_you_mean
+    from shardwise.errors import ConfigError
+
+    name = _SHORT.get(word or "", word)
+    if name is not None and name not in DTYPES:
+        raise ConfigError(
+            f"--dtype {word}", why="weights are not rounded to that", fix=did_you_mean(name, DTYPES, what="dtypes")
+        )
+    return name
+
+
+def _bytes(text: str) -> int:
+    from shardwise.errors import ConfigError
+
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    size = float(match[1]) * _UNITS.get(match[2].upper(), 0) if match else 0
+    if size < 1:
+        raise ConfigError(f"--max-shard-bytes {text}", why="that is no size", fix="write 5GB, 500MB, 2GiB, or bytes")
+    return int(size)
+
+
+def _report(done: "Converted", args: argparse.Namespace) -> str:
+    from shardwise.recipe import human_bytes
+
+    copied = done.num_bytes - done.num_resumed
+    speed = f", {human_bytes(int(copied / done.seconds))}/s" if copied > 1 << 20 and done.seconds else ""
+    lines = [
+        f"{done.kind} {args.source} -> {args.dest}: {done.num_tensors} tensors, {human_bytes(done.num_bytes)} in "
+        f"{done.num_files} file{'s' if done.num_files > 1 else ''}, {done.seconds:.1f} s{speed}"
+    ]
+    if done.num_resumed:
+        lines.append(f"  went on where it was: {human_bytes(done.num_resumed)} were there already")
+    if args.verify:
+        lines.append("  every tensor compared with the source: equal")
+    return "\n".join([*lines, *(f"  {note}" for note in done.notes)])
+
+
+class _Bar:
+    """A progress bar on a terminal; elsewhere nothing."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
+        console = Console(stderr=True)
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+        self._tasks: dict[str, Any] = {}
+
+    def __enter__(self) -> "_Bar":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    @property
+    def show(self) -> "Progress":
+        def show(what: str, done: int, total: int) -> None:
+            if what not in self._tasks:
+                self._tasks[what] = self._bar.add_task(what, total=total)
+            self._bar.update(self._tasks[what], completed=done)
+
+        return show

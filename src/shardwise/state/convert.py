@@ -1,0 +1,298 @@
+"""Weights of any kind to any other: planned whole, then copied block by block, then moved to their place.
+
+What is held in memory is a buffer of 8 MiB and the list of tensors, whatever the model. The copy goes on where it was
+killed (:mod:`shardwise.state.journal`), and nothing stands at the destination before all of it is on disk.
+"""
+
+import json
+import os
+import re
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from shardwise.config.keymap import Rule
+from shardwise.errors import CheckpointError, ConfigError, VerifyError
+from shardwise.recipe import DTYPE_BYTES
+from shardwise.state.boxes import blocks, whole
+from shardwise.state.files import BUFFER, OpenFiles
+from shardwise.state.formats.folder import COMPANIONS, companions_of
+from shardwise.state.journal import Workplace, fingerprint_of
+from shardwise.state.outgoing import Outgoing, config_beside, files_of, outgoing, places_of, ties_among
+from shardwise.state.source import open_source
+from shardwise.state.stored import Source
+from shardwise.state.targets import Plan, plan_dcp, plan_folder, plan_safetensors, plan_torch_file
+from shardwise.state.targets.plan import Fixed
+from shardwise.state.writing import reserve, write_at
+
+__all__ = ["Conversion", "Converted", "convert"]
+
+_WRITTEN = re.compile(
+    r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|__\d+_\d+\.distcp|\.metadata"
+)
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, the bytes of it that are done, and all of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What is to be done.
+
+    Attributes:
+        source: file or directory.
+        dest: file, or for ``hf`` and ``dcp`` a directory.
+        to: ``hf``, ``safetensors``, ``torch`` or ``dcp``.
+        dtype: for floating-point tensors; None: as they are.
+        keep: regular expressions of names that keep their dtype.
+        max_shard_bytes: size of a file at most, where there may be several.
+        rules: of a key map.
+        config: the model's configuration, if it is not beside the source.
+        verify: whether every tensor is compared with the source, before the result is moved to its place.
+        fresh: whether an earlier attempt is thrown away.
+        overwrite: whether what stands at ``dest`` is replaced.
+    """
+
+    source: Path
+    dest: Path
+    to: str
+    dtype: str | None = None
+    keep: tuple[str, ...] = ()
+    max_shard_bytes: int = 5 << 30
+    rules: tuple[Rule, ...] = ()
+    config: Path | None = None
+    verify: bool = False
+    fresh: bool = False
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was done: counts, in bytes and seconds, and what the user should know."""
+
+    kind: str
+    num_tensors: int
+    num_files: int
+    num_bytes: int
+    num_resumed: int
+    seconds: float
+    notes: tuple[str, ...]
+
+
+def convert(job: Conversion, progress: Progress = lambda what, done, total: None) -> Converted:
+    """Writes ``job.dest``; see :class:`Conversion`.
+
+    Raises:
+        CheckpointError: a source that cannot be read whole, a destination that cannot be written or is there already.
+        ConfigError: rules, patterns or a dtype that do not fit the source.
+        UnsupportedError: a dtype that the target does not have.
+        VerifyError: with ``verify``, the first tensor that came out different.
+    """
+    begin = time.perf_counter()
+    _check_dest(job)
+    source = open_source(job.source)
+    items, notes = outgoing(
+        source, job.rules, config_beside(source, job.config) if job.rules else {}, job.dtype, job.keep
+    )
+    ties = ties_among(items)
+    plan = _plan(job, items, ties)
+    beside = _companions(job, source, notes)
+    notes = [*(f"left out: {name}: {why}" for name, why in source.left_out.items()), *notes]
+    if ties and job.to != "torch":
+        name, other = next(iter(ties.items()))
+        more = f" (and {len(ties) - 1} more such)" if len(ties) > 1 else ""
+        notes.append(
+            f"{name} is {other} in the source; it is written for each name, since the format has no ties{more}"
+        )
+    files = set().union(*(files_of(item.stored) for item in items))
+    facts = (
+        job.to,
+        job.dest.name,
+        sorted(plan.files.items()),
+        plan.pieces,
+        [(i.source, i.name, places_of(i.stored)) for i in items],
+    )
+    fingerprint = fingerprint_of((facts, job.rules, sorted(beside)), files)
+    job.dest.parent.mkdir(parents=True, exist_ok=True)
+    with Workplace(job.dest, fingerprint, fresh=job.fresh) as work, OpenFiles() as reader:
+        if work.outdated:
+            notes.append("an earlier attempt was of another source or had other options; it was started anew")
+        resumed = sum(plan.pieces[piece].num_bytes for piece in work.done)
+        try:
+            _copy(plan, {item.name: item for item in items}, work, reader, progress)
+            for name, data in beside.items():
+                (work.files / name).write_bytes(data)
+        except OSError as error:
+            work.discard_if_empty()
+            if isinstance(error, CheckpointError):
+                raise
+            raise _unwritten(job, error) from error
+        if fingerprint_of((facts, job.rules, sorted(beside)), files) != fingerprint:
+            raise CheckpointError(
+                f"the source {job.source}",
+                why="it changed while it was being read",
+                fix="convert it again when it is at rest",
+            )
+        single = job.dest.name if job.to in ("safetensors", "torch") else None
+        if job.verify:
+            _forget_pages(work.files / name for name in plan.files)
+            _verify(work.files if single is None else work.files / single, items, reader, progress)
+        try:
+            work.commit(single)
+        except OSError as error:
+            raise _unwritten(job, error) from error
+    seconds = time.perf_counter() - begin
+    return Converted(source.kind, len(items), len(plan.files), plan.num_bytes, resumed, seconds, tuple(notes))
+
+
+def _check_dest(job: Conversion) -> None:
+    if job.dest.resolve() == job.source.resolve():
+        raise ConfigError(
+            f"convert {job.source} {job.dest}", why="both are the same place", fix="name another destination"
+        )
+    if os.path.lexists(job.dest) and not job.overwrite:
+        raise CheckpointError(
+            f"converting to {job.dest}", why="it is there already", fix="name another destination, or add --overwrite"
+        )
+    if job.source.is_dir() and job.dest.resolve().is_relative_to(job.source.resolve()):
+        raise ConfigError(
+            f"convert {job.source} {job.dest}",
+            why="the result would lie within its source",
+            fix="name a place beside it",
+        )
+    if job.source.resolve().is_relative_to(job.dest.resolve()):
+        raise ConfigError(
+            f"convert {job.source} {job.dest}",
+            why="the source lies within the destination, which is replaced as a whole",
+            fix="name a folder of its own",
+        )
+    if job.dest.is_dir() and not job.dest.is_symlink():
+        _check_replaceable(job)
+
+
+def _check_replaceable(job: Conversion) -> None:
+    """A directory is replaced as a whole, so nothing may be in it that is no result of a conversion."""
+    if job.to in ("safetensors", "torch"):
+        raise ConfigError(
+            f"converting to {job.dest}", why="it is a directory, and one file is written", fix="name a file in it"
+        )
+    for entry in sorted(job.dest.iterdir()):
+        if not _WRITTEN.fullmatch(entry.name) and entry.name not in COMPANIONS:
+            raise CheckpointError(
+                f"converting to {job.dest} with --overwrite",
+                why=f"{entry.name} in it is no part of weights, and the directory is replaced as a whole",
+                fix="move it away, or name another destination",
+            )
+
+
+def _plan(job: Conversion, items: Sequence[Outgoing], ties: Mapping[str, str]) -> Plan:
+    facts = {item.name: item.fact for item in items}
+    if job.to == "hf":
+        return plan_folder(facts, job.max_shard_bytes)
+    if job.to == "safetensors":
+        return plan_safetensors(facts, job.dest.name)
+    if job.to == "torch":
+        return plan_torch_file(facts, job.dest.name, ties)
+    return plan_dcp(facts, job.max_shard_bytes)
+
+
+def _companions(job: Conversion, source: Source, notes: list[str]) -> dict[str, bytes]:
+    """Configuration and tokenizer files that go along to a Hugging Face directory."""
+    if job.to != "hf":
+        return {}
+    if job.rules:
+        notes.append("config.json and tokenizer files stay behind: renamed weights are not what they describe")
+        return {}
+    found = {path.name: path.read_bytes() for path in companions_of(source.folder)} if source.folder is not None else {}
+    if "config.json" not in found:
+        notes.append("there is no config.json beside the source: transformers will want one beside the result")
+    elif job.dtype is not None:
+        content = json.loads(found["config.json"])
+        for key in ("dtype", "torch_dtype"):
+            if content.get(key) not in (None, job.dtype):
+                notes.append(f"config.json: {key} is {job.dtype} now, and was {content[key]}")
+                content[key] = job.dtype
+        found["config.json"] = (json.dumps(content, indent=2) + "\n").encode()
+    return found
+
+
+def _copy(plan: Plan, items: Mapping[str, Outgoing], work: Workplace, reader: OpenFiles, progress: Progress) -> None:
+    """Every piece that is not there yet, then everything that is no value."""
+    descriptors = {
+        name: os.open(work.files / name, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666) for name in plan.files
+    }
+    total = sum(piece.num_bytes for piece in plan.pieces)
+    done = sum(plan.pieces[piece].num_bytes for piece in work.done)
+    buffer = torch.empty(BUFFER, dtype=torch.uint8)
+    try:
+        for name, size in plan.files.items():
+            reserve(descriptors[name], size)
+        progress("converting", done, total)
+        sums = dict(work.done)
+        for number, piece in enumerate(plan.pieces):
+            if number in work.done:
+                continue
+            sums[number], position = 0, piece.offset
+            for box in blocks(piece.box, BUFFER // DTYPE_BYTES[piece.dtype]):
+                memory = items[piece.name].block(box, buffer, reader).numpy().data
+                if plan.summed:
+                    sums[number] = zlib.crc32(memory, sums[number])
+                write_at(descriptors[piece.file], memory, position)
+                position, done = position + len(memory), done + len(memory)
+                progress("converting", done, total)
+            work.note(number, sums[number], descriptors[piece.file], piece.num_bytes)
+        work.sync()
+        for fixed in plan.finish([sums[number] for number in range(len(plan.pieces))]):
+            _write_fixed(descriptors, fixed)
+        for descriptor in descriptors.values():
+            os.fsync(descriptor)
+    finally:
+        work.close_files(descriptors.values())
+
+
+def _write_fixed(descriptors: Mapping[str, int], fixed: Fixed) -> None:
+    write_at(descriptors[fixed.file], memoryview(fixed.data), fixed.offset)
+
+
+def _verify(place: Path, items: Sequence[Outgoing], reader: OpenFiles, progress: Progress) -> None:
+    """Reads both again: the result as anyone would, and the source."""
+    result = open_source(place)
+    written = {name: (stored.shape, stored.dtype) for name, stored in result.tensors.items()}
+    if written != {item.name: (item.stored.shape, item.dtype) for item in items}:
+        raise VerifyError(
+            f"the converted {place}", why="its names, shapes or dtypes are not the source's", fix="report this as a bug"
+        )
+    total, done = sum(item.fact.num_bytes for item in items), 0
+    ours, theirs = torch.empty(BUFFER, dtype=torch.uint8), torch.empty(BUFFER, dtype=torch.uint8)
+    for item in items:
+        other = replace(item, stored=result.tensors[item.name])
+        for box in blocks(whole(item.stored.shape), BUFFER // DTYPE_BYTES[item.dtype]):
+            values = item.block(box, theirs, reader)
+            if not torch.equal(other.block(box, ours, reader), values):
+                raise VerifyError(
+                    f"the converted {place}",
+                    why=f"its values at {list(box.starts)} are not the source's",
+                    fix="look at the disk, and whether another program writes to the source; nothing was moved to its place",
+                    name=item.name,
+                )
+            done += len(values)
+            progress("comparing", done, total)
+
+
+def _forget_pages(paths: Iterable[Path]) -> None:
+    """What is compared is what the disk has, not what is still in memory."""
+    for path in paths:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _unwritten(job: Conversion, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"converting to {job.dest}",
+        why=f"writing failed: {error.strerror or error}",
+        fix="make room, or name a place that can be written; the same command then goes on where it was",
+    )

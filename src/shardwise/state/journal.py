@@ -1,0 +1,143 @@
+"""The folder in which a conversion's result is put together, beside its place, and the journal of what of it is done.
+
+A line of the journal is written when the values it names are on disk, so that a conversion that was killed goes on where
+it was: one with another source or other options has another fingerprint, and starts anew.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import CheckpointError
+from shardwise.state.staging import sync_folder
+
+__all__ = ["Workplace", "fingerprint_of"]
+
+SYNC = 256 << 20  # bytes written between two syncs: what a kill can cost
+
+
+def fingerprint_of(facts: Any, files: Iterable[Path]) -> str:
+    """A text that is another one as soon as a file changes, or anything of what is to be done."""
+    stats = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in sorted(files)]
+    return hashlib.sha256(repr((facts, stats)).encode()).hexdigest()
+
+
+class Workplace:
+    """A context: the folder is locked while it is open, and stays for the next attempt unless :meth:`commit` is reached.
+
+    Attributes:
+        files: where the result is put together.
+        done: piece -> checksum, of an earlier attempt.
+        outdated: an earlier attempt was there, of another source or with other options.
+    """
+
+    def __init__(self, dest: Path, fingerprint: str, *, fresh: bool):
+        self.dest = dest
+        self.folder = dest.with_name(f".{dest.name}.converting")
+        self.files = self.folder / "files"
+        self.done: dict[int, int] = {}
+        self.outdated = False
+        self._fingerprint, self._fresh = fingerprint, fresh
+        self._waiting: list[tuple[int, int]] = []
+        self._unsynced: set[int] = set()
+        self._num_unsynced = 0
+
+    def __enter__(self) -> "Workplace":
+        self.files.mkdir(parents=True, exist_ok=True)
+        self._journal = os.open(self.folder / "journal", os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._journal)
+            raise CheckpointError(
+                f"the conversion to {self.dest}",
+                why="another process is at it",
+                fix="wait for that one, or name another destination",
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        self._read()
+        return self
+
+    def __exit__(self, kind: type | None, *rest: object) -> None:
+        os.close(self._journal)
+
+    def close_files(self, descriptors: Iterable[int]) -> None:
+        """Closes the files of the result; what was written to them counts as done."""
+        with contextlib.suppress(OSError):  # what could not be synced is done again
+            self.sync()
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def _read(self) -> None:
+        text = (self.folder / "journal").read_text(encoding="utf-8", errors="replace")
+        lines = text.split("\n")[:-1]  # the last one is empty, or was cut off
+        head, *rest = lines or [""]
+        if head == self._fingerprint and not self._fresh:
+            with contextlib.suppress(ValueError):  # a line that is damaged, and those after it: done again
+                for line in rest:
+                    piece, checksum = json.loads(line)
+                    self.done[int(piece)] = int(checksum)
+            return
+        self.outdated = bool(head) and not self._fresh
+        shutil.rmtree(self.files)
+        self.files.mkdir()
+        os.ftruncate(self._journal, 0)
+        os.write(self._journal, f"{self._fingerprint}\n".encode())
+
+    def discard_if_empty(self) -> None:
+        """Gives the room back where nothing was converted: a disk that is full stays as it was."""
+        if os.fstat(self._journal).st_size <= len(self._fingerprint) + 1:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def note(self, piece: int, checksum: int, descriptor: int, num_bytes: int) -> None:
+        """A piece has been written to ``descriptor``."""
+        self._waiting.append((piece, checksum))
+        self._unsynced.add(descriptor)
+        self._num_unsynced += num_bytes
+        if self._num_unsynced >= SYNC:
+            self.sync()
+
+    def sync(self) -> None:
+        """Puts what was written on disk, and only then says so in the journal."""
+        for descriptor in self._unsynced:
+            os.fdatasync(descriptor)
+        if self._waiting:
+            os.write(self._journal, "".join(f"{json.dumps(item)}\n" for item in self._waiting).encode())
+        self._waiting, self._num_unsynced = [], 0
+        self._unsynced = set()
+
+    def commit(self, single: str | None) -> None:
+        """Moves the result to its place, where the older one stays until then.
+
+        Args:
+            single: the file that is the result; None: all of the folder is.
+        """
+        result = self.files if single is None else self.files / single
+        sync_folder(self.files)
+        if single is not None or not os.path.lexists(self.dest):
+            os.replace(result, self.dest)
+        else:
+            self._exchange(result)
+        sync_folder(self.dest.parent)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _exchange(self, result: Path) -> None:
+        aside = self.dest.with_name(f".{self.dest.name}.replaced")
+        shutil.rmtree(aside, ignore_errors=True)  # of an attempt that was killed behind the renames
+        os.rename(self.dest, aside)
+        try:
+            os.replace(result, self.dest)
+        except OSError:
+            os.rename(aside, self.dest)
+            raise
+        if aside.is_dir() and not aside.is_symlink():
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            aside.unlink()

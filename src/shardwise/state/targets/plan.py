@@ -1,0 +1,79 @@
+"""The plan of the files that weights are written to: made before the first byte, so that writing is nothing but copying."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardwise.recipe import DTYPE_BYTES
+from shardwise.state.boxes import Box
+
+__all__ = ["Fact", "Fixed", "Piece", "Plan", "in_files"]
+
+
+class Fact(NamedTuple):
+    """What a tensor will be in the file."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """``box`` of tensor ``name`` goes, row-major and in ``dtype``, to ``offset`` of ``file``."""
+
+    name: str
+    box: Box
+    dtype: str
+    file: str
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.box.numel * DTYPE_BYTES[self.dtype]
+
+
+class Fixed(NamedTuple):
+    """Bytes that are no values: headers, lists of what is where."""
+
+    file: str
+    offset: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All files of a target.
+
+    Attributes:
+        files: name -> size in bytes.
+        pieces: what is copied, in the order of the files.
+        finish: from the checksums of the pieces, in their order, everything else that the files hold.
+        summed: whether ``finish`` needs them; else it is given zeros.
+    """
+
+    files: Mapping[str, int]
+    pieces: tuple[Piece, ...]
+    finish: Callable[[Sequence[int]], list[Fixed]]
+    summed: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.files.values())
+
+
+def in_files(facts: Mapping[str, Fact], max_bytes: int) -> list[dict[str, Fact]]:
+    """The tensors in groups of at most ``max_bytes``, in their order; a larger tensor has a group to itself."""
+    groups: list[dict[str, Fact]] = [{}]
+    filled = 0
+    for name, fact in facts.items():
+        if groups[-1] and filled + fact.num_bytes > max_bytes:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = fact
+        filled += fact.num_bytes
+    return groups

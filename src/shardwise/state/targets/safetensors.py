@@ -1,0 +1,65 @@
+"""safetensors as a target: one file, or a Hugging Face directory of several with an index."""
+
+import json
+from collections.abc import Mapping, Sequence
+
+from shardwise.errors import UnsupportedError
+from shardwise.state.boxes import whole
+from shardwise.state.formats.folder import INDEX, WEIGHTS
+from shardwise.state.formats.safetensors import CODES, place_tensors
+from shardwise.state.targets.plan import Fact, Fixed, Piece, Plan, in_files
+
+__all__ = ["plan_folder", "plan_safetensors"]
+
+
+def plan_safetensors(facts: Mapping[str, Fact], file: str) -> Plan:
+    """All tensors in one file.
+
+    Raises:
+        UnsupportedError: a dtype that the format does not have, by name.
+    """
+    return _plan({file: facts}, [])
+
+
+def plan_folder(facts: Mapping[str, Fact], max_shard_bytes: int) -> Plan:
+    """A directory as ``transformers`` writes it: one file, or several of at most ``max_shard_bytes`` and an index.
+
+    Raises:
+        UnsupportedError: see :func:`plan_safetensors`.
+    """
+    groups = in_files(facts, max_shard_bytes)
+    if len(groups) == 1:
+        return _plan({WEIGHTS: facts}, [])
+    names = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
+    homes = {name: file for file, group in zip(names, groups, strict=True) for name in group}
+    total = sum(fact.num_bytes for fact in facts.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(homes.items()))}
+    text = (json.dumps(index, indent=2) + "\n").encode()
+    return _plan(dict(zip(names, groups, strict=True)), [Fixed(INDEX, 0, text)])
+
+
+def _plan(files: Mapping[str, Mapping[str, Fact]], beside: list[Fixed]) -> Plan:
+    sizes = {fixed.file: len(fixed.data) for fixed in beside}
+    heads: list[Fixed] = []
+    pieces: list[Piece] = []
+    for file, facts in files.items():
+        _check_dtypes(facts)
+        head, placed, sizes[file] = place_tensors(facts)
+        heads.append(Fixed(file, 0, head))
+        pieces += [Piece(tensor.name, whole(tensor.shape), tensor.dtype, file, tensor.offset) for tensor in placed]
+
+    def finish(sums: Sequence[int]) -> list[Fixed]:
+        return [*heads, *beside]
+
+    return Plan(sizes, tuple(piece for piece in pieces if piece.num_bytes), finish)
+
+
+def _check_dtypes(facts: Mapping[str, Fact]) -> None:
+    for name, fact in facts.items():
+        if fact.dtype not in CODES:
+            raise UnsupportedError(
+                f"a tensor of {fact.dtype} as safetensors",
+                why="the format does not have this dtype",
+                fix="convert to a torch file or a DCP directory: --to torch, --to dcp",
+                name=name,
+            )

@@ -1,0 +1,64 @@
+"""A file for ``torch.load(weights_only=True)`` as a target, also with ``mmap=True``."""
+
+import sys
+import zlib
+from collections.abc import Mapping, Sequence
+
+from shardwise.recipe import DTYPE_BYTES
+from shardwise.state.boxes import row_strides, whole
+from shardwise.state.formats.pickles import Global, Made, Persistent
+from shardwise.state.formats.torch_file import STORAGES
+from shardwise.state.targets.archives import PlannedArchive
+from shardwise.state.targets.pickling import ORDERED_DICT, pickled
+from shardwise.state.targets.plan import Fact, Fixed, Piece, Plan
+
+__all__ = ["described", "plan_torch_file", "small_records"]
+
+_CLASSES = {dtype: name for name, dtype in STORAGES.items()}
+
+
+def plan_torch_file(facts: Mapping[str, Fact], file: str, ties: Mapping[str, str]) -> Plan:
+    """All tensors in one file.
+
+    Args:
+        facts: name -> what it is.
+        file: its name.
+        ties: name -> the name before it whose storage it shares.
+    """
+    own = [name for name in facts if name not in ties]
+    keys = {name: str(number) for number, name in enumerate(own)}
+    state = {name: described(fact, keys[ties.get(name, name)]) for name, fact in facts.items()}
+    archive = PlannedArchive()
+    small = {"data.pkl": pickled(state), **small_records()}
+    for name, data in small.items():
+        archive.add(name, len(data))
+    starts = {name: archive.add(f"data/{keys[name]}", facts[name].num_bytes) for name in own}
+    written = [name for name in own if facts[name].num_bytes]
+    pieces = tuple(Piece(name, whole(facts[name].shape), facts[name].dtype, file, starts[name]) for name in written)
+
+    def finish(sums: Sequence[int]) -> list[Fixed]:
+        of_values = {f"data/{keys[name]}": value for name, value in zip(written, sums, strict=True)}
+        parts = archive.parts({**{name: zlib.crc32(data) for name, data in small.items()}, **of_values})
+        return [
+            Fixed(file, *part) for part in (*parts, *((archive.begin_of(name), data) for name, data in small.items()))
+        ]
+
+    return Plan({file: archive.size}, pieces, finish, summed=True)
+
+
+def small_records() -> dict[str, bytes]:
+    """Records that say how the others are to be read."""
+    return {"byteorder": sys.byteorder.encode(), "version": b"3\n"}
+
+
+def described(fact: Fact, key: str) -> Made:
+    """A tensor that is all of storage ``key``, row by row, as torch's pickles describe it."""
+    shape, numel = fact.shape, fact.num_bytes // DTYPE_BYTES[fact.dtype]
+    rest = (0, shape, row_strides(shape), False, Made(ORDERED_DICT, ()))
+    kind = _CLASSES.get(fact.dtype)
+    if kind is not None:
+        storage = Persistent(("storage", Global("torch", kind), key, "cpu", numel))
+        return Made(Global("torch._utils", "_rebuild_tensor_v2"), (storage, *rest))
+    # Dtypes that came after the storage classes: bytes, and the dtype beside them.
+    storage = Persistent(("storage", Global("torch.storage", "UntypedStorage"), key, "cpu", fact.num_bytes))
+    return Made(Global("torch._utils", "_rebuild_tensor_v3"), (storage, *rest, Global("torch", fact.dtype)))

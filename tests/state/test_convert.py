@@ -1,0 +1,451 @@
+"""Weights of any kind become any other, bit for bit; a conversion that is killed goes on; nothing half-made is seen."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import warnings
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from state.mutants import Good, make_good
+from stored_subjects import loaded, same_bytes
+
+from shardwise.config.keymap import load_map, rules_of
+from shardwise.errors import CheckpointError, ConfigError, UnsupportedError, VerifyError
+from shardwise.state import convert as engine
+from shardwise.state.convert import Conversion, convert
+from shardwise.state.source import open_source
+from shardwise.state.targets import Fact, plan_torch_file
+from shardwise.state.targets import dcp as dcp_target
+
+KINDS = {"hf": "out", "safetensors": "out.safetensors", "torch": "out.pt", "dcp": "out"}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory) -> Good:
+    return make_good(tmp_path_factory.mktemp("good"))
+
+
+def check(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    found = loaded(open_source(path))
+    assert set(found) == set(tensors)
+    for name, tensor in tensors.items():
+        assert same_bytes(found[name], tensor), name
+
+
+def check_with_stock_libraries(path: Path, to: str, tensors: dict[str, torch.Tensor]) -> None:
+    if to == "torch":
+        assert zipfile.ZipFile(path).testzip() is None
+        read = [torch.load(path, weights_only=True, mmap=mapped) for mapped in (False, True)]
+    elif to == "dcp":
+        found = {
+            name: torch.zeros_like(tensor, memory_format=torch.contiguous_format) for name, tensor in tensors.items()
+        }
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of one process without a group
+            dcp.load(found, checkpoint_id=path, no_dist=True)
+            metadata = dcp.FileSystemReader(path).read_metadata()
+        assert {n: tuple(entry.size) for n, entry in metadata.state_dict_metadata.items()} == {
+            n: tuple(t.shape) for n, t in tensors.items()
+        }
+        read = [found]
+    else:
+        files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+        read = [{name: tensor for file in files for name, tensor in load_file(file).items()}]
+    for state in read:
+        assert set(state) == set(tensors)
+        for name, tensor in tensors.items():
+            assert same_bytes(state[name], tensor), name
+
+
+@pytest.mark.parametrize("to", KINDS)
+@pytest.mark.parametrize("kind", ["file", "folder", "torch_file", "torch_folder", "dcp"])
+def test_every_pair_of_kinds(good, tmp_path, kind, to):
+    dest = tmp_path / KINDS[to]
+    with patch.object(engine, "BUFFER", 48), patch.object(dcp_target, "CHUNK", 32):  # many blocks, many chunks
+        done = convert(Conversion(source=getattr(good, kind), dest=dest, to=to, verify=True, max_shard_bytes=150))
+        # And back to where it came from.
+        convert(Conversion(source=dest, dest=tmp_path / "back.pt", to="torch", verify=True))
+    assert done.num_tensors == len(good.tensors)
+    assert done.num_files > 1 or to in ("safetensors", "torch")
+    check(dest, good.tensors)
+    check_with_stock_libraries(dest, to, good.tensors)
+    check(tmp_path / "back.pt", good.tensors)
+    assert sorted(os.listdir(tmp_path)) == sorted({dest.name, "back.pt"})  # nothing is left beside
+
+
+DTYPES = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.int32, torch.int16,
+    torch.int8, torch.uint8, torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("to", KINDS)
+def test_every_dtype(tmp_path, to):
+    state = {str(dtype): torch.arange(1, 13).to(dtype).view(3, 4) for dtype in DTYPES}
+    if to in ("torch", "dcp"):
+        state["wide"] = torch.randn(3, dtype=torch.complex128)
+    torch.save(state, tmp_path / "a.pt")
+    convert(Conversion(source=tmp_path / "a.pt", dest=tmp_path / KINDS[to], to=to, verify=True))
+    check(tmp_path / KINDS[to], state)
+    check_with_stock_libraries(tmp_path / KINDS[to], to, state)
+
+
+def test_a_dtype_that_the_target_lacks_is_refused_by_name(tmp_path):
+    torch.save({"a": torch.ones(1), "phase": torch.ones(2, dtype=torch.complex128)}, tmp_path / "a.pt")
+    with pytest.raises(UnsupportedError, match="complex128") as caught:
+        convert(Conversion(source=tmp_path / "a.pt", dest=tmp_path / "out", to="hf"))
+    assert caught.value.name == "phase"
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_ties_are_kept_by_torch_files_and_told_of_otherwise(tmp_path):
+    weight = torch.randn(4, 3)
+    torch.save({"embed": weight, "head": weight, "other": weight.clone()}, tmp_path / "a.pt")
+    convert(Conversion(source=tmp_path / "a.pt", dest=tmp_path / "b.pt", to="torch", verify=True))
+    state = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert state["embed"].data_ptr() == state["head"].data_ptr() != state["other"].data_ptr()
+    done = convert(Conversion(source=tmp_path / "b.pt", dest=tmp_path / "out", to="hf", verify=True))
+    assert any(note.startswith("head is embed in the source") for note in done.notes)
+    check(tmp_path / "out", {"embed": weight, "head": weight, "other": weight})
+
+
+def test_what_is_no_weight_is_left_out_and_told(tmp_path):
+    torch.save({"model": {"w": torch.ones(2)}, "optimizer": {"step": 3}, "epoch": 1}, tmp_path / "a.pt")
+    done = convert(Conversion(source=tmp_path / "a.pt", dest=tmp_path / "b.safetensors", to="safetensors"))
+    assert "left out: optimizer: optimizer state" in done.notes
+    assert any(note.startswith("left out: epoch") for note in done.notes)
+
+
+# ---- dtype --------------------------------------------------------------------------------------------------------
+
+
+def test_floating_tensors_are_rounded_but_for_those_kept(tmp_path):
+    state = {
+        "w": torch.randn(5, 3),
+        "rope.inv_freq": torch.randn(4),
+        "ids": torch.arange(3),
+        "packed": torch.ones(2).to(torch.float8_e4m3fn),
+    }
+    save_file(state, tmp_path / "a.safetensors")
+    job = Conversion(
+        source=tmp_path / "a.safetensors", dest=tmp_path / "b.safetensors", to="safetensors", dtype="bfloat16"
+    )
+    convert(replace(job, keep=("inv_freq",), verify=True))
+    check(tmp_path / "b.safetensors", state | {"w": state["w"].bfloat16()})
+    with pytest.raises(ConfigError, match="no tensor has such a name"):
+        convert(replace(job, dest=tmp_path / "c.safetensors", keep=("nothing",)))
+    done = convert(replace(job, dest=tmp_path / "d.safetensors", dtype="float32"))
+    assert any("changes nothing" in note for note in done.notes)
+
+
+# ---- key maps -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=32,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("llama") / "hf"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("there", "back", "to"),
+    [("llama-to-meta", "meta-to-llama", "torch"), ("llama-to-torchtitan", "torchtitan-to-llama", "dcp")],
+)
+def test_llama_goes_to_other_names_and_back(llama, tmp_path, there, back, to):
+    original = loaded(open_source(llama))
+    dest = tmp_path / KINDS[to]
+    with patch.object(engine, "BUFFER", 96):  # blocks that cut heads
+        convert(Conversion(source=llama, dest=dest, to=to, rules=load_map(there), verify=True))
+    found = loaded(open_source(dest))
+    assert {
+        "tok_embeddings.weight",
+        "output.weight",
+        "norm.weight",
+        "layers.1.feed_forward.w2.weight",
+        "layers.0.attention_norm.weight",
+    } <= set(found)
+    assert len(found) == len(original)
+    for name, heads in (("wq", 4), ("wk", 2)):
+        theirs = original[f"model.layers.1.self_attn.{'q' if name == 'wq' else 'k'}_proj.weight"]
+        # Pair j of a head is rows (2j, 2j+1) there, and rows (j, j + half) here.
+        rows = [head * 4 + half * 2 + pair for head in range(heads) for pair in range(2) for half in range(2)]
+        assert torch.equal(found[f"layers.1.attention.{name}.weight"], theirs[rows])
+    config = llama / "config.json"
+    convert(Conversion(source=dest, dest=tmp_path / "again", to="hf", rules=load_map(back), config=config, verify=True))
+    check(tmp_path / "again", original)
+
+
+def test_heads_that_nothing_tells_are_asked_for(llama, tmp_path):
+    convert(Conversion(source=llama, dest=tmp_path / "a.pt", to="torch"))
+    job = Conversion(source=tmp_path / "a.pt", dest=tmp_path / "b.pt", to="torch", rules=load_map("llama-to-meta"))
+    with pytest.raises(ConfigError, match="--config") as caught:
+        convert(job)
+    assert (
+        caught.value.name == "model.layers.0.self_attn.q_proj.weight"
+        or "q_proj" in str(caught.value)
+        or "k_proj" in str(caught.value)
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 3, "num_key_value_heads": 3}))
+    with pytest.raises(ConfigError, match="do not divide"):
+        convert(job)
+
+
+def test_maps_that_match_nothing_or_make_one_name_of_two(good, tmp_path):
+    job = Conversion(source=good.file, dest=tmp_path / "b.pt", to="torch")
+    with pytest.raises(ConfigError, match="other direction"):
+        convert(replace(job, rules=load_map("llama-to-meta")))
+    with pytest.raises(ConfigError, match="both would be called w"):
+        convert(replace(job, rules=rules_of([{"from": r".*\.weight", "to": "w"}], "map")))
+    rules = [{"from": r"(.)\.weight", "to": r"layer_\1.weight"}, {"from": "d.*", "drop": True}]
+    done = convert(replace(job, rules=rules_of(rules, "map"), verify=True))
+    names = {"layer_a.weight", "layer_b.weight", "layer_c.weight", "e.empty", "f.turned", "g.ids"}
+    assert set(loaded(open_source(tmp_path / "b.pt"))) == names
+    assert any("e.empty and 2 more: no rule" in note for note in done.notes)
+    assert any("d.count: left out" in note for note in done.notes)
+
+
+# ---- Hugging Face directories -------------------------------------------------------------------------------------
+
+
+def test_configuration_and_tokenizer_files_go_along_and_transformers_opens_the_result(llama, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    source = tmp_path / "source"
+    convert(Conversion(source=llama, dest=source, to="hf", max_shard_bytes=2000))
+    (source / "tokenizer.json").write_text("{}")
+    (source / "model.txt").write_text("no companion")
+    done = convert(Conversion(source=source, dest=tmp_path / "out", to="hf", dtype="float64", verify=True))
+    assert {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors"} == set(
+        os.listdir(tmp_path / "out")
+    )
+    assert any("dtype is float64 now, and was float32" in note for note in done.notes)
+    ids = torch.arange(8)[None]
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert ours.dtype == torch.float64
+    theirs = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float64)
+    assert torch.equal(ours(ids).logits, theirs(ids).logits)
+
+
+# ---- killed, and gone on ------------------------------------------------------------------------------------------
+
+KILLED = """
+    import os, signal, sys
+    from pathlib import Path
+    from shardwise.state import convert, journal
+
+    journal.SYNC, left, note = 0, 3, journal.Workplace.note
+    def dies(*args):
+        global left
+        note(*args)
+        left -= 1
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+    journal.Workplace.note = dies
+    source, dest, to = sys.argv[1:]
+    convert.convert(convert.Conversion(source=Path(source), dest=Path(dest), to=to))
+"""
+
+
+@pytest.mark.parametrize("to", KINDS)
+def test_a_killed_conversion_goes_on_where_it_was(good, tmp_path, to):
+    dest = tmp_path / KINDS[to]
+    source = tmp_path / "source.pt"
+    convert(Conversion(source=good.dcp, dest=source, to="torch"))
+    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(KILLED), source, dest, to], timeout=60, check=False)
+    assert killed.returncode == -9
+    assert not dest.exists()
+    assert (tmp_path / f".{dest.name}.converting").is_dir()
+    done = convert(Conversion(source=source, dest=dest, to=to, verify=True))
+    assert 0 < done.num_resumed < done.num_bytes
+    check(dest, good.tensors)
+    check_with_stock_libraries(dest, to, good.tensors)
+    assert sorted(os.listdir(tmp_path)) == sorted([dest.name, "source.pt"])
+
+
+def test_another_source_or_other_options_start_anew(good, tmp_path):
+    dest, source = tmp_path / "out", tmp_path / "source.pt"
+
+    def kill() -> None:
+        shutil.rmtree(dest, ignore_errors=True)
+        convert(Conversion(source=good.dcp, dest=source, to="torch", overwrite=True))
+        killed = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(KILLED), source, dest, "hf"], timeout=60, check=False
+        )
+        assert killed.returncode == -9
+
+    job = Conversion(source=source, dest=dest, to="hf", overwrite=True)
+    kill()
+    torch.save(torch.load(source, weights_only=True) | {"a.weight": torch.zeros(6, 4)}, source)
+    done = convert(job)
+    assert done.num_resumed == 0 and any("started anew" in note for note in done.notes)
+    check(dest, good.tensors | {"a.weight": torch.zeros(6, 4)})
+    kill()
+    done = convert(replace(job, dtype="bfloat16", keep=("f",)))
+    assert done.num_resumed == 0 and any("started anew" in note for note in done.notes)
+    kill()
+    done = convert(replace(job, fresh=True))
+    assert done.num_resumed == 0 and not any("started anew" in note for note in done.notes)
+    check(dest, good.tensors)
+
+
+def test_a_journal_cut_anywhere_is_gone_on_from(good, tmp_path):
+    dest, folder = tmp_path / "out.pt", tmp_path / ".out.pt.converting"
+    with (
+        patch.object(engine, "_write_fixed", side_effect=OSError(28, "No space left on device")),
+        pytest.raises(CheckpointError, match="No space"),
+    ):
+        convert(Conversion(source=good.file, dest=dest, to="torch"))
+    journal = (folder / "journal").read_bytes()
+    assert journal.count(b"\n") == 1 + sum(bool(tensor.numel()) for tensor in good.tensors.values())
+    for length in range(0, len(journal), 7):
+        folder.mkdir(exist_ok=True)
+        (folder / "files").mkdir(exist_ok=True)
+        (folder / "journal").write_bytes(journal[:length])
+        if length < 70 or not (folder / "files" / "out.pt").exists():
+            (folder / "journal").write_bytes(journal[: min(length, 60)])
+        convert(Conversion(source=good.file, dest=dest, to="torch", overwrite=True, verify=True))
+        check(dest, good.tensors)
+
+
+# ---- what is refused ----------------------------------------------------------------------------------------------
+
+
+def test_what_stands_there_is_replaced_only_when_asked_and_only_if_it_is_weights(good, tmp_path):
+    job = Conversion(source=good.file, dest=tmp_path / "out", to="hf")
+    convert(job)
+    with pytest.raises(CheckpointError, match="--overwrite"):
+        convert(job)
+    convert(replace(job, overwrite=True, dtype="bfloat16"))
+    assert loaded(open_source(tmp_path / "out"))["a.weight"].dtype == torch.bfloat16
+    (tmp_path / "out" / "thesis.tex").write_text("years of work")
+    with pytest.raises(CheckpointError, match=r"thesis\.tex"):
+        convert(replace(job, overwrite=True))
+    with pytest.raises(ConfigError, match="it is a directory"):
+        convert(replace(job, overwrite=True, to="torch"))
+    assert (tmp_path / "out" / "thesis.tex").read_text() == "years of work"
+
+
+def test_places_within_each_other_are_refused(good, tmp_path):
+    source = tmp_path / "hf"
+    convert(Conversion(source=good.file, dest=source, to="hf"))
+    for dest, words in (
+        (source, "same place"),
+        (source / "sub", "within its source"),
+        (tmp_path, "within the destination"),
+    ):
+        with pytest.raises((ConfigError, CheckpointError), match=words):
+            convert(
+                Conversion(
+                    source=source / "model.safetensors" if dest == tmp_path else source,
+                    dest=dest,
+                    to="hf",
+                    overwrite=True,
+                )
+            )
+    check(source, good.tensors)
+
+
+def test_a_damaged_source_leaves_nothing_behind(good, tmp_path):
+    (tmp_path / "a.safetensors").write_bytes(good.file.read_bytes()[:-3])
+    with pytest.raises(CheckpointError, match="cut off"):
+        convert(Conversion(source=tmp_path / "a.safetensors", dest=tmp_path / "out", to="hf"))
+    assert os.listdir(tmp_path) == ["a.safetensors"]
+
+
+def test_a_full_disk_leaves_nothing_behind(good, tmp_path):
+    with (
+        patch.object(engine, "reserve", side_effect=OSError(28, "No space left on device")),
+        pytest.raises(CheckpointError, match="No space left"),
+    ):
+        convert(Conversion(source=good.file, dest=tmp_path / "out", to="hf"))
+    assert os.listdir(tmp_path) == []
+
+
+def test_two_at_one_destination_are_refused(good, tmp_path):
+    from shardwise.state.journal import Workplace
+
+    with Workplace(tmp_path / "out", "x", fresh=False), pytest.raises(CheckpointError, match="another process"):
+        convert(Conversion(source=good.file, dest=tmp_path / "out", to="hf"))
+
+
+def test_a_difference_is_found_before_anything_is_moved(good, tmp_path):
+    write = engine.write_at
+
+    def spoils(descriptor, memory, offset):
+        write(descriptor, memory, offset)
+        if offset == spoils.at:
+            write(descriptor, memoryview(b"\xff"), offset)
+
+    tensors = open_source(good.file).tensors
+    spoils.at = tensors["b.weight"].chunks[0].offset
+    convert(Conversion(source=good.file, dest=tmp_path / "fine.safetensors", to="safetensors"))
+    spoils.at = open_source(tmp_path / "fine.safetensors").tensors["b.weight"].chunks[0].offset
+    with patch.object(engine, "write_at", spoils), pytest.raises(VerifyError) as caught:
+        convert(Conversion(source=good.file, dest=tmp_path / "out.safetensors", to="safetensors", verify=True))
+    assert caught.value.name == "b.weight"
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+# ---- sizes --------------------------------------------------------------------------------------------------------
+
+
+def test_records_beyond_4_gib_are_placed_as_zip_readers_expect(tmp_path):
+    facts = {"big": Fact(((4 << 30) + 64,), "uint8"), "small": Fact((3,), "int64"), "last": Fact((2,), "int32")}
+    plan = plan_torch_file(facts, "a.pt", {})
+    path = tmp_path / "a.pt"
+    with path.open("wb") as file:  # with holes: nothing of it takes room
+        for _, offset, data in plan.finish([0, 0, 0]):
+            file.seek(offset)
+            file.write(data)
+        file.seek(plan.pieces[1].offset)
+        file.write(torch.tensor([1, 2, 3]).numpy().tobytes())
+        file.seek(plan.pieces[0].offset + (4 << 30))
+        file.write(b"\x07")
+    assert path.stat().st_size == plan.num_bytes
+    assert all(piece.offset % 64 == 0 for piece in plan.pieces)
+    theirs = torch.load(path, weights_only=True, mmap=True)
+    assert theirs["small"].tolist() == [1, 2, 3]
+    assert (theirs["big"][4 << 30], theirs["big"].numel()) == (7, (4 << 30) + 64)
+    tensors = open_source(path).tensors
+    assert [tensors[piece.name].chunks[0].offset for piece in plan.pieces] == [piece.offset for piece in plan.pieces]
+
+
+def test_memory_stays_bounded(tmp_path):
+    """A tensor of 200 MB, and another whose dtype changes: memory grows by a few buffers."""
+    torch.save({"a": torch.ones(50 << 20, dtype=torch.int32), "b": torch.ones(2500, 4000)}, tmp_path / "a.pt")
+    code = """
+        import resource, sys
+        from pathlib import Path
+        from shardwise.state.convert import Conversion, convert
+        for to, name in (("hf", "a"), ("dcp", "b"), ("torch", "c.pt")):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            convert(Conversion(source=Path("a.pt"), dest=Path(name), to=to, dtype="bfloat16", verify=True))
+            print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=tmp_path,
+        timeout=100,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert all(int(line) < (64 << 10) for line in done.stdout.split()), done.stdout  # kB
