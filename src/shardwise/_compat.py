@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes as unseen
 from torch.utils._pytree import tree_any, tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
+from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
     "BatchNormBase",
@@ -29,6 +30,7 @@ __all__ = [
     "TorchDispatchMode",
     "at_end_of_backward",
     "cast_floating",
+    "changed_in_graphs",
     "checkpointed",
     "connection_to",
     "default_store",
@@ -44,7 +46,9 @@ __all__ = [
     "is_unscaled",
     "lazy_chunks",
     "local_tensor",
+    "look_in_graph",
     "looked_at_on_meta",
+    "mark_in_graph",
     "materialise",
     "memory_budget",
     "num_hooks",
@@ -103,6 +107,40 @@ def checkpointed(error: BaseException) -> Any:
         if again is not None:
             return again.__closure__[again.__code__.co_freevars.index("fn")].cell_contents
     return None
+
+
+changed_in_graphs: set[type] = set()
+"""Classes of modules that :func:`look_in_graph` was told of."""
+
+_made_in_graphs = WeakIdKeyDictionary()  # what stands for a tensor while a graph is made -> its version
+
+
+def mark_in_graph(tensor: Tensor) -> None:
+    """In code that is being compiled: :func:`look_in_graph` will tell whether ``tensor`` was changed in place since. Neither leaves
+    anything in the graph."""
+    from torch._dynamo.comptime import comptime  # takes a second to import
+
+    comptime(_note_made)
+
+
+def look_in_graph(module: nn.Module, tensor: Tensor) -> None:
+    """Remembers the class of ``module`` if ``tensor``, marked before, was changed; without a guard on ``module``: blocks that are
+    alike go on sharing one graph."""
+    from torch._dynamo.comptime import comptime
+
+    comptime(_note_change)
+
+
+def _note_made(context: Any) -> None:
+    """Reads the local variables of its caller; a function with variables of its own is not taken."""
+    made = context.get_local("tensor").as_fake()
+    _made_in_graphs[made] = made._version
+
+
+def _note_change(context: Any) -> None:
+    found = context.get_local("tensor").as_fake()
+    if found._version != _made_in_graphs.get(found, found._version):
+        changed_in_graphs.add(context.get_local("module").python_type())
 
 
 class _Chunks:

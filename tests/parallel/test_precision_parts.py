@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.func import functional_call
 from zoo import CASES
 
-from shardwise.config.options import Precision, Sharding
-from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.config.options import Compile, Precision, Sharding
+from shardwise.errors import ConfigError, ShardwiseError, UnsupportedError
 from shardwise.parallel import describe, parallelize, recipe_of, runtime_of
 from shardwise.recipe import Recipe, dtype_groups
 from shardwise.train.loss import next_token_loss
@@ -329,6 +330,55 @@ def test_what_is_changed_in_place_at_the_edge_of_a_part_counts(ranks, cls, part,
     assert torch.equal(grads[changed], wanted[changed]) and grads[changed].eq(3).all()
     for values in (found, torch.tensor(held)):
         assert torch.allclose(values, plain, rtol=0.02, atol=0.02)
+
+
+class Stays(Shifts):
+    """The same on a copy."""
+
+    def forward(self, x: Tensor) -> None:
+        super().forward(x.clone())
+
+
+class ShiftedBlock(nn.Module):
+    def __init__(self, part: type[nn.Module]) -> None:
+        super().__init__()
+        self.linear, self.part = nn.Linear(4, 4), part()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x) * 1.0
+        self.part(y)
+        return x + y
+
+
+class ShiftedBlocks(nn.Module):
+    def __init__(self, part: type[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ShiftedBlock(part) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def changed_in_graphs(part: type[nn.Module], remat: str | None) -> tuple[str | None, str, int]:
+    with init("dp_shard=1", device="cpu") as world:
+        precision, graph = bf16(**{part.__name__: "fp32"}), Compile(backend="aot_eager", fullgraph=True)
+        model = parallelize(ShiftedBlocks(part), world, precision=precision, compile=graph, remat=remat)
+        graphs = counters["stats"]["unique_graphs"]
+        try:
+            model(torch.ones(3, 4, requires_grad=True)).float().sum().backward()
+        except UnsupportedError as error:
+            return error.name, str(error), counters["stats"]["unique_graphs"] - graphs
+        return None, "", counters["stats"]["unique_graphs"] - graphs
+
+
+@pytest.mark.parametrize("remat", [None, "full"])
+def test_a_part_of_a_compiled_block_that_changes_its_input_is_refused(ranks, remat):
+    """It changed a copy, and what is around it went on with what was there before."""
+    name, text, graphs = ranks.run(changed_in_graphs, 1, Shifts, remat)[0]
+    assert name == "blocks.0.part" and "changes its input in place in a compiled block" in text and graphs == 1
+    assert ranks.run(changed_in_graphs, 1, Stays, remat)[0] == (None, "", 1)
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------------

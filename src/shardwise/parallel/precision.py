@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardwise._compat import look_in_graph, mark_in_graph
 from shardwise.anatomy import canonical_modules, dtype_of
 from shardwise.parallel.trees import leaves_of, map_leaves
 from shardwise.recipe import Edit, Recipe
@@ -67,16 +68,20 @@ class _Part:
             if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == self._compute:
                 return x
             made = x.to(self._compute)
-            if not torch.compiler.is_compiling():
+            if torch.compiler.is_compiling():
+                mark_in_graph(made)
+            else:
                 self._casts[made] = x, None if made.is_inference() else made._version
             return made
 
         return map_leaves(cast, args), map_leaves(cast, kwargs)
 
-    def leave(self, _module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            for x in leaves_of((args, kwargs)):
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
+        for x in leaves_of((args, kwargs)):
+            if not torch.compiler.is_compiling():
                 self._write_back(x)
+            elif isinstance(x, Tensor):
+                look_in_graph(module, x)
         return result if self._back is None else map_leaves(self._cast_back, result)
 
     def _write_back(self, x: Any) -> None:

@@ -9,7 +9,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.parallel.compile import apply_compile, check_compile
 from shardwise.parallel.precision import apply_precision, cast_root
 from shardwise.parallel.remat import apply_remat, check_remat, explain_remat
-from shardwise.parallel.writes import watch_compiled
+from shardwise.parallel.writes import watch_cast_inputs, watch_compiled
 from shardwise.recipe import Edit, Recipe
 from shardwise.world import World
 
@@ -55,6 +55,7 @@ def edit_after_engine(module: nn.Module, recipe: Recipe, world: World) -> None:
     cast_root(module, recipe)
     for technique in _AFTER_ENGINE:
         technique.apply(module, _edits(recipe, technique.name), world)
+    watch_cast_inputs(module, _edits(recipe, "precision"), _edits(recipe, "compile"))
 
 
 def _edits(recipe: Recipe, technique: str) -> list[Edit]:

@@ -1,8 +1,11 @@
-"""Compiled blocks that write buffers in forward, refused by name after the first forward that shows it.
+"""Compiled blocks that write in forward what they may not, refused by name after the first forward that shows it.
 
 A compiled graph computes again in backward what is cheap, from what forward was given; where forward has changed that in
 place, gradients are those of another forward, without an error (torch 2.13: ``self.n += 1; y = f(x) / self.n`` under
 ``aot_eager``). Where the block also runs again (Remat), the second run is in the graph, and reads what the first has written.
+
+A part with a precision of its own gets a cast copy of its input. What it changes there in place is written back, but in a graph
+nobody can tell, when it runs, whether it did; only while the graph is made.
 """
 
 from collections.abc import Sequence
@@ -11,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise._compat import BatchNormBase, is_spectral_norm
+from shardwise._compat import BatchNormBase, changed_in_graphs, is_spectral_norm
 from shardwise.anatomy import canonical_modules
 from shardwise.errors import UnsupportedError
 from shardwise.recipe import Edit
 
-__all__ = ["watch_compiled"]
+__all__ = ["watch_cast_inputs", "watch_compiled"]
 
 
 def watch_compiled(module: nn.Module, remat: Sequence[Edit], compiled: Sequence[Edit]) -> None:
@@ -32,6 +35,25 @@ def watch_compiled(module: nn.Module, remat: Sequence[Edit], compiled: Sequence[
         }
         if owners:
             _watch(target, owners, edit.module)
+
+
+def watch_cast_inputs(module: nn.Module, parts: Sequence[Edit], compiled: Sequence[Edit]) -> None:
+    """Puts a hook on the model that refuses parts in compiled blocks which change their input in place."""
+    modules, blocks = dict(canonical_modules(module)), tuple(f"{edit.module}." for edit in compiled)
+    inside = {edit.module: type(modules[edit.module]) for edit in parts if f"{edit.module}.".startswith(blocks)}
+
+    def refuse(*_: Any) -> None:
+        name = next((name for name, cls in inside.items() if cls in changed_in_graphs), None)
+        if name is not None:
+            raise UnsupportedError(
+                f"a part with a precision of its own, {inside[name].__name__}, that changes its input in place in a compiled block",
+                why="it changed a cast copy, and a graph cannot tell whether to write it back: what is around would not see it",
+                fix="leave the block out: Compile(targets=...); or let the part make a new tensor",
+                name=name,
+            )
+
+    if inside:
+        module.register_forward_hook(refuse)
 
 
 def _is_harmless(module: nn.Module, *, runs_again: bool) -> bool:
