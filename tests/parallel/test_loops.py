@@ -14,6 +14,7 @@ from shardwise.config.options import DDP
 from shardwise.errors import RankError, UsageError
 from shardwise.parallel import parallelize
 from shardwise.train.optim import clip_grad_norm_, clip_grad_value_, local_optimizer
+from shardwise.train.scale import unscale_gradients_
 from shardwise.train.window import accumulate, count_tokens, window
 from shardwise.world import init
 
@@ -252,6 +253,8 @@ def without_the_last(layout: str, then: str) -> str:
                 clip_grad_norm_(sharded, 1.0)
             elif then == "clip_grad_value_":
                 clip_grad_value_(sharded, 1.0)
+            elif then == "unscale_gradients_":
+                unscale_gradients_(sharded, optim, torch.amp.GradScaler("cpu"))
             elif then == "a window":
                 with window(sharded, [batch(0)], count=count):
                     pass
@@ -263,7 +266,9 @@ def without_the_last(layout: str, then: str) -> str:
 
 
 @pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2"])
-@pytest.mark.parametrize("then", ["clip_grad_norm_", "clip_grad_value_", "a window", "a step", "a local step"])
+@pytest.mark.parametrize(
+    "then", ["clip_grad_norm_", "clip_grad_value_", "unscale_gradients_", "a window", "a step", "a local step"]
+)
 def test_a_step_before_the_last_micro_batch_is_refused(ranks, layout, then):
     """It stepped by each rank's own gradients, and the ranks drifted apart."""
     for text in ranks.run(without_the_last, 2, layout, then):
