@@ -1,6 +1,6 @@
 """Weights of any kind to any other: planned whole, then copied block by block, then moved to their place.
 
-What is held in memory is a buffer of 8 MiB and the list of tensors, whatever the model. The copy goes on where it was
+What is held in memory is a few buffers of 8 MiB and the list of tensors, whatever the model. The copy goes on where it was
 killed (:mod:`shardwise.state.journal`), and nothing stands at the destination before all of it is on disk.
 """
 
@@ -10,6 +10,7 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -227,26 +228,38 @@ def _copy(plan: Plan, items: Mapping[str, Outgoing], work: Workplace, reader: Op
     }
     total = sum(piece.num_bytes for piece in plan.pieces)
     done = sum(plan.pieces[piece].num_bytes for piece in work.done)
-    buffer = torch.empty(BUFFER, dtype=torch.uint8)
+    sums = dict(work.done)
+
+    def write(number: int, memory: memoryview, position: int) -> None:
+        piece = plan.pieces[number]
+        if plan.summed:
+            sums[number] = zlib.crc32(memory, sums.get(number, 0))
+        write_at(descriptors[piece.file], memory, piece.offset + position)
+        if position + len(memory) == piece.num_bytes:
+            work.note(number, sums.get(number, 0), descriptors[piece.file], piece.num_bytes)
+
+    # A block is read into one buffer while the block before it is written from the other.
+    buffers = [torch.empty(BUFFER, dtype=torch.uint8) for _ in range(2)]
     try:
         for name, size in plan.files.items():
             reserve(descriptors[name], size)
         progress("converting", done, total)
-        sums = dict(work.done)
-        for number, piece in enumerate(plan.pieces):
-            if number in work.done:
-                continue
-            sums[number], position = 0, piece.offset
-            for box in blocks(piece.box, BUFFER // DTYPE_BYTES[piece.dtype]):
-                memory = items[piece.name].block(box, buffer, reader).numpy().data
-                if plan.summed:
-                    sums[number] = zlib.crc32(memory, sums[number])
-                write_at(descriptors[piece.file], memory, position)
-                position, done = position + len(memory), done + len(memory)
-                progress("converting", done, total)
-            work.note(number, sums[number], descriptors[piece.file], piece.num_bytes)
+        with ThreadPoolExecutor(1) as writer:
+            written: Future[None] | None = None
+            for number, piece in enumerate(plan.pieces):
+                position = 0
+                for box in blocks(piece.box, BUFFER // DTYPE_BYTES[piece.dtype]) if number not in work.done else ():
+                    memory = items[piece.name].block(box, buffers[0], reader).numpy().data
+                    if written is not None:
+                        written.result()
+                    written = writer.submit(write, number, memory, position)
+                    buffers.reverse()
+                    position, done = position + len(memory), done + len(memory)
+                    progress("converting", done, total)
+            if written is not None:
+                written.result()
         work.sync()
-        for fixed in plan.finish([sums[number] for number in range(len(plan.pieces))]):
+        for fixed in plan.finish([sums.get(number, 0) for number in range(len(plan.pieces))]):
             _write_fixed(descriptors, fixed)
         for descriptor in descriptors.values():
             os.fsync(descriptor)
