@@ -1,6 +1,6 @@
 """State in and out: whole tensors on rank 0, weights from and to files."""
 
-from shardwise.state.full import full_state_dict, gather_parameter, load_full_state_dict
+from shardwise.state.full import full_state_dict, load_full_state_dict
 from shardwise.state.gathered import gathered
 from shardwise.state.kinds import StateDictType, load_state_dict, state_dict
 from shardwise.state.load import load_weights
@@ -14,7 +14,6 @@ __all__ = [
     "check_dtypes",
     "full_optimizer_state_dict",
     "full_state_dict",
-    "gather_parameter",
     "gathered",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",

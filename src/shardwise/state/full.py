@@ -4,7 +4,10 @@ Each piece is sent once, by its first owner, straight to rank 0: nothing is gath
 canonical; which rank holds what is asked of the recipe alone.
 """
 
-from collections.abc import Iterable, Mapping
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ from shardwise.state.extra import EXTRA_STATE, extra_states
 from shardwise.state.load import load_weights
 from shardwise.state.report import LoadReport
 
-__all__ = ["full_state_dict", "gather_parameter", "gather_tensor", "load_full_state_dict"]
+__all__ = ["full_state_dict", "gather_tensors", "load_full_state_dict"]
 
 
 def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[str, Any]:
@@ -39,10 +42,9 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[s
     # What follows cannot be waited for with a limit: a rank that does not come is named here.
     runtime.world.agreement.sum({}, "full_state_dict, before it is gathered")
     found: dict[str, Any] = {} if trainable_only else extra_states(model)  # on every rank: one may talk to the others
-    for name, param in runtime.recipe.params.items():
-        if trainable_only and not param.trainable:
-            continue
-        whole = gather_parameter(runtime, name)
+    wanted = {name: param for name, param in runtime.recipe.params.items() if param.trainable or not trainable_only}
+    gathered = gather_tensors(runtime, ((name, runtime.local_tensors_of(name)) for name in wanted))
+    for (name, param), whole in zip(wanted.items(), gathered, strict=True):
         if whole is not None:
             found.update(dict.fromkeys((name, *param.aliases), whole))
     if not runtime.world.is_main:
@@ -74,39 +76,86 @@ def load_full_state_dict(
     return load_weights(model, state, strict=strict, cast=cast, shared_files=False)
 
 
-def gather_parameter(runtime: Runtime, name: str) -> Tensor | None:
-    """One parameter, whole, on rank 0's CPU; None elsewhere. All ranks must call it."""
-    return gather_tensor(runtime, name, runtime.local_tensors_of(name))
+def gather_tensors(runtime: Runtime, items: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor | None]:
+    """Tensors that are cut as parameters are, one after the other whole on rank 0's CPU; None elsewhere. All ranks must call
+    it, with the same names, and go to the end.
 
-
-def gather_tensor(runtime: Runtime, name: str, local: Tensor) -> Tensor | None:
-    """A tensor that is cut as parameter ``name`` is, whole, on rank 0's CPU; None elsewhere. All ranks must call it.
+    What comes next travels already while a tensor is being put together; what lies in one stretch is received where it will
+    stay.
 
     Args:
         runtime: of the model.
-        name: the parameter.
-        local: this rank's part: of the parameter, or of what an optimizer keeps for it.
+        items: the parameter's name, and this rank's part: of the parameter, or of what an optimizer keeps for it.
     """
-    world, param = runtime.world, runtime.recipe.params[name]
-    if not world.is_main:
-        mine = _pieces_to_send(runtime, name, world.rank)
-        if mine:
-            packed = torch.cat([local[piece.local_index].reshape(-1) for piece in mine])
-            dist.send(packed.view(torch.uint8).to(world.device), dst=0)
-        return None
-    whole = torch.empty(param.shape, dtype=local.dtype)
-    for piece in runtime.view.extents(name):
-        whole[piece.full_index] = local[piece.local_index].cpu()
-    for rank in range(1, world.size):
+    act = _receive if runtime.world.is_main else _send
+    under_way: deque[_Gathering] = deque()
+    num_bytes = 0
+    for name, local in items:
+        under_way.append(act(runtime, name, local))
+        num_bytes += under_way[-1].num_bytes
+        while num_bytes > _IN_FLIGHT and len(under_way) > 1:
+            num_bytes -= under_way[0].num_bytes
+            yield under_way.popleft().finish()
+    while under_way:
+        yield under_way.popleft().finish()
+
+
+_IN_FLIGHT = 64 << 20  # bytes that are sent or expected at a time
+
+
+@dataclass
+class _Gathering:
+    """One tensor on its way."""
+
+    whole: Tensor | None = None
+    works: list[Any] = field(default_factory=list)
+    packed: list[tuple[Tensor, list[Slice]]] = field(default_factory=list)  # arrived in one stretch, to be laid out
+    num_bytes: int = 0
+
+    def finish(self) -> Tensor | None:
+        for work in self.works:
+            work.wait()
+        for buffer, pieces in self.packed:
+            assert self.whole is not None
+            counts = [math.prod(piece.sizes) for piece in pieces]
+            for piece, part in zip(pieces, buffer.cpu().split(counts), strict=True):
+                self.whole[piece.full_index] = part.view(piece.sizes)
+        return self.whole
+
+
+def _send(runtime: Runtime, name: str, local: Tensor) -> _Gathering:
+    pieces = _pieces_to_send(runtime, name, runtime.world.rank)
+    if not pieces:
+        return _Gathering()
+    parts = [local[piece.local_index] for piece in pieces]
+    straight = len(parts) == 1 and parts[0].is_contiguous()
+    wire = (parts[0] if straight else torch.cat([part.reshape(-1) for part in parts])).to(runtime.world.device)
+    return _Gathering(works=[dist.isend(_bytes_of(wire), dst=0)], num_bytes=wire.numel() * wire.itemsize)
+
+
+def _receive(runtime: Runtime, name: str, local: Tensor) -> _Gathering:
+    device = runtime.world.device
+    whole = torch.empty(runtime.recipe.params[name].shape, dtype=local.dtype)
+    found = _Gathering(whole)
+    for rank in range(1, runtime.world.size):
         pieces = _pieces_to_send(runtime, name, rank)
         if not pieces:
             continue
-        counts = [torch.Size(piece.sizes).numel() for piece in pieces]
-        packed = torch.empty(sum(counts), dtype=local.dtype, device=world.device)
-        dist.recv(packed.view(torch.uint8), src=rank)
-        for piece, part in zip(pieces, packed.cpu().split(counts), strict=True):
-            whole[piece.full_index] = part.view(piece.sizes)
-    return whole
+        place = whole[pieces[0].full_index]
+        if len(pieces) == 1 and place.is_contiguous() and device.type == "cpu":
+            wire = place
+        else:
+            wire = torch.empty(sum(math.prod(piece.sizes) for piece in pieces), dtype=local.dtype, device=device)
+            found.packed.append((wire, pieces))
+        found.works.append(dist.irecv(_bytes_of(wire), src=rank))
+        found.num_bytes += wire.numel() * wire.itemsize
+    for piece in runtime.view.extents(name):
+        whole[piece.full_index] = local[piece.local_index].cpu()
+    return found
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _pieces_to_send(runtime: Runtime, name: str, rank: int) -> list[Slice]:

@@ -16,7 +16,7 @@ from shardwise.errors import CheckpointError, UnsupportedError, UsageError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.tensors import like_parameter
 from shardwise.parallel.values import scatter_values
-from shardwise.state.full import gather_tensor
+from shardwise.state.full import gather_tensors
 from shardwise.state.report import shortened
 from shardwise.state.together import together
 
@@ -51,19 +51,17 @@ def full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimizer) ->
             fix="let every rank make the same steps",
         ),
     )
-    found: dict[str, dict[str, Any]] = {}
-    for name, keys in kinds.items():
-        values = {}
-        for key, is_cut in keys.items():
-            value = optim.state[runtime.parameters[name]][key]
-            if is_cut:
-                values[key] = gather_tensor(runtime, name, local_tensor(value).detach())
-            else:
-                values[key] = local_tensor(value).detach().cpu().clone() if isinstance(value, Tensor) else value
-        if values:
-            found[name] = values
+    kept = {name: optim.state[runtime.parameters[name]] for name, keys in kinds.items() if keys}
+    cut = [(name, key) for name, keys in kinds.items() for key, is_cut in keys.items() if is_cut]
+    gathered = gather_tensors(runtime, ((name, local_tensor(kept[name][key]).detach()) for name, key in cut))
+    whole = dict(zip(cut, gathered, strict=True))
     if not runtime.world.is_main:
         return {}
+    found = {
+        name: {key: whole[name, key] if is_cut else _on_cpu(kept[name][key]) for key, is_cut in keys.items()}
+        for name, keys in kinds.items()
+        if keys
+    }
     return {"state": found, "param_groups": [_settings(runtime, group, names) for group in optim.param_groups]}
 
 
@@ -166,7 +164,7 @@ def _settings(runtime: Runtime, group: Mapping[str, Any], names: Iterable[str]) 
 
 
 def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+    return local_tensor(value).detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
 def _placed(key: str, value: Any, param: nn.Parameter, group: Mapping[str, Any]) -> Any:

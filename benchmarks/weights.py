@@ -1,0 +1,466 @@
+"""Weights in and out on local processes: time, memory and bytes on the wire, beside what others do, results equal.
+
+    python benchmarks/weights.py                                  # prints the tables; some minutes, a few GB of disk
+    python benchmarks/weights.py --write docs/benchmarks.md       # and puts them into the page
+    python benchmarks/weights.py --megabytes 64 --part load       # one table, of a small model
+
+Each figure is of fresh sharded models on two ranks (gloo), the least time of the repeats. Memory is what the process alone
+holds (RssAnon), sampled every 2 ms while it runs, less what it held before; memory that a model was given and that
+nothing has been written to does not count. Bytes on the wire are those of the tensors that collectives are called with. The
+files lie in the page cache. Before a table is printed, every rank's shards (and rank 0's whole tensors, and the files) are
+equal to the last bit.
+
+torchtune's algorithms are written anew here from what its recipes do; the other contenders are the libraries' own functions.
+"""
+
+import argparse
+import contextlib
+import gc
+import importlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardwise as sw
+from shardwise.testing import RankPool
+
+__all__ = ["PARTS", "build", "main", "table"]
+
+RANKS = 2
+REPEATS = 3
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x)))
+
+
+class Stack(nn.Module):
+    """Blocks of some size: nothing is computed here, only moved."""
+
+    def __init__(self, megabytes: int, dim: int = 1024):
+        super().__init__()
+        dim = dim if megabytes >= 256 else 128
+        count = max(2, round(megabytes * 2**20 / (8 * dim * dim * 4)))
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(count))
+        self.head = nn.Linear(dim, 1001, bias=False)  # an odd number of rows: the ranks' shards are not alike
+
+
+def build(megabytes: int) -> nn.Module:
+    return Stack(megabytes)
+
+
+# ---- models, sharded with memory and without values ---------------------------------------------------------------------
+
+
+def by_hand(world: sw.World, megabytes: int) -> nn.Module:
+    with torch.device("meta"):
+        module = build(megabytes)
+    mesh = world.mesh["dp_shard"]
+    for block in module.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return module.to_empty(device="cpu")
+
+
+def ours(world: sw.World, megabytes: int) -> nn.Module:
+    return sw.parallelize(lambda: build(megabytes), world, init="load", sharding=sw.Sharding(min_unit_bytes=0))
+
+
+# ---- loading ------------------------------------------------------------------------------------------------------------
+
+
+def load_ours(model: nn.Module, folder: str) -> None:
+    sw.load_weights(model, folder)
+
+
+def load_dcp(model: nn.Module, folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+    dcp.load(model.state_dict(), storage_reader=HuggingFaceStorageReader(folder))
+
+
+def load_slices(model: nn.Module, folder: str) -> None:
+    """What a careful user writes by hand with safetensors: rows of each tensor, for even cuts of dim 0 only."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        files = [stack.enter_context(safe_open(file, "pt")) for file in sorted(Path(folder).glob("*.safetensors"))]
+        homes = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - no mapping
+        for name, param in model.named_parameters():
+            rows = -(-param.shape[0] // size)
+            part = homes[name].get_slice(name)[rank * rows : (rank + 1) * rows]
+            param.to_local().copy_(part)  # type: ignore[attr-defined]
+
+
+def load_torch_full(model: nn.Module, folder: str) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    state = _whole_files(folder) if dist.get_rank() == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, state, options=options)
+
+
+def load_torchtune(model: nn.Module, folder: str) -> None:
+    """Every rank opens all files, cuts each whole tensor for itself, and assigns."""
+    own = dict(model.named_parameters())
+    cut = {}
+    for name, whole in _whole_files(folder).items():
+        param: Any = own[name]
+        cut[name] = nn.Parameter(distribute_tensor(whole, param.device_mesh, param.placements))
+    model.load_state_dict(cut, strict=True, assign=True)
+
+
+def load_accelerate(model: nn.Module, folder: str) -> None:
+    from accelerate import PartialState
+    from accelerate.utils.fsdp_utils import fsdp2_load_full_state_dict
+
+    state = _whole_files(folder) if dist.get_rank() == 0 else {}
+    accelerator = argparse.Namespace(is_main_process=dist.get_rank() == 0, device=torch.device("cpu"))
+    PartialState(cpu=True)
+    fsdp2_load_full_state_dict(accelerator, model, state)
+
+
+def _whole_files(folder: str) -> dict[str, torch.Tensor]:
+    return {name: t for file in sorted(Path(folder).glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+LOADERS: dict[str, tuple[Callable[..., nn.Module], Callable[[nn.Module, str], None]]] = {
+    "Shardwise `load_weights`": (ours, load_ours),
+    "torch DCP, Hugging Face reader": (by_hand, load_dcp),
+    "safetensors slices, by hand": (by_hand, load_slices),
+    "torch `set_model_state_dict` from rank 0": (by_hand, load_torch_full),
+    "torchtune's algorithm": (by_hand, load_torchtune),
+    "accelerate `fsdp2_load_full_state_dict`": (by_hand, load_accelerate),
+}
+
+
+# ---- gathering ----------------------------------------------------------------------------------------------------------
+
+
+def gather_ours(model: nn.Module) -> dict[str, Any]:
+    return sw.full_state_dict(model)
+
+
+def gather_torch(model: nn.Module) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+def gather_torchtune(model: nn.Module) -> dict[str, Any]:
+    """Each tensor whole on every rank, kept by rank 0."""
+    found = {}
+    for name, param in model.state_dict().items():
+        whole = param.full_tensor() if isinstance(param, DTensor) else param
+        if dist.get_rank() == 0:
+            found[name] = whole.cpu()
+    dist.barrier()
+    return found
+
+
+GATHERERS: dict[str, tuple[Callable[..., nn.Module], Callable[[nn.Module], dict[str, Any]]]] = {
+    "Shardwise `full_state_dict`": (ours, gather_ours),
+    "torch `get_model_state_dict`": (by_hand, gather_torch),
+    "torchtune's algorithm": (by_hand, gather_torchtune),
+}
+
+
+# ---- saving -------------------------------------------------------------------------------------------------------------
+
+
+def save_ours(model: nn.Module, dest: str) -> None:
+    sw.save_weights(model, dest)
+
+
+def save_gathered(model: nn.Module, dest: str) -> None:
+    """Whole on rank 0, written by safetensors, put on disk as ours is."""
+    state = gather_torch(model)
+    if dist.get_rank() == 0:
+        os.makedirs(dest, exist_ok=True)
+        file = os.path.join(dest, "model.safetensors")
+        save_file(state, file)
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    dist.barrier()
+
+
+def save_dcp(model: nn.Module, dest: str) -> None:
+    """Shards first, then put together in a second pass."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+    writer = HuggingFaceStorageWriter(
+        dest, save_distributed=True, enable_consolidation=True, thread_count_consolidation=1
+    )
+    dcp.save(model.state_dict(), storage_writer=writer)
+
+
+SAVERS: dict[str, tuple[Callable[..., nn.Module], Callable[[nn.Module, str], None]]] = {
+    "Shardwise `save_weights`": (ours, save_ours),
+    "torch `get_model_state_dict`, safetensors, fsync": (by_hand, save_gathered),
+    "torch DCP, Hugging Face writer, consolidated": (by_hand, save_dcp),
+}
+
+
+# ---- measuring ----------------------------------------------------------------------------------------------------------
+
+
+class Sampler:
+    """Peak of what this process alone holds, above what it held at first, in bytes."""
+
+    def __enter__(self) -> "Sampler":
+        gc.collect()
+        self.first = self.peak = _private_bytes()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.peak = max(self.peak, _private_bytes())
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.002):
+            self.peak = max(self.peak, _private_bytes())
+
+    @property
+    def grown(self) -> int:
+        return self.peak - self.first
+
+
+def _private_bytes() -> int:
+    with open("/proc/self/status", encoding="ascii") as file:
+        line = next(line for line in file if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+class WireBytes(TorchDispatchMode):
+    """Bytes of the tensors that collectives are called with, but for the exchanges of a few numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            found: list[torch.Tensor] = []
+            torch.utils._pytree.tree_map_only(torch.Tensor, found.append, (args, kwargs or {}))
+            size = sum(tensor.numel() * tensor.itemsize for tensor in found)
+            self.total += size if size > 8192 else 0
+        return func(*args, **(kwargs or {}))
+
+
+def _digest(tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, tuple[list[int], int]]:
+    """Name -> shape and a sum over the bits."""
+    found = {}
+    for name, tensor in tensors:
+        local = tensor.detach()
+        local = local.to_local() if isinstance(local, DTensor) else local
+        bits = local.contiguous().view(-1).view(torch.int32).to(torch.int64)
+        place = torch.arange(1, bits.numel() + 1)
+        found[name] = (list(local.shape), int((bits * place).sum()))
+    return found
+
+
+def run_load(contender: str, megabytes: int, folder: str, count: bool) -> dict[str, Any]:
+    make, load = LOADERS[contender]
+    with sw.init("dp_shard=-1", device="cpu") as world:
+        model = make(world, megabytes)
+        wire = WireBytes()
+        with Sampler() as sampler, wire if count else contextlib.nullcontext():
+            dist.barrier()
+            start = time.perf_counter()
+            load(model, folder)
+            dist.barrier()
+            seconds = time.perf_counter() - start
+        shard = sum(_local(param).numel() * 4 for param in model.parameters())
+        return {
+            "seconds": seconds,
+            "memory": sampler.grown / shard,
+            "wire": wire.total,
+            "digest": _digest(model.named_parameters()),
+        }
+
+
+def run_gather(contender: str, megabytes: int, folder: str) -> dict[str, Any]:
+    make, gather = GATHERERS[contender]
+    with sw.init("dp_shard=-1", device="cpu") as world:
+        model = make(world, megabytes)
+        load_ours(model, folder) if make is ours else load_slices(model, folder)
+        whole = sum(param.numel() * 4 for param in model.parameters())
+        with Sampler() as sampler:
+            dist.barrier()
+            start = time.perf_counter()
+            state = gather(model)
+            dist.barrier()
+            seconds = time.perf_counter() - start
+        return {"seconds": seconds, "memory": sampler.grown / whole, "digest": _digest(iter(state.items()))}
+
+
+def run_save(contender: str, megabytes: int, folder: str, dest: str) -> dict[str, Any]:
+    make, save = SAVERS[contender]
+    with sw.init("dp_shard=-1", device="cpu") as world:
+        model = make(world, megabytes)
+        load_ours(model, folder) if make is ours else load_slices(model, folder)
+        whole = sum(param.numel() * 4 for param in model.parameters())
+        with Sampler() as sampler:
+            dist.barrier()
+            start = time.perf_counter()
+            save(model, dest)
+            dist.barrier()
+            seconds = time.perf_counter() - start
+        return {"seconds": seconds, "memory": sampler.grown / whole}
+
+
+def _local(param: torch.Tensor) -> torch.Tensor:
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+# ---- tables -------------------------------------------------------------------------------------------------------------
+
+Rows = dict[str, dict[str, Any]]
+
+
+def part_load(megabytes: int, repeats: int, work: Path) -> str:
+    found: Rows = {}
+    for contender in LOADERS:
+        with RankPool() as pool:  # new processes: what one contender freed is not another's to take
+            given = RANKS, contender, megabytes, str(work / "model")
+            runs = [pool.run(run_load, *given, False, timeout_s=600) for _ in range(repeats)]
+            counted = pool.run(run_load, *given, True, timeout_s=600)
+        found[contender] = _best(runs) | {"wire": sum(answer["wire"] for answer in counted)}
+    _assert_equal(found)
+    return table(
+        found, "load", {"seconds": "time", "memory": "peak private memory, in shards", "wire": "MB through collectives"}
+    )
+
+
+def part_gather(megabytes: int, repeats: int, work: Path) -> str:
+    found: Rows = {}
+    for contender in GATHERERS:
+        with RankPool() as pool:
+            given = RANKS, contender, megabytes, str(work / "model")
+            runs = [pool.run(run_gather, *given, timeout_s=600) for _ in range(repeats)]
+        found[contender] = _best(runs)
+        found[contender]["others"] = max(min(run[rank]["memory"] for run in runs) for rank in range(1, RANKS))
+        found[contender]["first"] = min(run[0]["memory"] for run in runs)
+        found[contender]["digest"] = runs[0][0]["digest"]
+    _assert_equal(found)
+    columns = {"seconds": "time", "first": "rank 0's peak, in models", "others": "the other rank's"}
+    return table(found, "gather to rank 0", columns)
+
+
+def part_save(megabytes: int, repeats: int, work: Path) -> str:
+    found: Rows = {}
+    for contender in SAVERS:
+        runs = []
+        with RankPool() as pool:
+            for _ in range(repeats):
+                shutil.rmtree(work / "saved", ignore_errors=True)
+                given = RANKS, contender, megabytes, str(work / "model"), str(work / "saved")
+                runs.append(pool.run(run_save, *given, timeout_s=600))
+        found[contender] = _best(runs)
+        found[contender]["first"] = min(run[0]["memory"] for run in runs)
+        found[contender]["digest"] = _digest(iter(_whole_files(str(work / "saved")).items()))
+    shutil.rmtree(work / "saved")
+    _assert_equal(found)
+    return table(found, "save as Hugging Face files", {"seconds": "time", "first": "rank 0's extra memory, in models"})
+
+
+PARTS = {"load": part_load, "gather": part_gather, "save": part_save}
+
+
+def _best(runs: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    return {
+        "seconds": min(max(answer["seconds"] for answer in run) for run in runs),
+        "memory": min(max(answer["memory"] for answer in run) for run in runs),
+        "digest": [answer.get("digest") for answer in runs[0]],
+    }
+
+
+def _assert_equal(found: Rows) -> None:
+    first = next(iter(found))
+    for contender, row in found.items():
+        mine, theirs = row.pop("digest"), found[first].get("kept", row)
+        if contender == first:
+            found[first]["kept"] = mine
+            continue
+        assert json.dumps(mine, sort_keys=True) == json.dumps(theirs, sort_keys=True), (
+            f"{contender} gives other values than {first}"
+        )
+    found[first].pop("kept")
+
+
+def table(found: Rows, title: str, columns: dict[str, str]) -> str:
+    """A row for each contender; times also as what ours takes of them."""
+    own = next(iter(found.values()))["seconds"]
+    lines = [f"| {title} | {' | '.join(columns.values())} | ours / theirs |", "|---" * (len(columns) + 2) + "|"]
+    for contender, row in found.items():
+        cells = [_cell(key, row[key]) for key in columns]
+        ratio = "" if contender == next(iter(found)) else f"{own / row['seconds']:.2f}"
+        lines.append(f"| {contender} | {' | '.join(cells)} | {ratio} |")
+    return "\n".join(lines)
+
+
+def _cell(key: str, value: float) -> str:
+    if key == "seconds":
+        return f"{value:.2f} s"
+    return f"{value / 1e6:.0f}" if key == "wire" else f"{value:.3f}"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=2048, help="size of the model (2048)")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help=f"runs of each figure ({REPEATS})")
+    parser.add_argument("--part", choices=list(PARTS), action="append", help="one table only; may be repeated")
+    parser.add_argument("--write", metavar="PAGE", help="put the tables into this page")
+    args = parser.parse_args(argv)
+    tables = []
+    with tempfile.TemporaryDirectory(prefix="shardwise-weights-") as folder:
+        work = Path(folder)
+        (work / "model").mkdir()
+        torch.manual_seed(0)
+        save_file(build(args.megabytes).state_dict(), work / "model" / "model.safetensors")
+        for part in args.part or PARTS:
+            tables.append(PARTS[part](args.megabytes, args.repeats, work))
+            print(tables[-1], end="\n\n", flush=True)
+    if args.write:
+        _put(Path(args.write), "\n\n".join(tables))
+
+
+def _put(page: Path, text: str) -> None:
+    begin, end = "<!-- weights: begin -->", "<!-- weights: end -->"
+    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, _, after = rest.partition(end)
+    page.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    # Ranks load functions by the name of their module, which a script that is running does not have.
+    sys.path.insert(0, str(Path(__file__).parent))
+    importlib.import_module("weights").main()
