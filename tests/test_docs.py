@@ -35,6 +35,7 @@ PAGES = (
             "training",
             "precision",
             "parity",
+            "convert",
             "benchmarks",
         )
     ),
@@ -196,6 +197,10 @@ def _shortened(command: str, folder: Path) -> str | None:
             "examples/example_units.py" | "examples/example_init.py" | "examples/example_remat.py" as script,
         ]:
             return f"python {ROOT / script}"
+        case ["python", "examples/example_convert.py"]:
+            return command
+        case ["shardwise", "convert", *_]:
+            return f"python examples/example_convert.py && {command}"
         case ["python", "benchmarks/step.py", *_]:
             return f"{command} --model tiny --rounds 2".replace("--write docs/", "--write ")
         case ["python", "benchmarks/wrap.py", *_]:

@@ -64,13 +64,13 @@ def map_names() -> list[str]:
     return sorted(path.stem for path in _HOME.glob("*.yaml"))
 
 
-def load_map(name: str) -> tuple[Rule, ...]:
+def load_map(name: str | Path) -> tuple[Rule, ...]:
     """The rules of a map by its name, or of a YAML file.
 
     Raises:
         ConfigError: no such map, or a rule that cannot be.
     """
-    path = _HOME / f"{name}.yaml" if name in map_names() else Path(name)
+    path = _HOME / f"{name}.yaml" if str(name) in map_names() else Path(name)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -80,7 +80,7 @@ def load_map(name: str) -> tuple[Rule, ...]:
         raise ConfigError(
             f"--map {name}",
             why="there is no such map, and no such file",
-            fix=did_you_mean(name, map_names(), what="maps"),
+            fix=did_you_mean(str(name), map_names(), what="maps"),
         ) from None
     return rules_of(parse_yaml_value(text, str(path)), str(path))
 
