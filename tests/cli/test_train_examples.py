@@ -40,7 +40,12 @@ def run_script(path: str) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+WITH_WORDS = ("small_model.py", "finetune.py", "finetune.yaml")  # they take a directory: below
+
+
+@pytest.mark.parametrize(
+    "script", sorted(p for p in EXAMPLES.glob("*.py") if p.name not in WITH_WORDS), ids=lambda path: path.name
+)
 def test_one_process_and_two_ranks_print_the_same_losses(ranks, script):
     (one,), (two, other) = ranks.run(run_script, 1, str(script)), ranks.run(run_script, 2, str(script))
     numbers = [[float(number) for number in re.findall(r"\d+\.\d+", text)] for text in (one, two)]
@@ -49,9 +54,65 @@ def test_one_process_and_two_ranks_print_the_same_losses(ranks, script):
     assert numbers[0][-2] < numbers[0][0], "it learns"
 
 
-@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "file", sorted(p for p in EXAMPLES.glob("*.yaml") if p.name not in WITH_WORDS), ids=lambda path: path.name
+)
 def test_configs_are_understood_and_run(file, tmp_path):
     words = ["--train.steps=2", "--train.eval_every=0", f"--log.dir={tmp_path}", "--log.plot=false"]
     loaded = load_config(file, words)
     assert loaded.origins["optim.lr"].startswith(str(file))
     assert "validation loss" in run("-m", "shardwise", "train", str(file), *words)
+
+
+# ---- from a model directory to a model directory ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Path:
+    """A model directory that stock transformers has written."""
+    folder = tmp_path_factory.mktemp("small")
+    assert "saved in" in run("examples/small_model.py", str(folder), "--steps", "12")
+    return folder
+
+
+def finetune(source: str, dest: str) -> tuple[tuple[float, float], str]:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        losses = runpy.run_path(str(EXAMPLES / "finetune.py"))["main"](source, dest, 6)
+    return losses, printed.getvalue()
+
+
+def test_a_model_directory_is_fine_tuned_and_opened_by_the_stock_library(ranks, small, tmp_path):
+    (one,) = ranks.run(finetune, 1, str(small), str(tmp_path / "one"), timeout_s=100)
+    two, other = ranks.run(finetune, 2, str(small), str(tmp_path / "two"), timeout_s=100)
+    assert two[0] == pytest.approx(one[0], abs=1e-4) and two[0][1] < two[0][0] and other[1] == ""
+    assert "opened by transformers, outputs differ by" in two[1] and "tensors from" in two[1]
+
+
+def test_the_command_line_fine_tunes_it_and_the_stock_library_measures_the_same_loss(small, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from shardwise.train.metrics import read_metrics
+    from shardwise.train.parts import open_data
+
+    words = ["--train.steps=3", "--train.eval_every=0", f"--log.dir={tmp_path}", "--log.plot=false"]
+    words += [f"--model.weights={small}", f"--model.args={{source: {small}}}", "--data.val_fraction=0.02"]
+    told = run("-m", "shardwise", "train", "examples/finetune.yaml", *words)
+    assert re.search(r"^weights +\d+ tensors from", told, re.MULTILINE)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    (val,) = [row["loss"] for row in rows if row["kind"] == "val"]
+    first = next(row["loss"] for row in rows if row["kind"] == "step")
+    assert first < 5.2, "an untrained model has ln 256 = 5.5"
+    config = load_config(EXAMPLES / "finetune.yaml", words).config
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "weights").eval()
+    total, count = 0.0, 0
+    for sample in torch.utils.data.DataLoader(open_data(config.data, vocab=None).val, batch_size=16):
+        tokens = sample["input_ids"].long()
+        with torch.no_grad():
+            logits = model(tokens[:, :-1]).logits
+        total += float(
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+        )
+        count += tokens[:, 1:].numel()
+    assert total / count == pytest.approx(val, abs=1e-4)

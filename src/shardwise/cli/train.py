@@ -93,6 +93,13 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
     else:
         check_target(config.model.build, what="model.build", origin=origins["model.build"])
     check_transforms(config.parallel.transforms, origins)
+    weights = config.model.weights
+    if weights is not None and not Path(weights).exists():
+        raise ConfigError(
+            f"model.weights={weights!r} ({origins['model.weights']})",
+            why=f"there is no such file or directory (looked from {Path.cwd()})",
+            fix="give the path of a model directory, or of a file of weights",
+        )
     path = config.data.path
     if path is not None and not Path(path).is_file():
         raise ConfigError(

@@ -152,6 +152,9 @@ class Display:
         self.row("model", f"{name}, {num_params:,} parameters in {units} unit{'s' if units > 1 else ''}")
         self.row("engine", why)
 
+    def _show_loaded(self, *, text: str) -> None:
+        self.row("weights", text)
+
     def _show_sample(self, *, when: str, prompt: str, text: str, word_share: float) -> None:
         self.row(when, f"{100 * word_share:.0f}% real words: {prompt}|{_printable(text)}")
 

@@ -189,9 +189,10 @@ class Parallel(Options, frozen=True, kw_only=True):
         "dp_shard=-1"
     )
     init: Annotated[
-        Literal["seeded", "rank0"] | None,
+        Literal["seeded", "rank0", "load"] | None,
         doc(
-            "seeded: from the seed and each name; rank0: built once, scattered; null: seeded for a builder, else rank0"
+            "seeded: from the seed and each name; rank0: built once, scattered; load: none, until weights are loaded; null: "
+            "load where there are model.weights, else seeded for a builder and rank0 for a module"
         ),
     ] = None
     precision: Annotated[

@@ -33,8 +33,26 @@ class Model(Options, frozen=True, kw_only=True):
         doc("function that returns the nn.Module: pkg.mod:fn or path/to/file.py:fn; null: the reference model"),
     ] = None
     args: Annotated[dict[str, Any], doc("keyword arguments of that function")] = msgspec.field(default_factory=dict)
+    weights: Annotated[
+        str | None,
+        doc(
+            "weights to start from: a Hugging Face directory, a safetensors or torch file, a DCP directory; null: none"
+        ),
+    ] = None
+    rename: Annotated[
+        dict[str, str | None],
+        doc("regex -> replacement, for the names in weights, in order; null: leave the tensor out"),
+    ] = msgspec.field(default_factory=dict)
+    cast: Annotated[bool, doc("weights of another floating dtype than the model stores are converted")] = False
 
     def check(self) -> None:
+        for key, default in (("rename", {}), ("cast", False)):
+            if self.weights is None and getattr(self, key) != default:
+                raise ConfigError(
+                    f"model.{key}={getattr(self, key)!r} without model.weights",
+                    why="it says how weights are read, so it would have no effect",
+                    fix=f"add model.weights, or remove model.{key}",
+                )
         if self.build is not None and not looks_like_target(self.build):
             raise ConfigError(
                 f"model.build={self.build!r}",
@@ -186,6 +204,12 @@ class RunConfig(Options, frozen=True, kw_only=True):
                 f"train.scaler with parallel.precision={self.parallel.precision!r}",
                 why="the loss is scaled only where float16 is computed in, so it would have no effect",
                 fix="remove train.scaler, or use precision=fp16",
+            )
+        if self.parallel.init == "load" and self.model.weights is None:
+            raise ConfigError(
+                "parallel.init='load' without model.weights",
+                why="the model would never get values",
+                fix="add model.weights, or remove parallel.init",
             )
         schedule, steps = self.schedule, self.train.steps
         if schedule.warmup_steps is None:

@@ -68,7 +68,8 @@ def parallelize(
             cannot be read.
         init: ``"seeded"``: values are functions of (world.seed, name), made by each rank for itself, the same under
             every layout; default for a callable. ``"rank0"``: rank 0's values, scattered; default for a module, and what
-            seeded falls back to where a constructor cannot be recorded (the recipe's notes say why).
+            seeded falls back to where a constructor cannot be recorded (the recipe's notes say why). ``"load"``: memory only;
+            :func:`~shardwise.load_weights` brings the values, and what it does not bring is seeded then.
         precision: None = the module as it is; ``"fp32"``, ``"bf16"`` and ``"fp16"`` (stored and reduced in fp32,
             computed in that), or a :class:`~shardwise.config.options.Precision`.
         sharding: engine, units, resharding, offload, prefetch and accumulation; None = all automatic.

@@ -5,7 +5,7 @@ after, the weights. Every rank runs all of it, because every rank takes part in 
 files and speaks. It speaks in *events*, small dicts given to ``emit``; who started the ranks decides how they look.
 
 Events (``kind`` and its fields): ``phase`` text; ``data`` name, train_samples, val_samples, tokens_per_step; ``model``
-name, num_params, units, why; ``sample`` when, prompt, text, word_share; ``step`` step, steps, loss, grad_norm, lr,
+name, num_params, units, why; ``loaded`` text; ``sample`` when, prompt, text, word_share; ``step`` step, steps, loss, grad_norm, lr,
 tokens_per_s, seconds_left, skipped, num_skipped (so far), memory; ``memory`` per_rank, one_process, rss; ``val`` step, loss, num_tokens;
 ``weights`` path; ``trouble`` text.
 """
@@ -28,7 +28,7 @@ from shardwise.train.data import Loader
 from shardwise.train.evaluate import evaluate
 from shardwise.train.memory import memory_of, state_bytes
 from shardwise.train.metrics import MetricsWriter, Pace
-from shardwise.train.parts import Corpus, build_model, make_step, open_data, prompt_of, vocab_of
+from shardwise.train.parts import Corpus, build_model, load_start, make_step, open_data, prompt_of, vocab_of
 from shardwise.train.sample import complete_text, vocabulary, word_share
 from shardwise.train.space import check_space, spare_folders
 from shardwise.train.step import TrainStep
@@ -63,6 +63,9 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
     corpus = open_data(config.data, vocab=vocab_of(config))
     emit("phase", text="building the model")
     model = build_model(config, world)
+    if config.model.weights is not None:
+        emit("phase", text="loading weights")
+        emit("loaded", text=str(load_start(config, model)))
     step = make_step(config, model)
     run = _Run(config=config, world=world, corpus=corpus, model=model, step=step, emit=emit)
     run.check_space()

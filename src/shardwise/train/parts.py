@@ -17,6 +17,7 @@ from shardwise.config.target import load_target
 from shardwise.errors import ConfigError
 from shardwise.parallel import parallelize, runtime_of, world_of
 from shardwise.parallel.transforms import choose, transformed
+from shardwise.state import LoadReport, load_weights
 from shardwise.train.corpus import BYTES, TokenFile, TokenWindows, pydoc_text
 from shardwise.train.reference import build as build_reference
 from shardwise.train.reference_config import check_reference_args
@@ -28,6 +29,7 @@ __all__ = [
     "Corpus",
     "build_model",
     "build_plain",
+    "load_start",
     "make_optimizer",
     "make_scaler",
     "make_scheduler",
@@ -97,7 +99,7 @@ def build_model(config: RunConfig, world: World) -> nn.Module:
     return parallelize(
         lambda: _untransformed(config),
         world,
-        init=parallel.init,
+        init=parallel.init or ("load" if config.model.weights is not None else None),
         precision=parallel.precision,
         sharding=parallel.sharding,
         ddp=parallel.ddp,
@@ -105,6 +107,18 @@ def build_model(config: RunConfig, world: World) -> nn.Module:
         compile=parallel.compile,
         transforms=parallel.transforms,
     )
+
+
+def load_start(config: RunConfig, model: nn.Module) -> LoadReport | None:
+    """Gives the model the weights that the config names, if it names any; every rank must call it.
+
+    Raises:
+        CheckpointError: they cannot be read, or do not fit.
+    """
+    given = config.model
+    if given.weights is None:
+        return None
+    return load_weights(model, given.weights, rename=list(given.rename.items()), cast=given.cast)
 
 
 def build_plain(config: RunConfig) -> nn.Module:
