@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-__all__ = ["KINDS", "Good", "make_good"]
+__all__ = ["KINDS", "Good", "copied", "make_good", "no_values"]
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _save_dcp(tensors: dict[str, Tensor], folder: Path) -> None:
 # ---- helpers ------------------------------------------------------------------------------------------------------
 
 
-def _copy(good: Path, place: Path) -> Path:
+def copied(good: Path, place: Path) -> Path:
     target = place / good.name
     if good.is_dir():
         shutil.copytree(good, target)
@@ -123,7 +123,7 @@ def _change_header(change: Callable[[random.Random, dict, str], None]) -> Callab
     """A kind that changes one tensor's entry in a safetensors header, in the one file or in one of the directory."""
 
     def make(rng: random.Random, good: Good, place: Path) -> Path:
-        path = _copy(rng.choice([good.file, good.folder]), place)
+        path = copied(rng.choice([good.file, good.folder]), place)
         file = path if path.is_file() else rng.choice(sorted(path.glob("*.safetensors")))
         header, rest = _header(file.read_bytes())
         name = rng.choice([name for name in header if name not in ("__metadata__", "e.empty")])
@@ -152,7 +152,7 @@ def _pickle_of(path: Path) -> bytes:
 
 
 def truncated(rng: random.Random, good: Good, place: Path) -> Path:
-    path = _copy(rng.choice([good.file, good.folder, good.torch_file, good.torch_folder, good.dcp]), place)
+    path = copied(rng.choice([good.file, good.folder, good.torch_file, good.torch_folder, good.dcp]), place)
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix != ".json")
     file = rng.choice(files)
     os.truncate(file, rng.randrange(file.stat().st_size))
@@ -160,7 +160,7 @@ def truncated(rng: random.Random, good: Good, place: Path) -> Path:
 
 
 def wrong_header_length(rng: random.Random, good: Good, place: Path) -> Path:
-    path = _copy(good.file, place)
+    path = copied(good.file, place)
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     other = rng.choice(
@@ -186,7 +186,7 @@ def _out_of_range(rng: random.Random, header: dict, name: str) -> None:
 
 
 def gaps(rng: random.Random, good: Good, place: Path) -> Path:
-    path = _copy(good.file, place)
+    path = copied(good.file, place)
     header, rest = _header(path.read_bytes())
     names = [name for name in header if name != "__metadata__"]
     at = header[rng.choice(names)]["data_offsets"][0]
@@ -201,7 +201,7 @@ def gaps(rng: random.Random, good: Good, place: Path) -> Path:
 
 def duplicate_names(rng: random.Random, good: Good, place: Path) -> Path:
     if rng.random() < 0.3:  # the same tensor in two files of a directory
-        path = _copy(good.folder, place)
+        path = copied(good.folder, place)
         first, second = rng.sample(sorted(path.glob("*.safetensors")), 2)
         header, rest = _header(first.read_bytes())
         name = rng.choice([n for n in header if n != "__metadata__"])
@@ -210,7 +210,7 @@ def duplicate_names(rng: random.Random, good: Good, place: Path) -> Path:
         other[name] = header[name] | {"data_offsets": [len(others), len(others) + size]}
         second.write_bytes(_with_header(other, others + bytes(size)))
         return path
-    path = _copy(good.file, place)
+    path = copied(good.file, place)
     header, rest = _header(path.read_bytes())
     a, b = rng.sample([name for name in header if name != "__metadata__"], 2)
     text = json.dumps(header)
@@ -264,7 +264,7 @@ def _change_index(path: Path, change: Callable[[dict], None]) -> None:
 
 
 def index_names_missing(rng: random.Random, good: Good, place: Path) -> Path:
-    path = _copy(rng.choice([good.folder, good.torch_folder]), place)
+    path = copied(rng.choice([good.folder, good.torch_folder]), place)
     files = sorted(file for file in path.iterdir() if file.suffix != ".json")
     how = rng.randrange(4)
     if how == 0:
@@ -284,7 +284,7 @@ def index_names_missing(rng: random.Random, good: Good, place: Path) -> Path:
 
 
 def index_misses_extra(rng: random.Random, good: Good, place: Path) -> Path:
-    path = _copy(rng.choice([good.folder, good.torch_folder]), place)
+    path = copied(rng.choice([good.folder, good.torch_folder]), place)
     if rng.random() < 0.5:  # a tensor that the index does not name
         _change_index(path, lambda names: names.pop(rng.choice(list(names))))
         return path
@@ -294,7 +294,7 @@ def index_misses_extra(rng: random.Random, good: Good, place: Path) -> Path:
 
 
 def paths_that_leave(rng: random.Random, good: Good, place: Path) -> Path:
-    path = _copy(rng.choice([good.folder, good.torch_folder, good.dcp]), place)
+    path = copied(rng.choice([good.folder, good.torch_folder, good.dcp]), place)
     outside = place / "outside"
     out = [
         f"../{outside.name}",
@@ -323,7 +323,7 @@ def paths_that_leave(rng: random.Random, good: Good, place: Path) -> Path:
 
 
 def links_out(rng: random.Random, good: Good, place: Path) -> Path:
-    path = _copy(rng.choice([good.folder, good.torch_folder, good.dcp]), place)
+    path = copied(rng.choice([good.folder, good.torch_folder, good.dcp]), place)
     files = sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".bin", ".distcp"))
     file = rng.choice(files)
     outside = place / "outside"
@@ -388,7 +388,7 @@ def _with_payload(data: bytes, rng: random.Random, payload: bytes) -> bytes:
 
 
 def torch_file_that_runs_code(rng: random.Random, good: Good, place: Path) -> Path:
-    path = _copy(rng.choice([good.torch_file, good.torch_folder]), place)
+    path = copied(rng.choice([good.torch_file, good.torch_folder]), place)
     file = path if path.is_file() else rng.choice(sorted(path.glob("*.bin")))
     _rezip(file, _with_payload(_pickle_of(file), rng, _payload(rng, good.marker)))
     if rng.random() < 0.2:
@@ -397,7 +397,7 @@ def torch_file_that_runs_code(rng: random.Random, good: Good, place: Path) -> Pa
 
 
 def dcp_that_runs_code(rng: random.Random, good: Good, place: Path) -> Path:
-    path = _copy(good.dcp, place)
+    path = copied(good.dcp, place)
     data = (path / ".metadata").read_bytes()
     if rng.random() < 0.3:  # in one of the chunks
         file = path / "__0_0.distcp"
@@ -435,7 +435,7 @@ def _bomb(rng: random.Random) -> bytes:
 
 
 def memo_bombs(rng: random.Random, good: Good, place: Path) -> Path:
-    path = _copy(rng.choice([good.torch_file, good.dcp]), place)
+    path = copied(rng.choice([good.torch_file, good.dcp]), place)
     if path.is_dir():
         (path / ".metadata").write_bytes(b"\x80\x04" + _bomb(rng))
     else:
@@ -465,7 +465,7 @@ class _Rebuilt:
 
 def storages_out_of_range(rng: random.Random, good: Good, place: Path) -> Path:
     """A torch file whose pickle names places beyond its records."""
-    path = _copy(good.torch_file, place)
+    path = copied(good.torch_file, place)
     shape, strides, start, key, length = rng.choice(
         [
             ((6, 4), (4, 1), 1, "0", 24), ((6, 4), (4, 1), 1 << 40, "0", 24), ((7, 4), (4, 1), 0, "0", 24), ((7, 4), (4, 1), 0, "0", 28),
@@ -487,7 +487,7 @@ def storages_out_of_range(rng: random.Random, good: Good, place: Path) -> Path:
 
 def archives_that_lie(rng: random.Random, good: Good, place: Path) -> Path:
     """Records twice, compressed, encrypted, missing, or at each other's places."""
-    path = _copy(good.torch_file, place)
+    path = copied(good.torch_file, place)
     with zipfile.ZipFile(path) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
     how = rng.randrange(6)
@@ -515,7 +515,7 @@ def archives_that_lie(rng: random.Random, good: Good, place: Path) -> Path:
 
 
 def chunks_that_do_not_tile(rng: random.Random, good: Good, place: Path) -> Path:
-    path = _copy(good.dcp, place)
+    path = copied(good.dcp, place)
     metadata = pickle.loads((path / ".metadata").read_bytes())
     name = rng.choice(["a.weight", "b.weight"])
     entry = metadata.state_dict_metadata[name]
@@ -545,7 +545,7 @@ def chunks_that_do_not_tile(rng: random.Random, good: Good, place: Path) -> Path
 
 
 def bit_in_safetensors_header(rng: random.Random, good: Good, place: Path) -> Path:
-    path = _copy(rng.choice([good.file, good.folder]), place)
+    path = copied(rng.choice([good.file, good.folder]), place)
     file = path if path.is_file() else rng.choice(sorted(path.iterdir()))
     data = file.read_bytes()
     end = len(data) if file.suffix == ".json" else 8 + int.from_bytes(data[:8], "little")
@@ -553,10 +553,8 @@ def bit_in_safetensors_header(rng: random.Random, good: Good, place: Path) -> Pa
     return path
 
 
-def bit_in_torch_archive(rng: random.Random, good: Good, place: Path) -> Path:
-    """Anywhere but in the values."""
-    path = _copy(good.torch_file, place)
-    data = path.read_bytes()
+def no_values(data: bytes, path: Path) -> list[int]:
+    """The places of a torch file that are not within a tensor's values."""
     values: set[int] = set()
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
@@ -569,13 +567,19 @@ def bit_in_torch_archive(rng: random.Random, good: Good, place: Path) -> Path:
                     + int.from_bytes(head[28:30], "little")
                 )
                 values.update(range(start, start + entry.file_size))
-    at = rng.choice([i for i in range(len(data)) if i not in values])
+    return [place for place in range(len(data)) if place not in values]
+
+
+def bit_in_torch_archive(rng: random.Random, good: Good, place: Path) -> Path:
+    path = copied(good.torch_file, place)
+    data = path.read_bytes()
+    at = rng.choice(no_values(data, path))
     path.write_bytes(_flip(data, rng, at, at + 1))
     return path
 
 
 def bit_in_dcp_metadata(rng: random.Random, good: Good, place: Path) -> Path:
-    path = _copy(good.dcp, place)
+    path = copied(good.dcp, place)
     data = (path / ".metadata").read_bytes()
     (path / ".metadata").write_bytes(_flip(data, rng, 0, len(data)))
     return path

@@ -4,16 +4,18 @@ Those that differ in a name, a shape or a dtype from the model's tensors without
 name of a safetensors header, which has no checksum) are counted as told: a model is loaded only if all of these agree.
 """
 
+import os
 import random
 import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from state.mutants import KINDS, Good, make_good
+from state.mutants import KINDS, Good, copied, make_good, no_values
 from stored_subjects import loaded, same_bytes
 
 from shardwise.errors import CheckpointError
+from shardwise.state.convert import Conversion, convert
 from shardwise.state.source import open_source
 
 
@@ -70,3 +72,39 @@ def test_no_mutant_is_read_wrong(kind, good, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_mutant_of_many_is_read_wrong(kind, good, tmp_path):
     check(kind, 1000, random.randrange(1 << 32), good, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["file", "torch_file", "dcp"])
+def test_no_single_wrong_bit_is_read_wrong(kind, good, tmp_path):
+    """Every bit of a safetensors header, of a torch file but for its values, and of DCP's metadata."""
+    path = copied(getattr(good, kind), tmp_path)
+    file = path / ".metadata" if path.is_dir() else path
+    data = file.read_bytes()
+    places = {
+        "file": lambda: range(8 + int.from_bytes(data[:8], "little")),
+        "torch_file": lambda: no_values(data, path),
+        "dcp": lambda: range(len(data)),
+    }[kind]()
+    for place in places:
+        for bit in range(8):
+            changed = bytearray(data)
+            changed[place] ^= 1 << bit
+            file.write_bytes(changed)
+            assert outcome(path, good) in ("refused", "told", "read"), f"byte {place}, bit {bit}"
+
+
+def test_files_beside_the_weights_that_are_links_out_are_not_carried_along(good, tmp_path):
+    folder = copied(good.folder, tmp_path)
+    (tmp_path / "secret").write_text("{}")
+    (folder / "config.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match="link out of the directory"):
+        convert(Conversion(source=folder, dest=tmp_path / "out", to="hf"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_no_file_is_told_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.pt")
+    with pytest.raises(CheckpointError, match="neither a file nor a directory"):
+        open_source(tmp_path / "pipe.pt")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -212,13 +213,27 @@ def _companions(job: Conversion, source: Source, notes: list[str]) -> dict[str, 
     if "config.json" not in found:
         notes.append("there is no config.json beside the source: transformers will want one beside the result")
     elif job.dtype is not None:
-        content = json.loads(found["config.json"])
+        content = _config(source, found["config.json"])
         for key in ("dtype", "torch_dtype"):
             if content.get(key) not in (None, job.dtype):
                 notes.append(f"config.json: {key} is {job.dtype} now, and was {content[key]}")
                 content[key] = job.dtype
         found["config.json"] = (json.dumps(content, indent=2) + "\n").encode()
     return found
+
+
+def _config(source: Source, data: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(data)
+    except ValueError as error:
+        content = error
+    if isinstance(content, dict):
+        return content
+    raise CheckpointError(
+        f"{source.folder}: config.json",
+        why=f"it is no JSON object ({content if isinstance(content, ValueError) else type(content).__name__})",
+        fix="repair it, or move it away",
+    )
 
 
 def _copy(plan: Plan, items: Mapping[str, Outgoing], work: Workplace, reader: OpenFiles, progress: Progress) -> None:

@@ -42,6 +42,12 @@ def open_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
         raise CheckpointError(
             f"weights from {path}", why="there is no such file or directory", fix="look for a slip in the path"
         )
+    if not path.is_file():
+        raise CheckpointError(
+            f"weights from {path}",
+            why="it is neither a file nor a directory",
+            fix="give the path of a file or a directory",
+        )
     return open_torch_file(path) if path.suffix != ".safetensors" and looks_like_torch(path) else open_safetensors(path)
 
 

@@ -16,6 +16,7 @@ from shardwise.errors import CheckpointError
 
 __all__ = ["Archive", "FileSlice", "Record", "open_archive"]
 
+MAX_SMALL = 1 << 30  # bytes of a record that is read whole
 _LOCAL = struct.Struct("<4s5H3I2H")  # the header before each record; its name and extra field have lengths of their own
 _LOCAL_MAGIC = b"PK\x03\x04"
 _SUMS_MAGIC = b"PK\x07\x08"
@@ -41,6 +42,8 @@ class Archive:
     def read(self, name: str) -> bytes:
         """A whole record, checked by its checksum: for the small ones that say what the others are."""
         record = self.records[name]
+        if record.size > MAX_SMALL:
+            raise refusal(self.path, f"the record {name} of {record.size} bytes", f"at most {MAX_SMALL} are read")
         with self.path.open("rb") as file:
             file.seek(record.offset)
             data = file.read(record.size)

@@ -63,7 +63,10 @@ def open_dcp(folder: Path) -> Source:
 
 def _read(metadata: Path) -> Any:
     try:
+        inside(metadata.parent, metadata.name, metadata)
         data = metadata.read_bytes()
+    except CheckpointError:
+        raise
     except OSError as error:
         raise CheckpointError(
             f"the file {metadata}",

@@ -52,8 +52,12 @@ COMPANIONS = (
 
 
 def companions_of(folder: Path) -> list[Path]:
-    """Files beside the weights that belong to the model: its configuration and its tokenizer."""
-    return [folder / name for name in COMPANIONS if (folder / name).is_file()]
+    """Files beside the weights that belong to the model: its configuration and its tokenizer.
+
+    Raises:
+        CheckpointError: one of them is a link out of the directory: it would be carried along to wherever the weights go.
+    """
+    return [inside(folder, name, folder) for name in COMPANIONS if (folder / name).is_file()]
 
 
 def open_folder(folder: Path) -> Source:

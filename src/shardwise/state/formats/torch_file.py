@@ -51,8 +51,11 @@ MAX_TENSOR = 1 << 48  # bytes: of a tensor that is a few values, repeated
 
 def looks_like_torch(path: Path) -> bool:
     """Whether a file begins as torch's do, now or in its old format, or is called so."""
-    with path.open("rb") as file:
-        head = file.read(4)
+    try:
+        with path.open("rb") as file:
+            head = file.read(4)
+    except OSError:
+        head = b""  # told by whoever reads it
     return head.startswith((b"PK", b"\x80")) or path.suffix in (".pt", ".pth", ".bin", ".ckpt")
 
 
