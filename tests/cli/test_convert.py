@@ -67,6 +67,22 @@ def test_mistakes_are_told_without_torch(words, expected):
     assert expected in done.stderr
 
 
+def test_ctrl_c_tells_how_to_go_on(tmp_path, capsys, monkeypatch):
+    from shardwise.state import convert
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    torch.save({"w": torch.ones(3, 2)}, tmp_path / "a.pt")
+    with monkeypatch.context() as patch:
+        patch.setattr(convert, "write_at", interrupted)
+        assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")]) == 130
+    assert "the same command goes on where it was" in capsys.readouterr().err
+    assert not (tmp_path / "b.pt").exists()
+    assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")]) == 0
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["a.pt", "b.pt"]
+
+
 def test_a_missing_source_is_told(tmp_path, capsys):
     assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "b")]) == 1
     assert "there is no such file" in capsys.readouterr().err

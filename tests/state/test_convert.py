@@ -309,7 +309,7 @@ def test_another_source_or_other_options_start_anew(good, tmp_path):
 def test_a_journal_cut_anywhere_is_gone_on_from(good, tmp_path):
     dest, folder = tmp_path / "out.pt", tmp_path / ".out.pt.converting"
     with (
-        patch.object(engine, "_write_fixed", side_effect=OSError(28, "No space left on device")),
+        patch.object(engine.Workplace, "commit", side_effect=OSError(28, "No space left on device")),
         pytest.raises(CheckpointError, match="No space"),
     ):
         convert(Conversion(source=good.file, dest=dest, to="torch"))

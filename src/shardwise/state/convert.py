@@ -6,36 +6,34 @@ killed (:mod:`shardwise.state.journal`), and nothing stands at the destination b
 
 import json
 import os
-import re
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardwise.config.keymap import Rule
-from shardwise.errors import CheckpointError, ConfigError, VerifyError
+from shardwise.errors import CheckpointError
 from shardwise.recipe import DTYPE_BYTES
-from shardwise.state.boxes import blocks, whole
+from shardwise.state.boxes import blocks
+from shardwise.state.compare import compare, forget_pages
+from shardwise.state.destination import check_destination
 from shardwise.state.files import BUFFER, OpenFiles
-from shardwise.state.formats.folder import COMPANIONS, companions_of
+from shardwise.state.formats.folder import companions_of
 from shardwise.state.journal import Workplace, fingerprint_of
 from shardwise.state.outgoing import Outgoing, config_beside, files_of, outgoing, places_of, ties_among
 from shardwise.state.source import open_source
 from shardwise.state.stored import Source
 from shardwise.state.targets import Plan, plan_dcp, plan_folder, plan_safetensors, plan_torch_file
-from shardwise.state.targets.plan import Fixed
 from shardwise.state.writing import reserve, write_at
 
 __all__ = ["Conversion", "Converted", "convert"]
 
-_WRITTEN = re.compile(
-    r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|__\d+_\d+\.distcp|\.metadata"
-)
+_ANEW = "an earlier attempt was of another source or had other options; it was started anew"
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, the bytes of it that are done, and all of them."""
@@ -95,100 +93,72 @@ def convert(job: Conversion, progress: Progress = lambda what, done, total: None
         VerifyError: with ``verify``, the first tensor that came out different.
     """
     begin = time.perf_counter()
-    _check_dest(job)
+    single = job.dest.name if job.to in ("safetensors", "torch") else None
+    check_destination(job.source, job.dest, is_file=single is not None, overwrite=job.overwrite)
     source = open_source(job.source)
-    items, notes = outgoing(
-        source, job.rules, config_beside(source, job.config) if job.rules else {}, job.dtype, job.keep
+    todo = _planned(job, source)
+    fingerprint = todo.fingerprint(job)
+    job.dest.parent.mkdir(parents=True, exist_ok=True)
+    with Workplace(job.dest, fingerprint, fresh=job.fresh) as work, OpenFiles() as reader:
+        resumed = sum(todo.plan.pieces[piece].num_bytes for piece in work.done)
+        notes = [*todo.notes, *([_ANEW] if work.outdated else [])]
+        try:
+            _copy(todo, work, reader, progress)
+            if todo.fingerprint(job) != fingerprint:
+                raise CheckpointError(
+                    f"the source {job.source}",
+                    why="it changed while it was being read",
+                    fix="convert it again when it is at rest",
+                )
+            if job.verify:
+                forget_pages(work.files / name for name in todo.plan.files)
+                compare(work.files / (single or ""), todo.items, reader, progress)
+            work.commit(single)
+        except OSError as error:
+            work.discard_if_empty()
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(
+                f"converting to {job.dest}",
+                why=f"writing failed: {error.strerror or error}",
+                fix="make room, or name a place that can be written; the same command then goes on where it was",
+            ) from error
+    seconds = time.perf_counter() - begin
+    return Converted(
+        source.kind, len(todo.items), len(todo.plan.files), todo.plan.num_bytes, resumed, seconds, tuple(notes)
     )
-    ties = ties_among(items)
-    plan = _plan(job, items, ties)
-    beside = _companions(job, source, notes)
+
+
+@dataclass(frozen=True)
+class _Todo:
+    """All that a conversion will write: tensors and their places, and whole files beside them."""
+
+    items: list[Outgoing]
+    plan: Plan
+    beside: Mapping[str, bytes]
+    notes: list[str]
+
+    def fingerprint(self, job: Conversion) -> str:
+        """Another one as soon as anything of this changes, or a file of the source."""
+        tensors = [(item.source, item.name, places_of(item.stored)) for item in self.items]
+        files = set().union(*(files_of(item.stored) for item in self.items))
+        facts = (job.to, job.dest.name, sorted(self.plan.files.items()), self.plan.pieces, tensors)
+        return fingerprint_of((facts, sorted(self.beside.items())), files)
+
+
+def _planned(job: Conversion, source: Source) -> _Todo:
+    config = config_beside(source, job.config) if job.rules else {}
+    items, notes = outgoing(source, job.rules, config, job.dtype, job.keep)
     notes = [*(f"left out: {name}: {why}" for name, why in source.left_out.items()), *notes]
+    ties = ties_among(items)
     if ties and job.to != "torch":
         name, other = next(iter(ties.items()))
         more = f" (and {len(ties) - 1} more such)" if len(ties) > 1 else ""
         notes.append(
             f"{name} is {other} in the source; it is written for each name, since the format has no ties{more}"
         )
-    files = set().union(*(files_of(item.stored) for item in items))
-    facts = (
-        job.to,
-        job.dest.name,
-        sorted(plan.files.items()),
-        plan.pieces,
-        [(i.source, i.name, places_of(i.stored)) for i in items],
-    )
-    fingerprint = fingerprint_of((facts, job.rules, sorted(beside)), files)
-    job.dest.parent.mkdir(parents=True, exist_ok=True)
-    with Workplace(job.dest, fingerprint, fresh=job.fresh) as work, OpenFiles() as reader:
-        if work.outdated:
-            notes.append("an earlier attempt was of another source or had other options; it was started anew")
-        resumed = sum(plan.pieces[piece].num_bytes for piece in work.done)
-        try:
-            _copy(plan, {item.name: item for item in items}, work, reader, progress)
-            for name, data in beside.items():
-                (work.files / name).write_bytes(data)
-        except OSError as error:
-            work.discard_if_empty()
-            if isinstance(error, CheckpointError):
-                raise
-            raise _unwritten(job, error) from error
-        if fingerprint_of((facts, job.rules, sorted(beside)), files) != fingerprint:
-            raise CheckpointError(
-                f"the source {job.source}",
-                why="it changed while it was being read",
-                fix="convert it again when it is at rest",
-            )
-        single = job.dest.name if job.to in ("safetensors", "torch") else None
-        if job.verify:
-            _forget_pages(work.files / name for name in plan.files)
-            _verify(work.files if single is None else work.files / single, items, reader, progress)
-        try:
-            work.commit(single)
-        except OSError as error:
-            raise _unwritten(job, error) from error
-    seconds = time.perf_counter() - begin
-    return Converted(source.kind, len(items), len(plan.files), plan.num_bytes, resumed, seconds, tuple(notes))
-
-
-def _check_dest(job: Conversion) -> None:
-    if job.dest.resolve() == job.source.resolve():
-        raise ConfigError(
-            f"convert {job.source} {job.dest}", why="both are the same place", fix="name another destination"
-        )
-    if os.path.lexists(job.dest) and not job.overwrite:
-        raise CheckpointError(
-            f"converting to {job.dest}", why="it is there already", fix="name another destination, or add --overwrite"
-        )
-    if job.source.is_dir() and job.dest.resolve().is_relative_to(job.source.resolve()):
-        raise ConfigError(
-            f"convert {job.source} {job.dest}",
-            why="the result would lie within its source",
-            fix="name a place beside it",
-        )
-    if job.source.resolve().is_relative_to(job.dest.resolve()):
-        raise ConfigError(
-            f"convert {job.source} {job.dest}",
-            why="the source lies within the destination, which is replaced as a whole",
-            fix="name a folder of its own",
-        )
-    if job.dest.is_dir() and not job.dest.is_symlink():
-        _check_replaceable(job)
-
-
-def _check_replaceable(job: Conversion) -> None:
-    """A directory is replaced as a whole, so nothing may be in it that is no result of a conversion."""
-    if job.to in ("safetensors", "torch"):
-        raise ConfigError(
-            f"converting to {job.dest}", why="it is a directory, and one file is written", fix="name a file in it"
-        )
-    for entry in sorted(job.dest.iterdir()):
-        if not _WRITTEN.fullmatch(entry.name) and entry.name not in COMPANIONS:
-            raise CheckpointError(
-                f"converting to {job.dest} with --overwrite",
-                why=f"{entry.name} in it is no part of weights, and the directory is replaced as a whole",
-                fix="move it away, or name another destination",
-            )
+    beside = _companions(job, source, notes) if job.to == "hf" else {}
+    return _Todo(items, _plan(job, items, ties), beside, notes)
 
 
 def _plan(job: Conversion, items: Sequence[Outgoing], ties: Mapping[str, str]) -> Plan:
@@ -204,8 +174,6 @@ def _plan(job: Conversion, items: Sequence[Outgoing], ties: Mapping[str, str]) -
 
 def _companions(job: Conversion, source: Source, notes: list[str]) -> dict[str, bytes]:
     """Configuration and tokenizer files that go along to a Hugging Face directory."""
-    if job.to != "hf":
-        return {}
     if job.rules:
         notes.append("config.json and tokenizer files stay behind: renamed weights are not what they describe")
         return {}
@@ -213,7 +181,7 @@ def _companions(job: Conversion, source: Source, notes: list[str]) -> dict[str, 
     if "config.json" not in found:
         notes.append("there is no config.json beside the source: transformers will want one beside the result")
     elif job.dtype is not None:
-        content = _config(source, found["config.json"])
+        content = _config_of(source, found["config.json"])
         for key in ("dtype", "torch_dtype"):
             if content.get(key) not in (None, job.dtype):
                 notes.append(f"config.json: {key} is {job.dtype} now, and was {content[key]}")
@@ -222,7 +190,7 @@ def _companions(job: Conversion, source: Source, notes: list[str]) -> dict[str, 
     return found
 
 
-def _config(source: Source, data: bytes) -> dict[str, Any]:
+def _config_of(source: Source, data: bytes) -> dict[str, Any]:
     try:
         content = json.loads(data)
     except ValueError as error:
@@ -236,10 +204,12 @@ def _config(source: Source, data: bytes) -> dict[str, Any]:
     )
 
 
-def _copy(plan: Plan, items: Mapping[str, Outgoing], work: Workplace, reader: OpenFiles, progress: Progress) -> None:
+def _copy(todo: _Todo, work: Workplace, reader: OpenFiles, progress: Progress) -> None:
     """Every piece that is not there yet, then everything that is no value."""
+    plan, items = todo.plan, {item.name: item for item in todo.items}
     descriptors = {
-        name: os.open(work.files / name, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666) for name in plan.files
+        name: os.open(work.files / name, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        for name in (*plan.files, *todo.beside)
     }
     total = sum(piece.num_bytes for piece in plan.pieces)
     done = sum(plan.pieces[piece].num_bytes for piece in work.done)
@@ -275,52 +245,11 @@ def _copy(plan: Plan, items: Mapping[str, Outgoing], work: Workplace, reader: Op
                 written.result()
         work.sync()
         for fixed in plan.finish([sums.get(number, 0) for number in range(len(plan.pieces))]):
-            _write_fixed(descriptors, fixed)
+            write_at(descriptors[fixed.file], memoryview(fixed.data), fixed.offset)
+        for name, data in todo.beside.items():
+            os.ftruncate(descriptors[name], len(data))
+            write_at(descriptors[name], memoryview(data), 0)
         for descriptor in descriptors.values():
             os.fsync(descriptor)
     finally:
         work.close_files(descriptors.values())
-
-
-def _write_fixed(descriptors: Mapping[str, int], fixed: Fixed) -> None:
-    write_at(descriptors[fixed.file], memoryview(fixed.data), fixed.offset)
-
-
-def _verify(place: Path, items: Sequence[Outgoing], reader: OpenFiles, progress: Progress) -> None:
-    """Reads both again: the result as anyone would, and the source."""
-    result = open_source(place)
-    written = {name: (stored.shape, stored.dtype) for name, stored in result.tensors.items()}
-    if written != {item.name: (item.stored.shape, item.dtype) for item in items}:
-        raise VerifyError(
-            f"the converted {place}", why="its names, shapes or dtypes are not the source's", fix="report this as a bug"
-        )
-    total, done = sum(item.fact.num_bytes for item in items), 0
-    ours, theirs = torch.empty(BUFFER, dtype=torch.uint8), torch.empty(BUFFER, dtype=torch.uint8)
-    for item in items:
-        other = replace(item, stored=result.tensors[item.name])
-        for box in blocks(whole(item.stored.shape), BUFFER // DTYPE_BYTES[item.dtype]):
-            values = item.block(box, theirs, reader)
-            if not torch.equal(other.block(box, ours, reader), values):
-                raise VerifyError(
-                    f"the converted {place}",
-                    why=f"its values at {list(box.starts)} are not the source's",
-                    fix="look at the disk, and whether another program writes to the source; nothing was moved to its place",
-                    name=item.name,
-                )
-            done += len(values)
-            progress("comparing", done, total)
-
-
-def _forget_pages(paths: Iterable[Path]) -> None:
-    """What is compared is what the disk has, not what is still in memory."""
-    for path in paths:
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _unwritten(job: Conversion, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"converting to {job.dest}",
-        why=f"writing failed: {error.strerror or error}",
-        fix="make room, or name a place that can be written; the same command then goes on where it was",
-    )

@@ -1,0 +1,55 @@
+"""Whether what was written is what was to be written: both are read again, and every byte is compared."""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from shardwise.errors import VerifyError
+from shardwise.recipe import DTYPE_BYTES
+from shardwise.state.boxes import blocks, whole
+from shardwise.state.files import BUFFER, OpenFiles
+from shardwise.state.outgoing import Outgoing
+from shardwise.state.source import open_source
+
+__all__ = ["compare", "forget_pages"]
+
+
+def compare(
+    place: Path, items: Sequence[Outgoing], reader: OpenFiles, progress: Callable[[str, int, int], None]
+) -> None:
+    """Reads the result as anyone would, and the source.
+
+    Raises:
+        VerifyError: the first tensor that is different, by name.
+    """
+    result = open_source(place)
+    written = {name: (stored.shape, stored.dtype) for name, stored in result.tensors.items()}
+    if written != {item.name: (item.stored.shape, item.dtype) for item in items}:
+        raise VerifyError(
+            f"the converted {place}", why="its names, shapes or dtypes are not the source's", fix="report this as a bug"
+        )
+    total, done = sum(item.fact.num_bytes for item in items), 0
+    ours, theirs = torch.empty(BUFFER, dtype=torch.uint8), torch.empty(BUFFER, dtype=torch.uint8)
+    for item in items:
+        other = replace(item, stored=result.tensors[item.name])
+        for box in blocks(whole(item.stored.shape), BUFFER // DTYPE_BYTES[item.dtype]):
+            values = item.block(box, theirs, reader)
+            if not torch.equal(other.block(box, ours, reader), values):
+                raise VerifyError(
+                    f"the converted {place}",
+                    why=f"its values at {list(box.starts)} are not the source's",
+                    fix="look at the disk, and whether another program writes to the source; nothing was moved to its place",
+                    name=item.name,
+                )
+            done += len(values)
+            progress("comparing", done, total)
+
+
+def forget_pages(paths: Iterable[Path]) -> None:
+    """What is compared is what the disk has, not what is still in memory."""
+    for path in paths:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

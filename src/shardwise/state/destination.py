@@ -1,0 +1,64 @@
+"""Where a conversion's result may go: what stands there is replaced only when that was asked for, and only if it is weights."""
+
+import os
+import re
+from pathlib import Path
+
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.state.formats.folder import COMPANIONS
+
+__all__ = ["check_destination"]
+
+_WRITTEN = re.compile(
+    r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|__\d+_\d+\.distcp|\.metadata"
+)
+
+
+def check_destination(source: Path, dest: Path, *, is_file: bool, overwrite: bool) -> None:
+    """Refuses a place where the result cannot be, or where something else would be lost.
+
+    Args:
+        source: what is converted.
+        dest: where to.
+        is_file: whether the result is one file, else a directory.
+        overwrite: whether the user asked for what stands there to be replaced.
+
+    Raises:
+        CheckpointError: something stands there that must not be replaced.
+        ConfigError: source and destination contain each other, or a file would replace a directory.
+    """
+    if dest.resolve() == source.resolve():
+        raise ConfigError(f"convert {source} {dest}", why="both are the same place", fix="name another destination")
+    if os.path.lexists(dest) and not overwrite:
+        raise CheckpointError(
+            f"converting to {dest}", why="it is there already", fix="name another destination, or add --overwrite"
+        )
+    if source.is_dir() and dest.resolve().is_relative_to(source.resolve()):
+        raise ConfigError(
+            f"convert {source} {dest}",
+            why="the result would lie within its source",
+            fix="name a place beside it",
+        )
+    if source.resolve().is_relative_to(dest.resolve()):
+        raise ConfigError(
+            f"convert {source} {dest}",
+            why="the source lies within the destination, which is replaced as a whole",
+            fix="name a folder of its own",
+        )
+    if dest.is_dir() and not dest.is_symlink():
+        _check_replaceable(dest, is_file)
+
+
+def _check_replaceable(dest: Path, is_file: bool) -> None:
+    """A directory is replaced as a whole, so nothing may be in it that is no result of a conversion."""
+    if is_file:
+        raise ConfigError(
+            f"converting to {dest}", why="it is a directory, and one file is written", fix="name a file in it"
+        )
+    for entry in sorted(dest.iterdir()):
+        if not _WRITTEN.fullmatch(entry.name) and entry.name not in COMPANIONS:
+            raise CheckpointError(
+                f"converting to {dest} with --overwrite",
+                why=f"{entry.name} in it is no part of weights, and the directory is replaced as a whole",
+                fix="move it away, or name another destination",
+            )
