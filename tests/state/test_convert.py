@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from state.mutants import Good, make_good
+from state.good_sources import Good, make_good
 from stored_subjects import loaded, same_bytes
 
 from shardwise.config.keymap import load_map, rules_of

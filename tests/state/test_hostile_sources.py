@@ -11,7 +11,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from state.mutants import KINDS, Good, copied, make_good, no_values
+from state.good_sources import Good, copied, make_good
+from state.mutant_files import no_values
+from state.mutants import KINDS
 from stored_subjects import loaded, same_bytes
 
 from shardwise.errors import CheckpointError
