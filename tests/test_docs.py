@@ -35,6 +35,7 @@ PAGES = (
             "training",
             "precision",
             "parity",
+            "weights",
             "convert",
             "benchmarks",
         )
@@ -181,6 +182,11 @@ def _shortened(command: str, folder: Path) -> str | None:
     """What is run for a command of a page: itself, or the same with less work. None: nothing is known about it."""
     words = shlex.split(command)
     match words:
+        case ["python", "examples/small_model.py", *_]:
+            return f"{command} --steps 2"
+        case [_, *rest] if any("examples/finetune." in word for word in rest):
+            last = f" {SHORT} --log.dir=run" if words[0] == "shardwise" else ""
+            return f"python examples/small_model.py runs/small --steps 2 && {command}{last}"
         case ["shardwise", "train"]:
             return f"{_make('demo')} -n"  # what the demo runs, and the demo is run
         case ["shardwise", "train", *_]:
@@ -205,6 +211,8 @@ def _shortened(command: str, folder: Path) -> str | None:
             return f"{command} --model tiny --rounds 2".replace("--write docs/", "--write ")
         case ["python", "benchmarks/wrap.py", *_]:
             return f"{command} --ranks 8 --blocks 2 --repeats 1".replace("--write docs/", "--write ")
+        case ["python", "benchmarks/weights.py", *_]:
+            return f"{command} --megabytes 8 --repeats 1".replace("--write docs/", "--write ")
         case ["python", "tools/draw_pages.py"]:
             return f"python {ROOT / 'tools' / 'draw_pages.py'} --draw --to ."
         case ["make", "demo"]:

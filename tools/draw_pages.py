@@ -18,6 +18,7 @@ __all__ = ["DRAWINGS", "draw", "main", "measure"]
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "docs" / "data" / "pages.json"
 ROWS, COLUMNS, RANKS = 10, 3, 8
+PICTURED = 512  # MiB of the model whose weights come and go
 BLUE, LIGHT, ORANGE, GREY = "#3182bd", "#9ecae1", "#fd8d3c", "#e8e8e8"
 
 
@@ -38,6 +39,7 @@ def measure() -> dict[str, Any]:
             "remat": _remat(pool.run),
             "precision": _precision(pool.run),
             "init": _init(pool.run),
+            "weights": _weights(pool.run),
         }
 
 
@@ -122,6 +124,27 @@ def _init(run: Callable[..., list]) -> dict[str, list[float]]:
     return {name: list(run(host_growth, count, layout, how)[0]) for name, (layout, count, how) in ways.items()}
 
 
+def _weights(run: Callable[..., list]) -> dict[str, list[float]]:
+    """Call -> by rank of four, the growth of its peak memory while it ran, in models."""
+    import tempfile
+
+    from safetensors.torch import save_file
+
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import weights
+
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(weights.build(PICTURED).state_dict(), f"{folder}/model.safetensors")
+        loaded = run(weights.run_load, 4, next(iter(weights.LOADERS)), PICTURED, folder, False, timeout_s=300)
+        gathered = run(weights.run_gather, 4, next(iter(weights.GATHERERS)), PICTURED, folder, timeout_s=300)
+        saved = run(weights.run_save, 4, next(iter(weights.SAVERS)), PICTURED, folder, f"{folder}/saved", timeout_s=300)
+    return {
+        "load_weights": [round(answer["memory"] / 4, 3) for answer in loaded],  # that is in shards
+        "save_weights": [round(answer["memory"], 3) for answer in saved],
+        "full_state_dict": [round(answer["memory"], 3) for answer in gathered],
+    }
+
+
 # ---- draw ----------------------------------------------------------------------------------------------------------------
 
 
@@ -201,12 +224,25 @@ def _draw_init(figure: Any, figures: Mapping[str, list[float]]) -> None:
     axes.legend(frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, 1.2))
 
 
+def _draw_weights(figure: Any, figures: Mapping[str, list[float]]) -> None:
+    axes = figure.subplots()
+    for rank, color in enumerate(("#08519c", BLUE, "#6baed6", LIGHT)):
+        x = [column + (rank - 1.5) * 0.2 for column in range(len(figures))]
+        bars = axes.bar(x, [held[rank] for held in figures.values()], 0.18, color=color, label=f"rank {rank}")
+        axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2)
+    axes.set(ylabel="peak memory, in models", xticks=range(len(figures)))
+    axes.set_xticklabels(list(figures))
+    axes.margins(y=0.15)
+    axes.legend(frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, 1.2))
+
+
 DRAWINGS: dict[str, Callable[[Any, Any], None]] = {
     "layout": _draw_layout,
     "units": _draw_units,
     "remat": _draw_remat,
     "precision": _draw_precision,
     "init": _draw_init,
+    "weights": _draw_weights,
 }
 
 

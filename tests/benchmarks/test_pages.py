@@ -35,3 +35,6 @@ def test_the_figures_say_what_the_pages_say():
         assert max(row.values()) <= 1.02 * row["one plain process"]
     held, peak = FIGURES["init"]["seeded, 2 ranks"]
     assert held <= peak < held + 100
+    weights = FIGURES["weights"]
+    assert max(weights["load_weights"]) < 0.27 and max(weights["save_weights"]) < 0.05
+    assert 0.99 < weights["full_state_dict"][0] < 1.1 and max(weights["full_state_dict"][1:]) < 0.1

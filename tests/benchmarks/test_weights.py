@@ -1,0 +1,73 @@
+"""The benchmark of weights runs, compares what comes out, and its claims about memory hold on a model of some size."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def load():
+    if "weights_benchmark" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("weights_benchmark", ROOT / "benchmarks" / "weights.py")
+        sys.modules["weights_benchmark"] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules["weights_benchmark"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    import torch
+    from safetensors.torch import save_file
+
+    path = tmp_path_factory.mktemp("weights") / "model"
+    path.mkdir()
+    torch.manual_seed(0)
+    save_file(load().build(48).state_dict(), path / "model.safetensors")
+    return path
+
+
+def call(what, *given):
+    return getattr(load(), what)(*given)
+
+
+def contenders(kind):
+    return [
+        name for name in getattr(load(), kind) if "accelerate" not in name or importlib.util.find_spec("accelerate")
+    ]
+
+
+def test_all_ways_to_load_give_the_same_shards_and_ours_holds_a_shard_and_sends_nothing(ranks, folder):
+    found = {name: ranks.run(call, 2, "run_load", name, 48, str(folder), True) for name in contenders("LOADERS")}
+    ours, *others = found.values()
+    assert all([a["digest"] for a in answers] == [a["digest"] for a in ours] for answers in others)
+    assert all(answer["wire"] == 0 for answer in ours)
+    assert all(answer["memory"] < 1.2 for answer in ours), "an eighth of a MiB of Python counts here"
+
+
+def test_all_ways_to_gather_give_the_same_tensors_and_the_other_ranks_hold_nothing(ranks, folder):
+    found = {name: ranks.run(call, 2, "run_gather", name, 48, str(folder)) for name in contenders("GATHERERS")}
+    ours, *others = found.values()
+    assert all(answers[0]["digest"] == ours[0]["digest"] for answers in others)
+    assert ours[1]["digest"] == {} and ours[1]["memory"] < 0.1
+
+
+def test_all_ways_to_save_give_the_same_files_and_ours_gathers_nothing(ranks, folder, tmp_path):
+    digests = []
+    for number, name in enumerate(contenders("SAVERS")):
+        answers = ranks.run(call, 2, "run_save", name, 48, str(folder), str(tmp_path / str(number)))
+        digests.append(load()._digest(iter(load()._whole_files(str(tmp_path / str(number))).items())))
+        if number == 0:
+            assert all(answer["memory"] < 0.1 for answer in answers)
+    assert all(digest == digests[0] for digest in digests)
+
+
+def test_a_result_that_differs_is_not_put_into_a_table():
+    rows = {"ours": {"seconds": 1.0, "digest": {"w": [[2], 1]}}, "theirs": {"seconds": 2.0, "digest": {"w": [[2], 2]}}}
+    with pytest.raises(AssertionError, match="theirs gives other values than ours"):
+        load()._assert_equal(rows)
+    rows = {"ours": {"seconds": 1.0, "digest": 1}, "theirs": {"seconds": 2.0, "digest": 1}}
+    load()._assert_equal(rows)
+    assert load().table(rows, "load", {"seconds": "time"}).splitlines()[-1] == "| theirs | 2.00 s | 0.50 |"
