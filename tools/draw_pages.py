@@ -7,6 +7,7 @@ The figures come from the tests' own models and measurements, so the pages show 
 """
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -131,8 +132,7 @@ def _weights(run: Callable[..., list]) -> dict[str, list[float]]:
     from safetensors.torch import save_file
 
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    import weights
-
+    weights = importlib.import_module("weights")
     with tempfile.TemporaryDirectory() as folder:
         save_file(weights.build(PICTURED).state_dict(), f"{folder}/model.safetensors")
         loaded = run(weights.run_load, 4, next(iter(weights.LOADERS)), PICTURED, folder, False, timeout_s=300)

@@ -82,15 +82,17 @@ def equal(a, b):
 
 @pytest.mark.parametrize("name", ["odd", "conv"])
 @pytest.mark.parametrize("first", LAYOUTS)
-def test_state_goes_from_any_layout_to_any_other_to_the_last_bit(ranks, name, first):
+def test_state_goes_from_any_layout_to_any_other_to_the_last_bit(ranks, tmp_path, name, first):
     layout, num_ranks = LAYOUTS[first]
     saved, *others = ranks.run(train, num_ranks, name, layout, "adamw", (1, 2))
     assert all(other == ({}, {}) for other in others)
     moments = saved[1]["state"]
     assert len(moments) > 5 and all(set(values) == {"step", "exp_avg", "exp_avg_sq"} for values in moments.values())
     assert all(float(values["exp_avg_sq"].abs().sum()) > 0 for values in moments.values() if float(values["step"]) > 1)
+    torch.save(saved, tmp_path / "state.pt")
+    from_file = torch.load(tmp_path / "state.pt", weights_only=True)
     for layout, num_ranks in LAYOUTS.values():
-        again = ranks.run(train, num_ranks, name, layout, "adamw", (), saved)[0]
+        again = ranks.run(train, num_ranks, name, layout, "adamw", (), from_file)[0]
         assert equal(saved, again)
 
 

@@ -27,13 +27,24 @@ LAYOUTS = {
     "fsdp-4": ("dp_shard=4", 4),
     "hsdp": ("dp_replicate=2,dp_shard=2", 4),
 }
-MODELS = {"odd": Odd, "conv": ConvNet}
+
+
+def conv16():
+    """Parameters in bf16 beside running statistics in fp32."""
+    model = ConvNet()
+    for param in model.parameters():
+        param.data = param.data.bfloat16()
+    return model
+
+
+MODELS = {"odd": Odd, "conv": ConvNet, "conv16": conv16}
 EVERY = sw.Sharding(min_unit_bytes=0)
 
 
 def plain(name, seed):
     torch.manual_seed(seed)
-    return MODELS[name]().to(torch.bfloat16 if name == "odd" else torch.float32)
+    model = MODELS[name]()
+    return model.to(torch.bfloat16) if name == "odd" else model
 
 
 def stored(folder):
@@ -224,6 +235,22 @@ def test_a_real_full_disk_is_found_before_a_byte_of_the_weights_is_written(ranks
         assert os.listdir(small) == []
     finally:
         subprocess.run(["umount", str(small)], check=True)
+
+
+def test_a_read_only_place_is_told_on_every_rank(ranks, tmp_path):
+    place = tmp_path / "place"
+    place.mkdir()
+    as_root = os.geteuid() == 0  # who may write anywhere, but for a file system that takes nothing
+    if as_root:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", str(place)], check=True)
+    else:
+        place.chmod(0o555)
+    try:
+        for error in ranks.run(save, 2, "conv", "dp_shard=2", str(place / "w")):
+            assert isinstance(error, sw.CheckpointError)
+            assert "Read-only file system" in error.why or "Permission denied" in error.why
+    finally:
+        subprocess.run(["umount", str(place)], check=True) if as_root else place.chmod(0o755)
 
 
 @pytest.mark.parametrize("where", ["file", "cwd", "parent"])
