@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from stored_subjects import Runs, loaded, same_bytes
 from torch import nn
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldProperties
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import init_device_mesh
@@ -164,3 +165,46 @@ def test_metadata_that_runs_code_is_not_run(tmp_path):
     with pytest.raises(CheckpointError, match=r"posix\.system"):
         open_source(tmp_path / "d")
     assert not (tmp_path / "ran").exists()
+
+
+def test_metadata_as_older_versions_of_torch_wrote_it(tmp_path):
+    def older(metadata: Metadata) -> None:
+        for entry in metadata.state_dict_metadata.values():
+            entry.properties = OldProperties(dtype=entry.properties.dtype)
+        metadata.planner_data = metadata.storage_meta = metadata.version = None
+
+    state = values()
+    save(state, tmp_path / "d")
+    rewrite(tmp_path / "d", older)
+    assert b"_shard.sharded_tensor" in (tmp_path / "d" / ".metadata").read_bytes()
+    check(tmp_path / "d", state)
+
+
+def sharded_as_hugging_face(folder: str, consolidated: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Linear(5, 7)
+    full = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    with sw.init("dp_shard=2"):
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        writer = dcp.HuggingFaceStorageWriter(
+            folder,
+            fqn_to_index_mapping=dict.fromkeys(full, 1),
+            save_distributed=True,
+            enable_consolidation=consolidated,
+        )
+        dcp.save(model.state_dict(), storage_writer=writer)
+    return full
+
+
+@pytest.mark.parametrize("consolidated", [True, False])
+def test_what_dcp_writes_as_safetensors_is_read_whole_or_refused(ranks, tmp_path, consolidated):
+    folder = tmp_path / "hf"
+    full = ranks.run(sharded_as_hugging_face, 2, str(folder), consolidated)[0]
+    parts = folder / "sharded" if consolidated else folder
+    if consolidated:
+        check(folder, full)
+    with pytest.raises(CheckpointError, match="do not say what belongs together"):
+        open_source(parts)
+    for file in parts.glob("*.safetensors"):
+        with pytest.raises(CheckpointError, match="one rank's parts"):
+            open_source(file)

@@ -28,10 +28,12 @@ _ROOM = "torch.distributed.checkpoint.metadata"
 _TENSOR, _BYTES = Global(_ROOM, "TensorStorageMetadata"), Global(_ROOM, "BytesStorageMetadata")
 _INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 _INDEX, _CHUNK = Global(_ROOM, "MetadataIndex"), Global(_ROOM, "ChunkStorageMetadata")
-_PROPERTIES, _METADATA = Global(_ROOM, "TensorProperties"), Global(_ROOM, "Metadata")
+_METADATA = Global(_ROOM, "Metadata")
+_OLD = "torch.distributed._shard.sharded_tensor.metadata"  # where TensorProperties was up to torch 2.2
+_PROPERTIES = {Global(room, "TensorProperties") for room in (_ROOM, _OLD)}
 _KNOWN = {
-    _METADATA, _TENSOR, _BYTES, _INFO, _INDEX, _CHUNK, _PROPERTIES,
-    Global(_ROOM, "StorageMeta"), Global(_ROOM, "_MEM_FORMAT_ENCODING"), Global("torch.serialization", "_get_layout"),
+    _METADATA, _TENSOR, _BYTES, _INFO, _INDEX, _CHUNK, *_PROPERTIES, Global(_ROOM, "StorageMeta"),
+    Global(_ROOM, "_MEM_FORMAT_ENCODING"), Global(_OLD, "MEM_FORMAT_ENCODING"), Global("torch.serialization", "_get_layout"),
     Global("torch", "Size"), Global("torch", "device"), Global("collections", "OrderedDict"),
     *(Global(room, kind) for room in ("pathlib", "pathlib._local") for kind in ("PosixPath", "WindowsPath", "PurePosixPath")),
 }  # fmt: skip
@@ -127,7 +129,7 @@ def _places(storage: dict[Any, Any], metadata: Path) -> dict[tuple[str, tuple[in
 def _tensor(name: str, entry: Made, places: Mapping[Any, dict[str, Any]], blobs: "_Blobs") -> FileTensor:
     fields = _fields(entry, _TENSOR, blobs.metadata, name)
     properties = fields.get("properties")
-    state = properties.state if isinstance(properties, Made) and properties.function == _PROPERTIES else None
+    state = properties.state if isinstance(properties, Made) and properties.function in _PROPERTIES else None
     dtype = state.get("dtype") if isinstance(state, dict) else state[0] if isinstance(state, tuple) and state else None
     if not isinstance(dtype, Global) or dtype.name not in DTYPE_BYTES:
         raise _refusal(blobs.metadata, f"dtype {shown(dtype)}", "no tensor of it can be read", name)

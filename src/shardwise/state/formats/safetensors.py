@@ -147,6 +147,12 @@ def _are_counts(value: Any) -> bool:
 def _check_metadata(path: Path, value: Any) -> None:
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         raise _refusal(path, "its __metadata__", "the format has texts there, by name", None)
+    if "DCP_SHARDING_INFO" in value and path.name.startswith("shard-"):
+        raise CheckpointError(
+            f"the file {path}",
+            why="it holds one rank's parts of the tensors, and nothing says how many ranks there were",
+            fix="save again with HuggingFaceStorageWriter(..., enable_consolidation=True), or as a DCP directory",
+        )
 
 
 def _refusal(path: Path, given: str, why: str, name: str | None) -> CheckpointError:
