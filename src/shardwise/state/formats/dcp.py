@@ -192,6 +192,7 @@ class _Blobs:
         files = {info["relative_path"] for info in places}
         self._paths = {file: inside(folder, file, metadata) for file in files}
         self._uses = Counter((info["relative_path"], info["offset"]) for info in places)
+        self._pickles: dict[bytes, Any] = {}
         self._packs: dict[tuple[Path, int], dict[str, FileTensor]] = {}
 
     def chunk(self, name: str, box: Box, dtype: str, info: Mapping[str, Any]) -> Chunk:
@@ -227,7 +228,7 @@ class _Blobs:
                 raise _refusal(
                     self.metadata, f"the place {offset} of {path.name}", "several chunks are said to lie there", name
                 )
-            return tensor_in(path, offset, length, name)
+            return tensor_in(path, offset, length, name, self._pickles)
         if (path, offset) not in self._packs:  # SerializationFormat.SAFETENSORS: one file for all tensors of a rank
             self._packs[path, offset] = tensors_in(path, offset)
         held = self._packs[path, offset].get(name)

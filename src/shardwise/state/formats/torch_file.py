@@ -89,19 +89,28 @@ def tensors_of_file(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
     return {name: _tensor(archive, value, name) for name, value in found.items()}, left_out
 
 
-def tensor_in(path: Path, begin: int, length: int, name: str) -> FileTensor:
+def tensor_in(path: Path, begin: int, length: int, name: str, read_before: dict[bytes, Any]) -> FileTensor:
     """The one tensor of an archive that lies within a file.
+
+    Args:
+        path: the file.
+        begin: where the archive begins in it.
+        length: of the archive.
+        name: of the tensor, for messages.
+        read_before: pickles and what they describe; chunks of one shape have the same, and there may be millions.
 
     Raises:
         CheckpointError: see :func:`open_torch_file`.
     """
-    archive, value, _ = _content(path, begin, length)
+    archive, value, _ = _content(path, begin, length, read_before)
     if not _is_tensor(value):
         raise refusal(path, f"{length} bytes at {begin}", "they should hold one tensor", name)
     return _tensor(archive, value, name)
 
 
-def _content(path: Path, begin: int = 0, length: int | None = None) -> tuple[Archive, Any, int]:
+def _content(
+    path: Path, begin: int = 0, length: int | None = None, read_before: dict[bytes, Any] | None = None
+) -> tuple[Archive, Any, int]:
     """The archive, what its pickle describes, and the pickle's length."""
     if length is None:
         _refuse_other_formats(path)
@@ -116,7 +125,10 @@ def _content(path: Path, begin: int = 0, length: int | None = None) -> tuple[Arc
             fix="torch.load(path, weights_only=True) and torch.save it again on this machine",
         )
     data = archive.read("data.pkl")
-    return archive, read_pickle(data, f"{path}: data.pkl", _is_known), len(data)
+    known = {} if read_before is None else read_before
+    if data not in known:
+        known[data] = read_pickle(data, f"{path}: data.pkl", _is_known)
+    return archive, known[data], len(data)
 
 
 def _refuse_other_formats(path: Path) -> None:
