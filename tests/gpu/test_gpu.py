@@ -145,6 +145,30 @@ def test_weights_are_written_and_evaluated_from_the_device(world, tmp_path):
     assert figures["loss"] == pytest.approx(float(loss), rel=1e-6)
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_weights_and_optimizer_state_go_out_and_come_in_to_the_last_bit(world, tmp_path, offload):
+    options = sw.Sharding(engine="fsdp2", offload=offload)
+    model = sw.parallelize(small, world, sharding=options)
+    optim = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    sw.TrainStep(model, optim, loss=sw.next_token_loss)(windows(1, SMALL.vocab)[0])
+    sw.save_weights(model, tmp_path / "w")
+    state, moments = sw.full_state_dict(model), sw.full_optimizer_state_dict(model, optim)
+    for load in (
+        lambda other: sw.load_weights(other, tmp_path / "w"),
+        lambda other: sw.load_weights(other, tmp_path / "w", shared_files=False),
+        lambda other: sw.load_full_state_dict(other, state),
+    ):
+        other = sw.parallelize(small, world, init="load", sharding=options)
+        load(other)
+        again = torch.optim.AdamW(other.parameters(), lr=0.01, fused=True)
+        sw.load_full_optimizer_state_dict(other, again, moments)
+        found = sw.full_state_dict(other)
+        assert all(torch.equal(found[name], value) for name, value in state.items())
+        same = sw.full_optimizer_state_dict(other, again)["state"]
+        assert all(torch.equal(same[n][k], v) for n, values in moments["state"].items() for k, v in values.items())
+        sw.TrainStep(other, again, loss=sw.next_token_loss)(windows(1, SMALL.vocab)[0])
+
+
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_seeded_values_are_those_of_the_cpu_bit_for_bit(device, engine):
     found = []

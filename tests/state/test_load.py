@@ -167,6 +167,47 @@ def test_a_read_that_fails_half_way_is_told_on_every_rank_and_the_model_is_not_u
     equal(answers[0][1], expected)
 
 
+def load_less_after_failing(name, source, less, init):
+    """The second load does not bring what the first had begun to write."""
+    model, world = sharded(name, "dp_shard=2", init)
+    with world:
+        kept, calls = files_module.OpenFiles.read, [0]
+
+        def broken(self, path, offset, memory):
+            calls[0] += 1
+            if calls[0] == 4:
+                raise sw.CheckpointError(f"the file {path}", why="reading failed: Input/output error", fix="none")
+            kept(self, path, offset, memory)
+
+        files_module.OpenFiles.read = broken
+        try:
+            sw.load_weights(model, source)
+        except sw.CheckpointError:
+            pass
+        finally:
+            files_module.OpenFiles.read = kept
+        try:
+            sw.load_weights(model, less, strict=False)
+        except sw.CheckpointError as error:
+            told = str(error)
+        sw.load_weights(model, source)
+        return told, sw.full_state_dict(model)
+
+
+@pytest.mark.parametrize("init", [None, "load"])
+def test_what_a_failed_load_left_half_written_has_to_come_with_the_next_one(ranks, tmp_path, init):
+    expected = write(tmp_path / "w", "odd")
+    model = plain("odd", 1)
+    less = untied(model.state_dict(), model)
+    gone = mutate(less, "missing")
+    save_file(less, tmp_path / "less.safetensors")
+    answers = ranks.run(
+        load_less_after_failing, 2, "odd", str(tmp_path / "w"), str(tmp_path / "less.safetensors"), init
+    )
+    assert all(gone in told and "neither old nor new" in told for told, _ in answers)
+    equal(answers[0][1], expected)
+
+
 def mutate(state, how):
     name = [n for n, t in state.items() if t.dim() == 2][-1]
     if how == "missing":

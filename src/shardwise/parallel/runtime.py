@@ -77,6 +77,7 @@ class Runtime:
         self.pending: Pending | None = None  # who knows the values that loading will not bring
         self.loaded_from: Path | None = None  # the model directory that its weights came from
         self._structure = Structure(module, num_ranks=world.size)
+        self.half_loaded: set[str] = set()  # tensors that a load which failed had begun to write
         self._withheld: ShardwiseError | None = None
 
     # ---- tensors ---------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ is copied. A read that fails after that leaves a model that refuses to be used u
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from shardwise.state.extra import set_extra_states
 from shardwise.state.files import OpenFiles
 from shardwise.state.fitting import Rules, all_of, own_boxes, plan_of
 from shardwise.state.names import Rename
-from shardwise.state.report import LoadReport
+from shardwise.state.report import LoadReport, shortened
 from shardwise.state.stored import Stored
 from shardwise.state.together import together
 
@@ -91,6 +91,7 @@ def _load_own_pieces(runtime: Runtime, source: Any, rules: Rules, files: OpenFil
             fix="put the same files on every node, or pass shared_files=False where rank 0 alone has them",
         ),
     )
+    _refuse_left_half(runtime, plan.report)
     local = runtime.local_tensors()
 
     def read() -> None:
@@ -99,7 +100,7 @@ def _load_own_pieces(runtime: Runtime, source: Any, rules: Rules, files: OpenFil
                 stored.read(Box(piece.starts, piece.sizes), local[name][piece.local_index], files)
 
     before = files.num_bytes
-    with _Unusable(runtime):
+    with _Unusable(runtime, plan.tensors):
         _write_pending(runtime, plan.tensors)
         together(world, "load_weights, reading", read)
     _after(runtime, plan.extra, plan.folder)
@@ -116,10 +117,10 @@ def _load_from_rank0(runtime: Runtime, source: Any, rules: Rules, files: OpenFil
     )
     told = (plan.report, list(plan.tensors), plan.extra, plan.folder) if plan is not None else None
     report, names, extra, folder = world.broadcast(told)
+    _refuse_left_half(runtime, report)
     pieces = _Pieces(plan.tensors if plan is not None else {}, files)
     local = runtime.local_tensors()
-
-    with _Unusable(runtime):
+    with _Unusable(runtime, names):
         _write_pending(runtime, names)
         scatter_values(runtime, pieces, {name: local[name] for name in names})
         together(world, "load_weights, after rank 0 has sent", pieces.check, on_main=True)
@@ -175,20 +176,33 @@ class _Piece:
 # ---- what happens to the model ----------------------------------------------------------------------------------
 
 
-def _write_pending(runtime: Runtime, loaded: Any) -> None:
+def _refuse_left_half(runtime: Runtime, report: LoadReport) -> None:
+    """After a load that failed half way, the next one has to bring all that the first had begun to write."""
+    left = [name for name in report.missing if name in runtime.half_loaded]
+    if left:
+        raise CheckpointError(
+            f"weights from {report.place} without {len(left)} tensors that an earlier load left half written",
+            why=f"their values are neither old nor new: {shortened(left)}",
+            fix="load weights that hold them",
+            name=left[0],
+        )
+
+
+def _write_pending(runtime: Runtime, loaded: Collection[str]) -> None:
     """Values of a model that was built for loading and that the source does not have: its constructor's."""
     if runtime.pending is not None:
-        runtime.pending.write_rest(runtime, [name for name in runtime.local_tensors() if name not in set(loaded)])
-        runtime.pending = None
+        brought = set(loaded)
+        runtime.pending.write_rest(runtime, [name for name in runtime.local_tensors() if name not in brought])
 
 
 class _Unusable:
     """Within, and afterwards if it ends in an exception, the model refuses to be used: it is neither old nor new."""
 
-    def __init__(self, runtime: Runtime):
-        self.runtime = runtime
+    def __init__(self, runtime: Runtime, names: Collection[str]):
+        self.runtime, self.names = runtime, names
 
     def __enter__(self) -> None:
+        self.runtime.half_loaded |= set(self.names)
         self.runtime.withhold(
             UsageError(
                 "a model whose weights were not loaded whole",
@@ -199,6 +213,8 @@ class _Unusable:
 
     def __exit__(self, kind: type | None, error: object, trace: object) -> None:
         if kind is None:
+            self.runtime.half_loaded.clear()
+            self.runtime.pending = None
             self.runtime.release()
 
 
