@@ -289,53 +289,53 @@ def _digest(tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, tuple[list
 
 
 def run_load(contender: str, megabytes: int, folder: str, count: bool) -> dict[str, Any]:
+    """Memory in shards."""
     make, load = LOADERS[contender]
     with sw.init("dp_shard=-1", device="cpu") as world:
         model = make(world, megabytes)
-        wire = WireBytes()
-        with Sampler() as sampler, wire if count else contextlib.nullcontext():
-            dist.barrier()
-            start = time.perf_counter()
-            load(model, folder)
-            dist.barrier()
-            seconds = time.perf_counter() - start
         shard = sum(_local(param).numel() * 4 for param in model.parameters())
-        return {
-            "seconds": seconds,
-            "memory": sampler.grown / shard,
-            "wire": wire.total,
-            "digest": _digest(model.named_parameters()),
-        }
+        wire = WireBytes()
+        with wire if count else contextlib.nullcontext():
+            figures, _ = _measured(lambda: load(model, folder), shard)
+        return {**figures, "wire": wire.total, "digest": _digest(model.named_parameters())}
 
 
 def run_gather(contender: str, megabytes: int, folder: str) -> dict[str, Any]:
+    """Memory in models."""
     make, gather = GATHERERS[contender]
     with sw.init("dp_shard=-1", device="cpu") as world:
-        model = make(world, megabytes)
-        load_ours(model, folder) if make is ours else load_slices(model, folder)
-        whole = sum(param.numel() * 4 for param in model.parameters())
-        with Sampler() as sampler:
-            dist.barrier()
-            start = time.perf_counter()
-            state = gather(model)
-            dist.barrier()
-            seconds = time.perf_counter() - start
-        return {"seconds": seconds, "memory": sampler.grown / whole, "digest": _digest(iter(state.items()))}
+        model = _filled(make, world, megabytes, folder)
+        figures, state = _measured(lambda: gather(model), _whole_bytes(model))
+        return {**figures, "digest": _digest(iter(state.items()))}
 
 
 def run_save(contender: str, megabytes: int, folder: str, dest: str) -> dict[str, Any]:
+    """Memory in models."""
     make, save = SAVERS[contender]
     with sw.init("dp_shard=-1", device="cpu") as world:
-        model = make(world, megabytes)
-        load_ours(model, folder) if make is ours else load_slices(model, folder)
-        whole = sum(param.numel() * 4 for param in model.parameters())
-        with Sampler() as sampler:
-            dist.barrier()
-            start = time.perf_counter()
-            save(model, dest)
-            dist.barrier()
-            seconds = time.perf_counter() - start
-        return {"seconds": seconds, "memory": sampler.grown / whole}
+        model = _filled(make, world, megabytes, folder)
+        return _measured(lambda: save(model, dest), _whole_bytes(model))[0]
+
+
+def _filled(make: Callable[..., nn.Module], world: sw.World, megabytes: int, folder: str) -> nn.Module:
+    model = make(world, megabytes)
+    load_ours(model, folder) if make is ours else load_slices(model, folder)
+    return model
+
+
+def _whole_bytes(model: nn.Module) -> int:
+    return sum(param.numel() * 4 for param in model.parameters())
+
+
+def _measured(act: Callable[[], Any], unit: int) -> tuple[dict[str, Any], Any]:
+    """Seconds until all ranks are done, growth of the peak in ``unit`` bytes; and what ``act`` gave."""
+    with Sampler() as sampler:
+        dist.barrier()
+        start = time.perf_counter()
+        result = act()
+        dist.barrier()
+        seconds = time.perf_counter() - start
+    return {"seconds": seconds, "memory": sampler.grown / unit}, result
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:

@@ -7,19 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from state.layouts import LAYOUTS
 from torch import nn
 from zoo import ConvNet, Odd
 
 import shardwise as sw
 from shardwise.state import check_dtypes, save_weights, weights_bytes
 
-LAYOUTS = [
-    ("dp_shard=1", 1),
-    ("dp_replicate=2", 2),
-    ("dp_shard=2", 2),
-    ("dp_shard=4", 4),
-    ("dp_replicate=2,dp_shard=2", 4),
-]
 MODELS = {"odd": Odd, "conv": ConvNet}
 
 
@@ -36,7 +30,7 @@ def full(name, layout, trainable_only=False):
         return sw.full_state_dict(model, trainable_only=trainable_only)
 
 
-@pytest.mark.parametrize(("layout", "num_ranks"), LAYOUTS)
+@pytest.mark.parametrize(("layout", "num_ranks"), LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_full_state_is_rank_0s_to_the_last_bit_and_nothing_elsewhere(ranks, name, layout, num_ranks):
     first, *others = ranks.run(full, num_ranks, name, layout)

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from safetensors.torch import save_file
+from state.layouts import LAYOUTS
 from torch import nn
 from zoo import ConvNet, Odd
 
@@ -13,13 +14,6 @@ from shardwise.parallel import runtime_of
 from shardwise.state import files as files_module
 from shardwise.state import stored
 
-LAYOUTS = [
-    ("dp_shard=1", 1),
-    ("dp_replicate=2", 2),
-    ("dp_shard=2", 2),
-    ("dp_shard=4", 4),
-    ("dp_replicate=2,dp_shard=2", 4),
-]
 MODELS = {"odd": Odd, "conv": ConvNet}
 EVERY = sw.Sharding(min_unit_bytes=0)
 
@@ -70,7 +64,7 @@ def equal(state, expected):
 
 
 @pytest.mark.parametrize("init", [None, "load"])
-@pytest.mark.parametrize(("layout", "num_ranks"), LAYOUTS)
+@pytest.mark.parametrize(("layout", "num_ranks"), LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_weights_in_a_directory_are_the_models_to_the_last_bit_under_every_layout(
     ranks, tmp_path, name, layout, num_ranks, init
@@ -117,7 +111,7 @@ def load_from_rank0(name, layout, source, init=None, **options):
         return report, sw.full_state_dict(model)
 
 
-@pytest.mark.parametrize(("layout", "num_ranks"), LAYOUTS)
+@pytest.mark.parametrize(("layout", "num_ranks"), LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_what_rank_0_alone_can_see_is_sent_to_the_others(ranks, tmp_path, name, layout, num_ranks):
     expected = write(tmp_path / "w", name)

@@ -2,18 +2,12 @@
 
 import pytest
 import torch
+from state.layouts import LAYOUTS
 from torch import nn
 from zoo import VOCAB, ConvNet, Odd
 
 import shardwise as sw
 
-LAYOUTS = {
-    "one": ("dp_shard=1", 1),
-    "ddp-2": ("dp_replicate=2", 2),
-    "fsdp-2": ("dp_shard=2", 2),
-    "fsdp-4": ("dp_shard=4", 4),
-    "hsdp": ("dp_replicate=2,dp_shard=2", 4),
-}
 EVERY = sw.Sharding(min_unit_bytes=0)
 OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),

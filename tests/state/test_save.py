@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from state.layouts import LAYOUTS
 from zoo import ConvNet, Odd
 
 import shardwise as sw
@@ -19,14 +20,6 @@ from shardwise.parallel import runtime_of
 from shardwise.state import save as save_module
 from shardwise.state import staging, writing
 from shardwise.state.filing import filing_of, parts_of
-
-LAYOUTS = {
-    "one": ("dp_shard=1", 1),
-    "ddp-2": ("dp_replicate=2", 2),
-    "fsdp-2": ("dp_shard=2", 2),
-    "fsdp-4": ("dp_shard=4", 4),
-    "hsdp": ("dp_replicate=2,dp_shard=2", 4),
-}
 
 
 def conv16():
