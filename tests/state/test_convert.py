@@ -370,6 +370,22 @@ def test_a_damaged_source_leaves_nothing_behind(good, tmp_path):
     assert os.listdir(tmp_path) == ["a.safetensors"]
 
 
+def test_places_that_cannot_be_written_are_told(good, tmp_path):
+    (tmp_path / "file").write_text("")
+    for dest in (tmp_path / "file" / "out.pt", Path("/proc/nothing/out.pt"), tmp_path / "file" / "out"):
+        with pytest.raises(CheckpointError, match=str(dest)):
+            convert(Conversion(source=good.file, dest=dest, to="torch" if dest.suffix else "hf"))
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_the_working_directory_is_not_replaced_under_ones_feet(good, tmp_path, monkeypatch):
+    convert(Conversion(source=good.file, dest=tmp_path / "out", to="hf"))
+    monkeypatch.chdir(tmp_path / "out")
+    with pytest.raises(CheckpointError, match="working directory"):
+        convert(Conversion(source=good.file, dest=Path("."), to="hf", overwrite=True))
+    check(tmp_path / "out", good.tensors)
+
+
 def test_a_full_disk_leaves_nothing_behind(good, tmp_path):
     with (
         patch.object(engine, "reserve", side_effect=OSError(28, "No space left on device")),

@@ -97,36 +97,43 @@ def convert(job: Conversion, progress: Progress = lambda what, done, total: None
     check_destination(job.source, job.dest, is_file=single is not None, overwrite=job.overwrite)
     source = open_source(job.source)
     todo = _planned(job, source)
+    try:
+        job.dest.parent.mkdir(parents=True, exist_ok=True)
+        resumed, notes = _put_together(job, todo, single, progress)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"converting to {job.dest}",
+            why=f"writing failed: {error.strerror or error}",
+            fix="make room, or name a place that can be written; the same command then goes on where it was",
+        ) from error
+    seconds = time.perf_counter() - begin
+    num_files, num_bytes = len(todo.plan.files), todo.plan.num_bytes
+    return Converted(source.kind, len(todo.items), num_files, num_bytes, resumed, seconds, (*todo.notes, *notes))
+
+
+def _put_together(job: Conversion, todo: "_Todo", single: str | None, progress: Progress) -> tuple[int, list[str]]:
+    """Makes the result beside its place and moves it there; returns the bytes that were there already, and what to tell."""
     fingerprint = todo.fingerprint(job)
-    job.dest.parent.mkdir(parents=True, exist_ok=True)
     with Workplace(job.dest, fingerprint, fresh=job.fresh) as work, OpenFiles() as reader:
         resumed = sum(todo.plan.pieces[piece].num_bytes for piece in work.done)
-        notes = [*todo.notes, *([_ANEW] if work.outdated else [])]
         try:
             _copy(todo, work, reader, progress)
-            if todo.fingerprint(job) != fingerprint:
-                raise CheckpointError(
-                    f"the source {job.source}",
-                    why="it changed while it was being read",
-                    fix="convert it again when it is at rest",
-                )
-            if job.verify:
-                forget_pages(work.files / name for name in todo.plan.files)
-                compare(work.files / (single or ""), todo.items, reader, progress)
-            work.commit(single)
-        except OSError as error:
+        except OSError:
             work.discard_if_empty()
-            if isinstance(error, CheckpointError):
-                raise
+            raise
+        if todo.fingerprint(job) != fingerprint:
             raise CheckpointError(
-                f"converting to {job.dest}",
-                why=f"writing failed: {error.strerror or error}",
-                fix="make room, or name a place that can be written; the same command then goes on where it was",
-            ) from error
-    seconds = time.perf_counter() - begin
-    return Converted(
-        source.kind, len(todo.items), len(todo.plan.files), todo.plan.num_bytes, resumed, seconds, tuple(notes)
-    )
+                f"the source {job.source}",
+                why="it changed while it was being read",
+                fix="convert it again when it is at rest",
+            )
+        if job.verify:
+            forget_pages(work.files / name for name in todo.plan.files)
+            compare(work.files / (single or ""), todo.items, reader, progress)
+        work.commit(single)
+        return resumed, [_ANEW] if work.outdated else []
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.state.formats.folder import COMPANIONS
+from shardwise.state.staging import check_place
 
 __all__ = ["check_destination"]
 
@@ -45,6 +46,8 @@ def check_destination(source: Path, dest: Path, *, is_file: bool, overwrite: boo
             why="the source lies within the destination, which is replaced as a whole",
             fix="name a folder of its own",
         )
+    if not is_file:
+        check_place(Path(os.path.abspath(dest)))
     if dest.is_dir() and not dest.is_symlink():
         _check_replaceable(dest, is_file)
 

@@ -45,8 +45,8 @@ class Workplace:
     """
 
     def __init__(self, dest: Path, fingerprint: str, *, fresh: bool):
-        self.dest = dest
-        self.folder = dest.with_name(f".{dest.name}.converting")
+        self.dest = Path(os.path.abspath(dest))  # "." has no name
+        self.folder = self.dest.with_name(f".{self.dest.name}.converting")
         self.files = self.folder / "files"
         self.done: dict[int, int] = {}
         self.outdated = False
