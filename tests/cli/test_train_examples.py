@@ -40,7 +40,8 @@ def run_script(path: str) -> str:
     return printed.getvalue()
 
 
-WITH_WORDS = ("small_model.py", "finetune.py", "finetune.yaml")  # they take a directory: below
+# They take a directory (below), or train nothing (its page's commands run it).
+WITH_WORDS = ("small_model.py", "finetune.py", "finetune.yaml", "example_convert.py")
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_the_command_line_fine_tunes_it_and_the_stock_library_measures_the_same_
     from shardwise.train.parts import open_data
 
     words = ["--train.steps=3", "--train.eval_every=0", f"--log.dir={tmp_path}", "--log.plot=false"]
-    words += [f"--model.weights={small}", f"--model.args={{source: {small}}}", "--data.val_fraction=0.02"]
+    words += [f"--model.hf={small}", "--data.val_fraction=0.02"]
     told = run("-m", "shardwise", "train", "examples/finetune.yaml", *words)
     assert re.search(r"^weights +\d+ tensors from", told, re.MULTILINE)
     rows = read_metrics(tmp_path / "metrics.jsonl")

@@ -6,6 +6,7 @@ their events are shown until the report. Only the ranks import torch.
 """
 
 import argparse
+import importlib.util
 import os
 import shlex
 import sys
@@ -88,7 +89,9 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
     except LayoutError as error:
         error.given = f"{error.given} ({origins['parallel.layout']})"
         raise
-    if config.model.build is None:
+    if config.model.hf is not None:
+        _check_hf(config.model.hf, origins["model.hf"])
+    elif config.model.build is None:
         check_reference_args(config.model.args, seq_len=config.data.seq_len, origins=origins)
     else:
         check_target(config.model.build, what="model.build", origin=origins["model.build"])
@@ -113,6 +116,20 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
             f"data.path={path!r} ({origins['data.path']}): {size} bytes",
             why=f"training and validation each need a window of seq_len={config.data.seq_len} + 1 tokens",
             fix="use more data, or a smaller --data.seq_len",
+        )
+
+
+def _check_hf(folder: str, origin: str) -> None:
+    """Refuse a directory that is none, and a model whose library is not installed."""
+    if not (Path(folder) / "config.json").is_file():
+        raise ConfigError(
+            f"model.hf={folder!r} ({origin})",
+            why=f"there is no config.json in it (looked from {Path.cwd()})",
+            fix="give a directory that save_pretrained has written; nothing is downloaded",
+        )
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError(
+            f"model.hf={folder!r} ({origin})", why="transformers is not installed", fix="pip install 'shardwise[hf]'"
         )
 
 

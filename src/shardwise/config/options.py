@@ -192,7 +192,7 @@ class Parallel(Options, frozen=True, kw_only=True):
         Literal["seeded", "rank0", "load"] | None,
         doc(
             "seeded: from the seed and each name; rank0: built once, scattered; load: none, until weights are loaded; null: "
-            "load where there are model.weights, else seeded for a builder and rank0 for a module"
+            "load where there are weights to start from, else seeded for a builder and rank0 for a module"
         ),
     ] = None
     precision: Annotated[

@@ -32,11 +32,19 @@ class Model(Options, frozen=True, kw_only=True):
         str | None,
         doc("function that returns the nn.Module: pkg.mod:fn or path/to/file.py:fn; null: the reference model"),
     ] = None
-    args: Annotated[dict[str, Any], doc("keyword arguments of that function")] = msgspec.field(default_factory=dict)
+    hf: Annotated[
+        str | None,
+        doc(
+            "Hugging Face model directory: the class that its config.json names, and its weights; nothing is downloaded"
+        ),
+    ] = None
+    args: Annotated[
+        dict[str, Any], doc("keyword arguments of build; with hf: fields of the configuration that are to be others")
+    ] = msgspec.field(default_factory=dict)
     weights: Annotated[
         str | None,
         doc(
-            "weights to start from: a Hugging Face directory, a safetensors or torch file, a DCP directory; null: none"
+            "start from these: a Hugging Face directory, a safetensors or torch file, a DCP directory; null: those of hf"
         ),
     ] = None
     rename: Annotated[
@@ -46,10 +54,16 @@ class Model(Options, frozen=True, kw_only=True):
     cast: Annotated[bool, doc("weights of another floating dtype than the model stores are converted")] = False
 
     def check(self) -> None:
+        if self.hf is not None and self.build is not None:
+            raise ConfigError(
+                f"model.hf={self.hf!r} with model.build={self.build!r}",
+                why="each of them says which model is built",
+                fix="remove one; a function of your own can start from the weights: model.weights",
+            )
         for key, default in (("rename", {}), ("cast", False)):
-            if self.weights is None and getattr(self, key) != default:
+            if self.start is None and getattr(self, key) != default:
                 raise ConfigError(
-                    f"model.{key}={getattr(self, key)!r} without model.weights",
+                    f"model.{key}={getattr(self, key)!r} without model.weights or model.hf",
                     why="it says how weights are read, so it would have no effect",
                     fix=f"add model.weights, or remove model.{key}",
                 )
@@ -59,6 +73,11 @@ class Model(Options, frozen=True, kw_only=True):
                 why="it does not name a function",
                 fix="write pkg.mod:fn, or path/to/file.py:fn",
             )
+
+    @property
+    def start(self) -> str | None:
+        """Where the weights are that the run starts from."""
+        return self.weights or self.hf
 
 
 class Data(Options, frozen=True, kw_only=True):
@@ -205,7 +224,7 @@ class RunConfig(Options, frozen=True, kw_only=True):
                 why="the loss is scaled only where float16 is computed in, so it would have no effect",
                 fix="remove train.scaler, or use precision=fp16",
             )
-        if self.parallel.init == "load" and self.model.weights is None:
+        if self.parallel.init == "load" and self.model.start is None:
             raise ConfigError(
                 "parallel.init='load' without model.weights",
                 why="the model would never get values",

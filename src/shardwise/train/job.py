@@ -63,7 +63,7 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
     corpus = open_data(config.data, vocab=vocab_of(config))
     emit("phase", text="building the model")
     model = build_model(config, world)
-    if config.model.weights is not None:
+    if config.model.start is not None:
         emit("phase", text="loading weights")
         emit("loaded", text=str(load_start(config, model)))
     step = make_step(config, model)
@@ -162,7 +162,7 @@ class _Run:
             val_samples=len(val) if val else 0,
             tokens_per_step=data.global_batch * data.seq_len,
         )
-        name = type(self.model).__name__ if self.config.model.build else "the reference model"
+        name = type(self.model).__name__ if self.config.model.build or self.config.model.hf else "the reference model"
         recipe = recipe_of(self.model)
         why = next(note.why for note in recipe.notes if note.name == "engine")
         self.emit("model", name=name, num_params=self.last["num_params"], units=len(recipe.units), why=why)

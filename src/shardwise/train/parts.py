@@ -19,6 +19,7 @@ from shardwise.parallel import parallelize, runtime_of, world_of
 from shardwise.parallel.transforms import choose, transformed
 from shardwise.state import LoadReport, load_weights
 from shardwise.train.corpus import BYTES, TokenFile, TokenWindows, pydoc_text
+from shardwise.train.pretrained import build_pretrained, vocab_in
 from shardwise.train.reference import build as build_reference
 from shardwise.train.reference_config import check_reference_args
 from shardwise.train.scale import computes_half
@@ -88,6 +89,8 @@ def open_data(data: Data, *, vocab: int | None) -> Corpus:
 
 def vocab_of(config: RunConfig) -> int | None:
     """The reference model says its vocabulary; another model's is its own business."""
+    if config.model.hf is not None:
+        return vocab_in(config.model.hf)
     return config.model.args.get("vocab", BYTES) if config.model.build is None else None
 
 
@@ -99,7 +102,7 @@ def build_model(config: RunConfig, world: World) -> nn.Module:
     return parallelize(
         lambda: _untransformed(config),
         world,
-        init=parallel.init or ("load" if config.model.weights is not None else None),
+        init=parallel.init or ("load" if config.model.start is not None else None),
         precision=parallel.precision,
         sharding=parallel.sharding,
         ddp=parallel.ddp,
@@ -116,9 +119,9 @@ def load_start(config: RunConfig, model: nn.Module) -> LoadReport | None:
         CheckpointError: they cannot be read, or do not fit.
     """
     given = config.model
-    if given.weights is None:
+    if given.start is None:
         return None
-    return load_weights(model, given.weights, rename=list(given.rename.items()), cast=given.cast)
+    return load_weights(model, given.start, rename=list(given.rename.items()), cast=given.cast)
 
 
 def build_plain(config: RunConfig) -> nn.Module:
@@ -134,6 +137,8 @@ def build_plain(config: RunConfig) -> nn.Module:
 
 def _untransformed(config: RunConfig) -> nn.Module:
     model = config.model
+    if model.hf is not None:
+        return build_pretrained(model.hf, model.args)
     if model.build is None:
         sizes = check_reference_args(model.args, seq_len=config.data.seq_len)
         return build_reference(**{"max_seq": max(256, config.data.seq_len), **sizes})
