@@ -325,6 +325,68 @@ def test_a_journal_cut_anywhere_is_gone_on_from(good, tmp_path):
         check(dest, good.tensors)
 
 
+@pytest.mark.parametrize("to", KINDS)
+def test_a_journal_whose_files_have_been_moved_to_their_place_is_not_believed(good, tmp_path, to):
+    """As a kill between the last rename and the tidying leaves it."""
+    dest = tmp_path / KINDS[to]
+    job, remove = Conversion(source=good.file, dest=dest, to=to), shutil.rmtree
+
+    def dies(path, **options):
+        if path.name.endswith(".converting"):
+            raise KeyboardInterrupt
+        remove(path, **options)
+
+    with patch.object(shutil, "rmtree", dies), pytest.raises(KeyboardInterrupt):
+        convert(job)
+    check(dest, good.tensors)
+    shutil.rmtree(dest) if dest.is_dir() else dest.unlink()
+    assert (tmp_path / f".{dest.name}.converting" / "journal").read_text().count("\n") > 1
+    assert convert(job).num_resumed == 0
+    check(dest, good.tensors)
+
+
+KILLED_OFTEN = """
+    import os, random, signal, sys, time
+    from pathlib import Path
+    from shardwise.errors import ShardwiseError
+    from shardwise.state import convert, journal
+
+    journal.SYNC = 1 << 20
+    source, dest, to = sys.argv[1:]
+    job, kills, resumed = convert.Conversion(source=Path(source), dest=Path(dest), to=to), 0, 0
+    rng = random.Random(to)
+    while not Path(dest).exists():
+        child = os.fork()
+        if not child:
+            done = convert.convert(job)
+            os._exit(7 if done.num_resumed else 0)
+        time.sleep(rng.uniform(0, 0.02 * (kills + 1)))
+        os.kill(child, signal.SIGKILL)
+        status = os.waitpid(child, 0)[1]
+        kills += os.WIFSIGNALED(status)
+        resumed += os.WIFEXITED(status) and os.WEXITSTATUS(status) == 7
+    print(kills, resumed)
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("to", KINDS)
+def test_killed_at_any_moment_again_and_again(tmp_path, to):
+    state = {f"layer.{i}": torch.randn(256, 1024) for i in range(40)}
+    torch.save(state, tmp_path / "source.pt")
+    dest = tmp_path / KINDS[to]
+    for _ in range(3):
+        words = [sys.executable, "-c", textwrap.dedent(KILLED_OFTEN), tmp_path / "source.pt", dest, to]
+        done = subprocess.run(words, timeout=100, check=True, capture_output=True, text=True)
+        print(done.stdout)
+        check(dest, state)
+        check_with_stock_libraries(dest, to, state)
+        # A kill between the last rename and the tidying leaves the empty workplace; the next conversion takes it over.
+        assert set(os.listdir(tmp_path)) - {f".{dest.name}.converting"} == {dest.name, "source.pt"}
+        shutil.rmtree(dest) if dest.is_dir() else dest.unlink()
+
+
 # ---- what is refused ----------------------------------------------------------------------------------------------
 
 

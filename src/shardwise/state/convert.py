@@ -117,6 +117,7 @@ def _put_together(job: Conversion, todo: "_Todo", single: str | None, progress: 
     """Makes the result beside its place and moves it there; returns the bytes that were there already, and what to tell."""
     fingerprint = todo.fingerprint(job)
     with Workplace(job.dest, fingerprint, fresh=job.fresh) as work, OpenFiles() as reader:
+        work.trust({number: piece.file for number, piece in enumerate(todo.plan.pieces)}, todo.plan.files)
         resumed = sum(todo.plan.pieces[piece].num_bytes for piece in work.done)
         try:
             _copy(todo, work, reader, progress)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,20 @@ class Workplace:
         """Gives the room back where nothing was converted: a disk that is full stays as it was."""
         if os.fstat(self._journal).st_size <= len(self._fingerprint) + 1:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+    def trust(self, homes: Mapping[int, str], sizes: Mapping[str, int]) -> None:
+        """Believes the journal only of files that are there: a kill behind the last rename leaves it without them.
+
+        Args:
+            homes: piece -> its file.
+            sizes: file -> its size, which it has from the beginning.
+        """
+        whole = {
+            name
+            for name, size in sizes.items()
+            if (path := self.files / name).is_file() and path.stat().st_size == size
+        }
+        self.done = {piece: value for piece, value in self.done.items() if homes.get(piece) in whole}
 
     def note(self, piece: int, checksum: int, descriptor: int, num_bytes: int) -> None:
         """A piece has been written to ``descriptor``."""
