@@ -341,6 +341,8 @@ def test_a_journal_whose_files_have_been_moved_to_their_place_is_not_believed(go
     check(dest, good.tensors)
     shutil.rmtree(dest) if dest.is_dir() else dest.unlink()
     assert (tmp_path / f".{dest.name}.converting" / "journal").read_text().count("\n") > 1
+    with patch.object(engine, "write_at", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        convert(job)  # the files are made again, empty, and nothing is in them yet
     assert convert(job).num_resumed == 0
     check(dest, good.tensors)
 

@@ -95,8 +95,7 @@ class Workplace:
         self.outdated = bool(head) and not self._fresh
         shutil.rmtree(self.files)
         self.files.mkdir()
-        os.ftruncate(self._journal, 0)
-        os.write(self._journal, f"{self._fingerprint}\n".encode())
+        self._begin()
 
     def discard_if_empty(self) -> None:
         """Gives the room back where nothing was converted: a disk that is full stays as it was."""
@@ -115,7 +114,16 @@ class Workplace:
             for name, size in sizes.items()
             if (path := self.files / name).is_file() and path.stat().st_size == size
         }
-        self.done = {piece: value for piece, value in self.done.items() if homes.get(piece) in whole}
+        believed = {piece: value for piece, value in self.done.items() if homes.get(piece) in whole}
+        if believed != self.done:
+            # Before the files are made again: they would stand for what the old lines say.
+            self._waiting, self.done = list(believed.items()), believed
+            self._begin()
+            self.sync()
+
+    def _begin(self) -> None:
+        os.ftruncate(self._journal, 0)
+        os.write(self._journal, f"{self._fingerprint}\n".encode())
 
     def note(self, piece: int, checksum: int, descriptor: int, num_bytes: int) -> None:
         """A piece has been written to ``descriptor``."""
