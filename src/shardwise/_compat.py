@@ -44,6 +44,7 @@ __all__ = [
     "is_spectral_norm",
     "is_taken_apart",
     "is_unscaled",
+    "kept_whole",
     "lazy_chunks",
     "local_tensor",
     "look_in_graph",
@@ -199,6 +200,24 @@ def unit_groups(module: nn.Module) -> list[Any]:
     if not isinstance(module, FSDPModule):
         return []
     return list(module._get_fsdp_state()._fsdp_param_groups)
+
+
+@contextlib.contextmanager
+def kept_whole(units: list[Any]) -> Iterator[None]:
+    """Within: the parameters of FSDP2's ``units`` are whole, also after a forward."""
+    groups = [group for unit in units for group in unit_groups(unit)]
+    after = [group.post_forward_mesh_info for group in groups]
+    for group in groups:
+        group.post_forward_mesh_info = None
+    try:
+        for unit in units:
+            unit.unshard()
+        yield
+    finally:
+        for group, info in zip(groups, after, strict=True):
+            group.post_forward_mesh_info = info
+        for unit in units:
+            unit.reshard()
 
 
 def unit_reshard(module: nn.Module) -> bool | int:

@@ -401,3 +401,139 @@ def test_a_cast_goes_through_a_buffer_of_bounded_size(ranks, tmp_path):
     save_file(state, tmp_path / "model.safetensors")
     _, found = ranks.run(small_buffer, 2, "odd", "dp_shard=2", str(tmp_path))[0]
     assert all(torch.equal(found[n], t.to(found[n].dtype)) for n, t in state.items())
+
+
+WAYS = {
+    "files": lambda model, source, state, world: sw.load_weights(model, source),
+    "rank 0": lambda model, source, state, world: sw.load_weights(model, source, shared_files=False),
+    "full": lambda model, source, state, world: sw.load_full_state_dict(model, state if world.is_main else {}),
+    "local": lambda model, source, state, world: sw.load_state_dict(model, state, "LOCAL_STATE_DICT"),
+}
+
+
+def forward_load_forward(layout, source, way, offload):
+    """A forward leaves the root's parameters whole; what is loaded then has to be what the next one computes with."""
+    with sw.init(layout, device="cpu") as world:
+        options = sw.Sharding(engine="fsdp2", min_unit_bytes=0, offload=offload)
+        other = sw.parallelize(plain("odd", 1, torch.float32), world, sharding=options)
+        model = sw.parallelize(plain("odd", 0, torch.float32), world, sharding=options)
+        state = sw.state_dict(other, "LOCAL_STATE_DICT") if way == "local" else sw.full_state_dict(other)
+        x = torch.ones(2, 3, dtype=torch.long)
+        with torch.no_grad():
+            model(x)
+            WAYS[way](model, source, state, world)
+            with sw.gathered(model):
+                same = torch.equal(model.head.weight, plain("odd", 1, torch.float32).head.weight)
+            return same, torch.equal(model(x), other(x))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_loaded_after_a_forward_is_what_the_next_forward_computes_with(ranks, tmp_path, way, offload):
+    model = plain("odd", 1, torch.float32)
+    save_file(untied(model.state_dict(), model), tmp_path / "model.safetensors")
+    assert ranks.run(forward_load_forward, 2, "dp_shard=2", str(tmp_path), way, offload) == [(True, True)] * 2
+
+
+def load_in_a_window(source):
+    with sw.init("dp_shard=2", device="cpu") as world:
+        model = sw.parallelize(plain("odd", 0), world)
+        told = []
+        with sw.gathered(model):
+            try:
+                sw.load_weights(model, source)
+            except sw.UsageError as error:
+                told.append(str(error))
+        return told
+
+
+def test_values_do_not_change_under_somebody_who_reads_them(ranks, tmp_path):
+    write(tmp_path / "w", "odd")
+    for told in ranks.run(load_in_a_window, 2, str(tmp_path / "w")):
+        assert len(told) == 1 and "within sw.gathered" in told[0]
+
+
+def load_other_files(layout, folder):
+    model, world = sharded("odd", layout)
+    with world:
+        try:
+            sw.load_weights(model, f"{folder}/{world.rank}")
+        except sw.CheckpointError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize(("layout", "num_ranks"), [("dp_replicate=2", 2), ("dp_replicate=2,dp_shard=2", 4)])
+def test_ranks_that_hold_the_same_and_read_other_values_are_told(ranks, tmp_path, layout, num_ranks):
+    for rank in range(num_ranks):
+        write(tmp_path / str(rank), "odd", seed=rank)
+    for told in ranks.run(load_other_files, num_ranks, layout, str(tmp_path)):
+        assert "different values under the same names" in told
+
+
+def test_ranks_that_see_other_tensors_are_told_before_anything_is_read(ranks, tmp_path):
+    for rank in range(2):
+        model = plain("odd", rank)
+        state = untied(model.state_dict(), model)
+        state |= {"extra": torch.ones(rank + 1)}
+        (tmp_path / str(rank)).mkdir()
+        save_file(state, tmp_path / str(rank) / "model.safetensors")
+    assert all("not in the model" in told for told in ranks.run(load_other_files, 2, "dp_shard=2", str(tmp_path)))
+
+
+def load_state_of(kind, shared):
+    model, world = sharded("odd", "dp_shard=2")
+    with world:
+        state = plain("odd", 1).state_dict()
+        name = "never"
+        if kind == "meta":
+            state[name] = state[name].to("meta")
+        if kind == "sparse":
+            state[name] = state[name].float().to_sparse()
+        if kind == "nan":
+            for tied in ("embed.weight", "head.weight"):
+                state[tied] = torch.full_like(state[tied], float("nan"))
+        try:
+            sw.load_weights(model, state if world.is_main or shared else {}, shared_files=shared)
+        except sw.ShardwiseError as error:
+            return error.name
+        return float(sw.full_state_dict(model).get("embed.weight", torch.zeros(1)).sum())
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("kind", ["meta", "sparse"])
+def test_a_tensor_without_values_to_copy_is_refused_by_name_on_every_rank(ranks, kind, shared):
+    assert ranks.run(load_state_of, 2, kind, shared) == ["never", "never"]
+
+
+def test_a_tied_tensor_with_nan_in_it_comes_back(ranks):
+    first, _ = ranks.run(load_state_of, 2, "nan", False)
+    assert first != first
+
+
+def fault(shared):
+    """A fault of the library itself, or of torch: nobody waits for the rank that has it."""
+    model, world = sharded("odd", "dp_shard=2")
+    with world:
+        kept = stored.HeldTensor.read
+        stored.HeldTensor.read = lambda *_: 1 / (world.rank * (1 if shared else 0))
+        try:
+            sw.load_weights(model, plain("odd", 1).state_dict(), shared_files=shared)
+        except Exception as error:
+            return type(error).__name__, str(error)
+        finally:
+            stored.HeldTensor.read = kept
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_fault_that_nobody_foresaw_leaves_no_rank_alone(ranks, shared):
+    (kind, _), (other, told) = ranks.run(fault, 2, shared, timeout_s=30)
+    assert kind == "ZeroDivisionError" and other == "RankError" and "ZeroDivisionError" in told
+
+
+def test_head_and_base_of_a_model_in_a_wrapper(ranks, tmp_path):
+    model = plain("odd", 1)
+    state = {f"module.model.{name}": tensor for name, tensor in untied(model.state_dict(), model).items()}
+    save_file(state, tmp_path / "model.safetensors")
+    report, found = ranks.run(load, 2, "odd", "dp_shard=2", str(tmp_path))[0]
+    equal(found, model.state_dict())
+    assert len(report.renamed) == 2

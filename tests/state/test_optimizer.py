@@ -1,5 +1,7 @@
 """Optimizer state whole and back, by name, from any layout into any other; bare shards under their own topology only."""
 
+import copy
+
 import pytest
 import torch
 from state.layouts import LAYOUTS
@@ -298,3 +300,126 @@ def test_the_kinds_are_torchs_and_another_word_is_refused():
     assert {kind.to_torch() for kind in sw.StateDictType} == set(StateDictType)
     with pytest.raises(sw.ConfigError, match="there is no such type"):
         sw.StateDictType("HALF")
+
+
+# ---- what is given is not taken --------------------------------------------------------------------------------------
+
+
+def tensors_of_ones_own(layout):
+    world, model, optim = fresh("odd", layout, "adamw")
+    with world:
+        for group in optim.param_groups:
+            group["lr"] = torch.tensor(0.1)
+        steps("odd", model, optim, world, (1,))
+        saved = sw.full_optimizer_state_dict(model, optim)
+        if world.is_main:
+            for group in saved["param_groups"]:
+                group["lr"] = saved["param_groups"][0]["lr"]
+        kept = copy.deepcopy(saved)
+        sw.load_full_optimizer_state_dict(model, optim, saved)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optim, [lambda _: 1.0, lambda _: 0.01])
+        steps("odd", model, optim, world, (2,))
+        lrs = [float(group["lr"]) for group in optim.param_groups]
+        assert schedule is not None
+        return equal(saved, kept), lrs
+
+
+@pytest.mark.parametrize("layout", ["one", "fsdp-2"])
+def test_groups_and_states_are_copies_of_what_was_given(ranks, layout):
+    text, num_ranks = LAYOUTS[layout]
+    for same, lrs in ranks.run(tensors_of_ones_own, num_ranks, text):
+        assert same and lrs == pytest.approx([0.1, 0.001])
+
+
+def through_scheduler(layout, kind):
+    world = sw.init(layout, device="cpu")
+    model = sw.parallelize(build("conv"), world, sharding=EVERY)
+    with world:
+        optim = torch.optim.AdamW(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optim, 0.2, total_steps=9)
+        steps("conv", model, optim, world, (1,))
+        schedule.step()
+        saved = sw.full_optimizer_state_dict(model, optim)
+        if kind == "older" and world.is_main:
+            for group in saved["param_groups"]:
+                del group["decoupled_weight_decay"]
+        again = torch.optim.AdamW(model.parameters(), lr=0.1)
+        sw.load_full_optimizer_state_dict(model, again, saved)
+        return again.param_groups[0]["lr"] == optim.param_groups[0]["lr"], "max_lr" in again.param_groups[0]
+
+
+@pytest.mark.parametrize("kind", ["scheduled", "older"])
+def test_what_schedulers_add_and_older_versions_lack_is_no_other_optimizer(ranks, kind):
+    assert ranks.run(through_scheduler, 2, "dp_shard=2", kind) == [(True, True)] * 2
+
+
+def factored_and_back(layout):
+    with sw.init(layout, device="cpu") as world:
+        model = sw.parallelize(build("conv"), world)
+        optim = torch.optim.Adafactor(model.parameters(), lr=0.1)
+        steps("conv", model, optim, world, (1,))
+        saved = sw.full_optimizer_state_dict(model, optim)
+        again = torch.optim.Adafactor(model.parameters(), lr=0.1)
+        sw.load_full_optimizer_state_dict(model, again, saved)
+        return equal(saved, sw.full_optimizer_state_dict(model, again))
+
+
+@pytest.mark.parametrize("layout", ["one", "ddp-2"])
+def test_state_of_a_shape_of_its_own_goes_out_and_in_where_parameters_are_whole(ranks, layout):
+    text, num_ranks = LAYOUTS[layout]
+    assert ranks.run(factored_and_back, num_ranks, text) == [True] * num_ranks
+
+
+def gathered_twice():
+    with sw.init("dp_shard=2", device="cpu") as world:
+        model = sw.parallelize(build("odd"), world, sharding=EVERY)
+        found = []
+        with sw.gathered(model), torch.no_grad():
+            with sw.gathered(model):
+                model(torch.ones(2, 3, dtype=torch.long))
+            found.append({name: tuple(param.shape) for name, param in model.named_parameters()})
+        out = model(torch.ones(2, 3, dtype=torch.long))
+        out.square().sum().backward()
+        held = {
+            name: sum(1 for _ in param.to_local().flatten()) for name, param in model.named_parameters() if param.dim()
+        }
+        return found[0], held
+
+
+def test_gathered_parameters_stay_whole_after_a_forward_and_in_each_other(ranks):
+    expected = {name: tuple(param.shape) for name, param in build("odd").named_parameters()}
+    for found, held in ranks.run(gathered_twice, 2):
+        assert found == expected
+        assert sum(held.values()) < sum(param.numel() for param in build("odd").parameters())
+
+
+class Counting(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.seen = 0
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+def extra_by_kind(kind):
+    with sw.init("dp_shard=2", device="cpu") as world:
+        model = sw.parallelize(Counting, world)
+        model.seen = 7
+        state = sw.state_dict(model, kind)
+        other = sw.parallelize(Counting, world, init="load")
+        sw.load_state_dict(other, state, kind)
+        with torch.no_grad():
+            out = other(torch.ones(2, 4))
+            same = torch.equal(out, model(torch.ones(2, 4)))
+        if kind == "SHARDED_STATE_DICT":
+            sw.load_state_dict(other, model.state_dict())
+        return other.seen, same
+
+
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"])
+def test_extra_states_come_along_and_a_model_made_for_loading_is_ready(ranks, kind):
+    assert ranks.run(extra_by_kind, 2, kind) == [(7, True)] * 2

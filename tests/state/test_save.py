@@ -322,3 +322,121 @@ def test_a_save_that_goes_on_elsewhere_is_not_taken_for_a_left_over(tmp_path):
     first.close()
     second.close()
     assert not os.listdir(tmp_path)
+
+
+def test_two_jobs_that_save_to_one_directory_do_not_take_each_others_for_left_over(tmp_path, monkeypatch):
+    """Between one job's exchange and its cleaning, the other begins, and looks for left-overs."""
+    dest = tmp_path / "w"
+    dest.mkdir()
+    (dest / "model.safetensors").write_text("old")
+    first = staging.Staged(dest)
+    (first.path / "model.safetensors").write_text("first")
+    kept = staging.sync_folder
+
+    def meanwhile(path):
+        kept(path)
+        monkeypatch.setattr(staging, "sync_folder", kept)
+        second = staging.Staged(dest)
+        (second.path / "model.safetensors").write_text("second")
+        second.commit()
+        second.close()
+
+    monkeypatch.setattr(staging, "sync_folder", meanwhile)
+    first.commit()
+    first.close()
+    assert (dest / "model.safetensors").read_text() in ("first", "second") and os.listdir(tmp_path) == ["w"]
+
+
+def test_what_comes_into_the_older_directory_meanwhile_goes_along_at_any_depth(tmp_path, monkeypatch):
+    dest = tmp_path / "w[1]"
+    (dest / "logs").mkdir(parents=True)
+    (dest / "logs" / "a").write_text("a")
+    dest.chmod(0o2770)
+    staged = staging.Staged(dest)
+    (staged.path / "model.safetensors").write_text("new")
+    kept = staging._exchange
+
+    def late(a, b):
+        (dest / "logs" / "b").write_text("b")
+        (dest / "c").write_text("c")
+        kept(a, b)
+
+    monkeypatch.setattr(staging, "_exchange", late)
+    staged.commit()
+    staged.close()
+    assert sorted(str(p.relative_to(dest)) for p in dest.rglob("*")) == [
+        "c",
+        "logs",
+        "logs/a",
+        "logs/b",
+        "model.safetensors",
+    ]
+    assert dest.stat().st_mode & 0o7777 == 0o2770, "who may read it may read it"
+
+
+def test_the_left_over_of_a_killed_save_is_removed_by_the_next(tmp_path):
+    pid = os.fork()
+    if pid == 0:
+        staging.Staged(tmp_path / "w[1]")
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL and len(os.listdir(tmp_path)) == 2
+    staging.Staged(tmp_path / "w[1]").close()
+    assert os.listdir(tmp_path) == []
+
+
+def count_syncs(dest):
+    synced, real = [], os.fsync
+    os.fsync = lambda descriptor: (synced.append(os.readlink(f"/proc/self/fd/{descriptor}")), real(descriptor))[1]
+    try:
+        save("conv", "dp_shard=2", dest, max_shard_bytes=3000)
+    finally:
+        os.fsync = real
+    return synced
+
+
+def test_every_file_is_on_disk_before_it_appears(ranks, tmp_path):
+    for rank, synced in enumerate(ranks.run(count_syncs, 2, str(tmp_path / "w"))):
+        names = {Path(path).name for path in synced if ".saving-" in path}
+        weights = {path.name for path in (tmp_path / "w").glob("*.safetensors")}
+        assert weights - names == set() or (rank and names), (weights, names)
+        assert rank or "model.safetensors.index.json" in names
+
+
+@pytest.mark.parametrize("dest", ["loop", "nul"])
+def test_a_name_that_cannot_be_is_told_on_every_rank(ranks, tmp_path, dest):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    path = str(tmp_path / "loop" / "w") if dest == "loop" else str(tmp_path / "n\0l")
+    for error in ranks.run(save, 2, "conv", "dp_shard=2", path):
+        assert isinstance(error, sw.CheckpointError)
+
+
+def test_headers_end_at_a_multiple_of_8_and_tensors_at_one_of_their_element():
+    from shardwise.state.formats.safetensors import place_tensors
+
+    for count in range(1, 12):
+        tensors = {"x" * i: ((i,), ("float32", "bfloat16", "uint8", "float64")[i % 4]) for i in range(1, count + 1)}
+        head, placed, _ = place_tensors(tensors)
+        assert len(head) % 8 == 0
+        widths = {"float32": 4, "bfloat16": 2, "uint8": 1, "float64": 8}
+        assert all(tensor.offset % widths[tensor.dtype] == 0 for tensor in placed)
+
+
+def test_a_turned_view_reads_and_writes_what_lies_there():
+    from shardwise.state.boxes import Box, index_of
+    from shardwise.state.files import OpenFiles
+    from shardwise.state.stored import HeldTensor
+    from shardwise.state.views import Assembled, view_at
+
+    whole = torch.arange(2 * 3 * 5).view(2, 3, 5)
+    parts = []
+    for expert in range(2):
+        stored = whole[expert].t()  # as a file may hold it: turned, experts apart
+        view = view_at("w", (2, 3, 5), stored.storage_offset(), tuple(stored.shape), tuple(stored.stride()))
+        assert view.shape == (5, 3) and torch.equal(view.turned(whole[expert : expert + 1]), stored)
+        parts.append((view, HeldTensor.of(stored.contiguous())))
+    with OpenFiles() as files:
+        both = Assembled((2, 3, 5), "int64", tuple(parts))
+        assert torch.equal(both.load(files), whole)
+        box = Box((0, 1, 2), (2, 2, 2))
+        assert torch.equal(both.load(files, box), whole[index_of(box)])
+    assert view_at("w", (2, 3, 5), 0, (3, 2), (2, 1)) is None

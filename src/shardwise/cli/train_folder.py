@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import glob
 import os
 import shutil
 from collections.abc import Callable
@@ -131,8 +132,11 @@ class RunFolder:
         """Removes halves of weights that a killed process left inside the folder; nobody else writes there now."""
         if self.weights is None or self.path not in self.weights.parents:
             return
-        for half in self.weights.parent.glob(f".{self.weights.name}.saving-*"):
-            shutil.rmtree(half, ignore_errors=True)
+        for half in self.weights.parent.glob(f".{glob.escape(self.weights.name)}.saving-*"):
+            if half.suffix == ".lock":
+                half.unlink(missing_ok=True)
+            else:
+                shutil.rmtree(half, ignore_errors=True)
 
     def _leave_no_trace(self) -> None:
         with contextlib.suppress(OSError):  # in use, or gone already

@@ -191,6 +191,11 @@ class FSDP2Engine:
         for group in self._groups:
             drop_partial_gradients(group)
 
+    def drop_gathered(self) -> None:
+        for module in self.root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def explain(self, error: BaseException) -> ShardwiseError | None:
         if "setStorage" in str(error) and "storage of size 0" in str(error):
             return UnsupportedError(

@@ -53,6 +53,9 @@ class Engine(Protocol):
     def abandon(self) -> None:
         """A window ended in an exception: forget what it left half done."""
 
+    def drop_gathered(self) -> None:
+        """Shards are about to be written: copies of whole parameters that a forward has left must not be used again."""
+
 
 class Pending(Protocol):
     """Where the values of a model come from that is waiting to be loaded, as far as loading does not bring them."""
@@ -73,6 +76,7 @@ class Runtime:
         self.replicated = [n for n in self.trainable if cut_engine and recipe.params[n].shape == ()]
         self.step = 0  # optimizer steps begun: part of every random stream's name
         self.in_window = False
+        self.num_gathered = 0  # times that somebody is within ``sw.gathered``
         self.explainers: list[Callable[[BaseException], ShardwiseError | None]] = []  # of techniques
         self.pending: Pending | None = None  # who knows the values that loading will not bring
         self.loaded_from: Path | None = None  # the model directory that its weights came from

@@ -1,7 +1,6 @@
 """What lies beside a model's weights so that stock libraries open them: its configuration, its tokenizer."""
 
 import copy
-import warnings
 from typing import Any
 
 from shardwise.parallel import Runtime
@@ -13,8 +12,8 @@ __all__ = ["companion_files"]
 _MOST = 256 << 20  # bytes of one file: what is larger is no configuration
 
 
-def companion_files(runtime: Runtime, dtype: str | None = None) -> dict[str, bytes]:
-    """File name -> content: what the directory had that the model was loaded from, and, of a Hugging Face model, its
+def companion_files(runtime: Runtime, dtype: str | None = None) -> tuple[dict[str, bytes], list[str]]:
+    """File name -> content, and what has to be told: what the directory had that the model was loaded from, and, of a Hugging Face model, its
     configuration as it is now.
 
     Args:
@@ -22,16 +21,16 @@ def companion_files(runtime: Runtime, dtype: str | None = None) -> dict[str, byt
         dtype: of its parameters as they are stored, if it is not the model's own.
     """
     found: dict[str, bytes] = {}
+    notes: list[str] = []
     if runtime.loaded_from is not None:
         try:
             paths = companions_of(runtime.loaded_from)
             found = {path.name: path.read_bytes() for path in paths if path.stat().st_size <= _MOST}
         except OSError as error:
-            warnings.warn(
-                f"weights without the configuration and tokenizer of {runtime.loaded_from}: {error.strerror or error}",
-                stacklevel=4,
+            notes.append(
+                f"weights without the configuration and tokenizer of {runtime.loaded_from}: {error.strerror or error}"
             )
-    return {**found, **_of_hugging_face(runtime, dtype)}
+    return {**found, **_of_hugging_face(runtime, dtype)}, notes
 
 
 def _of_hugging_face(runtime: Runtime, dtype: str | None) -> dict[str, bytes]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwise.anatomy import dtype_of
 from shardwise.errors import CheckpointError
@@ -165,7 +166,7 @@ def _refuse_untied(matched: Matched, source: Source, files: OpenFiles, boxes: Bo
         first = matched.tensors[home]
         for name, other in others.items():
             if other.shape == first.shape and all(
-                torch.equal(first.load(files, part), other.load(files, part).to(dtype_of(first.dtype)))
+                _same_bits(first.load(files, part), other.load(files, part).to(dtype_of(first.dtype)))
                 for box in boxes(home, first)
                 for part in blocks(box, BUFFER // 8)
             ):
@@ -176,6 +177,11 @@ def _refuse_untied(matched: Matched, source: Source, files: OpenFiles, boxes: Bo
                 fix=f"build the model without that tie, or leave one out: rename=[({'^' + name.replace('.', chr(92) + '.') + '$'!r}, None)]",
                 name=home,
             )
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """NaN is equal to itself here: what went out comes in."""
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
 
 
 def _refuse_nonfinite(matched: Matched, source: Source, files: OpenFiles, boxes: Boxes) -> None:

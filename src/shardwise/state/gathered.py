@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise._compat import gathered_parameters
+from shardwise._compat import gathered_parameters, kept_whole
 from shardwise.errors import UsageError
 from shardwise.parallel import Runtime, runtime_of
 
@@ -33,21 +33,24 @@ def gathered(model: nn.Module) -> Iterator[nn.Module]:
     runtime.check_values()
     runtime.world.agreement.sum({}, "gathered, before it is gathered")
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for unit in units:
-        unit.unshard()
-    versions = {name: tensor._version for name, tensor in _whole(runtime).items()}
+    outermost = runtime.num_gathered == 0
+    runtime.num_gathered += 1
     written: list[str] = []
     try:
-        yield model
-        written = [name for name, tensor in _whole(runtime).items() if tensor._version != versions.get(name)]
+        with kept_whole(units) if outermost else contextlib.nullcontext():
+            versions = {name: tensor._version for name, tensor in _whole(runtime).items()}
+            yield model
+            written = [name for name, tensor in _whole(runtime).items() if tensor._version != versions.get(name)]
     finally:
-        for unit in units:
-            unit.reshard()
+        runtime.num_gathered -= 1
     if written:
+        is_cut = bool(runtime.recipe.params[written[0]].cuts)
         raise UsageError(
             "a parameter that was written within sw.gathered(model)",
-            why="what is gathered is a copy: the shards of the ranks do not change with it",
-            fix="change shards outside of it, or load values with sw.load_full_state_dict(model, state)",
+            why="what is gathered is a copy: the shards of the ranks do not change with it"
+            if is_cut
+            else "it is for reading; this rank's own parameter was written, and the other ranks' only if they did the same",
+            fix="change parameters outside of it, on every rank, or load values with sw.load_full_state_dict(model, state)",
             name=written[0],
         )
 

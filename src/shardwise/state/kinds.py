@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from shardwise._compat import local_tensor
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.parallel import Runtime, runtime_of
+from shardwise.state.extra import extra_names, extra_states, set_extra_states
+from shardwise.state.filling import Filling
 from shardwise.state.full import full_state_dict, load_full_state_dict
 from shardwise.state.report import LoadReport
 from shardwise.state.together import together
@@ -57,6 +59,7 @@ def state_dict(model: nn.Module, kind: str | StateDictType = StateDictType.SHARD
     for name, tensor in _tensors(runtime).items():
         value = tensor.detach() if sharded else local_tensor(tensor).detach()
         found.update(dict.fromkeys((name, *_aliases(runtime, name)), value))
+    found |= extra_states(model)
     if not sharded:
         found[TOPOLOGY] = _topology(runtime)
     return found
@@ -79,9 +82,10 @@ def load_state_dict(
     tensors = _tensors(runtime)
     place = f"load_state_dict ({kind.value}), checking"
     pairs = together(runtime.world, place, lambda: _pairs(runtime, tensors, state, kind))
-    with torch.no_grad():
+    with Filling(runtime, pairs), torch.no_grad():
         for name, value in pairs.items():
             local_tensor(tensors[name]).copy_(local_tensor(value))
+    set_extra_states(model, state)
     num_bytes = sum(local_tensor(value).numel() * value.itemsize for value in pairs.values())
     return LoadReport(place=f"a {kind.value}", num_tensors=len(pairs), num_bytes=num_bytes)
 
@@ -111,9 +115,10 @@ def _pairs(
                 why=f"bare local tensors mean something under the topology they were taken under only; this is {here}",
                 fix="use FULL_STATE_DICT, SHARDED_STATE_DICT or sw.save_weights to change the layout",
             )
-    known = {alias for name in tensors for alias in (name, *_aliases(runtime, name))}
+    extra = extra_names(runtime.module)
+    known = set(extra) | {alias for name in tensors for alias in (name, *_aliases(runtime, name))}
     strange = [name for name in state if name not in known and name != TOPOLOGY]
-    missing = [name for name in tensors if name not in state]
+    missing = [name for name in (*tensors, *extra) if name not in state]
     for names, why in ((missing, "it is missing"), (strange, "the model has no such tensor")):
         if names:
             raise CheckpointError(f"a {kind.value}", why=why, fix="use the state of the same model", name=names[0])

@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import CheckpointError, ShardwiseError, UsageError
+from shardwise.errors import CheckpointError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.values import scatter_values
 from shardwise.state.boxes import Box
 from shardwise.state.extra import set_extra_states
 from shardwise.state.files import OpenFiles
+from shardwise.state.filling import Filling, refuse_left_half
 from shardwise.state.fitting import Rules, all_of, own_boxes, plan_of
 from shardwise.state.names import Rename
-from shardwise.state.report import LoadReport, shortened
+from shardwise.state.report import LoadReport
 from shardwise.state.stored import Stored
 from shardwise.state.together import together
 
@@ -91,7 +92,7 @@ def _load_own_pieces(runtime: Runtime, source: Any, rules: Rules, files: OpenFil
             fix="put the same files on every node, or pass shared_files=False where rank 0 alone has them",
         ),
     )
-    _refuse_left_half(runtime, plan.report)
+    refuse_left_half(runtime, plan.report.place, plan.report.missing)
     local = runtime.local_tensors()
 
     def read() -> None:
@@ -100,9 +101,9 @@ def _load_own_pieces(runtime: Runtime, source: Any, rules: Rules, files: OpenFil
                 stored.read(Box(piece.starts, piece.sizes), local[name][piece.local_index], files)
 
     before = files.num_bytes
-    with _Unusable(runtime, plan.tensors):
-        _write_pending(runtime, plan.tensors)
+    with Filling(runtime, plan.tensors):
         together(world, "load_weights, reading", read)
+        _refuse_other_values(runtime, plan.tensors)
     _after(runtime, plan.extra, plan.folder)
     return replace(plan.report, num_bytes=files.num_bytes - before)
 
@@ -117,11 +118,10 @@ def _load_from_rank0(runtime: Runtime, source: Any, rules: Rules, files: OpenFil
     )
     told = (plan.report, list(plan.tensors), plan.extra, plan.folder) if plan is not None else None
     report, names, extra, folder = world.broadcast(told)
-    _refuse_left_half(runtime, report)
+    refuse_left_half(runtime, report.place, report.missing)
     pieces = _Pieces(plan.tensors if plan is not None else {}, files)
     local = runtime.local_tensors()
-    with _Unusable(runtime, names):
-        _write_pending(runtime, names)
+    with Filling(runtime, names):
         scatter_values(runtime, pieces, {name: local[name] for name in names})
         together(world, "load_weights, after rank 0 has sent", pieces.check, on_main=True)
     _after(runtime, extra, folder)
@@ -134,7 +134,7 @@ class _Pieces(Mapping[str, Any]):
 
     def __init__(self, tensors: Mapping[str, Stored], files: OpenFiles):
         self.tensors, self.files = tensors, files
-        self.problem: ShardwiseError | None = None
+        self.problem: Exception | None = None
 
     def __getitem__(self, name: str) -> "_Piece":
         return _Piece(self, self.tensors[name])
@@ -168,54 +168,44 @@ class _Piece:
         if self.pieces.problem is None:
             try:
                 return self.stored.load(self.pieces.files, box)
-            except CheckpointError as error:
+            except Exception as error:  # whatever it is: the ranks wait for what comes
                 self.pieces.problem = error
         return torch.zeros(box.sizes)
 
 
-# ---- what happens to the model ----------------------------------------------------------------------------------
+def _refuse_other_values(runtime: Runtime, names: Collection[str]) -> None:
+    """Ranks that hold the same piece must have read the same values: files of one name may differ from node to node.
 
-
-def _refuse_left_half(runtime: Runtime, report: LoadReport) -> None:
-    """After a load that failed half way, the next one has to bring all that the first had begun to write."""
-    left = [name for name in report.missing if name in runtime.half_loaded]
-    if left:
-        raise CheckpointError(
-            f"weights from {report.place} without {len(left)} tensors that an earlier load left half written",
-            why=f"their values are neither old nor new: {shortened(left)}",
-            fix="load weights that hold them",
-            name=left[0],
-        )
-
-
-def _write_pending(runtime: Runtime, loaded: Collection[str]) -> None:
-    """Values of a model that was built for loading and that the source does not have: its constructor's."""
-    if runtime.pending is not None:
-        brought = set(loaded)
-        runtime.pending.write_rest(runtime, [name for name in runtime.local_tensors() if name not in brought])
-
-
-class _Unusable:
-    """Within, and afterwards if it ends in an exception, the model refuses to be used: it is neither old nor new."""
-
-    def __init__(self, runtime: Runtime, names: Collection[str]):
-        self.runtime, self.names = runtime, names
-
-    def __enter__(self) -> None:
-        self.runtime.half_loaded |= set(self.names)
-        self.runtime.withhold(
-            UsageError(
-                "a model whose weights were not loaded whole",
-                why="load_weights failed after it had begun to write: some tensors are new, others are not",
-                fix="load it again; until then it cannot be used",
+    Raises:
+        CheckpointError: they have not.
+    """
+    world, local = runtime.world, runtime.local_tensors()
+    sums: dict[tuple[int, ...], int] = {}
+    everyone = tuple(range(world.size))
+    for name in names:
+        if name in runtime.recipe.params:
+            held = list(zip(runtime.view.extents(name), runtime.view.owners(name), strict=True))
+            parts = [(holders, local[name][piece.local_index]) for piece, holders in held]
+        else:
+            parts = [(everyone, local[name])]
+        for holders, part in parts:
+            if len(holders) > 1:
+                sums[holders] = (sums.get(holders, 0) * 31 + _sum_of_bits(part)) % (1 << 61)
+    told = world.gather(sums)
+    for holders in {holders for other in told for holders in other}:
+        if len({told[rank].get(holders) for rank in holders}) > 1:
+            raise CheckpointError(
+                f"ranks {', '.join(map(str, holders))}, which hold the same tensors",
+                why="they have read different values under the same names",
+                fix="put the same files on every node, or pass shared_files=False where rank 0's are meant",
             )
-        )
 
-    def __exit__(self, kind: type | None, error: object, trace: object) -> None:
-        if kind is None:
-            self.runtime.half_loaded.clear()
-            self.runtime.pending = None
-            self.runtime.release()
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    """A number that another bit anywhere changes: the sum of the tensor's bytes in words of 8, and of the rest."""
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    words = flat.numel() // 8 * 8
+    return int(flat[:words].clone().view(torch.int64).sum()) + int(flat[words:].sum(dtype=torch.int64))
 
 
 def _after(runtime: Runtime, extra: Mapping[str, Any], folder: Path | None) -> None:

@@ -125,13 +125,17 @@ def _renamed(current: dict[str, str], rename: Rename, found: Matched) -> dict[st
 def _unwrapped(current: dict[str, str], known: Mapping[str, Any], found: Matched) -> dict[str, str]:
     """Without what wrappers put into names: only where the name is not the model's as it stands."""
     changed: dict[str, str] = {}
+    all_wrapped = all(now.startswith("module.") for now in current.values())
     for name, now in current.items():
         if now in known:
             continue
         bare = ".".join(part for part in now.split(".") if part not in _WRAPPERS)
-        while bare not in known and bare.startswith("module."):
-            bare = bare.removeprefix("module.")
-        if bare != now and (bare in known or not now.startswith("module.")):
+        inner = bare
+        while inner not in known and inner.startswith("module."):
+            inner = inner.removeprefix("module.")
+        # Where all names begin so, it is a wrapper's even if what is left needs another prefix.
+        bare = inner if inner in known or all_wrapped else bare
+        if bare != now:
             changed[name] = bare
     if changed:
         found.renamed.append(f"what wrappers add was removed from {len(changed)} names")
@@ -230,6 +234,10 @@ def _assemble(home: str, want: Wanted, views: Mapping[str, View], stored: Mappin
 
 def _excuse(model: nn.Module, found: Matched) -> None:
     """What a Hugging Face class says its weights may lack, or hold too much."""
+    lacked = [p for p in getattr(model, "_keys_to_ignore_on_load_missing", None) or () if isinstance(p, str)]
+    excused = [name for name in found.missing if any(re.search(pattern, name) for pattern in lacked)]
+    found.ignored.update(dict.fromkeys(excused, "it is not there, as the model's class allows"))
+    found.missing = tuple(name for name in found.missing if name not in excused)
     extra = [p for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or () if isinstance(p, str)]
     ignored = [name for name in found.unexpected if any(re.search(pattern, name) for pattern in extra)]
     found.ignored.update(dict.fromkeys(ignored, "the model's class says so"))

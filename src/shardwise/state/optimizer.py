@@ -5,6 +5,7 @@ The form is that of torch's ``get_optimizer_state_dict``: ``{"state": {name: {ke
 every rank.
 """
 
+import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,7 +23,9 @@ from shardwise.state.together import together
 
 __all__ = ["full_optimizer_state_dict", "load_full_optimizer_state_dict"]
 
-_SAVED_BY_OTHERS = frozenset({"initial_lr"})  # what a scheduler adds to groups
+# What schedulers add to groups, and what torch's optimizers have gained from version to version: no other optimizer's.
+_SAVED_BY_OTHERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
+_FLAGS = frozenset({"foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"})
 
 
 def full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
@@ -97,13 +100,13 @@ def load_full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimize
         scatter_values(runtime, _Column(runtime, state, key) if world.is_main else {}, local)
         for name, tensor in local.items():
             made[name][key] = tensor
+    for group, wanted in zip(optim.param_groups, settings, strict=True):
+        group.update({key: _as_before(value, group.get(key)) for key, value in wanted.items()})
     optim.state.clear()
     for name, values in made.items():
         param = runtime.parameters[name]
         group = next(group for group in optim.param_groups if any(other is param for other in group["params"]))
         optim.state[param] = {key: _placed(key, value, param, group) for key, value in values.items()}
-    for group, wanted in zip(optim.param_groups, settings, strict=True):
-        group.update(wanted)
 
 
 class _Column(Mapping[str, Tensor]):
@@ -174,7 +177,14 @@ def _placed(key: str, value: Any, param: nn.Parameter, group: Mapping[str, Any])
     if value.dim() == 0 and not (param.dim() == 0 and key != "step"):
         on_device = group.get("fused") or group.get("capturable")
         return value.to(local_tensor(param).device) if on_device else value.clone()
-    return like_parameter(value.to(local_tensor(param).device), param)
+    return like_parameter(value.to(local_tensor(param).device, copy=True), param)
+
+
+def _as_before(value: Any, own: Any) -> Any:
+    """A setting of this group's own: groups that share a tensor (a learning rate) would be scheduled together."""
+    if isinstance(value, Tensor):
+        return value.to(own.device if isinstance(own, Tensor) else value.device, copy=True)
+    return copy.deepcopy(value)
 
 
 # ---- what fits --------------------------------------------------------------------------------------------------
@@ -225,11 +235,14 @@ def _values_of(runtime: Runtime, name: str, values: Mapping[str, Any]) -> dict[s
             found[key] = value
         elif tuple(value.shape) == shape:
             found[key] = value.dtype
+        elif not runtime.recipe.params[name].cuts:
+            found[key] = value  # of a shape of its own (Adafactor's rows), the same on every rank
         else:
             raise CheckpointError(
                 f"optimizer state {key!r} of shape {list(value.shape)}",
-                why=f"the parameter has {list(shape)}",
-                fix="use the state that was saved with this model",
+                why=f"the parameter has {list(shape)} and is cut over the ranks, so which part belongs where is not known",
+                fix="use the state that was saved with this model; state of a shape of its own (Adafactor) needs whole "
+                "copies: dp_replicate",
                 name=name,
             )
     return found
@@ -267,7 +280,7 @@ def _group_settings(
         )
     wanted = found[0] if found else {}
     differ = (set(group) - {"params", "param_names"}) ^ set(wanted)
-    if found and differ - _SAVED_BY_OTHERS:
+    if found and differ - _SAVED_BY_OTHERS - _FLAGS:
         raise CheckpointError(
             f"an optimizer state with other settings than {type(optim).__name__} has: {shortened(sorted(differ))}",
             why="it was saved by another optimizer, whose state means something else",

@@ -94,8 +94,6 @@ def save_weights(
         ),
     )
     states = extra_states(model)  # on every rank: one may talk to the others
-    if world.is_main:
-        _tell_extra_states(states)
     saving = _Saving(runtime, filing, Path(dest), kind)
     try:
         together(world, "save_weights, making the files", saving.make_files, on_main=True)
@@ -105,6 +103,10 @@ def save_weights(
         together(world, "save_weights, putting it in place", saving.finish, on_main=True)
     finally:
         saving.close()
+    if world.is_main:  # last: where warnings are errors, the others must not be left alone
+        _tell_extra_states(states)
+        for note in saving.notes:
+            warnings.warn(note, stacklevel=2)
     return Path(dest) / filing.entry
 
 
@@ -146,11 +148,15 @@ class _Saving:
         self.staged: Staged | None = None  # on rank 0
         self.folder = dest  # where files are written, as rank 0 calls it
         self.absent: frozenset[int] = frozenset()  # ranks that do not see it
+        self.notes: list[str] = []
 
     def make_files(self) -> None:
         """On rank 0: the files in their final size, with their headers. A full disk is found before a byte of the weights
         is written."""
-        dest = self.dest.resolve()
+        try:
+            dest = self.dest.resolve()
+        except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a name that cannot be one
+            raise CheckpointError(f"weights to {self.dest}", why=str(error), fix="name another folder") from error
         check_place(dest)
         try:
             self.staged = Staged(dest)
@@ -231,7 +237,7 @@ class _Saving:
         assert self.staged is not None
         try:
             (self.folder / TOKEN).unlink()
-            beside = companion_files(self.runtime, self.dtype)
+            beside, self.notes = companion_files(self.runtime, self.dtype)
             index = self.filing.index()
             if index is not None:
                 beside[INDEX] = index

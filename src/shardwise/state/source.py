@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -62,6 +63,16 @@ def _open_mapping(state: Mapping[str, Any]) -> Source:
                 fix="pass the result of sw.full_state_dict(model) with shared_files=False, or weights that were saved",
                 name=name,
             )
+    for name, value in rest.items():
+        if isinstance(value, Tensor) and (
+            value.device.type == "meta" or value.layout != torch.strided or value.is_quantized
+        ):
+            raise UsageError(
+                f"a state dict with a tensor that is {_what_it_is(value)}",
+                why="it has no values that could be copied piece by piece",
+                fix="give plain tensors: with values, to_dense(), dequantize()",
+                name=name,
+            )
     return Source(
         place="a state dict",
         kind="a state dict",
@@ -69,3 +80,9 @@ def _open_mapping(state: Mapping[str, Any]) -> Source:
         left_out={name: f"a {type(value).__name__}" for name, value in rest.items() if not isinstance(value, Tensor)},
         extra=extra,
     )
+
+
+def _what_it_is(tensor: Tensor) -> str:
+    if tensor.device.type == "meta":
+        return "on meta"
+    return "quantized" if tensor.is_quantized else f"of layout {tensor.layout}"

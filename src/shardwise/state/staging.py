@@ -9,23 +9,24 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import glob
 import os
 import re
 import secrets
 import shutil
+import stat
 from pathlib import Path
 
 from shardwise.errors import CheckpointError
 
 __all__ = ["Staged", "check_place", "sync_folder"]
 
-_LOCK = ".shardwise-lock"
 _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
 _OF_A_MODEL = re.compile(r"model\.safetensors(\.index\.json)?|model-\d{5}-of-\d{5}\.safetensors")
 
 
 class Staged:
-    """A new directory beside ``dest``, locked while it is being filled.
+    """A new directory beside ``dest``, and a lock file beside that, which is held as long as the directory is being filled.
 
     Attributes:
         path: where to write.
@@ -36,11 +37,14 @@ class Staged:
         self.dest = dest
         dest.parent.mkdir(parents=True, exist_ok=True)
         _remove_left_over(dest)
-        self.path = dest.with_name(f".{dest.name}.saving-{secrets.token_hex(4)}")
+        # The lock first: a directory of this kind without one that is held is left over.
+        while True:
+            self.path = dest.with_name(f".{dest.name}.saving-{secrets.token_hex(4)}")
+            self._lock = os.open(_lock_of(self.path), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            if _hold(self._lock, _lock_of(self.path)):
+                break
+            os.close(self._lock)
         self.path.mkdir()
-        self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
-        with contextlib.suppress(OSError):  # a file system without locks: left-overs stay where they are
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def commit(self) -> None:
         """Moves the directory to its place. Its files are on disk already.
@@ -48,8 +52,9 @@ class Staged:
         Raises:
             OSError: it cannot be moved there; what was there is as it was.
         """
-        (self.path / _LOCK).unlink()
         older = self.dest.exists() and any(self.dest.iterdir())
+        if self.dest.exists():
+            _take_rights(self.dest, self.path)
         if older:
             _take_along(self.dest, self.path)
         sync_folder(self.path)
@@ -62,8 +67,28 @@ class Staged:
 
     def close(self) -> None:
         """Removes what is left: the half-made directory, or after :meth:`commit` the old one."""
-        os.close(self._lock)
         shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            _lock_of(self.path).unlink()
+        os.close(self._lock)
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.lock")
+
+
+def _hold(descriptor: int, path: Path) -> bool:
+    """Whether the lock is held now, and is the file that others find under its name."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # a file system without locks: left-overs stay where they are
+    try:
+        return os.fstat(descriptor).st_ino == path.stat().st_ino
+    except FileNotFoundError:
+        return False
 
 
 def check_place(dest: Path) -> None:
@@ -100,21 +125,28 @@ def sync_folder(path: Path) -> None:
 
 def _remove_left_over(dest: Path) -> None:
     """Directories of saves that were killed: nobody holds their lock."""
-    for path in dest.parent.glob(f".{dest.name}.saving-*"):
+    for lock in dest.parent.glob(f".{glob.escape(dest.name)}.saving-*.lock"):
         try:
-            descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            shutil.rmtree(path, ignore_errors=True)
-            continue
+            descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+            lock.unlink(missing_ok=True)
         except OSError:
             continue  # a save that is going on
         finally:
             os.close(descriptor)
+
+
+def _take_rights(old: Path, new: Path) -> None:
+    """Who may read and write the old directory may the new one."""
+    facts = old.stat()
+    with contextlib.suppress(OSError):
+        os.chown(new, facts.st_uid, facts.st_gid)
+    with contextlib.suppress(OSError):
+        os.chmod(new, stat.S_IMODE(facts.st_mode))  # after the owner: a change of owner takes set-id bits away
 
 
 def _take_along(old: Path, new: Path) -> None:
@@ -129,18 +161,23 @@ def _take_along(old: Path, new: Path) -> None:
             _link(entry, target)
 
 
+def _take_late(old: Path, new: Path, top: bool = True) -> None:
+    """What was put into the old directory while the new one was made ready, at any depth."""
+    for entry in old.iterdir():
+        target = new / entry.name
+        if top and _OF_A_MODEL.fullmatch(entry.name):
+            continue
+        if not os.path.lexists(target):
+            os.replace(entry, target)
+        elif entry.is_dir() and not entry.is_symlink() and target.is_dir():
+            _take_late(entry, target, top=False)
+
+
 def _link(source: str | Path, target: str | Path) -> None:
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:
         shutil.copy2(source, target, follow_symlinks=False)
-
-
-def _take_late(old: Path, new: Path) -> None:
-    """What was put into the old directory while the new one was made ready."""
-    for entry in old.iterdir():
-        if not _OF_A_MODEL.fullmatch(entry.name) and not os.path.lexists(new / entry.name):
-            os.replace(entry, new / entry.name)
 
 
 def _exchange(a: Path, b: Path) -> None:

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable
 from typing import TypeVar
 
-from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.errors import CheckpointError, RankError, ShardwiseError
 from shardwise.world import World
 from shardwise.world.agreement import digest_of
 
@@ -27,7 +27,8 @@ def together(
     Args:
         world: the ranks.
         place: what is done, for messages.
-        act: may raise a :class:`ShardwiseError` or an OSError; another exception is this rank's fault and goes its way.
+        act: may raise anything; what is neither a :class:`ShardwiseError` nor an OSError is raised as it is on this rank, and
+            the others are told.
         on_main: rank 0 alone acts; None elsewhere.
         same: a text that has to be equal on all ranks.
         differ: raised where it is not.
@@ -36,6 +37,7 @@ def together(
         ShardwiseError: on every rank, the error of the first rank that failed, with its number if others did not.
     """
     problem: ShardwiseError | None = None
+    unforeseen: Exception | None = None
     result: T | None = None
     try:
         result = act() if world.is_main or not on_main else None
@@ -48,11 +50,22 @@ def together(
             fix="look whether the disk is full, whether the path is there, and whether you may use it",
         )
         problem.__cause__ = error
+    except Exception as error:  # the others must not wait for a rank that has a fault of its own
+        unforeseen = error
+        problem = RankError(
+            f"rank {world.rank} failed at {place}",
+            why=f"{type(error).__name__}: {error}"[:300],
+            fix="look at that rank's traceback",
+            ranks=(world.rank,),
+        )
     text = same(result) if same is not None and result is not None else ""
     agreement = world.agreement
     summed = agreement.sum({"failed": float(problem is not None), "same": agreement.same(digest_of(text))}, place)
     if float(summed["failed"]):
-        raise _first(agreement.gather(problem, f"{place}, naming who failed"), problem, world.rank, on_main)
+        told = agreement.gather(problem, f"{place}, naming who failed")
+        if unforeseen is not None:
+            raise unforeseen
+        raise _first(told, problem, world.rank, on_main)
     if differ is not None and not agreement.all_same(summed["same"]):
         raise differ
     return result  # type: ignore[return-value]
