@@ -4,9 +4,9 @@
     python benchmarks/weights.py --write docs/benchmarks.md       # and puts them into the page
     python benchmarks/weights.py --megabytes 64 --part load       # one table, of a small model
 
-Each figure is of fresh sharded models on two ranks (gloo), the least time of the repeats. Memory is what the process alone
-holds (RssAnon), sampled every 2 ms while it runs, less what it held before; memory that a model was given and that
-nothing has been written to does not count. Bytes on the wire are those of the tensors that collectives are called with. The
+Each figure is of fresh sharded models on two ranks (gloo): the least time of rounds in which all contenders take turns, and
+the most memory. That is what the process alone holds (RssAnon), sampled every 2 ms while it runs, less what it held
+before; memory that a model was given and that nothing has been written to does not count. Bytes on the wire are those of the tensors that collectives are called with. The
 files lie in the page cache. Before a table is printed, every rank's shards (and rank 0's whole tensors, and the files) are
 equal to the last bit.
 
@@ -44,7 +44,7 @@ from shardwise.testing import RankPool
 __all__ = ["PARTS", "build", "main", "table"]
 
 RANKS = 2
-REPEATS = 3
+REPEATS = 5
 
 
 class Block(nn.Module):
@@ -348,49 +348,55 @@ Rows = dict[str, dict[str, Any]]
 
 
 def part_load(megabytes: int, repeats: int, work: Path) -> str:
-    found: Rows = {}
-    for contender in LOADERS:
-        with RankPool() as pool:  # new processes: what one contender freed is not another's to take
-            given = RANKS, contender, megabytes, str(work / "model")
-            runs = [pool.run(run_load, *given, False, timeout_s=600) for _ in range(repeats)]
-            counted = pool.run(run_load, *given, True, timeout_s=600)
-        found[contender] = _best(runs) | {"wire": sum(answer["wire"] for answer in counted)}
+    found = _rounds(run_load, LOADERS, repeats, lambda _: (megabytes, str(work / "model"), False))
+    counted = _rounds(run_load, LOADERS, 1, lambda _: (megabytes, str(work / "model"), True))
+    for contender, row in found.items():
+        row["wire"] = sum(answer["wire"] for answer in counted[contender]["runs"][0])
+        row["memory"] = max(answer["memory"] for run in row["runs"] for answer in run)
+        row["digest"] = [answer["digest"] for answer in row["runs"][0]]
     _assert_equal(found)
-    return table(
-        found, "load", {"seconds": "time", "memory": "peak private memory, in shards", "wire": "MB through collectives"}
-    )
+    columns = {"seconds": "time", "memory": "peak private memory, in shards", "wire": "MB through collectives"}
+    return table(found, "load", columns)
 
 
 def part_gather(megabytes: int, repeats: int, work: Path) -> str:
-    found: Rows = {}
-    for contender in GATHERERS:
-        with RankPool() as pool:
-            given = RANKS, contender, megabytes, str(work / "model")
-            runs = [pool.run(run_gather, *given, timeout_s=600) for _ in range(repeats)]
-        found[contender] = _best(runs)
-        found[contender]["others"] = max(min(run[rank]["memory"] for run in runs) for rank in range(1, RANKS))
-        found[contender]["first"] = min(run[0]["memory"] for run in runs)
-        found[contender]["digest"] = runs[0][0]["digest"]
+    found = _rounds(run_gather, GATHERERS, repeats, lambda _: (megabytes, str(work / "model")))
+    for row in found.values():
+        row["others"] = max(answer["memory"] for run in row["runs"] for answer in run[1:])
+        row["first"] = max(run[0]["memory"] for run in row["runs"])
+        row["digest"] = row["runs"][0][0]["digest"]
     _assert_equal(found)
     columns = {"seconds": "time", "first": "rank 0's peak, in models", "others": "the other rank's"}
     return table(found, "gather to rank 0", columns)
 
 
 def part_save(megabytes: int, repeats: int, work: Path) -> str:
-    found: Rows = {}
-    for contender in SAVERS:
-        runs = []
-        with RankPool() as pool:
-            for _ in range(repeats):
-                shutil.rmtree(work / "saved", ignore_errors=True)
-                given = RANKS, contender, megabytes, str(work / "model"), str(work / "saved")
-                runs.append(pool.run(run_save, *given, timeout_s=600))
-        found[contender] = _best(runs)
-        found[contender]["first"] = min(run[0]["memory"] for run in runs)
-        found[contender]["digest"] = _digest(iter(_whole_files(str(work / "saved")).items()))
-    shutil.rmtree(work / "saved")
+    dests = {contender: str(work / f"saved-{number}") for number, contender in enumerate(SAVERS)}
+    found = _rounds(run_save, SAVERS, repeats, lambda contender: (megabytes, str(work / "model"), dests[contender]))
+    for contender, row in found.items():
+        row["first"] = max(run[0]["memory"] for run in row["runs"])
+        row["digest"] = _digest(iter(_whole_files(dests[contender]).items()))
+        shutil.rmtree(dests[contender])
     _assert_equal(found)
     return table(found, "save as Hugging Face files", {"seconds": "time", "first": "rank 0's extra memory, in models"})
+
+
+def _rounds(measure: Callable[..., Any], contenders: dict[str, Any], repeats: int, given: Callable[[str], Any]) -> Rows:
+    """Every contender in processes of its own, turn by turn, so that a slow minute is everybody's. A row has the answers of
+    all ``runs`` (the first is of new processes), and the least time."""
+    runs: dict[str, list[list[dict[str, Any]]]] = {contender: [] for contender in contenders}
+    with contextlib.ExitStack() as stack:
+        pools = {contender: stack.enter_context(RankPool()) for contender in contenders}
+        for _ in range(repeats):
+            for contender, pool in pools.items():
+                arguments = given(contender)
+                if isinstance(arguments[-1], str) and measure is run_save:
+                    shutil.rmtree(arguments[-1], ignore_errors=True)
+                runs[contender].append(pool.run(measure, RANKS, contender, *arguments, timeout_s=600))
+    return {
+        contender: {"seconds": min(max(answer["seconds"] for answer in run) for run in found), "runs": found}
+        for contender, found in runs.items()
+    }
 
 
 def part_convert(megabytes: int, repeats: int, work: Path) -> str:
@@ -434,14 +440,6 @@ def _copy(source: Path, dest: Path) -> None:
 
 
 PARTS = {"load": part_load, "gather": part_gather, "save": part_save, "convert": part_convert}
-
-
-def _best(runs: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    return {
-        "seconds": min(max(answer["seconds"] for answer in run) for run in runs),
-        "memory": min(max(answer["memory"] for answer in run) for run in runs),
-        "digest": [answer.get("digest") for answer in runs[0]],
-    }
 
 
 def _assert_equal(found: Rows) -> None:
