@@ -205,6 +205,8 @@ def _shortened(command: str, folder: Path) -> str | None:
             return f"python {ROOT / script}"
         case ["python", "examples/example_convert.py"]:
             return command
+        case ["shardwise", "convert"]:  # named in running text
+            return f"{command} --help"
         case ["shardwise", "convert", *_]:
             return f"python examples/example_convert.py && {command}"
         case ["python", "benchmarks/step.py", *_]:
@@ -212,7 +214,7 @@ def _shortened(command: str, folder: Path) -> str | None:
         case ["python", "benchmarks/wrap.py", *_]:
             return f"{command} --ranks 8 --blocks 2 --repeats 1".replace("--write docs/", "--write ")
         case ["python", "benchmarks/weights.py", *_]:
-            return f"{command} --megabytes 8 --repeats 1".replace("--write docs/", "--write ")
+            return f"{command} --megabytes 8 --repeats 1 --part convert".replace("--write docs/", "--write ")
         case ["python", "tools/draw_pages.py"]:
             return f"python {ROOT / 'tools' / 'draw_pages.py'} --draw --to ."
         case ["make", "demo"]:
