@@ -7,7 +7,7 @@ from types import TracebackType
 
 from shardwise.errors import CheckpointError
 
-__all__ = ["BUFFER", "OpenFiles"]
+__all__ = ["BUFFER", "OpenFiles", "unreadable"]
 
 BUFFER = 8 << 20  # bytes that are in flight at most where values cannot go straight to their place
 _MAX_OPEN = 64
@@ -71,3 +71,12 @@ class OpenFiles:
                 os.close(self._open.pop(next(iter(self._open))))
             self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         return self._open[path]
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """The error of a file that the system does not give."""
+    return CheckpointError(
+        f"the file {path}",
+        why=f"reading failed: {error.strerror or error}",
+        fix="look whether it is there, and whether you may read it",
+    )

@@ -3,7 +3,6 @@
 Made on every rank from the recipe alone, so that all of them have the same plan without a word.
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from shardwise.errors import UnsupportedError
 from shardwise.parallel import Runtime
 from shardwise.recipe import DTYPE_BYTES, extents, owners
 from shardwise.state.boxes import Box, blocks, common, whole
-from shardwise.state.formats.folder import INDEX, WEIGHTS
+from shardwise.state.formats.folder import INDEX, WEIGHTS, index_of, lay_out
 from shardwise.state.formats.safetensors import CODES, Placed, place_tensors
 from shardwise.state.hugging_face import stored_views
 from shardwise.state.views import View, view_of_all
@@ -50,12 +49,8 @@ class Filing:
 
     def index(self) -> bytes | None:
         """What says which tensor is in which file; None where there is one file."""
-        if len(self.files) == 1:
-            return None
         total = sum(tensor.num_bytes for file in self.files for tensor in file.tensors)
-        homes = {tensor.name: file.name for file in self.files for tensor in file.tensors}
-        content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(homes.items()))}
-        return (json.dumps(content, indent=2) + "\n").encode()
+        return index_of({file.name: [tensor.name for tensor in file.tensors] for file in self.files}, total)
 
 
 @dataclass(frozen=True)
@@ -118,22 +113,12 @@ def filing_of(runtime: Runtime, *, max_shard_bytes: int, dtype: str | None = Non
     dtypes, shapes = stored_dtypes(runtime, dtype), _shapes(runtime)
     shapes = {name: shapes[name] for name in dtypes}
     views = stored_views(runtime.module, shapes) or {name: view_of_all(name, shape) for name, shape in shapes.items()}
-    groups: list[dict[str, tuple[tuple[int, ...], str]]] = [{}]
-    filled = 0
-    for name, view in views.items():
-        kind = dtypes[view.name]
-        size = math.prod(view.shape) * DTYPE_BYTES[kind]
-        if groups[-1] and filled + size > max_shard_bytes:
-            groups.append({})
-            filled = 0
-        groups[-1][name] = (view.shape, kind)
-        filled += size
-    count = len(groups)
-    names = [WEIGHTS] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    facts = {name: (view.shape, dtypes[view.name]) for name, view in views.items()}
+    sizes = {name: math.prod(shape) * DTYPE_BYTES[kind] for name, (shape, kind) in facts.items()}
     files = []
-    for name, group in zip(names, groups, strict=True):
-        head, placed, size = place_tensors(group)
-        files.append(PlannedFile(name, head, tuple(placed), size))
+    for file, names in lay_out(sizes, max_shard_bytes).items():
+        head, placed, size = place_tensors({name: facts[name] for name in names})
+        files.append(PlannedFile(file, head, tuple(placed), size))
     return Filing(tuple(files), views)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from shardwise.errors import CheckpointError
+from shardwise.state.files import unreadable
 
 __all__ = ["Archive", "FileSlice", "Record", "open_archive"]
 
@@ -112,11 +113,7 @@ def open_archive(path: Path, begin: int = 0, length: int | None = None) -> Archi
     except (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, ValueError, struct.error) as error:
         raise refusal(path, f"{length} bytes at {begin}", f"that is no whole archive: {error}"[:200]) from error
     except OSError as error:
-        raise CheckpointError(
-            f"the file {path}",
-            why=f"reading failed: {error.strerror or error}",
-            fix="look whether it is there, and whether you may read it",
-        ) from error
+        raise unreadable(path, error) from error
     if len(spans) != len(entries):
         names = [entry.filename for entry in entries]
         twice = next(name for name in names if names.count(name) > 1)

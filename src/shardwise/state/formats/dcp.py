@@ -13,6 +13,7 @@ from typing import Any
 from shardwise.errors import CheckpointError
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.state.boxes import Box, common, whole
+from shardwise.state.files import unreadable
 from shardwise.state.formats.paths import inside
 from shardwise.state.formats.pickles import Global, Made, read_pickle, shown
 from shardwise.state.formats.safetensors import tensors_in
@@ -70,11 +71,7 @@ def _read(metadata: Path) -> Any:
     except CheckpointError:
         raise
     except OSError as error:
-        raise CheckpointError(
-            f"the file {metadata}",
-            why=f"reading failed: {error.strerror or error}",
-            fix="look whether it is there, and whether you may read it",
-        ) from error
+        raise unreadable(metadata, error) from error
     return read_pickle(data, str(metadata), _is_known)
 
 

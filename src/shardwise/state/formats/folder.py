@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwise.errors import CheckpointError
+from shardwise.state.files import unreadable
 from shardwise.state.formats.paths import inside
 from shardwise.state.formats.safetensors import tensors_in
 from shardwise.state.formats.torch_file import tensors_of_file
 from shardwise.state.stored import Source, Stored
 
-__all__ = ["COMPANIONS", "INDEX", "WEIGHTS", "companions_of", "open_folder"]
+__all__ = ["COMPANIONS", "INDEX", "WEIGHTS", "companions_of", "index_of", "lay_out", "open_folder"]
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -106,9 +107,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     try:
         content = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_pairs)
     except OSError as error:
-        raise CheckpointError(
-            f"the file {index}", why=f"reading failed: {error.strerror or error}", fix="look whether you may read it"
-        ) from error
+        raise unreadable(index, error) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"the index {index}", why=f"it is not JSON: {error}"[:300], fix="copy it again"
@@ -178,3 +177,35 @@ def _check_strays(folder: Path, files: list[str], naming: _Naming) -> None:
                 why=f"{naming.index} does not name it, and it is called as a part of the same model",
                 fix="remove it, or copy the index and the files of one export",
             )
+
+
+# ---- the other way: how a directory is laid out --------------------------------------------------------------------
+
+
+def lay_out(sizes: Mapping[str, int], max_bytes: int) -> dict[str, list[str]]:
+    """File -> names of the tensors in it: in their order, a new file where the next one would not fit.
+
+    Args:
+        sizes: name -> bytes.
+        max_bytes: of a file's tensors; one larger tensor has a file to itself.
+    """
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if groups[-1] and filled + size > max_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    count = len(groups)
+    names = [WEIGHTS] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    return dict(zip(names, groups, strict=True))
+
+
+def index_of(layout: Mapping[str, list[str]], total_bytes: int) -> bytes | None:
+    """The index of a directory, which says which tensor is in which file; None where there is one file."""
+    if len(layout) == 1:
+        return None
+    homes = {name: file for file, names in layout.items() for name in names}
+    content = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(homes.items()))}
+    return (json.dumps(content, indent=2) + "\n").encode()

@@ -15,6 +15,7 @@ from typing import Any
 from shardwise.errors import CheckpointError
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.state.boxes import whole
+from shardwise.state.files import unreadable
 from shardwise.state.stored import Chunk, FileTensor, Source
 
 __all__ = ["DTYPES", "Placed", "header_of", "open_safetensors", "place_tensors", "tensors_in"]
@@ -100,11 +101,7 @@ def _read_header(path: Path, at: int) -> tuple[int, dict[str, Any], int]:
     except CheckpointError:
         raise
     except OSError as error:
-        raise CheckpointError(
-            f"the file {path}",
-            why=f"reading failed: {error.strerror or error}",
-            fix="look whether it is there, and whether you may read it",
-        ) from error
+        raise unreadable(path, error) from error
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:

@@ -14,6 +14,7 @@ from typing import Any
 from shardwise.errors import CheckpointError
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.state.boxes import row_strides, whole
+from shardwise.state.files import unreadable
 from shardwise.state.formats.archives import Archive, open_archive, refusal
 from shardwise.state.formats.pickles import Global, Made, Persistent, read_pickle, shown
 from shardwise.state.formats.trees import flatten, weights_in
@@ -136,11 +137,7 @@ def _refuse_other_formats(path: Path) -> None:
         with path.open("rb") as file:
             head = file.read(16)
     except OSError as error:
-        raise CheckpointError(
-            f"the file {path}",
-            why=f"reading failed: {error.strerror or error}",
-            fix="look whether it is there, and whether you may read it",
-        ) from error
+        raise unreadable(path, error) from error
     if head.startswith(_LEGACY):
         raise CheckpointError(
             f"the file {path}",

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.state.boxes import Box
 
-__all__ = ["Fact", "Fixed", "Piece", "Plan", "in_files"]
+__all__ = ["Fact", "Fixed", "Piece", "Plan"]
 
 
 class Fact(NamedTuple):
@@ -64,16 +64,3 @@ class Plan:
     @property
     def num_bytes(self) -> int:
         return sum(self.files.values())
-
-
-def in_files(facts: Mapping[str, Fact], max_bytes: int) -> list[dict[str, Fact]]:
-    """The tensors in groups of at most ``max_bytes``, in their order; a larger tensor has a group to itself."""
-    groups: list[dict[str, Fact]] = [{}]
-    filled = 0
-    for name, fact in facts.items():
-        if groups[-1] and filled + fact.num_bytes > max_bytes:
-            groups.append({})
-            filled = 0
-        groups[-1][name] = fact
-        filled += fact.num_bytes
-    return groups

@@ -1,13 +1,12 @@
 """safetensors as a target: one file, or a Hugging Face directory of several with an index."""
 
-import json
 from collections.abc import Mapping, Sequence
 
 from shardwise.errors import UnsupportedError
 from shardwise.state.boxes import whole
-from shardwise.state.formats.folder import INDEX, WEIGHTS
+from shardwise.state.formats.folder import INDEX, index_of, lay_out
 from shardwise.state.formats.safetensors import CODES, place_tensors
-from shardwise.state.targets.plan import Fact, Fixed, Piece, Plan, in_files
+from shardwise.state.targets.plan import Fact, Fixed, Piece, Plan
 
 __all__ = ["plan_folder", "plan_safetensors"]
 
@@ -27,15 +26,10 @@ def plan_folder(facts: Mapping[str, Fact], max_shard_bytes: int) -> Plan:
     Raises:
         UnsupportedError: see :func:`plan_safetensors`.
     """
-    groups = in_files(facts, max_shard_bytes)
-    if len(groups) == 1:
-        return _plan({WEIGHTS: facts}, [])
-    names = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
-    homes = {name: file for file, group in zip(names, groups, strict=True) for name in group}
-    total = sum(fact.num_bytes for fact in facts.values())
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(homes.items()))}
-    text = (json.dumps(index, indent=2) + "\n").encode()
-    return _plan(dict(zip(names, groups, strict=True)), [Fixed(INDEX, 0, text)])
+    layout = lay_out({name: fact.num_bytes for name, fact in facts.items()}, max_shard_bytes)
+    index = index_of(layout, sum(fact.num_bytes for fact in facts.values()))
+    files = {file: {name: facts[name] for name in names} for file, names in layout.items()}
+    return _plan(files, [Fixed(INDEX, 0, index)] if index is not None else [])
 
 
 def _plan(files: Mapping[str, Mapping[str, Fact]], beside: list[Fixed]) -> Plan:
