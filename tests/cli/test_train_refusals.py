@@ -77,3 +77,13 @@ def test_a_missing_transform_is_refused_before_a_rank_starts(tmp_path, monkeypat
             assert cli.main([*words, f"--parallel.transforms={given}"]) == 2
             error = capsys.readouterr().err
             assert told in error and "parallel.transforms=" in error and "--parallel.transforms" in error
+
+
+def test_weights_of_another_model_are_refused_in_the_words_of_the_command_line(tmp_path):
+    import torch
+
+    torch.save({"blocks.0.weight": torch.ones(3)}, tmp_path / "other.pt")
+    done = _train(tmp_path / "run", *TINY, f"--model.weights={tmp_path / 'other.pt'}")
+    assert done.returncode == 1 and "are missing" in done.stderr and "Traceback" not in done.stderr
+    assert "fix: in this run: --model.rename={pattern: replacement}" in done.stderr
+    assert not (tmp_path / "run" / "weights").exists()

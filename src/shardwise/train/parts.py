@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.config.schema import Data, Optim, RunConfig, Schedule
 from shardwise.config.suggest import did_you_mean, missing_blank
 from shardwise.config.target import load_target
-from shardwise.errors import ConfigError
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.parallel import parallelize, runtime_of, world_of
 from shardwise.parallel.transforms import choose, transformed
 from shardwise.state import LoadReport, load_weights
@@ -121,7 +121,13 @@ def load_start(config: RunConfig, model: nn.Module) -> LoadReport | None:
     given = config.model
     if given.start is None:
         return None
-    return load_weights(model, given.start, rename=list(given.rename.items()), cast=given.cast)
+    try:
+        return load_weights(model, given.start, rename=list(given.rename.items()), cast=given.cast)
+    except CheckpointError as error:  # its words are those of the call; a run has others
+        for call, key in (("rename=[", "--model.rename={pattern: replacement}"), ("cast=True", "--model.cast=true")):
+            if call in error.fix:
+                error.fix = f"in this run: {key}, with weights of the same model"
+        raise
 
 
 def build_plain(config: RunConfig) -> nn.Module:
