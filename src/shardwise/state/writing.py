@@ -17,6 +17,9 @@ from shardwise.state.filing import Part
 
 __all__ = ["by_file", "opened", "reserve", "stored_blocks", "stored_boxes", "write_at", "write_box", "write_part"]
 
+LARGE = 1 << 20  # bytes: of a write that is worth a word to the system
+BEHIND = 4 * BUFFER  # bytes: how far back pages are looked for that have reached the disk
+
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -83,10 +86,22 @@ def write_box(descriptor: int, part: Part, box: Box, memory: memoryview) -> None
 
 
 def write_at(descriptor: int, memory: memoryview, offset: int) -> None:
-    """Writes all of ``memory`` at ``offset``."""
+    """Writes all of ``memory`` at ``offset``; what is large is on its way to the disk when this returns."""
     done = 0
     while done < len(memory):
-        done += os.pwrite(descriptor, memory[done : done + (1 << 30)], offset + done)
+        num = os.pwrite(descriptor, memory[done : done + BUFFER], offset + done)
+        if num >= LARGE:
+            _send_off(descriptor, offset + done, num)
+        done += num
+
+
+def _send_off(descriptor: int, offset: int, num_bytes: int) -> None:
+    """Has the system write these bytes to the disk now, and forget those before them that are there already.
+
+    Otherwise they pile up as new pages of the cache until a sync: measured beside it, four to six times slower.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # advice: a system may not know it
+        os.posix_fadvise(descriptor, max(0, offset - BEHIND), num_bytes + BEHIND, os.POSIX_FADV_DONTNEED)
 
 
 @contextlib.contextmanager
