@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from shardwise.anatomy.code.objects import carries, children_of, unwrap_module
+from shardwise.anatomy.code.objects import carries, children_of, distinct, identity, unwrap_module
 
 __all__ = [
     "RANK_FREE",
@@ -40,6 +40,10 @@ _SEQUENCES = (nn.ModuleList, nn.Sequential)
 
 class Value:
     """Base of what is known about a value."""
+
+    @functools.cached_property  # asked at every join of branches
+    def objects(self) -> tuple[Any, ...]:
+        return _objects(self)
 
     if TYPE_CHECKING:  # fields in some, computed in others
 
@@ -80,11 +84,16 @@ class Known(Value):
 
 @dataclass(frozen=True, eq=False)
 class Choice(Value):
-    """One of ``objs``. Steady: the same one on every rank, and in a full loop each of them; else ranks may differ."""
+    """One of ``objs``, each once. Steady: the same one on every rank, and in a full loop each of them; else ranks may
+    differ."""
 
     objs: tuple[Any, ...]
     steady: bool
     why: str = ""
+
+    def __post_init__(self):
+        # Joined once more in every branch and pass of a loop, repeated objects would double each time.
+        object.__setattr__(self, "objs", distinct(self.objs))
 
     @property
     def kind(self) -> bool:
@@ -107,7 +116,7 @@ class Tup(Value):
     parts: tuple[Value, ...]
     kind = True
 
-    @property
+    @functools.cached_property  # one tuple may be a part of many
     def steady(self) -> bool:
         return all(part.steady for part in self.parts)
 
@@ -139,7 +148,11 @@ class Bound(Value):
 
 
 def objects_of(value: Value) -> tuple[Any, ...]:
-    """The objects through which ``value`` leads to modules."""
+    """The objects through which ``value`` leads to modules, each once."""
+    return value.objects
+
+
+def _objects(value: Value) -> tuple[Any, ...]:
     match value:
         case Known(obj=obj):
             return (obj,) if carries(obj) else ()
@@ -148,9 +161,9 @@ def objects_of(value: Value) -> tuple[Any, ...]:
         case Seq(element=element):
             return objects_of(element)
         case Tup(parts=parts):
-            return tuple(obj for part in parts for obj in objects_of(part))
+            return distinct(obj for part in parts for obj in objects_of(part))
         case KwArgs(given=given):
-            return tuple(obj for _, part in given for obj in objects_of(part))
+            return distinct(obj for _, part in given for obj in objects_of(part))
         case Bound(func=func):
             return objects_of(func)
         case Local():
@@ -176,7 +189,7 @@ def unsteady(value: Value, why: str) -> Value:
 
 def join(a: Value, b: Value, *, steady: bool, why: str) -> Value:
     """``a`` or ``b``, after two branches; ``steady``: every rank took the same one."""
-    if a is b or (isinstance(a, Known) and isinstance(b, Known) and a.obj is b.obj):
+    if a is b or (isinstance(a, Known) and isinstance(b, Known) and identity(a.obj) == identity(b.obj)):
         return a
     if not steady:
         return unsteady(

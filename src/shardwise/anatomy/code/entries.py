@@ -25,6 +25,14 @@ __all__ = ["Entries", "read_entries"]
 
 _MAX_DEPTH = 24  # functions calling functions
 _MAX_ROUNDS = 6  # a forward may write what an earlier part of it reads
+# A function is read at each of its calls, which doubles the work for each function that calls the next one twice.
+_MAX_EXPRESSIONS = (
+    300_000  # some ten seconds; of the forwards of transformers that were tried, Funnel's takes most: 45 000
+)
+
+
+class TooLongError(Exception):
+    """Reading on would take too long."""
 
 
 def read_entries(root: nn.Module, blocks: Mapping[int, nn.Module]) -> "Entries":
@@ -33,7 +41,11 @@ def read_entries(root: nn.Module, blocks: Mapping[int, nn.Module]) -> "Entries":
     entries = Entries(root, blocks, {})
     for _ in range(_MAX_ROUNDS):
         entries = Entries(root, blocks, dict(written))
-        entries.call(root, Args(outside=True), None)
+        try:
+            entries.call(root, Args(outside=True), None)
+        except TooLongError:
+            entries.lose(root, "its forward calls functions in more ways than are read")
+            return entries
         if entries.written.keys() == written.keys():
             return entries
         written = entries.written
@@ -64,6 +76,7 @@ class Entries:
         self._functions: list[types.CodeType] = []
         self.nested: list[Any] = []  # nested functions being read
         self._done: set[tuple[Any, ...]] = set()
+        self._expressions = 0
         self._place(unwrap_module(root), None, set())
 
     def _place(self, module: nn.Module, block: nn.Module | None, seen: set[tuple[int, int]]) -> None:
@@ -83,6 +96,12 @@ class Entries:
             self._place(unwrap_module(child), block, seen)
 
     # ---- what frames report ----------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Counts an expression that is read."""
+        self._expressions += 1
+        if self._expressions > _MAX_EXPRESSIONS:
+            raise TooLongError
 
     def call(self, module: nn.Module, args: Args, doubt: str | None) -> None:
         """``module(...)``, through a ``__call__`` of its own if it has one."""

@@ -57,6 +57,7 @@ class Expressions(Calls):
 
     def evaluate(self, node: ast.expr, doubt: str | None) -> Value:
         """What ``node`` stands for."""
+        self.entries.step()
         match node:
             case ast.Constant(value=value):
                 return Known(value)

@@ -16,6 +16,7 @@ from shardwise.anatomy.code.abstract import (
     objects_of,
     unsteady,
 )
+from shardwise.anatomy.code.objects import identity
 from shardwise.anatomy.code.params import Args, bind
 from shardwise.anatomy.code.source import can_swallow
 from shardwise.anatomy.code.stores import Stores
@@ -222,7 +223,7 @@ def _alike(a: Value | None, b: Value) -> bool:
     if a is b:
         return True
     same = type(a) is type(b) and (a.steady, a.kind) == (b.steady, b.kind)  # type: ignore[union-attr]
-    return same and {id(obj) for obj in objects_of(a)} == {id(obj) for obj in objects_of(b)}  # type: ignore[arg-type]
+    return same and set(map(identity, objects_of(a))) == set(map(identity, objects_of(b)))  # type: ignore[arg-type]
 
 
 def _short(node: ast.expr) -> str:

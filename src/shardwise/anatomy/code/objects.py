@@ -2,13 +2,24 @@
 
 import functools
 import types
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
 from shardwise.anatomy.names import inner_module
 
-__all__ = ["can_change", "carries", "cells_of", "children_of", "held_by", "is_of_a_rank", "unwrap_module"]
+__all__ = [
+    "can_change",
+    "carries",
+    "cells_of",
+    "children_of",
+    "distinct",
+    "held_by",
+    "identity",
+    "is_of_a_rank",
+    "unwrap_module",
+]
 
 _INERT = (Tensor, str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, nn.ParameterList)
 
@@ -18,6 +29,16 @@ def unwrap_module(module: Any) -> Any:
     while isinstance(module, nn.Module) and (inner := inner_module(module)) is not None:
         module = inner
     return module
+
+
+def identity(obj: Any) -> Hashable:
+    """Equal for one object met twice. A method is bound anew each time that it is read from its object."""
+    return (id(obj.__self__), id(obj.__func__)) if isinstance(obj, types.MethodType) else id(obj)
+
+
+def distinct(objs: Iterable[Any]) -> tuple[Any, ...]:
+    """``objs`` in their order, each once."""
+    return tuple({identity(obj): obj for obj in objs}.values())
 
 
 def carries(obj: Any, depth: int = 3) -> bool:
