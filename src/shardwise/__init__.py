@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         save_weights,
         state_dict,
     )
+    from shardwise.state.checkpoint import CheckpointManager
     from shardwise.train.batch import MicroBatch, shift_labels
     from shardwise.train.data import Loader
     from shardwise.train.evaluate import evaluate
@@ -74,6 +75,7 @@ _HOME = {
         "load_full_optimizer_state_dict", "load_full_state_dict", "load_state_dict", "load_weights",
         "save_weights", "state_dict",
     ),
+    "shardwise.state.checkpoint": ("CheckpointManager",),
     "shardwise.train.batch": ("MicroBatch", "shift_labels"),
     "shardwise.train.data": ("Loader",),
     "shardwise.train.evaluate": ("evaluate",),
@@ -92,6 +94,7 @@ __all__ = [
     "DDP",
     "Axis",
     "CheckpointError",
+    "CheckpointManager",
     "Compile",
     "ConfigError",
     "Layout",

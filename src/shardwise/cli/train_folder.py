@@ -1,15 +1,14 @@
 """The folder of a run, as the process that shows the run sees it: taken, given back, and told what is in it."""
 
 import contextlib
-import fcntl
 import glob
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from shardwise.errors import CheckpointError
+from shardwise.launch.lock import try_lock
 
 if TYPE_CHECKING:
     from shardwise.cli.train_display import Display
@@ -151,21 +150,13 @@ def unit_of(config: "RunConfig") -> str:
 
 
 def _hold(lock: Path) -> TextIO:
-    held = lock.open("a+", encoding="utf-8")
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        held.seek(0)
-        owner = held.read().strip() or "unknown"
-        held.close()
+    held, owner = try_lock(lock)
+    if held is None:
         raise CheckpointError(
             f"log.dir={str(lock.parent)!r}",
             why=f"another run is writing there (process {owner}), and their metrics and weights would mix",
             fix="wait for it, or name another folder: --log.dir=PATH",
-        ) from None
-    held.truncate(0)
-    held.write(f"{os.getpid()}\n")
-    held.flush()
+        )
     return held
 
 

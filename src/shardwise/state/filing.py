@@ -16,7 +16,7 @@ from shardwise.state.formats.safetensors import CODES, Placed, place_tensors
 from shardwise.state.hugging_face import stored_views
 from shardwise.state.views import View, view_of_all
 
-__all__ = ["Filing", "Part", "PlannedFile", "filing_of", "parts_of", "stored_dtypes"]
+__all__ = ["Filing", "Part", "PlannedFile", "filing_of", "parts_of", "planned_files", "stored_dtypes"]
 
 BLOCK = 32 << 20  # bytes of a piece that one of its holders writes before it is another's turn
 
@@ -102,24 +102,32 @@ def _is_floating(dtype: str) -> bool:
     return dtype.startswith(("float", "bfloat"))
 
 
-def filing_of(runtime: Runtime, *, max_shard_bytes: int, dtype: str | None = None) -> Filing:
+def filing_of(runtime: Runtime, *, max_shard_bytes: int, dtype: str | None = None, align: int = 8) -> Filing:
     """The plan of a model's files: tensors in the model's order, a new file where the next one would not fit.
 
     Args:
         runtime: of the model.
         max_shard_bytes: size of a file's tensors at most, in bytes; one larger tensor has a file to itself.
         dtype: as :func:`stored_dtypes` takes it.
+        align: as :func:`~shardwise.state.formats.safetensors.place_tensors` takes it.
     """
     dtypes, shapes = stored_dtypes(runtime, dtype), _shapes(runtime)
     shapes = {name: shapes[name] for name in dtypes}
     views = stored_views(runtime.module, shapes) or {name: view_of_all(name, shape) for name, shape in shapes.items()}
     facts = {name: (view.shape, dtypes[view.name]) for name, view in views.items()}
+    return Filing(planned_files(facts, max_shard_bytes=max_shard_bytes, align=align), views)
+
+
+def planned_files(
+    facts: Mapping[str, tuple[tuple[int, ...], str]], *, max_shard_bytes: int, align: int = 8, stem: str = "model"
+) -> tuple[PlannedFile, ...]:
+    """The files of tensors (name -> shape, dtype), which are divided as :func:`filing_of` says; names begin with ``stem``."""
     sizes = {name: math.prod(shape) * DTYPE_BYTES[kind] for name, (shape, kind) in facts.items()}
     files = []
-    for file, names in lay_out(sizes, max_shard_bytes).items():
-        head, placed, size = place_tensors({name: facts[name] for name in names})
+    for file, names in lay_out(sizes, max_shard_bytes, stem).items():
+        head, placed, size = place_tensors({name: facts[name] for name in names}, align)
         files.append(PlannedFile(file, head, tuple(placed), size))
-    return Filing(tuple(files), views)
+    return tuple(files)
 
 
 def _shapes(runtime: Runtime) -> dict[str, tuple[int, ...]]:

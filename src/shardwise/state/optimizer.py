@@ -21,7 +21,15 @@ from shardwise.state.full import gather_tensors
 from shardwise.state.report import shortened
 from shardwise.state.together import together
 
-__all__ = ["full_optimizer_state_dict", "load_full_optimizer_state_dict"]
+__all__ = [
+    "fitting_state",
+    "full_optimizer_state_dict",
+    "install_state",
+    "load_full_optimizer_state_dict",
+    "names_of",
+    "settings_of",
+    "state_kinds",
+]
 
 # What schedulers add to groups, and what torch's optimizers have gained from version to version: no other optimizer's.
 _SAVED_BY_OTHERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
@@ -42,11 +50,11 @@ def full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimizer) ->
         RankError: a rank does not come.
     """
     runtime = runtime_of(model)
-    names = _names(runtime, optim)
+    names = names_of(runtime, optim)
     kinds = together(
         runtime.world,
         "full_optimizer_state_dict, before it is gathered",
-        lambda: {name: _kinds(runtime, name, optim.state.get(runtime.parameters[name], {})) for name in names},
+        lambda: {name: state_kinds(runtime, name, optim.state.get(runtime.parameters[name], {})) for name in names},
         same=repr,
         differ=UsageError(
             "optimizers that keep different state on different ranks",
@@ -65,7 +73,7 @@ def full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimizer) ->
         for name, keys in kinds.items()
         if keys
     }
-    return {"state": found, "param_groups": [_settings(runtime, group, names) for group in optim.param_groups]}
+    return {"state": found, "param_groups": [settings_of(runtime, group, names) for group in optim.param_groups]}
 
 
 def load_full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -85,9 +93,9 @@ def load_full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimize
         UsageError: the optimizer holds a parameter that is not the model's.
     """
     runtime = runtime_of(model)
-    world, names = runtime.world, _names(runtime, optim)
-    place = "load_full_optimizer_state_dict, matching names"
-    told = together(world, place, lambda: _told(runtime, optim, names, state), on_main=True)
+    world, place = runtime.world, "load_full_optimizer_state_dict, matching names"
+    names_of(runtime, optim)  # on every rank: a parameter that is not the model's
+    told = together(world, place, lambda: fitting_state(runtime, optim, state), on_main=True)
     told, settings = world.broadcast(told)
     made: dict[str, dict[str, Any]] = {name: dict(values) for name, values in told.items()}
     cut = {key for values in told.values() for key, value in values.items() if isinstance(value, torch.dtype)}
@@ -100,6 +108,16 @@ def load_full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimize
         scatter_values(runtime, _Column(runtime, state, key) if world.is_main else {}, local)
         for name, tensor in local.items():
             made[name][key] = tensor
+    install_state(runtime, optim, made, settings)
+
+
+def install_state(
+    runtime: Runtime,
+    optim: torch.optim.Optimizer,
+    made: Mapping[str, Mapping[str, Any]],
+    settings: Iterable[Mapping[str, Any]],
+) -> None:
+    """Gives ``optim`` state that fits it: name -> key -> this rank's value, and the settings of each group."""
     for group, wanted in zip(optim.param_groups, settings, strict=True):
         group.update({key: _as_before(value, group.get(key)) for key, value in wanted.items()})
     optim.state.clear()
@@ -126,7 +144,7 @@ class _Column(Mapping[str, Tensor]):
         return len(self.values_of)
 
 
-def _names(runtime: Runtime, optim: torch.optim.Optimizer) -> list[str]:
+def names_of(runtime: Runtime, optim: torch.optim.Optimizer) -> list[str]:
     """Canonical names of the optimizer's parameters, in the model's order."""
     known = {id(param): name for name, param in runtime.parameters.items()}
     held = [(number, param) for number, group in enumerate(optim.param_groups) for param in group["params"]]
@@ -141,7 +159,7 @@ def _names(runtime: Runtime, optim: torch.optim.Optimizer) -> list[str]:
     return [name for name in runtime.recipe.params if name in mine]
 
 
-def _kinds(runtime: Runtime, name: str, values: Mapping[str, Any]) -> dict[str, bool]:
+def state_kinds(runtime: Runtime, name: str, values: Mapping[str, Any]) -> dict[str, bool]:
     """Key -> whether the value is cut as the parameter is."""
     shape = runtime.local_tensors_of(name).shape
     param = runtime.recipe.params[name]
@@ -159,7 +177,8 @@ def _kinds(runtime: Runtime, name: str, values: Mapping[str, Any]) -> dict[str, 
     return found
 
 
-def _settings(runtime: Runtime, group: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def settings_of(runtime: Runtime, group: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """A group as it is saved: its parameters' names, and everything else on the CPU."""
     members = {id(param) for param in group["params"]}
     mine = [name for name in names if id(runtime.parameters[name]) in members]
     rest = {key: _on_cpu(value) for key, value in group.items() if key != "params"}
@@ -190,10 +209,20 @@ def _as_before(value: Any, own: Any) -> Any:
 # ---- what fits --------------------------------------------------------------------------------------------------
 
 
-def _told(
-    runtime: Runtime, optim: torch.optim.Optimizer, names: list[str], state: Mapping[str, Any]
+def fitting_state(
+    runtime: Runtime, optim: torch.optim.Optimizer, state: Mapping[str, Any]
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """On rank 0: name -> key -> the value, or the dtype of one that is cut; and the settings of each group."""
+    """Name -> key -> the value, or the dtype of one that is cut; and the settings of each group.
+
+    Args:
+        runtime: of the model.
+        optim: that will take the state.
+        state: as :func:`full_optimizer_state_dict` gives it; of cut tensors only shapes and dtypes are looked at.
+
+    Raises:
+        CheckpointError: state of other parameters, shapes or another optimizer.
+    """
+    names = names_of(runtime, optim)
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping) or "param_groups" not in state:
         raise CheckpointError(
             "an optimizer state without 'state' and 'param_groups'",

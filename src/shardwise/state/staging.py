@@ -19,7 +19,7 @@ from pathlib import Path
 
 from shardwise.errors import CheckpointError
 
-__all__ = ["Staged", "check_place", "sync_folder"]
+__all__ = ["Staged", "check_place", "remove_left_overs", "sync_folder"]
 
 _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
 _OF_A_MODEL = re.compile(r"model\.safetensors(\.index\.json)?|model-\d{5}-of-\d{5}\.safetensors")
@@ -36,7 +36,7 @@ class Staged:
     def __init__(self, dest: Path):
         self.dest = dest
         dest.parent.mkdir(parents=True, exist_ok=True)
-        _remove_left_over(dest)
+        remove_left_overs(dest.parent, dest.name)
         # The lock first: a directory of this kind without one that is held is left over.
         while True:
             self.path = dest.with_name(f".{dest.name}.saving-{secrets.token_hex(4)}")
@@ -47,7 +47,20 @@ class Staged:
         self.path.mkdir()
 
     def commit(self) -> None:
-        """Moves the directory to its place. Its files are on disk already.
+        """Moves the directory to its place, and puts that on disk. Its files are on disk already; files of an older directory
+        that are not a model's weights go along.
+
+        Raises:
+            OSError: it cannot be moved there; what was there is as it was.
+        """
+        self.move(keeps_others=True)
+        sync_folder(self.dest.parent)
+
+    def move(self, *, keeps_others: bool) -> None:
+        """Moves the directory to its place; a crash of the machine may still undo that.
+
+        Args:
+            keeps_others: whether files of an older directory that are not a model's weights go along.
 
         Raises:
             OSError: it cannot be moved there; what was there is as it was.
@@ -55,15 +68,15 @@ class Staged:
         older = self.dest.exists() and any(self.dest.iterdir())
         if self.dest.exists():
             _take_rights(self.dest, self.path)
-        if older:
+        if older and keeps_others:
             _take_along(self.dest, self.path)
         sync_folder(self.path)
         if older:
             _exchange(self.path, self.dest)  # from here on self.path is the old one
-            _take_late(self.path, self.dest)
+            if keeps_others:
+                _take_late(self.path, self.dest)
         else:
             os.replace(self.path, self.dest)
-        sync_folder(self.dest.parent)
 
     def close(self) -> None:
         """Removes what is left: the half-made directory, or after :meth:`commit` the old one."""
@@ -123,9 +136,10 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _remove_left_over(dest: Path) -> None:
-    """Directories of saves that were killed: nobody holds their lock."""
-    for lock in dest.parent.glob(f".{glob.escape(dest.name)}.saving-*.lock"):
+def remove_left_overs(folder: Path, name: str | None = None) -> None:
+    """Removes directories of saves to ``folder / name`` (None: to any name in it) that were killed: nobody holds their
+    lock."""
+    for lock in folder.glob(f".{'*' if name is None else glob.escape(name)}.saving-*.lock"):
         try:
             descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
         except OSError:

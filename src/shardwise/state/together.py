@@ -2,19 +2,29 @@
 
 import copy
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from shardwise.errors import CheckpointError, RankError, ShardwiseError
-from shardwise.world import World
-from shardwise.world.agreement import digest_of
+from shardwise.world.agreement import Agreement, digest_of
 
-__all__ = ["together"]
+__all__ = ["Peers", "together"]
 
 T = TypeVar("T")
 
 
+class Peers(Protocol):
+    """Ranks that act together, as one of them sees them: a world, or what goes on beside it."""
+
+    rank: int
+    size: int
+    agreement: Agreement
+
+    @property
+    def is_main(self) -> bool: ...
+
+
 def together(
-    world: World,
+    world: Peers,
     place: str,
     act: Callable[[], T],
     *,

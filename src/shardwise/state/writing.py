@@ -15,7 +15,18 @@ from shardwise.state.boxes import Box, blocks, index_of, runs
 from shardwise.state.files import BUFFER
 from shardwise.state.filing import Part
 
-__all__ = ["by_file", "opened", "reserve", "stored_blocks", "stored_boxes", "write_at", "write_box", "write_part"]
+__all__ = [
+    "by_file",
+    "opened",
+    "reserve",
+    "send_off",
+    "stored_blocks",
+    "stored_boxes",
+    "stretches",
+    "write_at",
+    "write_box",
+    "write_part",
+]
 
 LARGE = 1 << 20  # bytes: of a write that is worth a word to the system
 BEHIND = 4 * BUFFER  # bytes: how far back pages are looked for that have reached the disk
@@ -52,13 +63,24 @@ def by_file(folder: Path, parts: Iterator[Part]) -> Iterator[tuple[Path, list[Pa
 def write_part(descriptor: int, part: Part, values: Tensor) -> None:
     """Writes ``values``, the part's box of the model's tensor; from where they are if they lie there as they will in the
     file, else through a buffer."""
+    for offset, memory in stretches(part, values):
+        write_at(descriptor, memory, offset)
+
+
+def stretches(part: Part, values: Tensor) -> Iterator[tuple[int, memoryview]]:
+    """``(offset in the file, bytes)`` of ``values``, the part's box of the model's tensor: where they are if they lie there as
+    they will in the file, else block by block."""
     tensor = part.tensor
     straight = values.device.type == "cpu" and dtype_name(values.dtype) == tensor.dtype and values.is_contiguous()
     if straight and part.view.is_in_order:
-        write_box(descriptor, part, part.stored, values.reshape(-1).view(torch.uint8).numpy().data)
+        yield from _stretches_of_box(part, part.stored, _memory_of(values))
         return
     for box, block in stored_blocks(part, values):
-        write_box(descriptor, part, box, block.reshape(-1).view(torch.uint8).numpy().data)
+        yield from _stretches_of_box(part, box, _memory_of(block))
+
+
+def _memory_of(values: Tensor) -> memoryview:
+    return values.reshape(-1).view(torch.uint8).numpy().data
 
 
 def stored_boxes(part: Part) -> Iterator[tuple[Box, int]]:
@@ -78,10 +100,15 @@ def stored_blocks(part: Part, values: Tensor) -> Iterator[tuple[Box, Tensor]]:
 
 def write_box(descriptor: int, part: Part, box: Box, memory: memoryview) -> None:
     """Writes a box of the stored tensor, whose bytes are ``memory``, in the stretches in which it lies in the file."""
+    for offset, stretch in _stretches_of_box(part, box, memory):
+        write_at(descriptor, stretch, offset)
+
+
+def _stretches_of_box(part: Part, box: Box, memory: memoryview) -> Iterator[tuple[int, memoryview]]:
     itemsize, position = DTYPE_BYTES[part.tensor.dtype], 0
     for start, count in runs(box, part.tensor.shape):
         size = count * itemsize
-        write_at(descriptor, memory[position : position + size], part.tensor.offset + start * itemsize)
+        yield part.tensor.offset + start * itemsize, memory[position : position + size]
         position += size
 
 
@@ -91,11 +118,11 @@ def write_at(descriptor: int, memory: memoryview, offset: int) -> None:
     while done < len(memory):
         num = os.pwrite(descriptor, memory[done : done + BUFFER], offset + done)
         if num >= LARGE:
-            _send_off(descriptor, offset + done, num)
+            send_off(descriptor, offset + done, num)
         done += num
 
 
-def _send_off(descriptor: int, offset: int, num_bytes: int) -> None:
+def send_off(descriptor: int, offset: int, num_bytes: int) -> None:
     """Has the system write these bytes to the disk now, and forget those before them that are there already.
 
     Otherwise they pile up as new pages of the cache until a sync: measured beside it, four to six times slower.

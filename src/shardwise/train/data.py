@@ -160,6 +160,12 @@ class Loader:
         Raises:
             ConfigError: the position belongs to another dataset or another order.
         """
+        self.check_state_dict(state)
+        self.epoch, self._position, self.seed = int(state["epoch"]), int(state["position"]), int(state["seed"])
+        self._turn += 1
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises what :meth:`load_state_dict` would; nothing changes."""
         missing = [key for key in self.state_dict() if key not in state]
         if missing:
             raise ConfigError(
@@ -174,8 +180,6 @@ class Loader:
                     why="the position counts samples of one order; in another, samples would be repeated or missed",
                     fix=f"use the dataset and options of the interrupted run ({key}={state[key]}), or start anew",
                 )
-        self.epoch, self._position, self.seed = int(state["epoch"]), int(state["position"]), int(state["seed"])
-        self._turn += 1
 
 
 def _check_sizes(global_batch: int, micro_batch: int) -> None:

@@ -153,13 +153,17 @@ class TrainStep:
             **{name: part.state_dict() for name, part in parts.items() if part is not None},
         }
 
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises what :meth:`load_state_dict` would; nothing changes."""
+        refuse_other_state(self.state_dict(), state)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what :meth:`state_dict` gave. All ranks must call it, with the same state.
 
         Raises:
             CheckpointError: the state of a step with another scheduler or scaler, or of something else.
         """
-        refuse_other_state(self.state_dict(), state)
+        self.check_state_dict(state)
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
         self._runtime.step = state["num_windows"]
         if self.scheduler is not None:

@@ -14,7 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["derive_seed", "forked_rng", "forked_streams", "is_generator", "seed_all", "snapshot"]
+__all__ = [
+    "derive_seed",
+    "forked_rng",
+    "forked_streams",
+    "is_generator",
+    "seed_all",
+    "set_streams",
+    "snapshot",
+    "streams",
+]
 
 _SCRATCH = np.random.MT19937()  # numpy's global functions draw from it within a fork
 
@@ -102,3 +111,21 @@ def seed_all(seed: int, rank: int) -> None:
     random.seed(own)
     np.random.seed(own % 2**32)
     torch.manual_seed(own)
+
+
+def streams(device: torch.device) -> dict[str, Any]:
+    """Where this process's global streams stand: Python's, numpy's, torch's on the CPU and on a CUDA ``device``."""
+    cuda = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    version, words, normal = random.getstate()
+    python = (version, np.array(words, dtype=np.uint32), normal)
+    return {"python": python, "numpy": np.random.get_state(), "torch": torch.get_rng_state(), **cuda}
+
+
+def set_streams(state: Mapping[str, Any], device: torch.device) -> None:
+    """Puts them where :func:`streams` found them."""
+    version, words, normal = state["python"]
+    random.setstate((version, tuple(words.tolist()), normal))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -182,12 +182,13 @@ def _check_strays(folder: Path, files: list[str], naming: _Naming) -> None:
 # ---- the other way: how a directory is laid out --------------------------------------------------------------------
 
 
-def lay_out(sizes: Mapping[str, int], max_bytes: int) -> dict[str, list[str]]:
+def lay_out(sizes: Mapping[str, int], max_bytes: int, stem: str = "model") -> dict[str, list[str]]:
     """File -> names of the tensors in it: in their order, a new file where the next one would not fit.
 
     Args:
         sizes: name -> bytes.
         max_bytes: of a file's tensors; one larger tensor has a file to itself.
+        stem: what the files' names begin with.
     """
     groups: list[list[str]] = [[]]
     filled = 0
@@ -198,7 +199,8 @@ def lay_out(sizes: Mapping[str, int], max_bytes: int) -> dict[str, list[str]]:
         groups[-1].append(name)
         filled += size
     count = len(groups)
-    names = [WEIGHTS] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    numbers = [""] if count == 1 else [f"-{i:05}-of-{count:05}" for i in range(1, count + 1)]
+    names = [f"{stem}{number}.safetensors" for number in numbers]
     return dict(zip(names, groups, strict=True))
 
 

@@ -173,27 +173,39 @@ class Placed:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-def place_tensors(tensors: Mapping[str, tuple[tuple[int, ...], str]]) -> tuple[bytes, list[Placed], int]:
+def place_tensors(
+    tensors: Mapping[str, tuple[tuple[int, ...], str]], align: int = 8
+) -> tuple[bytes, list[Placed], int]:
     """The first bytes of a file that will hold ``tensors`` (name -> shape, dtype), where each will lie, and its size.
 
-    Tensors of wide elements come first, so that each begins at a multiple of its element's size; the header is padded
-    with blanks, so that the first one does.
+    Tensors whose size is a multiple of a higher power of two come first, up to ``align``, so that each begins at a multiple
+    of its own, and at least of its element's size; the header is padded with blanks, so that the first one does.
+
+    Args:
+        tensors: in the model's order, which is kept where sizes are alike.
+        align: a power of two, 8 or more, in bytes: what is wanted of the places of tensors that are large and even.
     """
-    order = sorted(tensors, key=lambda name: -DTYPE_BYTES[tensors[name][1]])  # stable: the model's order within a width
+    sizes = {name: math.prod(shape) * DTYPE_BYTES[dtype] for name, (shape, dtype) in tensors.items()}
+    # At 8 only the width of elements counts: a file of one dtype is in the model's order.
+    powers = {
+        name: DTYPE_BYTES[tensors[name][1]] if align == 8 else min(size & -size or align, align)
+        for name, size in sizes.items()
+    }
+    order = sorted(tensors, key=lambda name: -powers[name])
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position, starts = 0, {}
     for name in order:
         shape, dtype = tensors[name]
-        end = position + math.prod(shape) * DTYPE_BYTES[dtype]
+        end = position + sizes[name]
         entries[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [position, end]}
         starts[name], position = position, end
-    head = header_of(entries)
+    head = header_of(entries, align)
     placed = [Placed(name, tensors[name][1], tuple(tensors[name][0]), len(head) + starts[name]) for name in order]
     return head, placed, len(head) + position
 
 
-def header_of(entries: Mapping[str, Any]) -> bytes:
-    """The bytes before the tensors, padded to a multiple of 8."""
+def header_of(entries: Mapping[str, Any], align: int = 8) -> bytes:
+    """The bytes before the tensors, padded to a multiple of ``align``."""
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(len(text) + 8) % align)
     return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,231 @@
+"""The commit protocol: a checkpoint is complete under its name, or it does not exist.
+
+::
+
+    a directory beside its place, locked, with every file in its size     (rank 0)   a full disk is found here
+    each rank's own bytes at their place, summed on the way, on disk      (all)
+    the manifest: sizes and checksums, on disk                            (rank 0)
+    the directory takes its name, and the name is on disk                 (rank 0)   from here on it exists
+    `latest` points to it; only then older ones are removed               (rank 0)
+
+A rank that fails anywhere before the renaming leaves everything as it was, and every rank is told; what a killed save
+leaves behind is removed by the next one.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.errors import CheckpointError
+from shardwise.state.checkpoint.contents import REST, Contents
+from shardwise.state.checkpoint.manifest import MANIFEST, FileFact, Manifest, folder_name
+from shardwise.state.checkpoint.points import reach
+from shardwise.state.checkpoint.sums import Sums, Told, put_together
+from shardwise.state.checkpoint.writer import BlockWriter
+from shardwise.state.save import TOKEN, sees_token
+from shardwise.state.staging import Staged, remove_left_overs, sync_folder
+from shardwise.state.together import Peers, together
+from shardwise.state.writing import opened, reserve, stretches, write_at
+from shardwise.world import package_versions
+
+__all__ = ["LATEST", "SPARE", "write_checkpoint"]
+
+LATEST = "latest"
+SPARE = 64 << 20  # bytes that are left on the disk for whoever else writes there
+
+
+def write_checkpoint(peers: Peers, root: Path, contents: Contents, layout: str, fingerprint: str) -> Path:
+    """Writes a checkpoint below ``root``. All ranks must call it; on return it is on disk, on whichever rank this is.
+
+    Args:
+        peers: who talks to whom: the world, or what goes on beside it.
+        root: the directory of the run's checkpoints; all ranks see it.
+        contents: what is written.
+        layout: of the run, as text.
+        fingerprint: of the model.
+
+    Raises:
+        CheckpointError: on every rank, if one of them cannot write; nothing has changed then.
+        RankError: a rank does not come, or is lost.
+    """
+    commit = _Commit(peers, root, contents, layout, fingerprint)
+    place = f"the checkpoint of step {contents.step}"
+    try:
+        together(peers, f"{place}, making the files", commit.make_files, on_main=True)
+        commit.meet(place)
+        told = together(peers, f"{place}, writing", commit.write_own)
+        everyone = peers.agreement.gather(told, f"{place}, telling checksums")
+        together(peers, f"{place}, putting it in place", lambda: commit.finish(everyone), on_main=True)
+    finally:
+        commit.close()
+    reach("acknowledged")
+    return commit.dest
+
+
+class _Commit:
+    """One save on one rank."""
+
+    def __init__(self, peers: Peers, root: Path, contents: Contents, layout: str, fingerprint: str):
+        self.peers, self.root, self.contents = peers, root, contents
+        self.layout, self.fingerprint = layout, fingerprint
+        self.dest = root / folder_name(contents.step)
+        self.staged: Staged | None = None  # on rank 0
+        self.folder = self.dest
+
+    def make_files(self) -> None:
+        """On rank 0: the directory, and its files in their final size."""
+        reach("begun")
+        try:
+            remove_left_overs(self.root)
+            sizes = self.contents.sizes()
+            self._refuse_full(sum(sizes.values()))
+            self.staged = Staged(self.dest)
+            self.folder = self.staged.path
+            reach("staged")
+            for path, size in sizes.items():
+                target = self.folder / path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with opened(target, os.O_CREAT) as descriptor:
+                    reserve(descriptor, size) if size else None
+            reach("reserved")
+        except OSError as error:
+            raise self._unwritten(error) from error
+
+    def _refuse_full(self, num_bytes: int) -> None:
+        usage = shutil.disk_usage(self.root)
+        if usage.free < num_bytes + SPARE:
+            raise CheckpointError(
+                f"the checkpoint {self.dest}",
+                why=f"it takes {num_bytes / 1e9:.2f} GB, and {usage.free / 1e9:.2f} GB are free on its disk",
+                fix="free space, keep fewer checkpoints (keep=), or name another directory",
+            )
+
+    def meet(self, place: str) -> None:
+        """Every rank has to see the directory: by a token in it, and not by its name."""
+        token = os.urandom(8) if self.staged is not None else b""
+        together(
+            self.peers, f"{place}, leaving a token", lambda: (self.folder / TOKEN).write_bytes(token), on_main=True
+        )
+        self.folder, token = self.peers.agreement.gather((self.folder, token), f"{place}, telling where it is")[0]
+        together(self.peers, f"{place}, looking for the directory", lambda: self._look_for(token))
+        reach("met")
+
+    def _look_for(self, token: bytes) -> None:
+        if not sees_token(self.folder, token):
+            raise CheckpointError(
+                f"the checkpoint {self.dest}",
+                why=f"rank {self.peers.rank} does not see the directory that rank 0 has made there",
+                fix="name a directory on a file system that every node mounts",
+            )
+
+    def write_own(self) -> Told:
+        """This rank's pieces, and on rank 0 all that is not cut; returns what was summed."""
+        sums = Sums()
+        sizes = self.contents.sizes() if self.peers.is_main else {}
+        try:
+            with BlockWriter(sums) as writer:
+                for path, size, found in self._files(sizes):
+                    with writer.file(self.folder / path, path, size):
+                        for offset, memory in found:
+                            writer.write(offset, memory)
+        except OSError as error:
+            raise self._unwritten(error) from error
+        return sums.told()
+
+    def _files(self, sizes: dict[str, int]) -> Iterator[tuple[str, int, Iterator[tuple[int, memoryview]]]]:
+        """``(path, size, stretches)`` of each file that this rank writes to."""
+        heads = self.contents.heads() if self.peers.is_main else {}
+        for group in self.contents.groups:
+            mine: dict[str, list[Any]] = {}
+            for path, file, part, values in group.parts(self.peers.rank):
+                mine.setdefault(path, [file.size]).append((part, values))
+            for file in group.filing.files:
+                path = group.prefix + file.name
+                if path in mine or path in heads:
+                    yield path, file.size, _in_order(heads.get(path), mine.get(path, [0])[1:])
+        if self.peers.is_main:
+            rest = self.contents.rest_file()
+            values = ((t.offset, _bytes_of(self.contents.rest[t.name])) for t in rest.tensors)
+            yield REST, rest.size, _chain((0, memoryview(rest.head)), values)
+            for path, text in self.contents.texts.items():
+                yield path, sizes[path], iter([(0, memoryview(text))])
+
+    def finish(self, everyone: list[Told]) -> None:
+        """On rank 0: the manifest, and the directory into its place."""
+        assert self.staged is not None
+        sums = put_together(self.contents.sizes(), everyone)
+        reach("summed")
+        manifest = Manifest(
+            step=self.contents.step,
+            layout=self.layout,
+            num_ranks=self.peers.size,
+            fingerprint=self.fingerprint,
+            versions=package_versions(),
+            files={path: FileFact(size, sums[path]) for path, size in self.contents.sizes().items()},
+        )
+        data = memoryview(manifest.to_bytes())
+        try:
+            (self.folder / TOKEN).unlink()
+            with opened(self.folder / MANIFEST, os.O_CREAT | os.O_EXCL) as descriptor:
+                write_at(descriptor, data[: len(data) // 2], 0)
+                reach("manifest-half-written")
+                write_at(descriptor, data[len(data) // 2 :], len(data) // 2)
+                reach("manifest-written")
+                os.fsync(descriptor)
+            for folder, _, _ in os.walk(self.folder):
+                sync_folder(Path(folder))
+            reach("manifest-synced")
+            self.staged.move(keeps_others=False)
+            reach("renamed")
+            sync_folder(self.root)
+            reach("durable")
+            point_to(self.root, self.dest.name)
+            reach("latest")
+        except OSError as error:
+            raise self._unwritten(error) from error
+
+    def close(self) -> None:
+        """Removes what has not come to its place."""
+        if self.staged is not None:
+            self.staged.close()
+
+    def _unwritten(self, error: OSError) -> CheckpointError:
+        if isinstance(error, CheckpointError):
+            return error
+        return CheckpointError(
+            f"the checkpoint {self.dest}",
+            why=f"writing failed: {error.strerror or error}",
+            fix="free space, or look at the disk; training can go on, and the checkpoints before are as they were",
+        )
+
+
+def point_to(root: Path, name: str) -> None:
+    """Has the link ``latest`` name a checkpoint, for people and for stock tools: loading does not go by it."""
+    link = root / f".{LATEST}-new"
+    link.unlink(missing_ok=True)
+    try:
+        link.symlink_to(name)
+    except OSError:
+        return  # a file system without links
+    os.replace(link, root / LATEST)
+    sync_folder(root)
+
+
+def _in_order(head: bytes | None, parts: list[Any]) -> Iterator[tuple[int, memoryview]]:
+    if head is not None:
+        yield 0, memoryview(head)
+    for part, values in parts:
+        yield from stretches(part, values)
+
+
+def _chain(first: Any, others: Iterator[Any]) -> Iterator[Any]:
+    yield first
+    yield from others
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

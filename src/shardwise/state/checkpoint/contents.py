@@ -1,0 +1,287 @@
+"""What a checkpoint holds of a run, and where each byte of it will lie::
+
+    step-00000100/
+      model.safetensors          weights, as a plain Hugging Face directory
+      config.json ...            what the model's own library wants beside them
+      training/
+        optimizer.safetensors    what the optimizer keeps for each element: "NAME/KEY"
+        rest.safetensors         every other tensor, whole: step counts, random streams, what ``extra`` objects keep
+        state.json               everything that is no tensor
+        recipe.json              where each rank of the run had its bytes
+      extra/NAME/                weights of further sharded models
+      manifest.json              written last
+
+Tensors are whole in their files, under canonical names, whatever the layout of the run that wrote them.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise._compat import local_tensor
+from shardwise.anatomy import dtype_name
+from shardwise.errors import ConfigError, UsageError
+from shardwise.parallel import Runtime, runtime_of
+from shardwise.parallel.runtime import has_runtime
+from shardwise.recipe import DTYPE_BYTES
+from shardwise.state.checkpoint.plain import to_plain, to_text
+from shardwise.state.companions import companion_files
+from shardwise.state.extra import extra_states
+from shardwise.state.filing import Filing, Part, PlannedFile, filing_of, parts_of, planned_files
+from shardwise.state.formats.folder import INDEX
+from shardwise.state.formats.safetensors import CODES
+from shardwise.state.optimizer import names_of, settings_of, state_kinds
+from shardwise.state.together import together
+from shardwise.state.views import view_of_all
+from shardwise.world.rng import streams
+
+__all__ = ["EXTRA", "OPTIMIZER", "REST", "STATE", "Contents", "Group", "contents_of", "is_sharded", "staged_by"]
+
+STATE, REST, OPTIMIZER, EXTRA = "training/state.json", "training/rest.safetensors", "training/optimizer", "extra"
+ALIGN = 1 << 20  # bytes: at multiples of it large tensors begin, so that parts of them are whole blocks
+PADDED = 64  # how many times that a file's tensors are large at least: a header is padded to it
+SHARD_BYTES = 5 << 30
+
+
+@dataclass(frozen=True)
+class Group:
+    """Files of tensors that are cut as a model's parameters are.
+
+    Attributes:
+        prefix: of the files' paths.
+        runtime: of the model.
+        filing: the files.
+        tensors: this rank's own, by the name of the model's tensor, or where ``by_stored`` by that in the file.
+    """
+
+    prefix: str
+    runtime: Runtime
+    filing: Filing
+    tensors: Mapping[str, Tensor]
+    by_stored: bool = False
+
+    def parts(self, rank: int) -> Iterator[tuple[str, PlannedFile, Part, Tensor]]:
+        """``(path, file, part, values)`` of all that ``rank`` writes, file by file."""
+        for part in parts_of(self.runtime, self.filing, rank):
+            whole = self.tensors[part.tensor.name if self.by_stored else part.view.name]
+            yield self.prefix + part.file.name, part.file, part, whole[part.local]
+
+
+@dataclass
+class Contents:
+    """All that one save writes.
+
+    Attributes:
+        step: windows trained.
+        groups: the cut tensors; equal on every rank but for the values.
+        rest: whole tensors; rank 0's are written.
+        texts: path -> whole file; rank 0's are written.
+        notes: what the user should know.
+    """
+
+    step: int
+    groups: tuple[Group, ...]
+    rest: dict[str, Tensor]
+    texts: dict[str, bytes]
+    notes: list[str] = field(default_factory=list)
+
+    def rest_file(self) -> PlannedFile:
+        """Where the whole tensors will lie."""
+        facts = {name: (tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in self.rest.items()}
+        (file,) = planned_files(facts, max_shard_bytes=1 << 62, stem=REST.removesuffix(".safetensors"))
+        return file
+
+    def sizes(self) -> dict[str, int]:
+        """Path -> bytes of every file, on rank 0."""
+        found = {group.prefix + file.name: file.size for group in self.groups for file in group.filing.files}
+        found[REST] = self.rest_file().size
+        return found | {path: len(text) for path, text in self.texts.items()}
+
+    def heads(self) -> dict[str, bytes]:
+        """Path -> first bytes of every file with tensors, on rank 0."""
+        found = {group.prefix + file.name: file.head for group in self.groups for file in group.filing.files}
+        return {**found, REST: self.rest_file().head}
+
+
+def contents_of(
+    model: nn.Module,
+    optim: torch.optim.Optimizer | None,
+    *,
+    own: Mapping[str, Any],
+    extra: Mapping[str, Any],
+    texts: Mapping[str, bytes],
+    max_shard_bytes: int = SHARD_BYTES,
+) -> Contents:
+    """Takes down what has to be saved; tensors are those of the run, not copies. All ranks must call it.
+
+    Args:
+        model: from ``parallelize``.
+        optim: its optimizer; None: there is none.
+        own: name -> JSON-like value with tensors: the step's state, the loader's position. Rank 0's is kept.
+        extra: name -> object with ``state_dict``, or a further sharded model.
+        texts: further files, by path.
+        max_shard_bytes: size of one file of tensors at most, in bytes.
+
+    Raises:
+        ConfigError: ``extra`` objects without ``state_dict``, or under names that are no file names.
+        UnsupportedError: state that is neither JSON nor a tensor, by name.
+        UsageError: ranks that keep different state.
+    """
+    runtime = runtime_of(model)
+    runtime.check_values()
+    world = runtime.world
+    tensors: dict[str, Tensor] = {}
+    notes: list[str] = []
+    found: dict[str, bytes] = dict(texts)
+    models = {"": model, **{f"{EXTRA}/{name}/": other for name, other in extra.items() if is_sharded(other)}}
+    groups = [_weights(prefix, other, max_shard_bytes, found, notes) for prefix, other in models.items()]
+    plain = {name: to_plain(value, name, tensors) for name, value in own.items()}
+    if optim is not None:
+        group, plain["optimizer"] = _optimizer(runtime, optim, max_shard_bytes, tensors)
+        groups += [group] if group is not None else []
+    plain["model"] = {
+        prefix: to_plain(extra_states(other), f"extra state{prefix and ' of ' + prefix}", tensors)
+        for prefix, other in models.items()
+    }
+    plain["extra"] = {
+        name: to_plain(state_of(name, value), f"{EXTRA}/{name}", tensors)
+        for name, value in extra.items()
+        if not is_sharded(value)
+    }
+    mine: dict[str, Tensor] = {}
+    random = to_plain(streams(world.device), f"random/{world.rank}", mine)
+    everyone = world.gather((random, {name: tensor.numpy() for name, tensor in mine.items()}))
+    plain["random"] = {"seed": world.seed, "ranks": [told for told, _ in everyone]}
+    for _, theirs in everyone:
+        tensors |= {name: torch.from_numpy(values) for name, values in theirs.items()}
+    found[STATE] = to_text(plain)
+    found["training/recipe.json"] = runtime.recipe.to_json().encode()
+    _refuse_unknown_dtypes(tensors)
+    return Contents(runtime.step, tuple(groups), tensors, found, notes)
+
+
+def state_of(name: str, value: Any) -> Any:
+    """What an ``extra`` object keeps.
+
+    Raises:
+        ConfigError: it does not say.
+    """
+    if not callable(getattr(value, "state_dict", None)) or not callable(getattr(value, "load_state_dict", None)):
+        raise ConfigError(
+            f"extra[{name!r}]: a {type(value).__name__}",
+            why="it has no state_dict() and load_state_dict(), by which it is saved and restored",
+            fix="give it both methods, or leave it out",
+        )
+    if not name.replace("_", "").replace("-", "").isalnum() or not name.isascii():
+        raise ConfigError(f"extra[{name!r}]", why="the name becomes that of a file", fix="use letters, digits, - and _")
+    return value.state_dict()
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether an ``extra`` object is a model whose weights are saved as the model's are."""
+    return isinstance(value, nn.Module) and has_runtime(value)
+
+
+def _weights(prefix: str, model: nn.Module, max_shard_bytes: int, texts: dict[str, bytes], notes: list[str]) -> Group:
+    runtime = runtime_of(model)
+    params = runtime.recipe.params.values()
+    align = _align(sum(math.prod(param.shape) * DTYPE_BYTES[param.storage] for param in params))
+    filing = filing_of(runtime, max_shard_bytes=max_shard_bytes, align=align)
+    beside, told = companion_files(runtime)
+    index = filing.index()
+    texts |= {prefix + name: content for name, content in beside.items()}
+    texts |= {prefix + INDEX: index} if index is not None else {}
+    notes += told
+    return Group(prefix, runtime, filing, runtime.local_tensors())
+
+
+def _optimizer(
+    runtime: Runtime, optim: torch.optim.Optimizer, max_shard_bytes: int, tensors: dict[str, Tensor]
+) -> tuple[Group | None, Any]:
+    names = names_of(runtime, optim)
+    kept = {name: dict(optim.state.get(runtime.parameters[name], {})) for name in names}
+    kinds = together(
+        runtime.world,
+        "a checkpoint, taking down the optimizer's state",
+        lambda: {name: state_kinds(runtime, name, values) for name, values in kept.items()},
+        same=repr,
+        differ=UsageError(
+            "optimizers that keep different state on different ranks",
+            why="some parameter was stepped on one rank and not on another",
+            fix="let every rank make the same steps",
+        ),
+    )
+    cut: dict[str, Tensor] = {}
+    views, facts = {}, {}
+    keys: dict[str, dict[str, str | None]] = {}
+    plain: dict[str, dict[str, Any]] = {}
+    for name, values in kept.items():
+        shape = runtime.recipe.params[name].shape
+        for key, value in values.items():
+            stored = f"{name}/{key}"
+            if kinds[name][key]:
+                cut[stored] = local_tensor(value).detach()
+                views[stored] = view_of_all(name, shape)
+                facts[stored] = (shape, dtype_name(cut[stored].dtype))
+            else:
+                plain.setdefault(name, {})[key] = local_tensor(value) if isinstance(value, Tensor) else value
+            keys.setdefault(name, {})[key] = facts[stored][1] if kinds[name][key] else None
+    told = {
+        "class": type(optim).__name__,
+        "keys": keys,
+        "state": plain,
+        "param_groups": [settings_of(runtime, group, names) for group in optim.param_groups],
+    }
+    group = None
+    if cut:
+        align = _align(sum(math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in facts.values()))
+        files = planned_files(facts, max_shard_bytes=max_shard_bytes, align=align, stem=OPTIMIZER)
+        group = Group("", runtime, Filing(files, views), cut, by_stored=True)
+    return group, to_plain(told, "optimizer", tensors)
+
+
+def _align(num_bytes: int) -> int:
+    """What files of so many bytes are aligned to: a power of two, equal on every rank."""
+    return min(ALIGN, max(16, 1 << max(num_bytes // PADDED, 1).bit_length() - 1))
+
+
+def _refuse_unknown_dtypes(tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if dtype_name(tensor.dtype) not in CODES:
+            raise UsageError(
+                f"{name}: a tensor of {tensor.dtype}",
+                why="it goes into safetensors, a format without this dtype",
+                fix="keep complex64, or real and imaginary part in two tensors",
+                name=name,
+            )
+
+
+def staged_by(contents: Contents, take: Callable[[str, Tensor], Tensor]) -> Contents:
+    """The same with every cut tensor replaced by what ``take`` gives for it: copies, so that the run may go on."""
+    groups = tuple(
+        Group(
+            group.prefix,
+            group.runtime,
+            group.filing,
+            {
+                name: take(f"{group.prefix}{'optimizer/' if group.by_stored else ''}{name}", t)
+                for name, t in _used(group)
+            },
+            group.by_stored,
+        )
+        for group in contents.groups
+    )
+    return Contents(contents.step, groups, contents.rest, contents.texts, contents.notes)
+
+
+def _used(group: Group) -> Iterator[tuple[str, Tensor]]:
+    names = {
+        tensor.name if group.by_stored else group.filing.views[tensor.name].name
+        for file in group.filing.files
+        for tensor in file.tensors
+    }
+    return ((name, tensor) for name, tensor in group.tensors.items() if name in names)

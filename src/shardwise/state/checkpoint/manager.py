@@ -1,0 +1,338 @@
+"""``CheckpointManager``: a run's checkpoints in one directory: saved every so often, kept as long as wanted, resumed from."""
+
+import os
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import CheckpointError, ConfigError, UsageError
+from shardwise.launch.lock import try_lock
+from shardwise.parallel import runtime_of
+from shardwise.state.checkpoint.commit import write_checkpoint
+from shardwise.state.checkpoint.contents import Contents, contents_of, staged_by
+from shardwise.state.checkpoint.keeping import Keeping, remove, remove_removed, steps_in
+from shardwise.state.checkpoint.manifest import DamagedError, folder_name
+from shardwise.state.checkpoint.points import reach
+from shardwise.state.checkpoint.restore import Restored, restore
+from shardwise.state.staging import remove_left_overs
+from shardwise.state.together import together
+from shardwise.world.beside import Beside
+
+__all__ = ["CheckpointManager"]
+
+
+class Step(Protocol):
+    """What is asked of a :class:`~shardwise.TrainStep`."""
+
+    model: nn.Module
+    optim: torch.optim.Optimizer
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class CheckpointManager:
+    """The checkpoints of one run. All ranks must build it, and make the same calls on it.
+
+    A save is complete or absent: a kill at any moment, a full disk or a faulty rank leaves the checkpoints before as they
+    were. What is read is compared with checksums, and nothing is ever unpickled. Any layout loads what any layout saved.
+
+    Args:
+        root: the directory; it is made. Rank 0's counts, and every rank has to see it.
+        step: the :class:`~shardwise.TrainStep`; its model, optimizer, scheduler, scaler and counts are saved.
+        keep: how many of the last checkpoints stay; None: all.
+        keep_every: besides, those whose step is a multiple of it.
+        best: besides, the one with the least value of this metric (``"loss"``, or a name in ``StepOutput.metrics`` or in
+            ``save(metrics=...)``); ``"-accuracy"``: with the greatest.
+        extra: name -> object with ``state_dict`` and ``load_state_dict`` (numbers, texts, lists, dicts and tensors; equal on
+            every rank), or a further sharded model, such as a moving average.
+        async_save: True: a save copies the run's state and returns; it is written while training goes on. What goes wrong
+            is raised by the next save, by :meth:`wait` or at the end.
+        texts: further files to lie in every checkpoint: path -> content.
+
+    Raises:
+        CheckpointError: the directory cannot be used, or another run is using it.
+
+    Example:
+        >>> with sw.CheckpointManager("runs/a", step, keep=3) as ckpt:  # doctest: +SKIP
+        ...     for window in ckpt.resume(loader):
+        ...         ckpt.save_every(100, step(window))
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        step: Step,
+        *,
+        keep: int | None = 3,
+        keep_every: int | None = None,
+        best: str | None = None,
+        extra: Mapping[str, Any] | None = None,
+        async_save: bool = True,
+        texts: Mapping[str, str] | None = None,
+    ):
+        self.step, self.extra = step, dict(extra or {})
+        self._runtime = runtime_of(step.model)
+        self._world = self._runtime.world
+        self._keeping = Keeping(last=keep, every=keep_every, best=best)
+        self._texts = {path: text.encode() for path, text in (texts or {}).items()}
+        self._loader: Any = None
+        self._restored: Restored | None = None
+        self._left_behind: list[int] = []  # steps of checkpoints that resuming has passed over
+        self._lock: TextIO | None = None
+        together(self._world, "opening a checkpoint directory", lambda: self._open(Path(root)), on_main=True)
+        self.root: Path = self._world.broadcast(Path(root).resolve())
+        self._beside = Beside(self._world) if async_save else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardwise-save") if async_save else None
+        self._under_way: Future[Path] | None = None
+        self._buffers: dict[str, Tensor] = {}
+
+    def _open(self, root: Path) -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        self._lock, owner = try_lock(root / ".lock")
+        if self._lock is None:
+            raise CheckpointError(
+                f"the checkpoints in {root}",
+                why=f"another run is using them (process {owner}), and one would prune the other's",
+                fix="wait for it, or name another directory",
+            )
+        remove_left_overs(root)
+        remove_removed(root)
+
+    def __enter__(self) -> "CheckpointManager":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None:
+            self.close()
+            return
+        # Ranks may be anywhere: what is being written is waited for as long as it takes, and nobody is talked to.
+        try:
+            if self._under_way is not None:
+                self._under_way.exception(timeout=self._world.timeout_s)
+        finally:
+            self._let_go()
+
+    def close(self) -> None:
+        """Waits for what is being written, and gives the directory back. All ranks must call it."""
+        try:
+            self.wait()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+        self._buffers.clear()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    # ---- saving ----------------------------------------------------------------------------------------------
+
+    def save_every(self, num_steps: int, out: Any = None) -> Path | None:
+        """Saves if the step just done is a multiple of ``num_steps``. All ranks must call it after each step.
+
+        Args:
+            num_steps: windows between two saves.
+            out: what the step returned: its loss and metrics are what ``best`` goes by.
+
+        Returns:
+            the checkpoint's path, if there is a new one.
+        """
+        if not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 1:
+            raise ConfigError(f"save_every({num_steps!r})", why="it is a number of steps, 1 or more", fix="use 100")
+        if self._runtime.step % num_steps:
+            return None
+        figures = {} if out is None else {"loss": out.loss, **out.metrics}
+        return self.save(metrics=figures)
+
+    def save(self, *, metrics: Mapping[str, float] | None = None) -> Path:
+        """Saves now. All ranks must call it, between two windows. A save that is still being written is waited for.
+
+        Args:
+            metrics: figures of this checkpoint, for ``best``.
+
+        Returns:
+            where the checkpoint is, or with ``async_save`` will be.
+
+        Raises:
+            CheckpointError: on every rank, if one of them cannot write, or (with ``async_save``) the save before could not:
+                the checkpoints there are as they were, and training can go on.
+            ConfigError: ``best`` names no figure of these.
+            UnsupportedError: state that is neither JSON nor a tensor, by name.
+        """
+        self.wait()
+        if self._runtime.in_window:
+            raise UsageError(
+                "a checkpoint in the middle of a window",
+                why="its gradients are half summed, and a resumed run would begin the window anew",
+                fix="save after the step",
+            )
+        figure = self._keeping.figure(metrics or {})
+        contents = contents_of(
+            self.step.model,
+            self.step.optim,
+            own={"step": self.step.state_dict(), "loader": self._position(), "figure": figure, "time": _now()},
+            extra=self.extra,
+            texts=self._texts,
+        )
+        self._refuse_behind(contents.step)
+        self._warn(contents.notes)
+        dest = self.root / folder_name(contents.step)
+        if self._thread is None or self._beside is None:
+            self._write(self._world, contents, figure)
+        else:
+            staged = staged_by(contents, self._stage)
+            if self._world.device.type == "cuda":
+                torch.cuda.synchronize(self._world.device)
+            self._under_way = self._thread.submit(self._write, self._beside, staged, figure)
+        return dest
+
+    def wait(self) -> None:
+        """Returns when nothing is being written any more, and raises what went wrong. All ranks must call it."""
+        if self._under_way is not None:
+            under_way, self._under_way = self._under_way, None
+            under_way.result()
+
+    def _write(self, peers: Any, contents: Contents, figure: float | None) -> Path:
+        runtime, world = self._runtime, self._world
+        dest = write_checkpoint(peers, self.root, contents, str(world.layout), runtime.recipe.fingerprint)
+        if peers.is_main:
+            reach("pruning")
+            self._put_aside(contents.step)
+            for step in self._keeping.superfluous(self.root, contents.step, figure):
+                remove(self.root / folder_name(step))
+            reach("pruned")
+        return dest
+
+    def _stage(self, name: str, tensor: Tensor) -> Tensor:
+        """A copy of ``tensor`` in memory that is used again by the next save."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            pinned = tensor.device.type == "cuda"
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            self._buffers[name] = buffer
+        return buffer.copy_(tensor, non_blocking=True)
+
+    def _position(self) -> Any:
+        return None if self._loader is None else self._loader.state_dict()
+
+    def _refuse_behind(self, step: int) -> None:
+        """A checkpoint that is older than others there would not be the one that a resumed run takes."""
+        newer = together(
+            self._world,
+            "looking for newer checkpoints",
+            lambda: [other for other in steps_in(self.root) if other > step and other not in self._left_behind],
+            on_main=True,
+        )
+        if self._world.broadcast(newer):
+            raise CheckpointError(
+                f"a checkpoint of step {step} in {self.root}",
+                why="there are newer ones, of a run that went on from another point: the next resume would take those",
+                fix="name another directory, or move the newer ones away",
+            )
+
+    def _put_aside(self, step: int) -> None:
+        """Newer checkpoints that could not be read must not stand before this one; they are kept under another name."""
+        for other in self._left_behind:
+            folder = self.root / folder_name(other)
+            if other > step and folder.exists():
+                os.replace(folder, folder.with_name(f"damaged-{folder.name}-{time.time_ns():x}"))
+
+    # ---- loading ---------------------------------------------------------------------------------------------
+
+    def resume(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The windows of ``loader``, from where the newest good checkpoint stands; from the beginning where there is none.
+        All ranks must call it; each call goes to the end of an epoch, as iterating over the loader does.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none of them can be read.
+        """
+        is_first = self._loader is None
+        self._loader = loader
+        if is_first and self._restored is None:
+            self.load()
+        return iter(loader)
+
+    def load(self, step: int | None = None) -> int | None:
+        """Puts the run where a checkpoint has it. All ranks must call it.
+
+        Args:
+            step: of the checkpoint; None: the newest good one: each that cannot be read is passed over, with a warning.
+
+        Returns:
+            windows trained before it; None where there is no checkpoint.
+
+        Raises:
+            CheckpointError: on every rank; none can be read, or the one named cannot, or it is of another model. Nothing of
+                the run has changed then.
+        """
+        self.wait()
+        steps = self._world.broadcast(
+            together(self._world, "looking for checkpoints", lambda: steps_in(self.root), on_main=True)
+        )
+        if step is not None:
+            if step not in steps:
+                raise CheckpointError(
+                    f"the checkpoint of step {step} in {self.root}",
+                    why=f"there are those of {', '.join(map(str, steps))}" if steps else "there is none",
+                    fix="name one of them" if steps else "look for a slip in the path",
+                )
+            return self._load(step)
+        problems: list[DamagedError] = []
+        for found in reversed(steps):
+            try:
+                loaded = self._load(found)
+            except DamagedError as error:
+                problems.append(error)
+                self._left_behind.append(found)
+                continue
+            self._warn([f"resumed from step {found}: {_told(problems)}"] if problems else [])
+            return loaded
+        if problems:
+            raise CheckpointError(
+                f"the checkpoints in {self.root}",
+                why=f"none of them can be read: {_told(problems)}",
+                fix="copy one there that is whole, or name another directory to start anew",
+            ) from problems[0]
+        return None
+
+    def _load(self, step: int) -> int:
+        restored = restore(self.root / folder_name(step), self.step.model, self.step.optim, self.extra, self._check_own)
+        self.step.load_state_dict(restored.own["step"])
+        position = restored.own.get("loader")
+        notes = list(restored.notes)
+        if self._loader is not None and position is not None:
+            self._loader.load_state_dict(position)
+        elif self._loader is not None:
+            notes.append(f"{restored.folder} holds no position in the data: it begins anew")
+        self._warn(notes)
+        self._restored = restored
+        return restored.step
+
+    def _warn(self, notes: Iterable[str]) -> None:
+        for note in notes if self._world.is_main else ():
+            warnings.warn(note, stacklevel=4)
+
+    def _check_own(self, own: Mapping[str, Any]) -> None:
+        self.step.check_state_dict(own["step"])
+        if self._loader is not None and own.get("loader") is not None and hasattr(self._loader, "check_state_dict"):
+            self._loader.check_state_dict(own["loader"])
+
+
+def _told(problems: list[DamagedError]) -> str:
+    return "; ".join(f"{error.given}: {error.why}" for error in problems)
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

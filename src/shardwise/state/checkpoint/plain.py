@@ -1,0 +1,121 @@
+"""Values that a checkpoint can hold besides the model's tensors: as JSON, with the tensors in them kept apart.
+
+What comes back is equal in type and value. Nothing is ever unpickled, so what is neither JSON nor a tensor is refused, by
+its place, when it is saved.
+"""
+
+import json
+import math
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.errors import UnsupportedError
+
+__all__ = ["from_plain", "parse", "to_plain", "to_text"]
+
+_TAG = "$"  # begins the key of everything that JSON has no word for
+_MAPPINGS: dict[type, str] = {Counter: "counter", OrderedDict: "ordered", defaultdict: "default"}
+
+
+def to_plain(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
+    """``value`` as JSON has it; its tensors are put into ``tensors``, detached and on the CPU, named by their places.
+
+    Args:
+        value: numbers, texts, None, lists, tuples, mappings, sets of those, bytes, tensors and numpy arrays, dtypes and devices.
+        place: what it is, for names and messages ("scheduler").
+        tensors: of the whole checkpoint.
+
+    Raises:
+        UnsupportedError: something else, by its place.
+    """
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, Tensor):
+        return {"$tensor": _put(value.detach().to("cpu", copy=True).contiguous(), place, tensors)}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return {"$array": _put(torch.from_numpy(np.ascontiguousarray(value).copy()), place, tensors)}
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return {"$scalar": value.dtype.name, "value": to_plain(value.item(), place, tensors)}
+    if isinstance(value, bytes):
+        return {"$bytes": value.hex()}
+    if isinstance(value, torch.dtype | torch.device):
+        return {f"${type(value).__name__}": str(value)}
+    if type(value) in (list, tuple, set, frozenset):
+        items = [to_plain(item, f"{place}/{number}", tensors) for number, item in enumerate(value)]
+        return items if type(value) is list else {f"${type(value).__name__}": items}
+    if type(value) is dict and all(type(key) is str and not key.startswith(_TAG) for key in value):
+        return {key: to_plain(item, f"{place}/{key}", tensors) for key, item in value.items()}
+    if type(value) is dict or type(value) in _MAPPINGS:
+        pairs = [
+            [to_plain(key, f"{place}/key {n}", tensors), to_plain(item, f"{place}/{key}", tensors)]
+            for n, (key, item) in enumerate(value.items())
+        ]
+        return {f"${_MAPPINGS.get(type(value), 'dict')}": pairs}
+    raise UnsupportedError(
+        f"{place}: a {type(value).__module__}.{type(value).__qualname__}",
+        why="a checkpoint holds JSON and tensors only, so that reading one never runs code",
+        fix="let state_dict() give numbers, texts, lists, dicts and tensors, and build the object from them in load_state_dict()",
+        name=place,
+    )
+
+
+def _put(tensor: Tensor, place: str, tensors: dict[str, Tensor]) -> str:
+    while place in tensors:  # two keys whose texts are alike: 1 and "1"
+        place += "'"
+    tensors[place] = tensor
+    return place
+
+
+def from_plain(value: Any, tensors: Callable[[str], Tensor]) -> Any:
+    """What :func:`to_plain` was given; ``tensors`` gives each by its name."""
+    if isinstance(value, list):
+        return [from_plain(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next((key for key in value if key.startswith(_TAG)), None)
+    if tag is None:
+        return {key: from_plain(item, tensors) for key, item in value.items()}
+    return _from_tag(tag[1:], value[tag], value, tensors)
+
+
+def _from_tag(kind: str, content: Any, whole: Mapping[str, Any], tensors: Callable[[str], Tensor]) -> Any:
+    match kind:
+        case "float":
+            return float(content)
+        case "tensor":
+            return tensors(content)
+        case "array":
+            return tensors(content).numpy()
+        case "scalar":
+            return np.dtype(content).type(from_plain(whole["value"], tensors))
+        case "bytes":
+            return bytes.fromhex(content)
+        case "dtype":
+            return getattr(torch, content.removeprefix("torch."))
+        case "device":
+            return torch.device(content)
+        case "tuple" | "set" | "frozenset":
+            make = {"tuple": tuple, "set": set, "frozenset": frozenset}[kind]
+            return make(from_plain(item, tensors) for item in content)
+        case "dict" | "ordered" | "counter" | "default":
+            pairs = [(from_plain(key, tensors), from_plain(item, tensors)) for key, item in content]
+            make = {"dict": dict, "ordered": OrderedDict, "counter": Counter, "default": dict}[kind]
+            return make(dict(pairs))
+    raise ValueError(f"${kind} is no kind of value")
+
+
+def to_text(plain: Any) -> bytes:
+    """JSON; floats come back to the last bit."""
+    return (json.dumps(plain, indent=1, allow_nan=False) + "\n").encode()
+
+
+def parse(text: bytes) -> Any:
+    """What :func:`to_text` was given."""
+    return json.loads(text)

@@ -1,0 +1,227 @@
+"""From a checkpoint into a run, under any layout: read and verified whole first, then put in place.
+
+Nothing of the run changes before every rank has read and believed all that it needs: for that moment the host holds this
+rank's share of the parameters twice.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import CheckpointError
+from shardwise.parallel import Runtime, runtime_of
+from shardwise.recipe import extents
+from shardwise.state.boxes import Box
+from shardwise.state.checkpoint.contents import EXTRA, is_sharded
+from shardwise.state.checkpoint.manifest import damaged
+from shardwise.state.checkpoint.opened import SavedRun, VerifiedFiles
+from shardwise.state.extra import set_extra_states
+from shardwise.state.filling import Filling
+from shardwise.state.fitting import Plan, Rules, own_boxes, plan_of
+from shardwise.state.optimizer import fitting_state, install_state
+from shardwise.state.stored import FileTensor
+from shardwise.state.together import together
+from shardwise.world.rng import set_streams
+
+__all__ = ["Restored", "restore"]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was restored.
+
+    Attributes:
+        folder: the checkpoint.
+        step: windows trained before it.
+        own: what the step and the loader kept.
+        num_bytes: read by this rank.
+        notes: what the user should know.
+    """
+
+    folder: Path
+    step: int
+    own: Mapping[str, Any]
+    num_bytes: int
+    notes: tuple[str, ...]
+
+
+def restore(
+    folder: Path,
+    model: nn.Module,
+    optim: torch.optim.Optimizer | None,
+    extra: Mapping[str, Any],
+    check: Callable[[Mapping[str, Any]], None] = lambda own: None,
+) -> Restored:
+    """Puts a model, its optimizer and ``extra`` objects where a checkpoint has them. All ranks must call it.
+
+    Args:
+        folder: of the checkpoint.
+        model: from ``parallelize``, under any layout.
+        optim: built from its parameters; may be fresh. None: the optimizer's state is left where it is.
+        extra: as they were saved.
+        check: is given what the step and the loader kept, before anything changes; raises if that does not fit.
+
+    Raises:
+        CheckpointError: on every rank; it is not whole, not what was written, or of another model. Nothing has changed.
+    """
+    runtime = runtime_of(model)
+    world, place = runtime.world, f"restoring {folder.name}"
+    saved = together(
+        world, f"{place}, reading the manifest", lambda: SavedRun(folder), same=_digest, differ=_other(folder)
+    )
+    with saved:
+        reading = _Reading(saved, runtime, optim, extra)
+        together(world, f"{place}, matching names", lambda: reading.match(check))
+        together(world, f"{place}, reading", reading.read)
+        reading.place()
+        return Restored(folder, saved.manifest.step, reading.own, saved.files.num_bytes, tuple(reading.notes))
+
+
+def _digest(saved: SavedRun) -> str:
+    return f"{saved.manifest.step} {saved.manifest.to_bytes().hex()}"
+
+
+def _other(folder: Path) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint {folder}",
+        why="ranks see different ones under this name",
+        fix="name a directory on a file system that every node mounts",
+    )
+
+
+class _Reading:
+    """One restore on one rank: what is matched, then read, then put in place."""
+
+    def __init__(
+        self, saved: SavedRun, runtime: Runtime, optim: torch.optim.Optimizer | None, extra: Mapping[str, Any]
+    ):
+        self.saved, self.runtime, self.optim, self.extra = saved, runtime, optim, extra
+        self.notes: list[str] = []
+        self.own: dict[str, Any] = {}
+        self._models: dict[str, tuple[Runtime, Plan]] = {}
+        self._values: dict[str, dict[str, Tensor]] = {}
+        self._made: dict[str, dict[str, Any]] = {}
+
+    def match(self, check: Callable[[Mapping[str, Any]], None]) -> None:
+        """Everything that can be known without reading a large tensor."""
+        state, self._moments = self.saved.state()
+        needed = ("optimizer", "model", "extra", "random") if self.optim is not None else ("model", "extra", "random")
+        missing = [name for name in needed if name not in state]
+        if missing:
+            raise CheckpointError(
+                f"{self.saved.folder}: a checkpoint without {', '.join(missing)}",
+                why="it was saved from a run that had none",
+                fix="build the step as it was when the checkpoint was saved",
+            )
+        models = {"": self.runtime}
+        models |= {f"{EXTRA}/{n}/": runtime_of(other) for n, other in self.extra.items() if is_sharded(other)}
+        for prefix, runtime in models.items():
+            self._models[prefix] = (runtime, self._plan(prefix, runtime))
+        self._match_extra(state["extra"])
+        if self.optim is not None:
+            self._match_optimizer(self.optim, state["optimizer"])
+        self._state = state
+        self.own = {
+            name: value for name, value in state.items() if name not in ("optimizer", "model", "extra", "random")
+        }
+
+    def _plan(self, prefix: str, runtime: Runtime) -> Plan:
+        rules = Rules(strict=True, rename=(), cast=False, check_finite=False)
+        folder = self.saved.folder / prefix if prefix else self.saved.folder
+        return plan_of(runtime, folder, rules, self.saved.files, lambda name, tensor: own_boxes(runtime, name, tensor))
+
+    def _match_extra(self, states: Mapping[str, Any]) -> None:
+        mine = [name for name, value in self.extra.items() if not is_sharded(value)]
+        for name in mine:
+            if name not in states:
+                raise CheckpointError(
+                    f"{self.saved.folder}: a checkpoint without extra[{name!r}]",
+                    why=f"it was saved with {', '.join(states) or 'no extra objects'}",
+                    fix="leave the object out until the first checkpoint that holds it",
+                )
+        self.notes += [
+            f"extra[{name!r}] is in the checkpoint, and nothing takes it" for name in states if name not in mine
+        ]
+
+    def _match_optimizer(self, optim: torch.optim.Optimizer, told: Mapping[str, Any]) -> None:
+        shapes = {name: param.shape for name, param in self.runtime.recipe.params.items()}
+        state: dict[str, dict[str, Any]] = {}
+        for name, keys in told["keys"].items():
+            for key, dtype in keys.items():
+                value = told["state"].get(name, {}).get(key)
+                if dtype is not None:
+                    stored = self._moments.get(f"{name}/{key}")
+                    if stored is None or stored.dtype != dtype:
+                        raise damaged(self.saved.folder, f"the optimizer's files have no {name}/{key} of {dtype}")
+                    value = torch.empty(stored.shape, dtype=getattr(torch, dtype), device="meta")
+                state.setdefault(name, {})[key] = value
+        if told["class"] != type(optim).__name__:
+            raise CheckpointError(
+                f"{self.saved.folder}: the state of {told['class']}",
+                why=f"this run's optimizer is {type(optim).__name__}, and its state means something else",
+                fix=f"build {told['class']}, or load the weights only: sw.load_weights(model, {str(self.saved.folder)!r})",
+            )
+        self._told, self._settings = fitting_state(
+            self.runtime, optim, {"state": state, "param_groups": told["param_groups"]}
+        )
+        assert all(name in shapes for name in self._told)
+
+    def read(self) -> None:
+        """All of this rank's pieces, into memory of their own."""
+        files = self.saved.files
+        for prefix, (runtime, plan) in self._models.items():
+            local = runtime.local_tensors()
+            self._values[prefix] = {}
+            for name, stored in plan.tensors.items():
+                fresh = torch.empty(local[name].shape, dtype=local[name].dtype)
+                for piece in runtime.pieces(name, local[name]):
+                    stored.read(Box(piece.starts, piece.sizes), fresh[piece.local_index], files)
+                self._values[prefix][name] = fresh
+        if self.optim is None:
+            return
+        for name, keys in self._told.items():
+            self._made[name] = {
+                key: self._moment(name, key, value, files) if isinstance(value, torch.dtype) else value
+                for key, value in keys.items()
+            }
+
+    def _moment(self, name: str, key: str, dtype: torch.dtype, files: VerifiedFiles) -> Tensor:
+        local = self.runtime.local_tensors_of(name)
+        stored: FileTensor = self._moments[f"{name}/{key}"]
+        fresh = torch.empty(local.shape, dtype=dtype)
+        for piece in extents(self.runtime.recipe.params[name], self.runtime.view.coord):
+            stored.read(Box(piece.starts, piece.sizes), fresh[piece.local_index], files)
+        return fresh
+
+    def place(self) -> None:
+        """Into the run: from here on nothing can fail that depends on the checkpoint."""
+        for prefix, (runtime, plan) in self._models.items():
+            local = runtime.local_tensors()
+            with Filling(runtime, plan.tensors):
+                for name, value in self._values[prefix].items():
+                    local[name].copy_(value)
+            runtime.loaded_from = (self.saved.folder / prefix).resolve()
+            states = self._state["model"].get(prefix) or {}
+            if states:
+                set_extra_states(runtime.module, states)
+        if self.optim is not None:
+            install_state(self.runtime, self.optim, self._made, self._settings)
+        for name, value in self.extra.items():
+            if not is_sharded(value):
+                value.load_state_dict(self._state["extra"][name])
+        self._place_random(self._state["random"])
+
+    def _place_random(self, random: Mapping[str, Any]) -> None:
+        world = self.runtime.world
+        world.seed = int(random["seed"])
+        if len(random["ranks"]) == world.size:
+            set_streams(random["ranks"][world.rank], world.device)
+        else:
+            self.notes.append(
+                f"random streams outside of steps begin anew: the checkpoint has those of {len(random['ranks'])} ranks, and "
+                f"there are {world.size}"
+            )

@@ -1,0 +1,69 @@
+"""Checksums of a file's blocks, put together from what each rank has written of them.
+
+CRC-32C is affine over xor: the sum of a block, less (xor) that of as many zeros, is the xor of what each rank finds for the
+block with zeros in the place of all that it does not write. So ranks sum what passes through their hands, in any order and
+cut anywhere, and nobody reads a file again. The polynomial is Castagnoli's (IEEE Trans. Comm. 41(6), 1993; RFC 3720): it
+finds every burst of up to 32 bits, every odd number of flipped bits, and all but one in 2**32 of other damage.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from crc32c import crc32c
+
+__all__ = ["BLOCK", "Sums", "Told", "block_sizes", "put_together", "sum_of"]
+
+BLOCK = 256 << 10  # bytes: what is read at least to believe one byte
+Told = Mapping[str, tuple[np.ndarray, np.ndarray]]
+"""File -> the numbers of blocks (uint32) and what was found for each (uint32)."""
+
+
+def sum_of(memory: memoryview | bytes) -> int:
+    """CRC-32C of ``memory``."""
+    return crc32c(memory)
+
+
+@functools.lru_cache(maxsize=64)
+def _sum_of_zeros(num_bytes: int) -> int:
+    return crc32c(bytes(num_bytes))
+
+
+class Sums:
+    """What one rank has written."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, dict[int, int]] = {}
+
+    def add(self, file: str, block: int, image: memoryview) -> None:
+        """``image``: the block, with zeros where this call brings nothing. May be called for a block several times."""
+        found = self._found.setdefault(file, {})
+        found[block] = found.get(block, 0) ^ sum_of(image) ^ _sum_of_zeros(len(image))
+
+    def told(self) -> Told:
+        """For the rank that puts all together."""
+        return {
+            file: (np.fromiter(found, np.uint32, len(found)), np.fromiter(found.values(), np.uint32, len(found)))
+            for file, found in self._found.items()
+        }
+
+
+def put_together(sizes: Mapping[str, int], told: Iterable[Told]) -> dict[str, np.ndarray]:
+    """File -> checksum (uint32) of each of its blocks.
+
+    Args:
+        sizes: of all files, in bytes.
+        told: by every rank that wrote.
+    """
+    zeros = {file: [_sum_of_zeros(size) for size in block_sizes(size)] for file, size in sizes.items()}
+    totals = {file: np.array(sums, dtype=np.uint32) for file, sums in zeros.items()}
+    for found in told:
+        for file, (blocks, values) in found.items():
+            totals[file][blocks] ^= values
+    return totals
+
+
+def block_sizes(num_bytes: int) -> list[int]:
+    """Sizes of a file's blocks: all alike but for the last."""
+    whole, rest = divmod(num_bytes, BLOCK)
+    return [BLOCK] * whole + ([rest] if rest else [])

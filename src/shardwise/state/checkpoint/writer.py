@@ -1,0 +1,196 @@
+"""Writing a rank's stretches of files: summed on the way, past the page cache where the system lets us.
+
+Stretches are laid into a window of aligned memory, at their place in the file. A window that is full (or left) is summed
+block by block while it is in the processor's cache, and written from there by a second thread while the next one is filled.
+What covers whole pages goes to the disk directly (O_DIRECT, which wants memory, offset and length aligned); the ragged ends
+of a range go through the page cache, and so does everything where the file system knows no direct writes.
+"""
+
+import contextlib
+import errno
+import mmap
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from shardwise.state.checkpoint.points import reach
+from shardwise.state.checkpoint.sums import BLOCK, Sums
+from shardwise.state.writing import send_off
+
+__all__ = ["BlockWriter"]
+
+WINDOW = 32 * BLOCK
+PAGE = 4096  # bytes: what a direct write is aligned to; no disk wants more
+
+pwrite = os.pwrite  # where a fault is tried
+
+
+class BlockWriter:
+    """Writes files one after the other; a context manager that ends its thread and gives its memory back.
+
+    Args:
+        sums: told of every block.
+    """
+
+    def __init__(self, sums: Sums):
+        self._sums = sums
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardwise-writer")
+        self._windows = [_Window(), _Window()]  # one is filled, one is written
+        self._under_way: Future[None] | None = None
+        self._file: _File | None = None
+        self._is_first = True
+
+    def __enter__(self) -> "BlockWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+        self._windows.clear()
+
+    @contextlib.contextmanager
+    def file(self, path: Path, name: str, size: int) -> Iterator[None]:
+        """Within, :meth:`write` is about this file, which has its ``size`` already; after, what was written is on disk.
+
+        Raises:
+            OSError: it is not.
+        """
+        self._file = _File(path, name, size)
+        try:
+            yield
+            self._leave_window()
+            self._settle()
+            reach("written")
+            self._file.sync()
+            reach("synced")
+        finally:
+            if self._under_way is not None:
+                self._under_way.exception()  # an error is on its way already: this one is heard of no more
+                self._under_way = None
+            for window in self._windows:
+                window.covered.clear()
+            self._file.close()
+
+    def write(self, offset: int, memory: memoryview) -> None:
+        """``memory`` at ``offset`` of the file; in any order, each byte once."""
+        while len(memory):
+            base = offset // WINDOW * WINDOW
+            if base != self._windows[0].base:
+                self._leave_window()
+                self._windows[0].base = base
+            num = min(len(memory), base + WINDOW - offset)
+            self._windows[0].put(offset - base, memory[:num])
+            offset, memory = offset + num, memory[num:]
+
+    def _leave_window(self) -> None:
+        if not self._windows[0].covered:
+            return
+        self._settle()
+        assert self._file is not None
+        self._under_way = self._thread.submit(self._windows[0].empty_into, self._file, self._sums)
+        self._windows.reverse()
+        if self._is_first:
+            self._is_first = False
+            reach("half-written")
+
+    def _settle(self) -> None:
+        """Waits for the window that is being written, and raises what went wrong with it."""
+        if self._under_way is not None:
+            done, self._under_way = self._under_way, None
+            done.result()
+
+
+class _Window:
+    """Memory that stands for ``WINDOW`` bytes of a file from ``base`` on."""
+
+    def __init__(self) -> None:
+        self.base = 0
+        self.memory = memoryview(mmap.mmap(-1, WINDOW))  # aligned to a page
+        self.covered: list[tuple[int, int]] = []  # begin and end of what was put, in the order it came
+
+    def put(self, begin: int, memory: memoryview) -> None:
+        end = begin + len(memory)
+        self.memory[begin:end] = memory
+        if self.covered and self.covered[-1][1] == begin:
+            begin = self.covered.pop()[0]
+        self.covered.append((begin, end))
+
+    def empty_into(self, file: "_File", sums: Sums) -> None:
+        covered = sorted(self.covered)
+        self.covered = []
+        self._clear_gaps(covered, file)
+        touched = {block for begin, end in covered for block in range(begin // BLOCK, (end - 1) // BLOCK + 1)}
+        for block in sorted(touched):
+            first = block * BLOCK
+            last = min(first + BLOCK, file.size - self.base)
+            sums.add(file.name, (self.base + first) // BLOCK, self.memory[first:last])
+        for begin, end in covered:
+            file.write(self.base + begin, self.memory[begin:end])
+
+    def _clear_gaps(self, covered: list[tuple[int, int]], file: "_File") -> None:
+        """Zeros where nothing was put, in the blocks that will be summed."""
+        position = covered[0][0] // BLOCK * BLOCK
+        for begin, end in covered:
+            if begin > position:
+                if begin - position > BLOCK:  # blocks in between that nothing was put into are not summed
+                    self._clear(position, -(-position // BLOCK) * BLOCK)
+                    position = begin // BLOCK * BLOCK
+                self._clear(position, begin)
+            position = end
+        self._clear(position, min(-(-position // BLOCK) * BLOCK, file.size - self.base))
+
+    def _clear(self, begin: int, end: int) -> None:
+        if end > begin:
+            self.memory[begin:end] = bytes(end - begin)
+
+
+class _File:
+    """A file that is there in its size."""
+
+    def __init__(self, path: Path, name: str, size: int):
+        self.name, self.size = name, size
+        self._cached = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        self._direct: int | None = None
+        with contextlib.suppress(OSError, AttributeError):  # a system without direct writes
+            self._direct = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
+
+    def write(self, offset: int, memory: memoryview) -> None:
+        """``memory`` lies in its page as it will in the file's."""
+        end = offset + len(memory)
+        first, last = -(-offset // PAGE) * PAGE, end // PAGE * PAGE
+        if self._direct is None or last <= first:
+            self._write_cached(offset, memory)
+            return
+        self._write_cached(offset, memory[: first - offset])
+        done = self._write_direct(first, memory[first - offset : last - offset])
+        self._write_cached(first + done, memory[first + done - offset :])
+
+    def _write_direct(self, offset: int, memory: memoryview) -> int:
+        """How many bytes of it were written."""
+        done = 0
+        assert self._direct is not None
+        while done < len(memory) and done % PAGE == 0:
+            try:
+                done += pwrite(self._direct, memory[done:], offset + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                os.close(self._direct)  # this file system wants another alignment, or none of it after all
+                self._direct = None
+                break
+        return done
+
+    def _write_cached(self, offset: int, memory: memoryview) -> None:
+        done = 0
+        while done < len(memory):
+            done += pwrite(self._cached, memory[done:], offset + done)
+        if len(memory) > PAGE:
+            send_off(self._cached, offset, len(memory))
+
+    def sync(self) -> None:
+        os.fsync(self._cached)
+
+    def close(self) -> None:
+        os.close(self._cached)
+        if self._direct is not None:
+            os.close(self._direct)

@@ -1,0 +1,110 @@
+"""Checkpoints go from any layout into any other to the last bit, and a resumed run is the uninterrupted one."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from state.runs import EXACT, RESHARDED, close, equal, run
+
+import shardwise as sw
+
+_NAMES = list(RESHARDED)
+# Every layout once as the first and once as the second in each run of the tests; all pairs in soak.
+PAIRS = [
+    *(pytest.param(first, (_NAMES[i - 3],), id=f"{first}-{_NAMES[i - 3]}") for i, first in enumerate(_NAMES)),
+    *(pytest.param(first, tuple(_NAMES), id=f"{first}-all", marks=pytest.mark.soak) for first in _NAMES),
+]
+
+
+@pytest.mark.parametrize(("first", "seconds"), PAIRS)
+def test_any_layout_resumes_what_any_other_saved(ranks, tmp_path, first, seconds):
+    layout, num_ranks = RESHARDED[first]
+    whole = ranks.run(run, num_ranks, layout, tmp_path, 5, (2,), async_save=False)[0]
+    assert whole["began"] == 0
+    at_two = ranks.run(run, num_ranks, layout, None, 2)[0]["last"]
+    for layout, num_ranks in (RESHARDED[second] for second in seconds):
+        again, *others = ranks.run(run, num_ranks, layout, tmp_path, 5, async_save=False)
+        assert again["began"] == 2
+        assert [w.partition(" of steps")[0] for w in again["warnings"]] == (
+            ["random streams outside"] if num_ranks != RESHARDED[first][1] else []
+        )
+        assert all(other["warnings"] == [] for other in others)
+        assert equal(again["first"], at_two)
+        assert again["samples"] == whole["samples"][2:]
+        for mine, theirs in zip(again["figures"], whole["figures"][2:], strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-12)
+        assert close(again["last"][0], whole["last"][0], 1e-12)
+        assert again["average"][1] == pytest.approx(whole["average"][1], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(ranks, tmp_path, name, async_save):
+    layout, num_ranks = RESHARDED[name]
+    options = {"dtype": torch.float32, "batch": (num_ranks, 1), "async_save": async_save}  # accumulation 1
+    whole = ranks.run(run, num_ranks, layout, None, 12, dtype=torch.float32, batch=(num_ranks, 1))[0]
+    half = ranks.run(run, num_ranks, layout, tmp_path, 9, (3, 9), **options)[0]
+    rest = ranks.run(run, num_ranks, layout, tmp_path, 12, **options)[0]
+    assert rest["began"] == 9
+    assert half["figures"] + rest["figures"] == whole["figures"]
+    assert half["samples"] + rest["samples"] == whole["samples"]
+    assert equal(rest["last"], whole["last"])
+    assert equal(rest["average"], whole["average"])
+
+
+def test_the_weights_are_a_plain_model_directory_and_no_file_needs_pickle(ranks, tmp_path):
+    found = ranks.run(run, 2, "dp_shard=2", tmp_path, 2, (2,), async_save=False)[0]
+    folder = tmp_path / "step-00000002"
+    weights = load_file(folder / "model.safetensors")
+    assert all(torch.equal(weights[name], found["last"][0][name]) for name in weights)
+    assert set(found["last"][0]) - set(weights) == {"head.weight"}
+    assert (tmp_path / "latest").resolve() == folder
+    for path in folder.rglob("*"):
+        assert path.is_dir() or path.suffix in (".safetensors", ".json")
+        json.loads(path.read_text()) if path.suffix == ".json" else None
+
+
+def test_the_same_state_is_the_same_bytes_whatever_the_layout(ranks, tmp_path):
+    ranks.run(run, 2, "dp_shard=2", tmp_path / "a", 2, (2,), async_save=False)
+    ranks.run(_saved_again, 3, "dp_shard=3", tmp_path / "a", tmp_path / "b")
+    for name in ("model.safetensors", "training/optimizer.safetensors"):
+        one, other = (tmp_path / root / "step-00000002" / name for root in ("a", "b"))
+        assert one.read_bytes() == other.read_bytes()
+
+
+def _saved_again(layout, source, dest):
+    from state.runs import make
+
+    world, _, step = make(layout)
+    with world:
+        with sw.CheckpointManager(source, step, async_save=False) as manager:
+            assert manager.load() == 2
+        with sw.CheckpointManager(dest, step, async_save=False) as manager:
+            manager.save()
+
+
+def kept(root: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in root.glob("step-*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"keep": 2}, [5, 6]),
+        ({"keep": 1, "keep_every": 3}, [3, 6]),
+        ({"keep": None}, [1, 2, 3, 4, 5, 6]),
+        ({"keep": 1, "best": "loss"}, None),
+    ],
+    ids=["last", "every", "all", "best"],
+)
+def test_which_checkpoints_stay(ranks, tmp_path, options, expected):
+    found = ranks.run(run, 2, "dp_shard=2", tmp_path, 6, (1, 2, 3, 4, 5, 6), **options)[0]
+    if expected is None:
+        losses = [loss for loss, *_ in found["figures"]]
+        expected = sorted({losses.index(min(losses)) + 1, 6})
+    assert kept(tmp_path) == expected
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".lock", "latest", *(f"step-{step:08d}" for step in expected)
+    ]  # fmt: skip
