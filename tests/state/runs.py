@@ -163,7 +163,8 @@ def equal(a, b) -> bool:
 def close(a: dict, b: dict, bound: float) -> bool:
     """Two models' tensors, by their largest difference."""
     return all(
-        bool((a[name] == b[name]).all()) if not a[name].is_floating_point() else
-        float((a[name] - b[name]).abs().max()) <= bound * max(1.0, float(b[name].abs().max()))
+        bool((a[name] == b[name]).all())
+        if not a[name].is_floating_point()
+        else float((a[name] - b[name]).abs().max()) <= bound * max(1.0, float(b[name].abs().max()))
         for name in a
     )
