@@ -60,6 +60,20 @@ def seen_text(generator: torch.Generator, index: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "pixel_values": pixels, "labels": batch["labels"]}
 
 
+def seen_turns(generator: torch.Generator, index: int) -> dict[str, Tensor]:
+    """Texts with a picture in each, given as patches and their numbers per side: four of them are one token."""
+    batch = tokens(generator, index, length=9)
+    ids = batch["input_ids"].clamp(max=VOCAB - 5)
+    ids[:, 0], ids[:, 1] = VOCAB - 4, VOCAB - 1
+    return {
+        "input_ids": ids,
+        "mm_token_type_ids": (ids == VOCAB - 1).long(),
+        "pixel_values": torch.randn(8, 3 * 2 * 4 * 4, generator=generator, dtype=torch.float64),
+        "image_grid_thw": torch.tensor([[1, 2, 2], [1, 2, 2]]),
+        "labels": batch["labels"],
+    }
+
+
 def contrastive_loss(output: Any, batch: dict[str, Tensor]) -> Tensor:
     rows = F.cross_entropy(output.logits_per_image, batch["labels"], reduction="sum")
     return (rows + F.cross_entropy(output.logits_per_text, batch["labels"], reduction="sum")) / 2
@@ -127,6 +141,29 @@ def llava() -> nn.Module:
         text_config=text,
         image_token_id=VOCAB - 1,
         vision_feature_layer=-1,
+    )
+
+
+def qwen3_vl_moe() -> nn.Module:
+    """A tower of vision whose middle blocks reach into the first blocks of a language model with experts."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 10}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 1]}
+    eye = {"depth": 3, "num_heads": 2, "hidden_size": 16, "intermediate_size": 20, "patch_size": 4}
+    return hf(
+        "Qwen3VLMoeConfig",
+        "Qwen3VLMoeForConditionalGeneration",
+        text_config={**_DECODER, **experts, "rope_parameters": rope},
+        vision_config={
+            **eye,
+            "out_hidden_size": 12,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0, 1],
+        },
+        vision_start_token_id=VOCAB - 4,
+        vision_end_token_id=VOCAB - 3,
+        video_token_id=VOCAB - 2,
+        image_token_id=VOCAB - 1,
+        **_LOOP,
     )
 
 
@@ -385,6 +422,13 @@ FAMILIES = {
             "LlavaForConditionalGeneration",
             "a model of vision before a model of language",
             units=("CLIPEncoderLayer", "LlamaDecoderLayer"),
+        ),
+        Subject(
+            Case("qwen3-vl-moe", qwen3_vl_moe, seen_turns),
+            "multimodal",
+            "Qwen3VLMoeForConditionalGeneration",
+            "vision that reaches into several layers of language, experts that lie turned in published files",
+            units=("Qwen3VLMoeVisionBlock", "Qwen3VLMoeTextDecoderLayer"),
         ),
     )
 }

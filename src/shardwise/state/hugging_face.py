@@ -6,6 +6,7 @@ tensors without values, and what comes out tells by its offset and strides which
 """
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -16,9 +17,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import UnsupportedError
+from shardwise.state.boxes import whole
 from shardwise.state.views import View, view_at
 
-__all__ = ["is_pretrained", "older_name", "stored_views"]
+__all__ = ["is_pretrained", "older_name", "stored_views", "turned_view"]
 
 
 def is_pretrained(model: nn.Module) -> bool:
@@ -71,6 +73,37 @@ def older_name(model: nn.Module) -> Callable[[str], str]:
     with _own_classes(model):
         renamings = [rule for rule in mapping(model) if isinstance(rule, kind)]
     return functools.partial(_apply, apply, renamings)
+
+
+def turned_view(model: nn.Module, name: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> View | None:
+    """A tensor of shape ``stored`` as the whole of the model's ``name``, of ``shape``, with its dims in another order.
+
+    Some rules turn what they find in files only where its shape is not the module's (published experts of Qwen3-VL-MoE, whose
+    dims have changed places since), so they say nothing about how a tensor is saved. None where no rule turns it.
+    """
+    kind, apply = _rules("WeightConverter"), _rules("apply_converters")
+    mapping = _rules("get_model_conversion_mapping", "transformers.conversion_mapping")
+    if not is_pretrained(model) or kind is None or apply is None or mapping is None or sorted(stored) != sorted(shape):
+        return None
+    empty = torch.empty(stored, device="meta")
+    with _own_classes(model), _WithoutCopies():
+        rules = [rule for rule in mapping(model) if isinstance(rule, kind) and len(rule.source_patterns) == 1]
+        now, pattern = apply(name, rules)
+        rule = copy.deepcopy(next((rule for rule in rules if pattern in rule.source_patterns), None))
+        if now != name or rule is None:
+            return None
+        rule.add_tensor(name, name, pattern, empty)
+        try:
+            made = rule.convert(name, model=model, config=model.config).get(name)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+            return None  # it is for tensors of another form
+    made = made[0] if isinstance(made, list) else made
+    if made is None or tuple(made.shape) != shape or made.untyped_storage()._cdata != empty.untyped_storage()._cdata:
+        return None
+    found = view_at(name, stored, made.storage_offset(), shape, made.stride())
+    if found is None or found.box != whole(stored):
+        return None
+    return View(name, whole(shape), tuple(found.dims.index(dim) for dim in range(len(stored))))
 
 
 def _apply(apply: Callable[..., str], renamings: list[Any], name: str) -> str:

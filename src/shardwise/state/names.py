@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.state.hugging_face import older_name, stored_views
+from shardwise.state.hugging_face import older_name, stored_views, turned_view
 from shardwise.state.stored import Source, Stored
 from shardwise.state.views import Assembled, View
 
@@ -80,6 +80,7 @@ def match_names(
     parts = _sort_out(current, homes, known, views, source, found)
     for home, stored in parts.items():
         _assemble(home, wanted[home], {name: view for name, view in views.items() if view.name == home}, stored, found)
+    _turn(model, wanted, found)
     found.missing += tuple(name for name in wanted if name not in found.tensors and name not in parts)
     _excuse(model, found)
     return found
@@ -230,6 +231,21 @@ def _assemble(home: str, want: Wanted, views: Mapping[str, View], stored: Mappin
     found.tensors[home] = Assembled(
         want.shape, kinds.pop(), tuple((view, stored[name]) for name, view in views.items())
     )
+
+
+def _turn(model: nn.Module, wanted: Mapping[str, Wanted], found: Matched) -> None:
+    """Puts the dims in order of what files hold with its dims in another one, where the model's library says so."""
+    turned = {}
+    for home, stored in found.tensors.items():
+        shape = wanted[home].shape
+        view = turned_view(model, home, stored.shape, shape) if stored.shape != shape else None
+        if view is not None:
+            turned[home] = Assembled(shape, stored.dtype, ((view, stored),))
+    if turned:
+        found.tensors |= turned
+        found.renamed.append(
+            f"dims of {len(turned)} tensors put in the order of today, by rules of the model's library"
+        )
 
 
 def _excuse(model: nn.Module, found: Matched) -> None:
