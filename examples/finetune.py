@@ -8,7 +8,6 @@ Each rank reads its own bytes of the files and writes its own bytes of the new o
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
@@ -64,4 +63,9 @@ def main(source: str, dest: str, num_steps: int = 40) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", help="a model directory")
+    parser.add_argument("dest", help="the directory to write")
+    parser.add_argument("--steps", type=int, default=40, help="optimizer steps (40)")
+    args = parser.parse_args()
+    main(args.source, args.dest, args.steps)

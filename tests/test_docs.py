@@ -176,41 +176,75 @@ def _shell(command: str, folder: Path, **env: str) -> subprocess.CompletedProces
 
 
 SHORT = "--train.steps=2 --train.eval_every=0 --data.global_batch=4 --data.micro_batch=2"
+SMALL_MODEL = "'--model.args={dim: 32, num_layers: 1, ffn: 48}'"
+SMALL_DATA = "--data.val_fraction=0.001"  # of the text that the demo brings: a part of a second is validated
+
+# What a page's commands begin with: made once more for each, on a warm rank, where a process would import everything anew.
+FIRST = {
+    "examples/finetune.": "python examples/small_model.py runs/small --steps 2",
+    "shardwise convert ": "python examples/example_convert.py",
+}
+
+
+def _warm(command: str) -> tuple[int, list[str]] | None:
+    """On how many warm ranks a command is run, and its words; None: in processes of its own."""
+    match shlex.split(command):
+        case ["python", script, *words] if script.startswith("examples/"):
+            return 1, [script, *words]
+        case ["torchrun", "--standalone", "--nproc-per-node", number, script, *words] if script.startswith("examples/"):
+            return int(number), [script, *words]
+        case ["shardwise", "convert", *words] if "--help" not in words:
+            return 1, ["convert", *words]
+    return None
+
+
+def _on_ranks(command: str, folder: Path) -> tuple[int, str, list[str]]:
+    found = _warm(command)
+    assert found is not None
+    return found[0], str(folder), found[1]
+
+
+def _run_words(folder: str, words: list[str]) -> int:
+    """On a rank: a script as it is started from ``folder``, or a command of ``shardwise`` that starts no ranks."""
+    from shardwise.cli.main import main
+
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
+        if words[0].endswith(".py"):
+            sys.argv = words
+            runpy.run_path(words[0], run_name="__main__")
+            return 0
+        return main(words)
 
 
 def _shortened(command: str, folder: Path) -> str | None:
     """What is run for a command of a page: itself, or the same with less work. None: nothing is known about it."""
     words = shlex.split(command)
     match words:
-        case ["python", "examples/small_model.py", *_]:
+        case ["python", "examples/small_model.py" | "examples/finetune.py", *_]:
             return f"{command} --steps 2"
-        case [_, *rest] if any("examples/finetune." in word for word in rest):
-            last = f" {SHORT} --log.dir=run" if words[0] == "shardwise" else ""
-            return f"python examples/small_model.py runs/small --steps 2 && {command}{last}"
+        case ["torchrun", *rest] if "examples/finetune.py" in rest:
+            return f"{command} --steps 2"
         case ["shardwise", "train"]:
             return f"{_make('demo')} -n"  # what the demo runs, and the demo is run
+        case ["shardwise", "train", "examples/finetune.yaml"]:  # tests/cli/test_train_examples.py runs it to the end
+            return f"{command} --print-config"
+        case ["shardwise", "train", "--data.path=README.md"]:
+            return f"{command} {SHORT} {SMALL_MODEL} --log.dir=run"
         case ["shardwise", "train", *_]:
-            return f"{command} {SHORT} --log.dir=run"
-        case ["shardwise", "verify" | "--help" | "plan", *_] | ["torchrun", *_]:
+            return f"{command} {SHORT} {SMALL_DATA} --log.dir=run"
+        case ["shardwise", "convert"]:  # named in running text
+            return f"{command} --help"
+        case ["shardwise", "verify" | "--help" | "plan" | "convert", *_] | ["torchrun", *_]:
             return command
         case ["python", "-m", "pip", "install", "-e", "."]:
             for name in ("pyproject.toml", "LICENSE"):
                 shutil.copy(ROOT / name, folder)
             shutil.copytree(ROOT / "src" / "shardwise", folder / "src" / "shardwise")
             return f"{command} --dry-run --no-deps --no-build-isolation --no-index"
-        case [
-            "python",
-            "examples/example_units.py" | "examples/example_init.py" | "examples/example_remat.py" as script,
-        ]:
-            return f"python {ROOT / script}"
-        case ["python", "examples/example_convert.py"]:
+        case ["python", script] if script.startswith("examples/example_"):
             return command
-        case ["shardwise", "convert"]:  # named in running text
-            return f"{command} --help"
-        case ["shardwise", "convert", *_]:
-            return f"python examples/example_convert.py && {command}"
         case ["python", "benchmarks/step.py", *_]:
-            return f"{command} --model tiny --rounds 2".replace("--write docs/", "--write ")
+            return f"{command} --model tiny --rounds 2 --part step".replace("--write docs/", "--write ")
         case ["python", "benchmarks/wrap.py", *_]:
             return f"{command} --ranks 8 --blocks 2 --repeats 1".replace("--write docs/", "--write ")
         case ["python", "benchmarks/weights.py", *_]:
@@ -218,7 +252,8 @@ def _shortened(command: str, folder: Path) -> str | None:
         case ["python", "tools/draw_pages.py"]:
             return f"python {ROOT / 'tools' / 'draw_pages.py'} --draw --to ."
         case ["make", "demo"]:
-            return f"{_make('demo')} ARGS={shlex.quote(SHORT + ' --log.dir=' + str(folder / 'run'))}"
+            words = f"{SHORT} {SMALL_DATA} --log.dir={folder / 'run'}"
+            return f"{_make('demo')} ARGS={shlex.quote(words)}"
         case ["make", "test" | "soak" | "gpu" | "check" | "picture" as target]:
             return f"{_make(target)} -n"
     return None
@@ -265,7 +300,7 @@ def test_every_selection_of_tests_selects_some(tmp_path):
 
 
 @pytest.mark.parametrize("command", [command for command in commands() if command not in _selections()])
-def test_command_of_a_page(command, tmp_path):
+def test_command_of_a_page(ranks, command, tmp_path):
     for name in ("README.md", "examples", "benchmarks"):
         (tmp_path / name).symlink_to(ROOT / name)
     shutil.copy(ROOT / "docs" / "benchmarks.md", tmp_path)
@@ -274,6 +309,11 @@ def test_command_of_a_page(command, tmp_path):
         (tmp_path / "first.py").write_text(first.text)
     short = command if command == "python first.py" else _shortened(command, tmp_path)
     assert short is not None, f"nothing is known about the command {command!r} of a page"
+    for beginning in (first for words, first in FIRST.items() if words in command):
+        ranks.run(_run_words, *_on_ranks(beginning, tmp_path), timeout_s=100)
+    if _warm(short) is not None:
+        assert set(ranks.run(_run_words, *_on_ranks(short, tmp_path), timeout_s=100)) == {0}
+        return
     done = _shell(short, tmp_path)
     if command in NOT_BUILT:
         assert done.returncode == 2

@@ -121,7 +121,19 @@ def test_it_ends_with_commands_to_try(finished):
     assert "--train.steps=8 --log.dir=runs/long" in finished[1]
 
 
-@pytest.mark.parametrize("command", [command for command, _ in next_commands(Path("runs/latest"), 4)])
+TO_TRY = [command for command, _ in next_commands(Path("runs/latest"), 4)]
+
+
+@pytest.mark.parametrize("command", TO_TRY)
+def test_the_commands_to_try_are_understood(finished, monkeypatch, capsys, command):
+    monkeypatch.chdir(finished[0])
+    assert cli.main([*shlex.split(command)[1:], "--print-config"]) == 0
+    assert "--train.steps=8" not in command or "  steps: 8 " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(c, marks=() if "--nproc 1" in c else pytest.mark.soak) for c in TO_TRY]
+)
 def test_the_commands_to_try_run(finished, text, command):
     words = shlex.split(command)[1:]
     done = start(finished[0], *words)
@@ -130,8 +142,14 @@ def test_the_commands_to_try_run(finished, text, command):
     assert "--train.steps=8" not in words or "after 8 steps" in done.stdout
 
 
-def test_a_run_whose_steps_were_all_skipped_says_so(tmp_path):
-    words = ("--nproc=1", "--parallel.precision=fp16", "--train.scaler.init_scale=1e30", "--log.plot=false")
+def test_a_run_whose_steps_were_all_skipped_says_so(tmp_path, text):
+    words = (
+        f"--data.path={text}",
+        "--nproc=1",
+        "--parallel.precision=fp16",
+        "--train.scaler.init_scale=1e30",
+        "--log.plot=false",
+    )
     done = start(tmp_path, "train", *TINY, *words)
     assert done.returncode == 0, done.stderr + done.stdout
     said = " ".join(done.stdout.split())
@@ -161,6 +179,7 @@ def test_tokens_and_a_model_of_the_users(tmp_path):
         "--model.args={vocab: 300}",
         "--data.path=tokens.npy",
         "--data.val_fraction=0",
+        "--nproc=1",
     ]
     done = start(tmp_path, "train", *words, *TINY[1:], "--checkpoint.export=null", "--log.plot=false")
     assert done.returncode == 0, done.stderr + done.stdout
@@ -391,7 +410,7 @@ STOP_IN_WRITING = (
 )
 
 
-@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("older", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_a_rank_killed_while_weights_are_written_leaves_the_older_ones_or_none(tmp_path, text, older):
     weights = tmp_path / "runs/latest/weights"
     if older:
@@ -452,7 +471,7 @@ def test_a_reader_that_left_is_no_traceback(tmp_path, text, closed):
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
 def test_torchrun_that_is_ended_says_what_is_kept(tmp_path, text, number):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardwise")
     act = f"os.kill(os.getppid(), signal.{number.name}), time.sleep(0.2)\n"

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -20,8 +21,9 @@ from state.good_sources import Good, make_good
 from stored_subjects import loaded, same_bytes
 
 from shardwise.config.keymap import load_map, rules_of
-from shardwise.errors import CheckpointError, ConfigError, UnsupportedError, VerifyError
+from shardwise.errors import CheckpointError, ConfigError, RankError, UnsupportedError, VerifyError
 from shardwise.state import convert as engine
+from shardwise.state import journal
 from shardwise.state.convert import Conversion, convert
 from shardwise.state.source import open_source
 from shardwise.state.targets import Fact, plan_torch_file
@@ -246,31 +248,33 @@ def test_configuration_and_tokenizer_files_go_along_and_transformers_opens_the_r
 
 # ---- killed, and gone on ------------------------------------------------------------------------------------------
 
-KILLED = """
-    import os, signal, sys
-    from pathlib import Path
-    from shardwise.state import convert, journal
 
-    journal.SYNC, left, note = 0, 3, journal.Workplace.note
+def _killed(source: Path, dest: Path, to: str) -> None:
+    """On a rank, which does not outlive it: a conversion that is killed when its third piece is noted."""
+    left, note = 3, journal.Workplace.note
+
     def dies(*args):
-        global left
+        nonlocal left
         note(*args)
         left -= 1
         if not left:
             os.kill(os.getpid(), signal.SIGKILL)
-    journal.Workplace.note = dies
-    source, dest, to = sys.argv[1:]
-    convert.convert(convert.Conversion(source=Path(source), dest=Path(dest), to=to))
-"""
+
+    with patch.object(journal, "SYNC", 0), patch.object(journal.Workplace, "note", dies):
+        convert(Conversion(source=source, dest=dest, to=to))
+
+
+def kill_a_conversion(ranks, source: Path, dest: Path, to: str) -> None:
+    with pytest.raises(RankError, match="signal 9"):
+        ranks.run(_killed, 1, source, dest, to)
 
 
 @pytest.mark.parametrize("to", KINDS)
-def test_a_killed_conversion_goes_on_where_it_was(good, tmp_path, to):
+def test_a_killed_conversion_goes_on_where_it_was(ranks, good, tmp_path, to):
     dest = tmp_path / KINDS[to]
     source = tmp_path / "source.pt"
     convert(Conversion(source=good.dcp, dest=source, to="torch"))
-    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(KILLED), source, dest, to], timeout=60, check=False)
-    assert killed.returncode == -9
+    kill_a_conversion(ranks, source, dest, to)
     assert not dest.exists()
     assert (tmp_path / f".{dest.name}.converting").is_dir()
     done = convert(Conversion(source=source, dest=dest, to=to, verify=True))
@@ -280,16 +284,13 @@ def test_a_killed_conversion_goes_on_where_it_was(good, tmp_path, to):
     assert sorted(os.listdir(tmp_path)) == sorted([dest.name, "source.pt"])
 
 
-def test_another_source_or_other_options_start_anew(good, tmp_path):
+def test_another_source_or_other_options_start_anew(ranks, good, tmp_path):
     dest, source = tmp_path / "out", tmp_path / "source.pt"
 
     def kill() -> None:
         shutil.rmtree(dest, ignore_errors=True)
         convert(Conversion(source=good.dcp, dest=source, to="torch", overwrite=True))
-        killed = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(KILLED), source, dest, "hf"], timeout=60, check=False
-        )
-        assert killed.returncode == -9
+        kill_a_conversion(ranks, source, dest, "hf")
 
     job = Conversion(source=source, dest=dest, to="hf", overwrite=True)
     kill()
@@ -313,14 +314,14 @@ def test_a_journal_cut_anywhere_is_gone_on_from(good, tmp_path):
         pytest.raises(CheckpointError, match="No space"),
     ):
         convert(Conversion(source=good.file, dest=dest, to="torch"))
-    journal = (folder / "journal").read_bytes()
-    assert journal.count(b"\n") == 1 + sum(bool(tensor.numel()) for tensor in good.tensors.values())
-    for length in range(0, len(journal), 7):
+    lines = (folder / "journal").read_bytes()
+    assert lines.count(b"\n") == 1 + sum(bool(tensor.numel()) for tensor in good.tensors.values())
+    for length in range(0, len(lines), 7):
         folder.mkdir(exist_ok=True)
         (folder / "files").mkdir(exist_ok=True)
-        (folder / "journal").write_bytes(journal[:length])
+        (folder / "journal").write_bytes(lines[:length])
         if length < 70 or not (folder / "files" / "out.pt").exists():
-            (folder / "journal").write_bytes(journal[: min(length, 60)])
+            (folder / "journal").write_bytes(lines[: min(length, 60)])
         convert(Conversion(source=good.file, dest=dest, to="torch", overwrite=True, verify=True))
         check(dest, good.tensors)
 
