@@ -80,7 +80,7 @@ class AtPoint:
         seen = [0]
 
         def act(point: str) -> None:
-            seen[0] += point == self.point
+            seen[0] += point == "begun"
             if point == self.point and seen[0] == 2:
                 for victim in self.victims:
                     os.kill(pids[victim], signal.SIGKILL)

@@ -12,6 +12,7 @@ A rank that fails anywhere before the renaming leaves everything as it was, and 
 leaves behind is removed by the next one.
 """
 
+import contextlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -206,13 +207,11 @@ class _Commit:
 def point_to(root: Path, name: str) -> None:
     """Has the link ``latest`` name a checkpoint, for people and for stock tools: loading does not go by it."""
     link = root / f".{LATEST}-new"
-    link.unlink(missing_ok=True)
-    try:
+    with contextlib.suppress(OSError):  # a file system without links, or something else of that name
+        link.unlink(missing_ok=True)
         link.symlink_to(name)
-    except OSError:
-        return  # a file system without links
-    os.replace(link, root / LATEST)
-    sync_folder(root)
+        os.replace(link, root / LATEST)
+        sync_folder(root)
 
 
 def _in_order(head: bytes | None, parts: list[Any]) -> Iterator[tuple[int, memoryview]]:

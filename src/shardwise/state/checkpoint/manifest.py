@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import CheckpointError
-from shardwise.state.checkpoint.sums import BLOCK, block_sizes
+from shardwise.state.checkpoint.sums import BLOCK
 
 __all__ = ["MANIFEST", "DamagedError", "FileFact", "Manifest", "damaged", "folder_name", "step_of"]
 
@@ -179,7 +179,7 @@ def _from(content: Mapping[str, Any]) -> Manifest:
         sums = np.frombuffer(bytes.fromhex(entry["crc32c"]), dtype=">u4").astype(np.uint32)
         size = _count(entry["size"])
         pure = PurePosixPath(name)
-        if len(sums) != len(block_sizes(size)) or pure.is_absolute() or ".." in pure.parts or str(pure) != name:
+        if len(sums) != -(-size // BLOCK) or pure.is_absolute() or ".." in pure.parts or str(pure) != name:
             raise ValueError(f"the file {name[:200]!r}")
         files[name] = FileFact(size, sums)
     return Manifest(
@@ -193,7 +193,7 @@ def _from(content: Mapping[str, Any]) -> Manifest:
 
 
 def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
+    if type(value) is not int or not 0 <= value < 1 << 62:
         raise ValueError(f"{value!r} is not a count")
     return value
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from torch import Tensor
 
@@ -20,6 +21,35 @@ from shardwise.state.formats.safetensors import tensors_in
 from shardwise.state.stored import FileTensor
 
 __all__ = ["SavedRun", "VerifiedFiles"]
+
+
+class _Optimizer(msgspec.Struct, kw_only=True, rename={"kind": "class"}):
+    kind: str
+    keys: dict[str, dict[str, str | None]]
+    state: dict[str, dict[str, Any]]
+    param_groups: list[dict[str, Any]]
+
+
+class _Streams(msgspec.Struct):
+    python: tuple[int, Any, Any]
+    numpy: Any
+    torch: Any
+
+
+class _Random(msgspec.Struct):
+    seed: int
+    ranks: list[_Streams]
+
+
+class _State(msgspec.Struct):
+    """What has to stand in the state, whatever the run; the rest is for whom it belongs to."""
+
+    step: dict[str, Any]
+    model: dict[str, dict[str, Any]]
+    extra: dict[str, Any]
+    random: _Random
+    optimizer: _Optimizer | None = None
+
 
 _KEPT = 16  # blocks at the ends of parts: the next tensor often begins in one
 
@@ -148,6 +178,7 @@ class SavedRun:
         try:
             plain = parse(self.text(STATE))
             found = {name: self._decoded(value, rest) for name, value in plain.items()}
+            msgspec.convert(found, _State)
         except CheckpointError:
             raise
         except Exception as error:  # whatever a text can hold: it is none of ours

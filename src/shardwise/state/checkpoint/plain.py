@@ -94,7 +94,10 @@ def _from_tag(kind: str, content: Any, whole: Mapping[str, Any], tensors: Callab
         case "array":
             return tensors(content).numpy()
         case "scalar":
-            return np.dtype(content).type(from_plain(whole["value"], tensors))
+            kind_of_number = np.dtype(content)
+            if kind_of_number.kind not in "biuf":
+                raise ValueError(f"a scalar of {content}")
+            return kind_of_number.type(from_plain(whole["value"], tensors))
         case "bytes":
             return bytes.fromhex(content)
         case "dtype":

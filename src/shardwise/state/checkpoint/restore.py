@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.recipe import extents
 from shardwise.state.boxes import Box
@@ -108,6 +108,16 @@ class _Reading:
 
     def match(self, check: Callable[[Mapping[str, Any]], None]) -> None:
         """Everything that can be known without reading a large tensor."""
+        try:
+            self._match(check)
+        except ShardwiseError:
+            raise
+        except Exception as error:  # a state of the right form with something in it that nobody has saved
+            raise damaged(
+                self.saved.folder, f"its state does not fit together: {type(error).__name__}: {error}"
+            ) from error
+
+    def _match(self, check: Callable[[Mapping[str, Any]], None]) -> None:
         state, self._moments = self.saved.state()
         needed = ("optimizer", "model", "extra", "random") if self.optim is not None else ("model", "extra", "random")
         missing = [name for name in needed if name not in state]
@@ -155,8 +165,15 @@ class _Reading:
                 value = told["state"].get(name, {}).get(key)
                 if dtype is not None:
                     stored = self._moments.get(f"{name}/{key}")
-                    if stored is None or stored.dtype != dtype:
+                    if stored is None or stored.dtype != dtype or name not in shapes:
                         raise damaged(self.saved.folder, f"the optimizer's files have no {name}/{key} of {dtype}")
+                    if stored.shape != shapes[name]:
+                        raise CheckpointError(
+                            f"{self.saved.folder}: {key} of shape {list(stored.shape)}",
+                            why=f"the parameter has {list(shapes[name])}",
+                            fix="build the model that the checkpoint was saved from",
+                            name=name,
+                        )
                     value = torch.empty(stored.shape, dtype=getattr(torch, dtype), device="meta")
                 state.setdefault(name, {})[key] = value
         if told["class"] != type(optim).__name__:
@@ -168,7 +185,6 @@ class _Reading:
         self._told, self._settings = fitting_state(
             self.runtime, optim, {"state": state, "param_groups": told["param_groups"]}
         )
-        assert all(name in shapes for name in self._told)
 
     def read(self) -> None:
         """All of this rank's pieces, into memory of their own."""
