@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import CheckpointError
+from shardwise.recipe import human_bytes
 from shardwise.state.checkpoint.contents import REST, Contents
 from shardwise.state.checkpoint.manifest import MANIFEST, FileFact, Manifest, folder_name
 from shardwise.state.checkpoint.points import reach
@@ -101,7 +102,8 @@ class _Commit:
         if usage.free < num_bytes + SPARE:
             raise CheckpointError(
                 f"the checkpoint {self.dest}",
-                why=f"it takes {num_bytes / 1e9:.2f} GB, and {usage.free / 1e9:.2f} GB are free on its disk",
+                why=f"it takes {human_bytes(num_bytes)}, and {human_bytes(usage.free)} are free on its disk; {human_bytes(SPARE)} "
+                "stay free for others",
                 fix="free space, keep fewer checkpoints (keep=), or name another directory",
             )
 

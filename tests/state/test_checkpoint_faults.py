@@ -1,0 +1,238 @@
+"""A disk that fails on one rank is one error on all ranks: training goes on, and the checkpoints before are as they were."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from state.runs import Average, Texts, equal, make, run, state
+
+import shardwise as sw
+from shardwise.state.checkpoint import commit, writer
+
+FAULTS = ("ENOSPC", "EIO", "short", "later")
+
+
+def failing(layout, root, fault, rank, mode):
+    """Saves after step 1, fails to after step 2, trains on, saves after step 3."""
+    world, model, step = make(layout)
+    average, loader = Average(), sw.Loader(Texts(), world, global_batch=12, micro_batch=1)
+    real, errors = writer.pwrite, []
+
+    def faulty(descriptor, memory, offset):
+        if fault == "short":
+            return real(descriptor, memory[: max(1, len(memory) // 3)], offset)
+        if fault == "later" and offset == 0:
+            return real(descriptor, memory, offset)
+        raise OSError(
+            errno.EIO if fault == "EIO" else errno.ENOSPC, os.strerror(errno.EIO if fault == "EIO" else errno.ENOSPC)
+        )
+
+    with (
+        world,
+        sw.CheckpointManager(root, step, keep=None, extra={"average": average}, async_save=mode == "async") as manager,
+    ):
+        for window in manager.resume(loader):
+            step(window)
+            writer.pwrite = faulty if step.num_steps == 2 and world.rank == rank else real
+            try:
+                manager.save()
+                manager.wait()
+            except sw.CheckpointError as error:
+                errors.append((step.num_steps, error))
+            writer.pwrite = real
+            if step.num_steps == 3:
+                break
+        return errors, state(model, step.optim)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_on_one_rank_is_told_on_all_and_costs_one_save(ranks, tmp_path, fault, rank, mode):
+    root = tmp_path / "run"
+    answers = ranks.run(failing, 2, "dp_shard=2", str(root), fault, rank, mode)
+    kept = sorted(path.name for path in root.glob("step-*"))
+    if fault == "short":  # the system took less than it was given, and is given the rest
+        assert all(errors == [] for errors, _ in answers)
+        assert kept == ["step-00000001", "step-00000002", "step-00000003"]
+    else:
+        for errors, _ in answers:
+            ((step, error),) = errors
+            assert step == 2 and "writing failed" in error.why and "step-00000002" in error.given
+        assert kept == ["step-00000001", "step-00000003"]
+    assert sorted(p.name for p in root.iterdir() if p.name not in kept) == [".lock", "latest"]
+    again = ranks.run(run, 2, "dp_shard=2", str(root), 3, async_save=False)[0]
+    assert again["began"] == 3 and again["warnings"] == [] and equal(again["first"], answers[0][1])
+
+
+def full(root, big):
+    world, _, step = make("dp_shard=2", dim=8)
+    with world:
+        errors = []
+        manager = sw.CheckpointManager(root, step, async_save=False)
+        manager.save()
+        if world.is_main:
+            commit.SPARE, spare = -(1 << 30), commit.SPARE
+            usage = os.statvfs(root)
+            with open(os.path.join(root, "filler"), "wb") as file:
+                file.write(bytes(max(0, usage.f_bavail * usage.f_frsize - big)))
+        for _ in range(2):
+            step._runtime.step += 1
+            try:
+                manager.save()
+            except sw.CheckpointError as error:
+                errors.append(error)
+            if world.is_main:
+                commit.SPARE = spare
+        return errors
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system takes root")
+def test_a_full_disk_is_told_on_every_rank_and_nothing_is_lost(ranks, tmp_path):
+    mount = tmp_path / "small"
+    mount.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "none", str(mount)], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"no tmpfs here: {done.stderr.decode()}")
+    try:
+        for errors in ranks.run(full, 2, str(mount), 20_000):
+            late, early = errors
+            assert "No space left" in late.why  # found when the files are made
+            assert "are free on its disk" in early.why  # found by looking first
+        assert sorted(path.name for path in mount.iterdir()) == [".lock", "filler", "latest", "step-00000000"]
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+
+
+def refused(root, name=None):
+    world, _, step = make("dp_shard=2")
+    with world:
+        try:
+            sw.CheckpointManager(root, step, async_save=False).close()
+        except sw.CheckpointError as error:
+            return error
+    return None
+
+
+def test_a_root_that_is_a_file_is_told(ranks, tmp_path):
+    (tmp_path / "file").write_text("")
+    for error in ranks.run(refused, 2, str(tmp_path / "file")):
+        assert isinstance(error, sw.CheckpointError) and "file" in error.given
+
+
+def test_a_second_job_on_one_directory_is_refused_and_a_dead_one_is_not_in_the_way(ranks, tmp_path):
+    code = (
+        "import sys, time; from pathlib import Path; from shardwise.launch.lock import try_lock;"
+        f"held, _ = try_lock(Path({str(tmp_path / '.lock')!r})); print('held', flush=True); time.sleep(60)"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    try:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        for error in ranks.run(refused, 2, str(tmp_path)):
+            assert isinstance(error, sw.CheckpointError) and f"process {other.pid} on" in error.why
+    finally:
+        other.kill()
+        other.communicate()
+    assert ranks.run(refused, 2, str(tmp_path)) == [None, None]
+
+
+class Unplain:
+    def state_dict(self):
+        return {"inner": [1, {"fn": print}]}
+
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
+def with_extra(extra, **options):
+    world, _, step = make("dp_shard=2")
+    with world:
+        try:
+            with sw.CheckpointManager(options.pop("root"), step, extra=extra, async_save=False, **options) as manager:
+                manager.save()
+        except sw.ShardwiseError as error:
+            return error
+    return None
+
+
+@pytest.mark.parametrize(
+    ("extra", "options", "told"),
+    [
+        ({"mine": Unplain()}, {}, "extra/mine/inner/1/fn: a builtins.builtin_function_or_method"),
+        ({"mine": 5}, {}, "has no state_dict"),
+        ({"a/b": Average()}, {}, "becomes that of a file"),
+        ({}, {"keep": 0}, "keep=0"),
+        ({}, {"keep_every": -1}, "keep_every=-1"),
+        ({}, {"best": "accuracy"}, "a save without accuracy"),
+    ],
+    ids=["function", "number", "name", "keep", "every", "best"],
+)
+def test_what_cannot_be_saved_is_refused_by_name(ranks, tmp_path, extra, options, told):
+    for error in ranks.run(with_extra, 2, extra, root=str(tmp_path / "run"), **options):
+        assert error is not None and told in str(error)
+    assert list((tmp_path / "run").glob("step-*")) == []
+
+
+def rewound(root):
+    world, _, step = make("dp_shard=2")
+    with world, sw.CheckpointManager(root, step, async_save=False, keep=None) as manager:
+        for number in (1, 5):
+            step._runtime.step = number
+            manager.save()
+        assert manager.load(1) == 1
+        try:
+            manager.save()
+        except sw.CheckpointError as error:
+            return error
+    return None
+
+
+def test_a_run_that_went_back_does_not_save_below_newer_checkpoints(ranks, tmp_path):
+    for error in ranks.run(rewound, 2, str(tmp_path)):
+        assert "there are newer ones" in error.why
+
+
+def elsewhere(root, hidden):
+    world, _, step = make("dp_shard=2")
+    with world:
+        real = commit.sees_token
+        commit.sees_token = lambda folder, token: world.rank != hidden and real(folder, token)
+        try:
+            sw.CheckpointManager(root, step, async_save=False).save()
+        except sw.CheckpointError as error:
+            return error
+        finally:
+            commit.sees_token = real
+    return None
+
+
+def test_a_rank_that_does_not_see_the_directory_is_named(ranks, tmp_path):
+    for error in ranks.run(elsewhere, 2, str(tmp_path), 1):
+        assert "rank 1 does not see" in error.why
+    assert sorted(path.name for path in Path(tmp_path).iterdir()) == [".lock"]
+
+
+def other_model(root, dim):
+    world, _, step = make("dp_shard=2", dim=dim)
+    before = {name: value.clone() for name, value in step._runtime.local_tensors().items()}
+    with world:
+        try:
+            with sw.CheckpointManager(root, step, async_save=False) as manager:
+                manager.load()
+        except sw.CheckpointError as error:
+            return error, all(torch.equal(v, before[n]) for n, v in step._runtime.local_tensors().items())
+    return None, False
+
+
+def test_a_checkpoint_of_another_model_is_no_damaged_one(ranks, tmp_path):
+    ranks.run(run, 2, "dp_shard=2", tmp_path, 1, (1,), async_save=False)
+    for error, unchanged in ranks.run(other_model, 2, str(tmp_path), 9):
+        assert unchanged and "shape" in error.given and "none of them" not in error.why
