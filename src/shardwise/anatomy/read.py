@@ -13,7 +13,7 @@ from shardwise.anatomy.names import canonical_modules, canonical_tensors
 from shardwise.errors import UnsupportedError
 from shardwise.recipe.records import Anatomy, TensorFact
 
-__all__ = ["dtype_name", "dtype_of", "read_anatomy", "refuse_lazy"]
+__all__ = ["dtype_name", "dtype_of", "read_anatomy", "refuse_lazy", "user_class"]
 
 
 def read_anatomy(module: nn.Module, *, example: Mapping[str, Tensor] | None = None) -> Anatomy:
@@ -30,9 +30,9 @@ def read_anatomy(module: nn.Module, *, example: Mapping[str, Tensor] | None = No
     params = _tensors(module, "_parameters")
     buffers = _tensors(module, "_buffers")
     skipped = _skipped_by(module, example) if example is not None else None
-    classes = {name: _user_class(child) for name, child in canonical_modules(module)}
+    classes = {name: user_class(child) for name, child in canonical_modules(module)}
     return Anatomy(
-        module_class=_user_class(unwrap_module(module)).__name__,
+        module_class=user_class(unwrap_module(module)).__name__,
         params=params,
         buffers=buffers,
         lists=find_block_lists(module, skipped),
@@ -89,7 +89,7 @@ def _has_no_forward(module: nn.Module) -> bool:
     return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 
-def _user_class(module: nn.Module) -> type:
+def user_class(module: nn.Module) -> type:
     """The class the user wrote, below those that FSDP2 and ``torch.nn.utils.parametrize`` put over it."""
     mro = type(module).__mro__
     cls = mro[2] if len(mro) > 2 and mro[1].__name__ == "FSDPModule" else mro[0]

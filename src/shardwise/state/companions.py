@@ -3,9 +3,11 @@
 import copy
 from typing import Any
 
+from shardwise.anatomy import user_class
 from shardwise.parallel import Runtime
 from shardwise.state.formats.folder import companions_of
 from shardwise.state.hugging_face import is_pretrained
+from shardwise.state.naming import naming_of, shapes_of
 
 __all__ = ["companion_files"]
 
@@ -34,20 +36,20 @@ def companion_files(runtime: Runtime, dtype: str | None = None) -> tuple[dict[st
 
 
 def _of_hugging_face(runtime: Runtime, dtype: str | None) -> dict[str, bytes]:
-    model = runtime.module
+    model = naming_of(runtime.module, shapes_of(runtime)).module
     if not is_pretrained(model):
         return {}
-    found = {"config.json": _config_text(runtime, dtype).encode()}
+    found = {"config.json": _config_text(model, runtime, dtype).encode()}
     generation: Any = getattr(model, "generation_config", None)
     if generation is not None and hasattr(generation, "to_json_string"):
         found["generation_config.json"] = generation.to_json_string().encode()
     return found
 
 
-def _config_text(runtime: Runtime, dtype: str | None) -> str:
-    module: Any = runtime.module
-    config = copy.deepcopy(module.config)
-    config.architectures = [runtime.recipe.module_class.rpartition(".")[2]]
+def _config_text(model: Any, runtime: Runtime, dtype: str | None) -> str:
+    config = copy.deepcopy(model.config)
+    root = model is runtime.module  # which replicas give another class
+    config.architectures = [runtime.recipe.module_class if root else user_class(model).__name__]
     stored = [param.storage for param in runtime.recipe.params.values()]
     if stored:
         config.dtype = dtype or stored[0]

@@ -13,8 +13,8 @@ from shardwise.recipe import DTYPE_BYTES, extents, owners
 from shardwise.state.boxes import Box, blocks, common, whole
 from shardwise.state.formats.folder import INDEX, WEIGHTS, index_of, lay_out
 from shardwise.state.formats.safetensors import CODES, Placed, place_tensors
-from shardwise.state.hugging_face import stored_views
-from shardwise.state.views import View, view_of_all
+from shardwise.state.naming import naming_of, shapes_of
+from shardwise.state.views import View
 
 __all__ = ["Filing", "Part", "PlannedFile", "filing_of", "parts_of", "planned_files", "stored_dtypes"]
 
@@ -111,9 +111,8 @@ def filing_of(runtime: Runtime, *, max_shard_bytes: int, dtype: str | None = Non
         dtype: as :func:`stored_dtypes` takes it.
         align: as :func:`~shardwise.state.formats.safetensors.place_tensors` takes it.
     """
-    dtypes, shapes = stored_dtypes(runtime, dtype), _shapes(runtime)
-    shapes = {name: shapes[name] for name in dtypes}
-    views = stored_views(runtime.module, shapes) or {name: view_of_all(name, shape) for name, shape in shapes.items()}
+    dtypes = stored_dtypes(runtime, dtype)
+    views = naming_of(runtime.module, shapes_of(runtime)).views
     facts = {name: (view.shape, dtypes[view.name]) for name, view in views.items()}
     return Filing(planned_files(facts, max_shard_bytes=max_shard_bytes, align=align), views)
 
@@ -128,11 +127,6 @@ def planned_files(
         head, placed, size = place_tensors({name: facts[name] for name in names}, align)
         files.append(PlannedFile(file, head, tuple(placed), size))
     return tuple(files)
-
-
-def _shapes(runtime: Runtime) -> dict[str, tuple[int, ...]]:
-    recipe = runtime.recipe
-    return {name: fact.shape for name, fact in (*recipe.params.items(), *recipe.buffers.items())}
 
 
 def parts_of(runtime: Runtime, filing: Filing, rank: int) -> Iterator[Part]:

@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.state.hugging_face import older_name, stored_views, turned_view
+from shardwise.state.hugging_face import older_name, turned_view
+from shardwise.state.naming import Naming, naming_of_source
 from shardwise.state.stored import Source, Stored
 from shardwise.state.views import Assembled, View
 
@@ -69,20 +70,22 @@ def match_names(
         CheckpointError: two tensors of the source that end under one name.
     """
     found = Matched(ignored=dict(source.left_out))
-    homes = {alias: name for name, want in wanted.items() for alias in (name, *want.aliases)}
-    views = stored_views(model, {name: want.shape for name, want in wanted.items()})
-    known = {**homes, **{name: name for name in computed}, **{name: view.name for name, view in views.items()}}
     current = _renamed({name: name for name in source.tensors}, rename, found)
+    naming = naming_of_source(model, {name: want.shape for name, want in wanted.items()}, current.values())
+    views = naming.views
+    homes = {naming.in_files(alias): name for name, want in wanted.items() for alias in want.aliases}
+    homes |= {naming.in_files(name): name for name in wanted}
+    known = {**homes, **{naming.in_files(n): n for n in computed}, **{n: view.name for n, view in views.items()}}
     current = _unwrapped(current, known, found)
-    current = _updated(current, known, older_name(model), found)
-    current = _prefixed(current, known, _prefixes(model), found)
+    current = _updated(current, known, older_name(naming.module), found)
+    current = _prefixed(current, known, _prefixes(naming.module), found)
     found.unexpected = tuple(name for name, now in current.items() if now not in known)
     parts = _sort_out(current, homes, known, views, source, found)
     for home, stored in parts.items():
         _assemble(home, wanted[home], {name: view for name, view in views.items() if view.name == home}, stored, found)
-    _turn(model, wanted, found)
+    _turn(naming, wanted, found)
     found.missing += tuple(name for name in wanted if name not in found.tensors and name not in parts)
-    _excuse(model, found)
+    _excuse(naming.module, found)
     return found
 
 
@@ -233,12 +236,13 @@ def _assemble(home: str, want: Wanted, views: Mapping[str, View], stored: Mappin
     )
 
 
-def _turn(model: nn.Module, wanted: Mapping[str, Wanted], found: Matched) -> None:
+def _turn(naming: Naming, wanted: Mapping[str, Wanted], found: Matched) -> None:
     """Puts the dims in order of what files hold with its dims in another one, where the model's library says so."""
     turned = {}
     for home, stored in found.tensors.items():
         shape = wanted[home].shape
-        view = turned_view(model, home, stored.shape, shape) if stored.shape != shape else None
+        fits = stored.shape == shape
+        view = None if fits else turned_view(naming.module, naming.in_files(home), stored.shape, shape)
         if view is not None:
             turned[home] = Assembled(shape, stored.dtype, ((view, stored),))
     if turned:

@@ -50,12 +50,12 @@ def save_weights(
 ) -> Path:
     """Writes every parameter and persistent buffer as a Hugging Face model directory. All ranks must call it.
 
-    The files hold canonical names; a tied tensor is stored once, under its first name. Each rank writes its own pieces at
-    their place in the final files; ranks that do not see the directory send theirs to rank 0, a buffer at a time. The
-    directory appears complete or not at all: an older one is replaced when the new one is on disk, and files in it that
-    are not weights stay. The configuration and tokenizer files of the directory that the model was loaded from are
-    carried along, and a Hugging Face model's own configuration is written. What modules return by ``get_extra_state`` is
-    left out, with a warning: the format holds tensors only.
+    The files hold canonical names, those of a ``TaskModel`` the names in its model; a tied tensor is stored once, under its
+    first name. Each rank writes its own pieces at their place in the final files; ranks that do not see the directory send
+    theirs to rank 0, a buffer at a time. The directory appears complete or not at all: an older one is replaced when the
+    new one is on disk, and files in it that are not weights stay. The configuration and tokenizer files of the directory
+    that the model was loaded from are carried along, and a Hugging Face model's own configuration is written. What modules
+    return by ``get_extra_state`` is left out, with a warning: the format holds tensors only.
 
     Args:
         model: from ``parallelize``.

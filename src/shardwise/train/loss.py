@@ -191,13 +191,16 @@ def as_sums(result: Any) -> dict[str, Tensor]:
 class TaskModel(nn.Module):
     """A model and its loss as one module, for a loss that owns parameters: ``forward(batch)`` returns the sum.
 
-    Use it with ``TrainStep(task, optim, loss=None, count=...)``.
+    Use it with ``TrainStep(task, optim, loss=None, count=...)``. Its weights are saved and loaded as those of ``model``, under
+    the names they have there; what the loss owns lies beside them.
 
     Args:
         model: gives the output.
         loss: ``loss(output, batch)`` -> sum over the micro-batch, 0-dim, or a mapping of sums; may be a module.
         forward: how to call the model on a batch.
     """
+
+    _weights_of = "model"  # what is saved is for the model without the task: see shardwise.state.naming
 
     def __init__(self, model: nn.Module, loss: Loss, *, forward: Callable[[nn.Module, Batch], Any] = call):
         super().__init__()
