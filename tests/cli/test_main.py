@@ -69,7 +69,7 @@ def test_the_help_of_train_names_every_key(capsys):
         (
             ["trian"],
             "ConfigError: shardwise trian\n  why: there is no command 'trian'\n"
-            "  fix: did you mean 'train'? commands: train, convert, verify\n",
+            "  fix: did you mean 'train'? commands: train, convert, checkpoint, verify\n",
         ),
         (["--hlep"], "fix: did you mean '--help'? own options: --help, --version"),
         (["train", "--nporc", "2"], "why: there is no option --nporc\n  fix: did you mean --nproc?"),

@@ -1,0 +1,213 @@
+"""``shardwise checkpoint ls | show | verify | prune``: what lies in a directory of checkpoints, without starting a run."""
+
+import argparse
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cli.arguments import Parser
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.launch.lock import try_lock
+
+if TYPE_CHECKING:
+    from shardwise.state.checkpoint.opened import SavedRun
+
+__all__ = ["add_arguments", "run"]
+
+ROOM = "shardwise.state.checkpoint"
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "action",
+        choices=list(_ACTIONS),
+        help="ls: what is there; show: one of them in detail; verify: compare every byte with its checksum; prune: remove old ones",
+    )
+    parser.add_argument("path", metavar="PATH", help="a directory of checkpoints, or one checkpoint (step-00000100)")
+    parser.add_argument("--keep", metavar="N", type=int, help="prune: how many of the last ones stay")
+    parser.add_argument("--keep-every", metavar="N", type=int, help="prune: besides, steps that are multiples of it")
+    parser.add_argument("--dry-run", action="store_true", help="prune: say what would be removed, and remove nothing")
+    parser.add_argument("--json", action="store_true", help="ls, show, verify: print JSON, for programs")
+    parser.usage = "shardwise checkpoint ls|show|verify|prune PATH [--json] [--keep N] [--keep-every N] [--dry-run]"
+
+
+def run(args: argparse.Namespace) -> int:
+    _check_effects(args)
+    path = Path(args.path)
+    if not path.is_dir():
+        raise ConfigError(
+            f"shardwise checkpoint {args.action} {args.path}",
+            why="there is no such directory",
+            fix="look for a slip in the path; a run keeps its checkpoints in the directory that CheckpointManager was given",
+        )
+    return _ACTIONS[args.action](path, args)
+
+
+def _check_effects(args: argparse.Namespace) -> None:
+    """An option that would do nothing is a mistake."""
+    prunes = args.action == "prune"
+    given = {"--keep": args.keep, "--keep-every": args.keep_every, "--dry-run": args.dry_run or None}
+    idle = next((option for option, value in given.items() if value is not None and not prunes), None)
+    if idle is not None:
+        raise ConfigError(
+            f"shardwise checkpoint {args.action} {idle}",
+            why="it says what prune removes",
+            fix=f"leave {idle} out, or use shardwise checkpoint prune",
+        )
+    if prunes and args.json:
+        raise ConfigError("shardwise checkpoint prune --json", why="prune prints paths only", fix="leave --json out")
+    if prunes and args.keep is None:
+        raise ConfigError(
+            "shardwise checkpoint prune without --keep",
+            why="how many stay has to be said",
+            fix="add --keep 3 (and --dry-run, to see first what would go)",
+        )
+
+
+def _folders(path: Path) -> list[Path]:
+    """The checkpoint that ``path`` is, or those in it, oldest first."""
+    manifest, keeping = importlib.import_module(f"{ROOM}.manifest"), importlib.import_module(f"{ROOM}.keeping")
+    path = path.resolve()
+    if (path / manifest.MANIFEST).exists() or manifest.step_of(path) is not None:
+        return [path]
+    found = [path / manifest.folder_name(step) for step in keeping.steps_in(path)]
+    if not found:
+        raise CheckpointError(
+            f"the directory {path}",
+            why="there is no checkpoint in it",
+            fix="name the directory that CheckpointManager was given, or a checkpoint itself",
+        )
+    return found
+
+
+def _facts(saved: "SavedRun") -> dict[str, Any]:
+    """What is told of a checkpoint."""
+    manifest = saved.manifest
+    state, moments = saved.state()
+    return {
+        "step": manifest.step,
+        "saved": state.get("time"),
+        "bytes": manifest.num_bytes,
+        "layout": manifest.layout,
+        "ranks": manifest.num_ranks,
+        "fingerprint": manifest.fingerprint,
+        "versions": dict(manifest.versions),
+        "optimizer": None if state.get("optimizer") is None else state["optimizer"]["class"],
+        "optimizer_tensors": len(moments),
+        "data": state.get("loader"),
+        "extra": sorted(state["extra"]),
+        "figure": state.get("figure"),
+        "files": {name: fact.size for name, fact in sorted(manifest.files.items())},
+    }
+
+
+def _asked(folder: Path, ask: Callable[["SavedRun"], dict[str, Any]]) -> dict[str, Any]:
+    """What ``ask`` finds, with the path; or what is wrong."""
+    opened = importlib.import_module(f"{ROOM}.opened")
+    try:
+        with opened.SavedRun(folder) as saved:
+            return {"path": str(folder), "problem": None, **ask(saved)}
+    except CheckpointError as error:
+        return {"path": str(folder), "problem": f"{error.given}: {error.why}"}
+
+
+def _ls(path: Path, args: argparse.Namespace) -> int:
+    rows = [_asked(folder, _facts) for folder in _folders(path)]
+    if args.json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    lines = [("step", "saved (UTC)", "size", "layout", "")]
+    for row in rows:
+        if row["problem"] is not None:
+            lines.append((Path(row["path"]).name, "", "", "", f"cannot be read: {row['problem']}"))
+        else:
+            lines.append((str(row["step"]), str(row["saved"]), _size(row["bytes"]), row["layout"], ""))
+    widths = [max(len(line[i]) for line in lines) for i in range(4)]
+    for line in lines:
+        print("  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[4]]).rstrip())
+    return 0
+
+
+def _show(path: Path, args: argparse.Namespace) -> int:
+    rows = [_asked(_folders(path)[-1], _facts)]
+    if args.json:
+        print(json.dumps(rows[0], indent=1))
+        return int(rows[0]["problem"] is not None)
+    row = rows[0]
+    if row["problem"] is not None:
+        raise CheckpointError(row["path"], why=row["problem"], fix="use another checkpoint")
+    print(row["path"])
+    facts = {
+        "step": row["step"],
+        "saved": row["saved"],
+        "size": _size(row["bytes"]),
+        "layout": f"{row['layout']} ({row['ranks']} ranks); any other can load it",
+        "optimizer": f"{row['optimizer']}, {row['optimizer_tensors']} tensors" if row["optimizer"] else "none",
+        "data": "epoch {epoch}, sample {position} of {num_samples}".format_map(row["data"]) if row["data"] else "none",
+        "extra": ", ".join(row["extra"]) or "none",
+        "versions": ", ".join(f"{name} {version}" for name, version in row["versions"].items()),
+    }
+    for name, value in facts.items():
+        print(f"  {name:<10} {value}")
+    for name, size in row["files"].items():
+        print(f"  {_size(size):>10}  {name}")
+    return 0
+
+
+def _verify(path: Path, args: argparse.Namespace) -> int:
+    rows = [_asked(folder, lambda saved: {"bytes": saved.verify(), **_facts(saved)}) for folder in _folders(path)]
+    bad = [row for row in rows if row["problem"] is not None]
+    if args.json:
+        print(json.dumps(rows, indent=1))
+        return int(bool(bad))
+    for row in rows:
+        told = row["problem"] or f"whole: {_size(row['bytes'])} compared with their checksums"
+        print(f"{Path(row['path']).name}  {'DAMAGED: ' if row['problem'] else ''}{told}")
+    return int(bool(bad))
+
+
+def _prune(path: Path, args: argparse.Namespace) -> int:
+    keeping = importlib.import_module(f"{ROOM}.keeping")
+    rule = keeping.Keeping(last=args.keep, every=args.keep_every, best=None)
+    folders = _folders(path)
+    root = path.resolve()
+    if folders == [root]:
+        raise ConfigError(
+            f"shardwise checkpoint prune {path}",
+            why="that is one checkpoint",
+            fix=f"name the directory it is in: {root.parent}",
+        )
+    lock, owner = try_lock(root / ".lock")
+    if lock is None:
+        raise CheckpointError(
+            f"the checkpoints in {root}",
+            why=f"a run is using them (process {owner})",
+            fix="let the run prune: CheckpointManager(keep=...), or wait for its end",
+        )
+    with lock:
+        if not args.dry_run:
+            keeping.remove_removed(root)
+        gone = rule.superfluous(root, max(keeping.steps_in(root)), None)
+        for step in gone:
+            folder = root / importlib.import_module(f"{ROOM}.manifest").folder_name(step)
+            print(f"{'would remove' if args.dry_run else 'removed'} {folder}")
+            if not args.dry_run:
+                keeping.remove(folder)
+    print(f"{len(folders) - len(gone)} of {len(folders)} stay")
+    return 0
+
+
+def _size(num_bytes: int) -> str:
+    from shardwise.recipe import human_bytes
+
+    return human_bytes(num_bytes)
+
+
+_ACTIONS: dict[str, Callable[[Path, argparse.Namespace], int]] = {
+    "ls": _ls,
+    "show": _show,
+    "verify": _verify,
+    "prune": _prune,
+}
