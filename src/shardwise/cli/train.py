@@ -51,9 +51,14 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--nproc", metavar="N", help="local processes; the same as --launch.nproc=N")
     parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="start anew where log.dir holds checkpoints, which are moved aside; the same as --checkpoint.resume=false",
+    )
+    parser.add_argument(
         "--print-config", action="store_true", help="show the configuration, and where each value came from; do not run"
     )
-    parser.usage = "shardwise train [CONFIG] [--nproc N] [--print-config] [--section.key=value ...]"
+    parser.usage = "shardwise train [CONFIG] [--nproc N] [--fresh] [--print-config] [--section.key=value ...]"
 
 
 def more_help() -> str:
@@ -69,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
     from shardwise.config.render import print_config
 
     overrides = args.overrides + ([f"--launch.nproc={args.nproc}"] if args.nproc is not None else [])
+    overrides += ["--checkpoint.resume=false"] if args.fresh else []
     loaded = load_config(args.config, overrides)
     check_early(loaded)
     if args.print_config:

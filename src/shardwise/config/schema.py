@@ -184,6 +184,15 @@ class Checkpoint(Options, frozen=True, kw_only=True):
     export: Annotated[
         str | None, doc("folder for the final weights (safetensors), inside log.dir unless absolute; null: none")
     ] = "weights"
+    every: Annotated[
+        Positive | None, doc("steps between checkpoints, from which a run that was ended goes on; null: none")
+    ] = None
+    keep: Annotated[Positive, doc("how many of the last checkpoints stay")] = 3
+    keep_every: Annotated[Positive | None, doc("besides, those whose step is a multiple of it; null: none")] = None
+    background: Annotated[bool, doc("checkpoints are written while training goes on")] = True
+    resume: Annotated[
+        bool, doc("go on from the newest checkpoint in log.dir; false: start anew, and move those there aside")
+    ] = True
 
 
 class Log(Options, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ after, the weights. Every rank runs all of it, because every rank takes part in 
 files and speaks. It speaks in *events*, small dicts given to ``emit``; who started the ranks decides how they look.
 
 Events (``kind`` and its fields): ``phase`` text; ``data`` name, train_samples, val_samples, tokens_per_step; ``model``
-name, num_params, units, why; ``loaded`` text; ``sample`` when, prompt, text, word_share; ``step`` step, steps, loss, grad_norm, lr,
+name, num_params, units, why; ``loaded`` text; ``resumed`` text; ``sample`` when, prompt, text, word_share; ``step`` step, steps, loss, grad_norm, lr,
 tokens_per_s, seconds_left, skipped, num_skipped (so far), memory; ``memory`` per_rank, one_process, rss; ``val`` step, loss, num_tokens;
 ``weights`` path; ``trouble`` text.
 """
@@ -24,10 +24,11 @@ from shardwise.config.schema import RunConfig
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.parallel import describe, recipe_of
 from shardwise.state import check_dtypes, save_weights, weights_bytes
+from shardwise.train.checkpoints import RunCheckpoints
 from shardwise.train.data import Loader
 from shardwise.train.evaluate import evaluate
 from shardwise.train.memory import memory_of, state_bytes
-from shardwise.train.metrics import MetricsWriter, Pace
+from shardwise.train.metrics import MetricsWriter, Pace, cut_metrics
 from shardwise.train.parts import Corpus, build_model, load_start, make_step, open_data, prompt_of, vocab_of
 from shardwise.train.sample import complete_text, vocabulary, word_share
 from shardwise.train.space import check_space, spare_folders
@@ -63,16 +64,19 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
     corpus = open_data(config.data, vocab=vocab_of(config))
     emit("phase", text="building the model")
     model = build_model(config, world)
-    if config.model.start is not None:
+    checkpoints = RunCheckpoints(config, world)
+    if config.model.start is not None and not checkpoints.are_there:
         emit("phase", text="loading weights")
         emit("loaded", text=str(load_start(config, model)))
     step = make_step(config, model)
     run = _Run(config=config, world=world, corpus=corpus, model=model, step=step, emit=emit)
     run.check_space()
-    run.open_files()
-    run.introduce()
-    run.complete("before")
-    run.all_steps()
+    with checkpoints.opened(step, run.last):
+        run.resume(checkpoints)
+        run.open_files()
+        run.introduce()
+        run.complete("before")
+        run.all_steps(checkpoints)
     run.complete("after")
     run.export()
     return run.last
@@ -100,6 +104,7 @@ class _Run:
             "steps": self.config.train.steps,
             "val_loss": None,
         }
+        self.done = 0  # steps, those before a resume included
         self.metrics: MetricsWriter | None = None
         self.unwritten: CheckpointError | None = None
 
@@ -128,8 +133,20 @@ class _Run:
         if problem is not None:
             raise problem
 
+    def resume(self, checkpoints: RunCheckpoints) -> None:
+        """Goes on from the newest checkpoint, if there is one; all ranks take part."""
+        if not checkpoints.are_there:
+            return
+        self.emit("phase", text="resuming")
+        self.done = checkpoints.resume(self.loader)
+        steps = self.config.train.steps
+        rest = f"{steps - self.done} of {steps} steps are left" if self.done < steps else f"all {steps} steps are done"
+        more = "" if self.done < steps else "; --train.steps=N goes on"
+        self.emit("resumed", text=f"from step {self.done} of {checkpoints.folder}: {rest}{more} (--fresh starts anew)")
+
     def open_files(self) -> None:
-        """Writes the resolved configuration and the recipe, and begins the metrics, an older run's moved aside.
+        """Writes the resolved configuration and the recipe, and begins the metrics, an older run's moved aside; those of the
+        run that is resumed are gone on with.
 
         Only now: a run that was refused before leaves the folder as it found it.
         """
@@ -142,8 +159,11 @@ class _Run:
             file = self.folder / "recipe.txt"
             file.write_text(describe(self.model), encoding="utf-8")
             file = self.folder / "metrics.jsonl"
-            with contextlib.suppress(FileNotFoundError):
-                file.replace(self.folder / "metrics.previous.jsonl")
+            if self.done:
+                cut_metrics(file, self.done)
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    file.replace(self.folder / "metrics.previous.jsonl")
         except OSError as error:
             raise CheckpointError(
                 f"the file {file}",
@@ -169,7 +189,7 @@ class _Run:
 
     def complete(self, when: str) -> None:
         """Completes the same prompt before and after; on every rank, since every rank takes part in each forward."""
-        if self.corpus.text is None:
+        if self.corpus.text is None or (when == "before" and self.done):
             return
         self.emit("phase", text=f"completing a prompt {when} training")
         prompt = prompt_of(self.corpus)
@@ -186,27 +206,28 @@ class _Run:
             share = word_share(text, vocabulary(self.corpus.text))
             self.tell("sample", when=when, prompt=prompt, text=text, word_share=share)
 
-    def all_steps(self) -> None:
-        """All optimizer steps, epoch after epoch, with validations between."""
+    def all_steps(self, checkpoints: RunCheckpoints) -> None:
+        """All optimizer steps that are left, epoch after epoch, with validations and checkpoints between."""
         train = self.config.train
-        pace = Pace(train.steps)
-        done = 0
+        pace, first = Pace(train.steps, done=self.done), self.done + 1
         self.emit("phase", text="training")
-        while done < train.steps:
+        while self.done < train.steps:
             for window in self.loader:
-                out, done = self.step(window), done + 1
+                out, self.done = self.step(window), self.done + 1
+                done = self.done
                 pace.step(done, int(out.num_tokens))
-                self.report(done, out, pace)
+                if done == first:
+                    self.measure()
+                self.report(done, out, pace, is_first=done == first)
                 if done == train.steps or (train.eval_every and done % train.eval_every == 0):
                     self.validate(done)
                     pace.pause()
+                checkpoints.save(done)
                 if done == train.steps:
                     return
 
-    def report(self, done: int, out: Any, pace: Pace) -> None:
-        """What a step gave: an event each, a line of metrics every ``log.every``, memory after the first."""
-        if done == 1:
-            self.measure()
+    def report(self, done: int, out: Any, pace: Pace, *, is_first: bool) -> None:
+        """What a step gave: an event each, a line of metrics every ``log.every``."""
         figures = {
             "step": done,
             "steps": self.config.train.steps,
@@ -223,7 +244,7 @@ class _Run:
             **{name: float(value) for name, value in (out.metrics or {}).items()},
         }
         self.last["loss"], self.last["num_skipped"] = figures["loss"], figures["num_skipped"]
-        if done % self.config.log.every == 0 or done in (1, self.config.train.steps):
+        if done % self.config.log.every == 0 or is_first or done == self.config.train.steps:
             self.tell("step", **figures, memory=memory_of(self.model, self.step.optim).as_dict())
         else:
             self.emit("step", **figures)

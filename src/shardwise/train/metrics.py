@@ -13,7 +13,7 @@ from typing import Any
 
 from shardwise.errors import CheckpointError, UsageError
 
-__all__ = ["MetricsWriter", "Pace", "read_metrics"]
+__all__ = ["MetricsWriter", "Pace", "cut_metrics", "read_metrics"]
 
 
 class MetricsWriter:
@@ -117,18 +117,36 @@ def read_metrics(path: str | Path, *, say: Callable[[str], None] | None = None) 
     return rows
 
 
+def cut_metrics(path: Path, last: int) -> None:
+    """Leaves out what is said of steps after ``last``: a run that goes on from there says it again. The file is replaced in
+    one step.
+
+    Raises:
+        OSError: it cannot be read or written.
+    """
+    if not path.exists():
+        return
+    rows = [row for row in read_metrics(path, say=lambda text: None) if row.get("step", 0) <= last]
+    new = path.with_name(f".{path.name}.new")
+    new.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    os.replace(new, path)
+
+
 class Pace:
     """Tokens per second and time left, over the last steps rather than the whole run, so that a slow start passes.
 
     Args:
         num_steps: steps of the whole run.
+        done: steps done before.
         span: steps to look back.
         clock: seconds, always rising.
     """
 
-    def __init__(self, num_steps: int, *, span: int = 50, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self, num_steps: int, *, done: int = 0, span: int = 50, clock: Callable[[], float] = time.perf_counter
+    ):
         self.num_steps, self._clock = num_steps, clock
-        self._marks: deque[tuple[float, int, int]] = deque([(clock(), 0, 0)], maxlen=span + 1)
+        self._marks: deque[tuple[float, int, int]] = deque([(clock(), done, 0)], maxlen=span + 1)
 
     def step(self, step: int, num_tokens: int) -> None:
         """Notes that optimizer step number ``step`` (from 1) is done, with the tokens of all ranks in its window."""

@@ -1,0 +1,95 @@
+"""Checkpoints of a run of ``shardwise train``: whether there is one to go on from, and when the next is made."""
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from shardwise.config.render import dump_config
+from shardwise.config.schema import RunConfig
+from shardwise.state.checkpoint.keeping import steps_in
+from shardwise.state.checkpoint.manager import CheckpointManager
+from shardwise.state.together import together
+from shardwise.train.data import Loader
+from shardwise.train.step import TrainStep
+from shardwise.world import World
+
+__all__ = ["RunCheckpoints"]
+
+
+class RunCheckpoints:
+    """The checkpoints in ``log.dir``. All ranks make it and call it alike.
+
+    Attributes:
+        folder: where they are.
+        are_there: whether there is a run to go on from.
+
+    Raises:
+        CheckpointError: older ones cannot be moved aside.
+    """
+
+    def __init__(self, config: RunConfig, world: World):
+        self.config, self.world = config, world
+        self.folder = Path(config.log.dir) / "checkpoints"
+        found = together(world, "looking for checkpoints", self._look, on_main=True)
+        self.are_there: bool = world.broadcast(found)
+        self._manager: CheckpointManager | None = None
+
+    def _look(self) -> bool:
+        there = self.folder.is_dir() and bool(steps_in(self.folder))
+        if there and not self.config.checkpoint.resume:
+            names = (self.folder.with_name(f"{self.folder.name}.previous-{n}") for n in itertools.count(1))
+            os.rename(self.folder, next(name for name in names if not name.exists()))
+            return False
+        return there
+
+    @contextlib.contextmanager
+    def opened(self, step: TrainStep, last: dict[str, Any]) -> Iterator[None]:
+        """Within, checkpoints are made, if the run asks for them; after, they are on disk.
+
+        Args:
+            step: what is saved.
+            last: figures of the run that a resumed one has from the beginning.
+        """
+        kept = self.config.checkpoint
+        if kept.every is None and not self.are_there:
+            yield
+            return
+        self._manager = CheckpointManager(
+            self.folder,
+            step,
+            keep=kept.keep,
+            keep_every=kept.keep_every,
+            extra={"figures": _Figures(last)},
+            async_save=kept.background,
+            texts={"training/config.yaml": dump_config(self.config)},
+        )
+        with self._manager:
+            yield
+
+    def resume(self, loader: Loader) -> int:
+        """Puts the run, and the loader, where the newest good checkpoint stands; returns the steps done before it."""
+        assert self._manager is not None
+        self._manager.resume(loader)
+        return self._manager.step.num_steps  # type: ignore[attr-defined]
+
+    def save(self, done: int) -> None:
+        """Saves if it is time, and at the end of the run."""
+        every = self.config.checkpoint.every
+        if self._manager is not None and every is not None and (done % every == 0 or done == self.config.train.steps):
+            self._manager.save()
+
+
+class _Figures:
+    """The run's last figures, as an object that a checkpoint takes."""
+
+    def __init__(self, last: dict[str, Any]):
+        self.last = last
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: self.last[name] for name in ("loss", "val_loss", "num_skipped") if name in self.last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.last.update(state)

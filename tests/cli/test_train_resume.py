@@ -1,0 +1,111 @@
+"""``shardwise train`` killed at any moment and started again ends as the run that nobody killed, to the last bit."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+WORDS = (
+    "--data.global_batch=4", "--data.micro_batch=2", "--data.seq_len=32", "--train.eval_every=0", "--log.plot=false",
+    "--log.every=1", "--model.args={dim: 32, num_layers: 2, ffn: 48, num_heads: 4}", "--checkpoint.every=2",
+)  # fmt: skip
+
+
+def start(folder: Path, *words: str, steps: int = 14) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "shardwise", "train", *WORDS, f"--log.dir={folder}", f"--train.steps={steps}", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        start_new_session=True,
+    )
+
+
+def finish(folder: Path, *words: str, steps: int = 14) -> str:
+    process = start(folder, *words, steps=steps)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    return " ".join(output.split())
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "weights" / "model.safetensors").read_bytes()
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["loss"]) for row in rows if row["kind"] == "step"]
+
+
+def family(pid: int) -> list[int]:
+    """The process and all below it."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [pid, *(found for child in children for found in family(int(child)))]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    finish(folder)
+    return folder
+
+
+def kill_and_go_on(tmp_path: Path, whole: Path, num_kills: int, seed: int) -> None:
+    print(f"seed {seed}")
+    chosen, folder, kills = random.Random(seed), tmp_path / "run", 0
+    while kills < num_kills:
+        process = start(folder)
+        began = time.monotonic()
+        # From before the first step to behind the last: the first checkpoint takes some seconds to come.
+        while time.monotonic() - began < 30 and process.poll() is None and not list(folder.glob("checkpoints/step-*")):
+            time.sleep(0.02)
+        time.sleep(chosen.uniform(0.0, 3.0) if kills else 0.0)
+        alive = family(process.pid)
+        if process.poll() is not None or not alive:
+            process.communicate()
+            break  # it was quicker: the run is done
+        victim = chosen.choice(alive)
+        os.kill(victim, signal.SIGKILL)
+        kills += 1
+        output = process.communicate(timeout=60)[0]
+        if victim == process.pid:
+            assert process.returncode == -signal.SIGKILL
+        else:
+            assert process.returncode != 0 or "result" in output, output
+    output = finish(folder)
+    assert kills == 0 or "resumed" in output
+    assert weights(folder) == weights(whole)
+    assert losses(folder) == losses(whole)
+
+
+@pytest.mark.timeout(180)
+def test_a_killed_run_goes_on_to_the_same_weights(tmp_path, whole):
+    kill_and_go_on(tmp_path, whole, 1, 1)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(10))
+def test_a_run_that_is_killed_again_and_again_goes_on_to_the_same_weights(tmp_path, whole, seed):
+    kill_and_go_on(tmp_path, whole, 5, seed)
+
+
+def test_a_run_is_gone_on_with_under_another_layout_and_fresh_moves_it_aside(tmp_path):
+    finish(tmp_path, steps=4)
+    output = finish(tmp_path, "--nproc=1", steps=6)
+    assert "from step 4" in output and "2 of 6 steps are left" in output
+    assert [step for step, _ in losses(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    output = finish(tmp_path, "--fresh", steps=2)
+    assert "resumed" not in output and [step for step, _ in losses(tmp_path)] == [1, 2]
+    assert sorted(path.name for path in (tmp_path / "checkpoints.previous-1").glob("step-*"))[-1] == "step-00000006"
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000002"]
