@@ -54,7 +54,7 @@ def test_the_kind_follows_the_name(tmp_path, capsys):
         (["a", "b", "--map", "lama-to-meta"], "did you mean 'llama-to-meta'"),
         (["a", "b.pt", "--to", "hf"], "use --to torch"),
         (["a", "b", "--to", "safetensors"], "use b.safetensors"),
-        (["a", "b", "--to", "gguf"], "invalid choice"),
+        (["a", "b", "--to", "gguf"], "not written in that kind"),
         (["a"], "DST"),
     ],
 )

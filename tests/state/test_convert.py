@@ -72,9 +72,9 @@ def check_with_stock_libraries(path: Path, to: str, tensors: dict[str, torch.Ten
 @pytest.mark.parametrize("to", KINDS)
 @pytest.mark.parametrize("kind", ["file", "folder", "torch_file", "torch_folder", "dcp"])
 def test_every_pair_of_kinds(good, tmp_path, kind, to):
-    dest = tmp_path / KINDS[to]
+    dest, sizes = tmp_path / KINDS[to], {"hf": 150, "dcp": 150, "safetensors": None, "torch": None}
     with patch.object(engine, "BUFFER", 48), patch.object(dcp_target, "CHUNK", 32):  # many blocks, many chunks
-        done = convert(Conversion(source=getattr(good, kind), dest=dest, to=to, verify=True, max_shard_bytes=150))
+        done = convert(Conversion(source=getattr(good, kind), dest=dest, to=to, verify=True, max_shard_bytes=sizes[to]))
         # And back to where it came from.
         convert(Conversion(source=dest, dest=tmp_path / "back.pt", to="torch", verify=True))
     assert done.num_tensors == len(good.tensors)
@@ -530,3 +530,23 @@ def test_memory_stays_bounded(tmp_path):
         text=True,
     )
     assert all(int(line) < (64 << 10) for line in done.stdout.split()), done.stdout  # kB
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"to": "gguf"}, "not written in that kind"),
+        ({"dtype": "int8"}, "not rounded to that"),
+        ({"dtype": "bfloat16", "keep": ("(",)}, "no regular expression"),
+        ({"keep": ("norm",)}, "--keep"),
+        ({"to": "torch", "max_shard_bytes": 100}, "torch is one file"),
+    ],
+)
+def test_what_cannot_be_done_is_told_to_python_as_to_the_command_line(tmp_path, given, words):
+    with pytest.raises(ConfigError, match=words):
+        Conversion(source=tmp_path / "a.pt", dest=tmp_path / "out", **given)
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "step.1000", "out"])
+def test_a_directory_may_have_a_dot_in_its_name(tmp_path, name):
+    assert Conversion(source=tmp_path / "a.pt", dest=tmp_path / name).to == "hf"

@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "more_help", "run"]
 
-KINDS = ("hf", "safetensors", "torch", "dcp")
-DTYPES = ("float64", "float32", "float16", "bfloat16")
 _SHORT = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-_SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
 _UNITS = {"": 1, "B": 1} | {f"{letter}B": 1000**n for n, letter in enumerate("KMGT", 1)}
 _UNITS |= {f"{letter}IB": 1024**n for n, letter in enumerate("KMGT", 1)}
 
@@ -30,7 +27,9 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("dest", metavar="DST", help="what to write; it appears when all of it is on disk")
     parser.add_argument(
-        "--to", choices=KINDS, help="what DST will be; default: by its ending (.safetensors, .pt), else hf"
+        "--to",
+        metavar="KIND",
+        help="what DST will be: hf, safetensors, torch or dcp; default: by its ending (.safetensors, .pt), else hf",
     )
     parser.add_argument(
         "--dtype", metavar="D", help="write floating-point tensors in it: bfloat16, float32, ... (as they are)"
@@ -42,7 +41,7 @@ def add_arguments(parser: Parser) -> None:
         default=[],
         help="names that --dtype does not change; may be repeated",
     )
-    parser.add_argument("--max-shard-bytes", metavar="N", help="size of one file of hf or dcp at most (5GB)")
+    parser.add_argument("--max-shard-bytes", metavar="N", help="size of one file of hf or dcp at most (5GiB)")
     parser.add_argument("--map", metavar="M", help="rename tensors: a map by its name (below), or a YAML file of rules")
     parser.add_argument("--config", metavar="FILE", help="the model's config.json for --map, if it is not beside SRC")
     parser.add_argument("--verify", action="store_true", help="compare every tensor with the source before DST appears")
@@ -64,19 +63,23 @@ def more_help() -> str:
 
 
 def run(args: argparse.Namespace) -> int:
+    from shardwise.config.conversion import Conversion
     from shardwise.config.keymap import load_map
 
-    to = _kind(args)
-    _check_effects(args, to)
-    rules = load_map(args.map) if args.map else ()
-    size = _bytes(args.max_shard_bytes or "5GB")
-    dtype = _dtype(args.dtype)
-    engine = importlib.import_module("shardwise.state.convert")
-    job = engine.Conversion(
-        source=Path(args.source), dest=Path(args.dest), to=to, dtype=dtype, keep=tuple(args.keep), max_shard_bytes=size,
-        rules=rules, config=Path(args.config) if args.config else None, verify=args.verify, fresh=args.fresh,
+    job = Conversion(
+        source=Path(args.source),
+        dest=Path(args.dest),
+        to=args.to or "",
+        dtype=_SHORT.get(args.dtype, args.dtype),
+        keep=tuple(args.keep),
+        max_shard_bytes=_bytes(args.max_shard_bytes) if args.max_shard_bytes else None,
+        rules=load_map(args.map) if args.map else (),
+        config=Path(args.config) if args.config else None,
+        verify=args.verify,
+        fresh=args.fresh,
         overwrite=args.overwrite,
-    )  # fmt: skip
+    )
+    engine = importlib.import_module("shardwise.state.convert")
     try:
         with _Bar() as bar:
             done = engine.convert(job, bar.show)
@@ -85,63 +88,6 @@ def run(args: argparse.Namespace) -> int:
         raise
     print(_report(done, args))
     return 0
-
-
-def _kind(args: argparse.Namespace) -> str:
-    from shardwise.errors import ConfigError
-
-    by_name = _SUFFIXES.get(Path(args.dest).suffix)
-    if args.to in ("hf", "dcp") and by_name is not None:
-        raise ConfigError(
-            f"--to {args.to} {args.dest}",
-            why=f"{args.to} is a directory, and the name is one of a file",
-            fix=f"name a directory, or use --to {by_name}",
-        )
-    if args.to == "safetensors" and by_name != "safetensors":
-        raise ConfigError(
-            f"--to safetensors {args.dest}",
-            why="readers know such a file by its ending",
-            fix=f"use {args.dest}.safetensors",
-        )
-    return args.to or by_name or "hf"
-
-
-def _check_effects(args: argparse.Namespace, to: str) -> None:
-    """An option that would do nothing is a mistake."""
-    from shardwise.errors import ConfigError
-
-    idle = [
-        (args.keep and not args.dtype, "--keep", "it says what --dtype does not change", "add --dtype bfloat16"),
-        (args.config and not args.map, "--config", "it gives --map the numbers of heads", "add --map llama-to-meta"),
-        (
-            args.max_shard_bytes and to in ("safetensors", "torch"),
-            "--max-shard-bytes",
-            f"{to} is one file",
-            "use --to hf",
-        ),
-    ]
-    for is_idle, option, why, fix in idle:
-        if is_idle:
-            raise ConfigError(f"convert {option}", why=why, fix=f"{fix}, or leave {option} out")
-    for pattern in args.keep:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ConfigError(
-                f"--keep {pattern}", why=f"no regular expression: {error}", fix="write dots as \\."
-            ) from None
-
-
-def _dtype(word: str | None) -> str | None:
-    from shardwise.config.suggest import did_you_mean
-    from shardwise.errors import ConfigError
-
-    name = _SHORT.get(word or "", word)
-    if name is not None and name not in DTYPES:
-        raise ConfigError(
-            f"--dtype {word}", why="weights are not rounded to that", fix=did_you_mean(name, DTYPES, what="dtypes")
-        )
-    return name
 
 
 def _bytes(text: str) -> int:

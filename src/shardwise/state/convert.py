@@ -11,12 +11,11 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardwise.config.keymap import Rule
+from shardwise.config.conversion import Conversion
 from shardwise.errors import CheckpointError
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.state.boxes import blocks
@@ -33,41 +32,11 @@ from shardwise.state.writing import reserve, write_at
 
 __all__ = ["Conversion", "Converted", "convert"]
 
+SHARD_BYTES = 5 << 30  # as save_weights has it
 _ANEW = "an earlier attempt was of another source or had other options; it was started anew"
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, the bytes of it that are done, and all of them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Conversion:
-    """What is to be done.
-
-    Attributes:
-        source: file or directory.
-        dest: file, or for ``hf`` and ``dcp`` a directory.
-        to: ``hf``, ``safetensors``, ``torch`` or ``dcp``.
-        dtype: for floating-point tensors; None: as they are.
-        keep: regular expressions of names that keep their dtype.
-        max_shard_bytes: size of a file at most, where there may be several.
-        rules: of a key map.
-        config: the model's configuration, if it is not beside the source.
-        verify: whether every tensor is compared with the source, before the result is moved to its place.
-        fresh: whether an earlier attempt is thrown away.
-        overwrite: whether what stands at ``dest`` is replaced.
-    """
-
-    source: Path
-    dest: Path
-    to: str
-    dtype: str | None = None
-    keep: tuple[str, ...] = ()
-    max_shard_bytes: int = 5 << 30
-    rules: tuple[Rule, ...] = ()
-    config: Path | None = None
-    verify: bool = False
-    fresh: bool = False
-    overwrite: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,13 +62,12 @@ def convert(job: Conversion, progress: Progress = lambda what, done, total: None
         VerifyError: with ``verify``, the first tensor that came out different.
     """
     begin = time.perf_counter()
-    single = job.dest.name if job.to in ("safetensors", "torch") else None
-    check_destination(job.source, job.dest, is_file=single is not None, overwrite=job.overwrite)
+    check_destination(job.source, job.dest, is_file=job.is_file, overwrite=job.overwrite)
     source = open_source(job.source)
     todo = _planned(job, source)
     try:
         job.dest.parent.mkdir(parents=True, exist_ok=True)
-        resumed, notes = _put_together(job, todo, single, progress)
+        resumed, notes = _put_together(job, todo, progress)
     except CheckpointError:
         raise
     except OSError as error:
@@ -113,8 +81,9 @@ def convert(job: Conversion, progress: Progress = lambda what, done, total: None
     return Converted(source.kind, len(todo.items), num_files, num_bytes, resumed, seconds, (*todo.notes, *notes))
 
 
-def _put_together(job: Conversion, todo: "_Todo", single: str | None, progress: Progress) -> tuple[int, list[str]]:
+def _put_together(job: Conversion, todo: "_Todo", progress: Progress) -> tuple[int, list[str]]:
     """Makes the result beside its place and moves it there; returns the bytes that were there already, and what to tell."""
+    single = job.dest.name if job.is_file else None
     fingerprint = todo.fingerprint(job)
     with Workplace(job.dest, fingerprint, fresh=job.fresh) as work, OpenFiles() as reader:
         work.trust({number: piece.file for number, piece in enumerate(todo.plan.pieces)}, todo.plan.files)
@@ -171,13 +140,14 @@ def _planned(job: Conversion, source: Source) -> _Todo:
 
 def _plan(job: Conversion, items: Sequence[Outgoing], ties: Mapping[str, str]) -> Plan:
     facts = {item.name: item.fact for item in items}
+    max_bytes = job.max_shard_bytes or SHARD_BYTES
     if job.to == "hf":
-        return plan_folder(facts, job.max_shard_bytes)
+        return plan_folder(facts, max_bytes)
     if job.to == "safetensors":
         return plan_safetensors(facts, job.dest.name)
     if job.to == "torch":
         return plan_torch_file(facts, job.dest.name, ties)
-    return plan_dcp(facts, job.max_shard_bytes)
+    return plan_dcp(facts, max_bytes)
 
 
 def _companions(job: Conversion, source: Source, notes: list[str]) -> dict[str, bytes]:

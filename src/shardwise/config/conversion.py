@@ -1,0 +1,104 @@
+"""What ``shardwise convert`` is asked to do, checked whole when it is said; and what the name of a file says of its kind.
+
+Torch-free: a mistake is told before torch is imported.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.config.keymap import Rule
+from shardwise.config.suggest import did_you_mean
+from shardwise.errors import ConfigError
+
+__all__ = ["KINDS", "ROUNDED_TO", "Conversion"]
+
+KINDS = ("hf", "safetensors", "torch", "dcp")
+FILES = ("safetensors", "torch")
+ROUNDED_TO = ("float64", "float32", "float16", "bfloat16")
+ENDINGS = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What is to be done.
+
+    Attributes:
+        source: file or directory.
+        dest: file, or for ``hf`` and ``dcp`` a directory.
+        to: ``hf``, ``safetensors``, ``torch`` or ``dcp``; empty: what the ending of ``dest`` says, else ``hf``.
+        dtype: for floating-point tensors; None: as they are.
+        keep: regular expressions of names that keep their dtype.
+        max_shard_bytes: size of a file at most, where there may be several; None: 5 GiB.
+        rules: of a key map.
+        config: the model's configuration, if it is not beside the source.
+        verify: whether every tensor is compared with the source, before the result is moved to its place.
+        fresh: whether an earlier attempt is thrown away.
+        overwrite: whether what stands at ``dest`` is replaced.
+
+    Raises:
+        ConfigError: words that are not known, that contradict each other, or that would have no effect.
+    """
+
+    source: Path
+    dest: Path
+    to: str = ""
+    dtype: str | None = None
+    keep: tuple[str, ...] = ()
+    max_shard_bytes: int | None = None
+    rules: tuple[Rule, ...] = ()
+    config: Path | None = None
+    verify: bool = False
+    fresh: bool = False
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "to", self.to or ENDINGS.get(self.dest.suffix, "hf"))
+        self._check_kind()
+        self._check_dtype()
+        for idle, option, why, fix in (
+            (self.keep and not self.dtype, "--keep", "it says what --dtype does not change", "add --dtype bfloat16"),
+            (
+                self.config and not self.rules,
+                "--config",
+                "it gives --map the numbers of heads",
+                "add --map llama-to-meta",
+            ),
+            (self.max_shard_bytes and self.is_file, "--max-shard-bytes", f"{self.to} is one file", "use --to hf"),
+        ):
+            if idle:
+                raise ConfigError(f"convert {option}", why=why, fix=f"{fix}, or leave {option} out")
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the result is one file, else a directory."""
+        return self.to in FILES
+
+    def _check_kind(self) -> None:
+        by_ending = ENDINGS.get(self.dest.suffix)
+        if self.to not in KINDS:
+            fix = did_you_mean(self.to, KINDS, what="kinds")
+            raise ConfigError(f"--to {self.to}", why="weights are not written in that kind", fix=fix)
+        if not self.is_file and by_ending is not None:
+            raise ConfigError(
+                f"--to {self.to} {self.dest}",
+                why=f"{self.to} is a directory, and the name is one of a file",
+                fix=f"name a directory, or use --to {by_ending}",
+            )
+        if self.to == "safetensors" and by_ending != "safetensors":
+            raise ConfigError(
+                f"--to safetensors {self.dest}",
+                why="readers know such a file by its ending",
+                fix=f"use {self.dest}.safetensors",
+            )
+
+    def _check_dtype(self) -> None:
+        if self.dtype is not None and self.dtype not in ROUNDED_TO:
+            fix = did_you_mean(self.dtype, ROUNDED_TO, what="dtypes")
+            raise ConfigError(f"--dtype {self.dtype}", why="weights are not rounded to that", fix=fix)
+        for pattern in self.keep:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                why = f"no regular expression: {error}"
+                raise ConfigError(f"--keep {pattern}", why=why, fix="write dots as \\.") from None
