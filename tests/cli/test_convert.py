@@ -55,6 +55,8 @@ def test_the_kind_follows_the_name(tmp_path, capsys):
         (["a", "b.pt", "--to", "hf"], "use --to torch"),
         (["a", "b", "--to", "safetensors"], "use b.safetensors"),
         (["a", "b", "--to", "gguf"], "not written in that kind"),
+        (["a", "b.gguf"], "for GGUF, which is not written here"),
+        (["a", "b.safetensor"], "did you mean b.safetensors?"),
         (["a"], "DST"),
     ],
 )

@@ -3,6 +3,7 @@
 Torch-free: a mistake is told before torch is imported.
 """
 
+import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,17 @@ from shardwise.config.keymap import Rule
 from shardwise.config.suggest import did_you_mean
 from shardwise.errors import ConfigError
 
-__all__ = ["KINDS", "ROUNDED_TO", "Conversion"]
+__all__ = ["FOREIGN", "KINDS", "ROUNDED_TO", "Conversion"]
 
 KINDS = ("hf", "safetensors", "torch", "dcp")
 FILES = ("safetensors", "torch")
 ROUNDED_TO = ("float64", "float32", "float16", "bfloat16")
 ENDINGS = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
+FOREIGN = {
+    ".gguf": "GGUF", ".ggml": "GGML", ".onnx": "ONNX", ".npz": "NumPy", ".npy": "NumPy", ".h5": "HDF5", ".hdf5": "HDF5",
+    ".keras": "Keras", ".msgpack": "Flax", ".pb": "TensorFlow", ".tflite": "TensorFlow Lite",
+}  # fmt: skip
+"""Endings of files that hold weights elsewhere, and are neither read nor written here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +59,7 @@ class Conversion:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "to", self.to or ENDINGS.get(self.dest.suffix, "hf"))
+        object.__setattr__(self, "to", self.to or _kind_by_name(self.dest))
         self._check_kind()
         self._check_dtype()
         for idle, option, why, fix in (
@@ -102,3 +108,24 @@ class Conversion:
             except re.error as error:
                 why = f"no regular expression: {error}"
                 raise ConfigError(f"--keep {pattern}", why=why, fix="write dots as \\.") from None
+
+
+def _kind_by_name(dest: Path) -> str:
+    """The kind that an ending stands for; without one, or with one that means nothing (``llama-3.1``), a directory."""
+    ending = dest.suffix
+    if ending in ENDINGS:
+        return ENDINGS[ending]
+    if ending.lower() in FOREIGN:
+        raise ConfigError(
+            f"convert to {dest}",
+            why=f"its name is one of a file for {FOREIGN[ending.lower()]}, which is not written here",
+            fix=f"end it with one of {', '.join(ENDINGS)}; or name a directory",
+        )
+    meant = difflib.get_close_matches(ending, ENDINGS, n=1, cutoff=0.8)
+    if meant:
+        raise ConfigError(
+            f"convert to {dest}",
+            why=f"{ending} is no ending that is known, so a directory would be made",
+            fix=f"did you mean {dest.with_suffix(meant[0])}? for a directory of that name: --to hf",
+        )
+    return "hf"
