@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from state.layouts import LAYOUTS, TRIPS
+from torch import nn
 from zoo import ConvNet, Odd
 
 import shardwise as sw
@@ -440,3 +441,23 @@ def test_a_turned_view_reads_and_writes_what_lies_there():
         box = Box((0, 1, 2), (2, 2, 2))
         assert torch.equal(both.load(files, box), whole[index_of(box)])
     assert view_at("w", (2, 3, 5), 0, (3, 2), (2, 1)) is None
+
+
+class Packed(nn.Module):
+    """A layer whose weight is stored in one byte, with a scale beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.packed = nn.Parameter(torch.ones(4, 4).to(torch.float8_e4m3fn), requires_grad=False)
+        self.scale = nn.Parameter(torch.full((4,), 3.0))
+
+
+def save_packed(dest):
+    with sw.init("dp_shard=1", device="cpu") as world:
+        sw.save_weights(sw.parallelize(Packed(), world), dest, dtype="bfloat16")
+
+
+def test_numbers_of_one_byte_are_not_made_wider_as_if_they_had_no_scale(ranks, tmp_path):
+    ranks.run(save_packed, 1, str(tmp_path / "w"))
+    found = load_file(tmp_path / "w" / "model.safetensors")
+    assert (found["packed"].dtype, found["scale"].dtype) == (torch.float8_e4m3fn, torch.bfloat16)

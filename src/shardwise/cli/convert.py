@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "more_help", "run"]
 
-_SHORT = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _UNITS = {"": 1, "B": 1} | {f"{letter}B": 1000**n for n, letter in enumerate("KMGT", 1)}
 _UNITS |= {f"{letter}IB": 1024**n for n, letter in enumerate("KMGT", 1)}
 
@@ -70,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         source=Path(args.source),
         dest=Path(args.dest),
         to=args.to or "",
-        dtype=_SHORT.get(args.dtype, args.dtype),
+        dtype=args.dtype,
         keep=tuple(args.keep),
         max_shard_bytes=_bytes(args.max_shard_bytes) if args.max_shard_bytes else None,
         rules=load_map(args.map) if args.map else (),

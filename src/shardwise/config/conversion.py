@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.config.keymap import Rule
+from shardwise.config.precision import DTYPE_WORDS
 from shardwise.config.suggest import did_you_mean
 from shardwise.errors import ConfigError
 
-__all__ = ["FOREIGN", "KINDS", "ROUNDED_TO", "Conversion"]
+__all__ = ["FOREIGN", "KINDS", "Conversion"]
 
 KINDS = ("hf", "safetensors", "torch", "dcp")
 FILES = ("safetensors", "torch")
-ROUNDED_TO = ("float64", "float32", "float16", "bfloat16")
 ENDINGS = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
 FOREIGN = {
     ".gguf": "GGUF", ".ggml": "GGML", ".onnx": "ONNX", ".npz": "NumPy", ".npy": "NumPy", ".h5": "HDF5", ".hdf5": "HDF5",
@@ -33,7 +33,7 @@ class Conversion:
         source: file or directory.
         dest: file, or for ``hf`` and ``dcp`` a directory.
         to: ``hf``, ``safetensors``, ``torch`` or ``dcp``; empty: what the ending of ``dest`` says, else ``hf``.
-        dtype: for floating-point tensors; None: as they are.
+        dtype: for floating-point tensors, as a word (``bf16``) or torch's; None: as they are.
         keep: regular expressions of names that keep their dtype.
         max_shard_bytes: size of a file at most, where there may be several; None: 5 GiB.
         rules: of a key map.
@@ -62,6 +62,7 @@ class Conversion:
         object.__setattr__(self, "to", self.to or _kind_by_name(self.dest))
         self._check_kind()
         self._check_dtype()
+        object.__setattr__(self, "dtype", DTYPE_WORDS[self.dtype] if self.dtype else None)
         for idle, option, why, fix in (
             (self.keep and not self.dtype, "--keep", "it says what --dtype does not change", "add --dtype bfloat16"),
             (
@@ -99,8 +100,8 @@ class Conversion:
             )
 
     def _check_dtype(self) -> None:
-        if self.dtype is not None and self.dtype not in ROUNDED_TO:
-            fix = did_you_mean(self.dtype, ROUNDED_TO, what="dtypes")
+        if self.dtype is not None and self.dtype not in DTYPE_WORDS:
+            fix = did_you_mean(self.dtype, list(DTYPE_WORDS), what="dtypes")
             raise ConfigError(f"--dtype {self.dtype}", why="weights are not rounded to that", fix=fix)
         for pattern in self.keep:
             try:

@@ -14,6 +14,7 @@ from shardwise.state.boxes import Box, blocks, common, whole
 from shardwise.state.formats.folder import INDEX, WEIGHTS, index_of, lay_out
 from shardwise.state.formats.safetensors import CODES, Placed, place_tensors
 from shardwise.state.naming import naming_of, shapes_of
+from shardwise.state.stored import is_rounded
 from shardwise.state.views import View
 
 __all__ = ["Filing", "Part", "PlannedFile", "filing_of", "parts_of", "planned_files", "stored_dtypes"]
@@ -75,14 +76,14 @@ def stored_dtypes(runtime: Runtime, dtype: str | None = None) -> dict[str, str]:
     Args:
         runtime: of the model.
         dtype: what floating parameters are written in; None: what they are stored in. Buffers keep theirs: a rounded
-            position or running variance is another model.
+            position or running variance is another model. So do numbers of one byte, which have a scale beside them.
 
     Raises:
         UnsupportedError: a dtype that safetensors does not know, by name.
     """
     recipe = runtime.recipe
     found = {
-        name: dtype if dtype is not None and _is_floating(param.storage) else param.storage
+        name: dtype if dtype is not None and is_rounded(param.storage) else param.storage
         for name, param in recipe.params.items()
     }
     found |= {name: buffer.dtype for name, buffer in recipe.buffers.items() if buffer.persistent}
@@ -96,10 +97,6 @@ def stored_dtypes(runtime: Runtime, dtype: str | None = None) -> dict[str, str]:
                 name=name,
             )
     return found
-
-
-def _is_floating(dtype: str) -> bool:
-    return dtype.startswith(("float", "bfloat"))
 
 
 def filing_of(runtime: Runtime, *, max_shard_bytes: int, dtype: str | None = None, align: int = 8) -> Filing:

@@ -15,7 +15,7 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.state.boxes import Box
 from shardwise.state.files import OpenFiles
-from shardwise.state.stored import FileTensor, Source, Stored
+from shardwise.state.stored import FileTensor, Source, Stored, is_rounded
 from shardwise.state.targets import Fact
 
 __all__ = ["Outgoing", "Reordered", "config_beside", "files_of", "outgoing", "places_of", "ties_among"]
@@ -97,16 +97,11 @@ def outgoing(
             )
     result = []
     for name, (origin, stored) in found.items():
-        cast = dtype is not None and _is_cast(stored.dtype) and not any(pattern.search(name) for pattern in patterns)
+        cast = dtype is not None and is_rounded(stored.dtype) and not any(pattern.search(name) for pattern in patterns)
         result.append(Outgoing(name, origin, stored, dtype if cast and dtype is not None else stored.dtype))
     if dtype is not None and all(item.dtype == item.stored.dtype for item in result):
         notes.append(f"--dtype {dtype} changes nothing: every tensor that it is for has that dtype")
     return result, notes
-
-
-def _is_cast(dtype: str) -> bool:
-    # Numbers of one byte are quantized weights: what they mean stands in a scale beside them.
-    return dtype in ("float64", "float32", "float16", "bfloat16")
 
 
 def _renamed(

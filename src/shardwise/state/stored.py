@@ -16,14 +16,21 @@ import torch
 from torch import Tensor
 
 from shardwise.anatomy import dtype_name, dtype_of
+from shardwise.recipe.dtypes import FLOATING
 from shardwise.state.boxes import Box, blocks, common, index_of, row_strides, runs, whole
 from shardwise.state.files import BUFFER, OpenFiles
 
-__all__ = ["Chunk", "FileTensor", "HeldTensor", "Source", "Stored"]
+__all__ = ["Chunk", "FileTensor", "HeldTensor", "Source", "Stored", "is_rounded"]
 
-SHORT_RUN = (
-    4096  # bytes: below it a read of what lies between two runs costs less than another call (a page of the cache)
-)
+SHORT_RUN = 4096  # bytes, a page: to read what lies between shorter runs costs less than another call
+
+
+def is_rounded(dtype: str) -> bool:
+    """Whether tensors of ``dtype`` take another one where weights are written in it.
+
+    Numbers of one byte do not: they are quantized weights, and what they mean stands in a scale beside them.
+    """
+    return dtype in FLOATING
 
 
 @dataclass(frozen=True, eq=False)
