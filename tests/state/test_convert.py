@@ -348,6 +348,25 @@ def test_a_journal_whose_files_have_been_moved_to_their_place_is_not_believed(go
     check(dest, good.tensors)
 
 
+def test_what_a_kill_between_two_renames_left_is_removed_by_the_next(good, tmp_path):
+    dest = tmp_path / "out"
+    job = Conversion(source=good.file, dest=dest, to="hf", overwrite=True)
+    convert(job)
+    replace_ = os.replace
+
+    def dies(a, b):
+        if Path(b) == dest:
+            raise KeyboardInterrupt
+        replace_(a, b)
+
+    with patch.object(os, "replace", dies), pytest.raises(KeyboardInterrupt):
+        convert(replace(job, dtype="bfloat16", keep=("f",)))
+    assert not dest.exists()
+    convert(replace(job, dtype="bfloat16", keep=("f",)))
+    assert loaded(open_source(dest))["a.weight"].dtype == torch.bfloat16
+    assert os.listdir(tmp_path) == ["out"]
+
+
 KILLED_OFTEN = """
     import os, random, signal, sys, time
     from pathlib import Path

@@ -149,24 +149,29 @@ class Workplace:
             single: the file that is the result; None: all of the folder is.
         """
         result = self.files if single is None else self.files / single
+        aside = self.dest.with_name(f".{self.dest.name}.replaced")
         sync_folder(self.files)
         if single is not None or not os.path.lexists(self.dest):
             os.replace(result, self.dest)
         else:
-            self._exchange(result)
+            _remove(aside)
+            self._exchange(result, aside)
         sync_folder(self.dest.parent)
+        _remove(aside)  # also of an attempt that was killed between its two renames
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _exchange(self, result: Path) -> None:
-        aside = self.dest.with_name(f".{self.dest.name}.replaced")
-        shutil.rmtree(aside, ignore_errors=True)  # of an attempt that was killed behind the renames
+    def _exchange(self, result: Path, aside: Path) -> None:
         os.rename(self.dest, aside)
         try:
             os.replace(result, self.dest)
         except OSError:
             os.rename(aside, self.dest)
             raise
-        if aside.is_dir() and not aside.is_symlink():
-            shutil.rmtree(aside, ignore_errors=True)
-        else:
-            aside.unlink()
+
+
+def _remove(path: Path) -> None:
+    """Whatever stands there; a link, and not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
