@@ -110,3 +110,19 @@ def test_what_is_no_file_is_told_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe.pt")
     with pytest.raises(CheckpointError, match="neither a file nor a directory"):
         open_source(tmp_path / "pipe.pt")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.gguf", b"GGUF" + bytes(40), "a file for GGUF"),
+        ("a.npz", b"PK\x03\x04" + bytes(40), "a file for NumPy"),
+        ("notes.txt", b"hello, world, this is a text", "neither as a safetensors file nor as one by torch.save"),
+        ("nothing", b"", "neither as a safetensors file nor as one by torch.save"),
+    ],
+)
+def test_a_file_of_another_kind_is_not_called_damaged(tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        open_source(tmp_path / name)
+    assert "damaged" not in str(caught.value) and "a Hugging Face directory" in caught.value.fix

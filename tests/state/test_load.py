@@ -286,6 +286,46 @@ def test_what_wrappers_add_to_names_is_seen_to(ranks, tmp_path, kind):
     assert len(report.renamed) == 1
 
 
+@pytest.mark.parametrize("prefix", ["net", "app.net"])
+def test_any_prefix_that_all_names_share_or_lack_is_seen_to(ranks, tmp_path, prefix):
+    model = plain("odd", 1)
+    state = untied(model.state_dict(), model)
+    save_file({f"{prefix}.{name}": tensor for name, tensor in state.items()}, tmp_path / "more.safetensors")
+    report, found = ranks.run(load, 2, "odd", "dp_shard=2", str(tmp_path / "more.safetensors"))[0]
+    equal(found, model.state_dict())
+    assert report.renamed == (f"{prefix!r} removed from {len(state)} names",)
+    save_file(state, tmp_path / "less.safetensors")
+    report, found = ranks.run(load_wrapped, 2, prefix, str(tmp_path / "less.safetensors"))[0]
+    assert report.renamed == (f"{prefix!r} put before {len(state)} names",)
+    equal({name.removeprefix(f"{prefix}."): tensor for name, tensor in found.items()}, model.state_dict())
+
+
+class Around(nn.Module):
+    def __init__(self, name, inner):
+        super().__init__()
+        self.add_module(name, inner)
+
+    def forward(self, *args):
+        return next(self.children())(*args)
+
+
+def load_wrapped(prefix, source):
+    with sw.init("dp_shard=2", device="cpu") as world:
+        model = plain("odd", 0)
+        for name in reversed(prefix.split(".")):
+            model = Around(name, model)
+        model = sw.parallelize(model, world, sharding=EVERY)
+        return sw.load_weights(model, source), sw.full_state_dict(model)
+
+
+def test_a_prefix_of_some_names_is_not_taken_off(ranks, tmp_path):
+    model = plain("odd", 1)
+    state = {name if i else f"ema.{name}": t for i, (name, t) in enumerate(untied(model.state_dict(), model).items())}
+    save_file(state, tmp_path / "a.safetensors")
+    error, same = ranks.run(load, 2, "odd", "dp_shard=2", str(tmp_path / "a.safetensors"))[0]
+    assert isinstance(error, sw.CheckpointError) and "1 there are not in the model: ema." in error.why and same
+
+
 def test_names_are_mapped_by_the_users_rules_in_their_order(ranks, tmp_path):
     expected = write(tmp_path / "w", "odd")
     model = plain("odd", 1)
@@ -341,7 +381,8 @@ def test_a_state_dict_is_a_source_on_every_rank_or_on_rank_0(ranks):
         answers = ranks.run(load_state, 4, "odd", "dp_replicate=2,dp_shard=2", held_by, **options)
         equal(answers[0][1], plain("odd", 1).state_dict())
     for error, _ in ranks.run(load_state, 2, "odd", "dp_shard=2", 1):
-        assert isinstance(error, sw.CheckpointError) and "on rank 1" in error.given and "missing" in error.why
+        assert isinstance(error, sw.CheckpointError) and "on rank 1" in error.given and "it is empty" in error.why
+        assert "shared_files=False" in error.fix
 
 
 def use_before_loading(source):

@@ -106,6 +106,12 @@ def plan_of(runtime: Runtime, source: Any, rules: Rules, files: OpenFiles, boxes
 
 
 def _refuse_unfit(matched: Matched, wanted: Mapping[str, Wanted], source: Source, rules: Rules) -> None:
+    if wanted and not source.tensors:
+        raise CheckpointError(
+            f"weights from {source.place}",
+            why="it is empty: there is no tensor in it",
+            fix="give one with tensors; where rank 0 alone has them, pass shared_files=False",
+        )
     shapes = [n for n, s in matched.tensors.items() if s.shape != wanted[n].shape]
     if shapes:
         name = shapes[0]

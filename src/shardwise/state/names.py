@@ -3,6 +3,7 @@
 Whatever is done to names is counted and told, and never twice: a name that is the model's as it stands is left alone.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,7 +79,8 @@ def match_names(
     known = {**homes, **{naming.in_files(n): n for n in computed}, **{n: view.name for n, view in views.items()}}
     current = _unwrapped(current, known, found)
     current = _updated(current, known, older_name(naming.module), found)
-    current = _prefixed(current, known, _prefixes(naming.module), found)
+    prefixes = [*_prefixes(naming.module), *_shared(current.values()), *_shared(known)]
+    current = _prefixed(current, known, prefixes, found)
     found.unexpected = tuple(name for name, now in current.items() if now not in known)
     parts = _sort_out(current, homes, known, views, source, found)
     for home, stored in parts.items():
@@ -168,6 +170,14 @@ def _prefixed(
 def _prefixes(model: nn.Module) -> list[str]:
     own = getattr(model, "base_model_prefix", "")  # of Hugging Face classes: where the headless model sits
     return list(dict.fromkeys([*([own] if isinstance(own, str) and own else []), *_PREFIXES]))
+
+
+def _shared(names: Iterable[str]) -> list[str]:
+    """What all names begin with, of which one side may have more than the other: ``app`` and ``app.net`` of ``app.net.weight``
+    and ``app.net.bias``."""
+    paths = [name.split(".")[:-1] for name in names]
+    shared = [parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]
+    return [".".join(shared[:length]) for length in range(1, len(shared) + 1)]
 
 
 def _updated(

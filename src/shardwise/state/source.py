@@ -9,9 +9,18 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardwise.config.conversion import FOREIGN
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.state.extra import EXTRA_STATE
-from shardwise.state.formats import METADATA, looks_like_torch, open_dcp, open_folder, open_safetensors, open_torch_file
+from shardwise.state.formats import (
+    METADATA,
+    looks_like_safetensors,
+    looks_like_torch,
+    open_dcp,
+    open_folder,
+    open_safetensors,
+    open_torch_file,
+)
 from shardwise.state.stored import HeldTensor, Source
 
 __all__ = ["open_source"]
@@ -33,7 +42,8 @@ def open_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
         raise UsageError(
             f"weights from a {type(source).__name__}",
             why="that is neither a path nor a state dict",
-            fix="pass the path of a file or a directory, or a mapping of names to tensors",
+            fix="pass the path of a file or a directory, or a mapping of names to tensors; where rank 0 alone has one, with "
+            "shared_files=False",
         )
     path = Path(source)
     if path.is_dir():
@@ -49,7 +59,25 @@ def open_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
             why="it is neither a file nor a directory",
             fix="give the path of a file or a directory",
         )
-    return open_torch_file(path) if path.suffix != ".safetensors" and looks_like_torch(path) else open_safetensors(path)
+    return _open_file(path)
+
+
+def _open_file(path: Path) -> Source:
+    """One file: by its beginning, since names say little; the endings of other kinds are known, and say much."""
+    foreign = FOREIGN.get(path.suffix.lower())
+    if path.suffix != ".safetensors" and foreign is None:
+        if looks_like_torch(path):
+            return open_torch_file(path)
+        foreign = None if looks_like_safetensors(path) else ""
+    if foreign is None:
+        return open_safetensors(path)
+    raise CheckpointError(
+        f"weights from {path}",
+        why=f"it is a file for {foreign}, which is not read here"
+        if foreign
+        else "it begins neither as a safetensors file nor as one by torch.save",
+        fix="give a Hugging Face directory, a .safetensors file, a file by torch.save, or a DCP directory",
+    )
 
 
 def _open_mapping(state: Mapping[str, Any]) -> Source:

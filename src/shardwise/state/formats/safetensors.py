@@ -18,7 +18,7 @@ from shardwise.state.boxes import whole
 from shardwise.state.files import unreadable
 from shardwise.state.stored import Chunk, FileTensor, Source
 
-__all__ = ["DTYPES", "Placed", "header_of", "open_safetensors", "place_tensors", "tensors_in"]
+__all__ = ["DTYPES", "Placed", "header_of", "looks_like_safetensors", "open_safetensors", "place_tensors", "tensors_in"]
 
 DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "C64": "complex64", "BOOL": "bool",
@@ -31,6 +31,15 @@ CODES = {name: code for code, name in DTYPES.items()}
 
 MAX_HEADER = 100_000_000  # bytes, as the library has it
 _FIELDS = {"dtype", "shape", "data_offsets"}
+
+
+def looks_like_safetensors(path: Path) -> bool:
+    """Whether a file begins as one of these does: with a length, and JSON."""
+    try:
+        with path.open("rb") as file:
+            return file.read(9)[8:] == b"{"
+    except OSError:
+        return True  # told by whoever reads it
 
 
 def open_safetensors(path: Path) -> Source:
