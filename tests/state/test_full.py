@@ -178,3 +178,26 @@ def test_extra_states_of_modules_are_in_the_full_state_and_left_out_of_weights_b
     assert sorted(load_file(tmp_path / "model.safetensors")) == [
         f"{name}.{attr}" for name in "ab" for attr in ("bias", "count", "weight")
     ]
+
+
+def load_with_torchs_own(layout):
+    with sw.init(layout, device="cpu") as world:
+        torch.manual_seed(1)
+        plain = ConvNet()
+        model = sw.parallelize(build("conv"), world, sharding=sw.Sharding(min_unit_bytes=0))
+        before = sw.full_state_dict(model)
+        model.load_state_dict(model.state_dict())  # its own, of shards
+        try:
+            model.load_state_dict(plain.state_dict())
+        except sw.UsageError as error:
+            after = sw.full_state_dict(model)
+            return error, all(torch.equal(after[name], before[name]) for name in before)
+        return None, all(torch.equal(t, plain.state_dict()[n]) for n, t in sw.full_state_dict(model).items())
+
+
+def test_whole_tensors_given_to_torchs_own_load_state_dict_are_refused_with_what_to_call(ranks):
+    for error, same in ranks.run(load_with_torchs_own, 2, "dp_shard=2"):
+        assert isinstance(error, sw.UsageError) and same
+        assert error.name == "stages.0.0.weight" and "sw.load_full_state_dict(model, state)" in error.fix
+    for error, same in ranks.run(load_with_torchs_own, 2, "dp_replicate=2"):
+        assert error is None and same  # replicas are plain tensors: torch's own call does it

@@ -27,7 +27,7 @@ from shardwise.config.options import (
 from shardwise.errors import ConfigError, PlanError, UsageError
 from shardwise.parallel.ddp import apply_ddp
 from shardwise.parallel.fsdp2 import apply_fsdp2
-from shardwise.parallel.refuse import refuse_unfit_parts
+from shardwise.parallel.refuse import refuse_unfit_parts, refuse_whole_values
 from shardwise.parallel.runtime import Runtime, attach, has_runtime, runtime_of
 from shardwise.parallel.sources import build_with_source
 from shardwise.parallel.stale import mark_stale
@@ -142,6 +142,7 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
         engine: Any = apply_ddp(module, recipe, world)
     else:
         engine = apply_fsdp2(module, recipe, world)
+        refuse_whole_values(module)
     edit_after_engine(module, recipe, world)
     runtime = Runtime(module, recipe, world, engine)
     runtime.explainers += EXPLAINERS

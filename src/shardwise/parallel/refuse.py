@@ -1,15 +1,18 @@
 """What a module may hold that would go silently wrong once it is sharded, refused before anything is moved."""
 
-from torch import nn
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise._compat import num_hooks
 from shardwise.anatomy import canonical_modules
-from shardwise.errors import UnsupportedError
+from shardwise.errors import UnsupportedError, UsageError
 from shardwise.parallel.tensors import tensors_of
 from shardwise.recipe import Recipe
 from shardwise.world import World
 
-__all__ = ["refuse_unfit_parts"]
+__all__ = ["refuse_unfit_parts", "refuse_whole_values"]
 
 _WHOLE = 'keep parameters whole on every rank: sw.init("dp_replicate=-1")'
 
@@ -44,3 +47,21 @@ def refuse_unfit_parts(module: nn.Module, recipe: Recipe, world: World) -> None:
                 fix="leave max_norm out, and scale the rows it returns, or the weight after optim.step()",
                 name=name or None,
             )
+
+
+def refuse_whole_values(module: nn.Module) -> None:
+    """From now on ``module.load_state_dict`` of whole tensors raises UsageError where it has shards. torch's own words for it
+    are a line per parameter, after the buffers have been written."""
+
+    def check(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, param in module.named_parameters(prefix=prefix.removesuffix("."), remove_duplicate=False):
+            given = state.get(name)
+            if isinstance(param, DTensor) and isinstance(given, Tensor) and not isinstance(given, DTensor):
+                raise UsageError(
+                    "load_state_dict of whole tensors into a sharded module",
+                    why="each rank has a shard of this parameter, and torch does not cut",
+                    fix="call sw.load_full_state_dict(model, state) on every rank, or sw.load_weights(model, path)",
+                    name=name,
+                )
+
+    module.register_load_state_dict_pre_hook(check)
