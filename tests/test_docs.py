@@ -37,6 +37,7 @@ PAGES = (
             "parity",
             "weights",
             "convert",
+            "checkpoint",
             "benchmarks",
         )
     ),
@@ -224,6 +225,10 @@ def _shortened(command: str, folder: Path) -> str | None:
             return f"{command} --steps 2"
         case ["torchrun", *rest] if "examples/finetune.py" in rest:
             return f"{command} --steps 2"
+        case ["shardwise", "train", "--checkpoint.every=100"]:
+            return f"shardwise train --checkpoint.every=2 {SHORT} && shardwise checkpoint ls runs/latest/checkpoints"
+        case ["shardwise", "checkpoint", *_]:
+            return f"{command} --help"  # what it shows is there once the command above it has run
         case ["shardwise", "train"]:
             return f"{_make('demo')} -n"  # what the demo runs, and the demo is run
         case ["shardwise", "train", "examples/finetune.yaml"]:  # tests/cli/test_train_examples.py runs it to the end
@@ -256,6 +261,9 @@ def _shortened(command: str, folder: Path) -> str | None:
             return f"{_make('demo')} ARGS={shlex.quote(words)}"
         case ["make", "test" | "soak" | "gpu" | "check" | "picture" as target]:
             return f"{_make(target)} -n"
+        case ["make", "soak", arguments]:
+            path = arguments.removeprefix("ARGS=")
+            return f"{_make('soak')} -n && test -e {ROOT / path}"
     return None
 
 

@@ -70,8 +70,10 @@ class RunCheckpoints:
             yield
 
     def resume(self, loader: Loader) -> int:
-        """Puts the run, and the loader, where the newest good checkpoint stands; returns the steps done before it."""
-        assert self._manager is not None
+        """Puts the run, and the loader, where the newest good checkpoint stands, if there is one; returns the steps done before.
+        From here on the loader's position is saved."""
+        if self._manager is None:
+            return 0
         self._manager.resume(loader)
         return self._manager.step.num_steps  # type: ignore[attr-defined]
 

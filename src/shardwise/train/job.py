@@ -135,10 +135,11 @@ class _Run:
 
     def resume(self, checkpoints: RunCheckpoints) -> None:
         """Goes on from the newest checkpoint, if there is one; all ranks take part."""
+        if checkpoints.are_there:
+            self.emit("phase", text="resuming")
+        self.done = checkpoints.resume(self.loader)
         if not checkpoints.are_there:
             return
-        self.emit("phase", text="resuming")
-        self.done = checkpoints.resume(self.loader)
         steps = self.config.train.steps
         rest = f"{steps - self.done} of {steps} steps are left" if self.done < steps else f"all {steps} steps are done"
         more = "" if self.done < steps else "; --train.steps=N goes on"
