@@ -1,7 +1,7 @@
 """Reading a module: its tensors, ties, block lists and names."""
 
 from shardwise.anatomy.names import canonical_modules, canonical_name, canonical_tensors, module_of_error
-from shardwise.anatomy.read import dtype_name, dtype_of, read_anatomy, refuse_lazy, user_class
+from shardwise.anatomy.read import dtype_name, dtype_of, is_pretrained, read_anatomy, refuse_lazy, user_class
 
 __all__ = [
     "canonical_modules",
@@ -9,6 +9,7 @@ __all__ = [
     "canonical_tensors",
     "dtype_name",
     "dtype_of",
+    "is_pretrained",
     "module_of_error",
     "read_anatomy",
     "refuse_lazy",

@@ -13,7 +13,7 @@ from shardwise.anatomy.names import canonical_modules, canonical_tensors
 from shardwise.errors import UnsupportedError
 from shardwise.recipe.records import Anatomy, TensorFact
 
-__all__ = ["dtype_name", "dtype_of", "read_anatomy", "refuse_lazy", "user_class"]
+__all__ = ["dtype_name", "dtype_of", "is_pretrained", "read_anatomy", "refuse_lazy", "user_class"]
 
 
 def read_anatomy(module: nn.Module, *, example: Mapping[str, Tensor] | None = None) -> Anatomy:
@@ -87,6 +87,13 @@ def _tensors(root: nn.Module, kind: str) -> dict[str, TensorFact]:
 
 def _has_no_forward(module: nn.Module) -> bool:
     return type(module).forward is nn.Module.forward and "forward" not in vars(module)
+
+
+def is_pretrained(model: nn.Module) -> bool:
+    """Whether ``model`` is one of transformers' own. Told by name: transformers need not be there."""
+    return any(
+        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.") for cls in type(model).__mro__
+    )
 
 
 def user_class(module: nn.Module) -> type:

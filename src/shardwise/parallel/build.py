@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise._compat import TorchDispatchMode, looked_at_on_meta
+from shardwise.anatomy import is_pretrained
 from shardwise.parallel.tape import Tape, is_draw
 from shardwise.world.rng import derive_seed, forked_rng
 
@@ -121,9 +122,7 @@ def _initialise_late(module: Any) -> None:
     """Hugging Face models leave out their initialisation on meta; on the tape it costs nothing."""
     if not isinstance(module, nn.Module):
         return
-    if any(
-        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.") for cls in type(module).__mro__
-    ):
+    if is_pretrained(module):
         module.initialize_weights()  # type: ignore[operator]
         return
     for child in module.children():

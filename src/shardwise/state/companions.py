@@ -3,10 +3,9 @@
 import copy
 from typing import Any
 
-from shardwise.anatomy import user_class
+from shardwise.anatomy import is_pretrained, user_class
 from shardwise.parallel import Runtime
 from shardwise.state.formats.folder import companions_of
-from shardwise.state.hugging_face import is_pretrained
 from shardwise.state.naming import naming_of, shapes_of
 
 __all__ = ["companion_files"]
@@ -15,8 +14,8 @@ _MOST = 256 << 20  # bytes of one file: what is larger is no configuration
 
 
 def companion_files(runtime: Runtime, dtype: str | None = None) -> tuple[dict[str, bytes], list[str]]:
-    """File name -> content, and what has to be told: what the directory had that the model was loaded from, and, of a Hugging Face model, its
-    configuration as it is now.
+    """File name -> content, of what the directory had that the model was loaded from, and of a Hugging Face model's
+    configuration as it is now; and what has to be told.
 
     Args:
         runtime: of the model.

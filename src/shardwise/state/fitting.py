@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.anatomy import dtype_of
 from shardwise.errors import CheckpointError
 from shardwise.parallel import Runtime
-from shardwise.state.boxes import Box, blocks
+from shardwise.state.boxes import Box, blocks, whole
 from shardwise.state.extra import extra_names
 from shardwise.state.files import BUFFER, OpenFiles
 from shardwise.state.names import Matched, Rename, Wanted, match_names
@@ -59,7 +59,7 @@ def own_boxes(runtime: Runtime, name: str, stored: Stored) -> list[Box]:
 
 def all_of(_: str, stored: Stored) -> list[Box]:
     """The whole tensor."""
-    return [Box((0,) * len(stored.shape), stored.shape)]
+    return [whole(stored.shape)]
 
 
 def plan_of(runtime: Runtime, source: Any, rules: Rules, files: OpenFiles, boxes: Boxes) -> Plan:

@@ -16,18 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
+from shardwise.anatomy import is_pretrained
 from shardwise.errors import UnsupportedError
 from shardwise.state.boxes import whole
 from shardwise.state.views import View, view_at
 
-__all__ = ["is_pretrained", "older_name", "stored_views", "turned_view"]
-
-
-def is_pretrained(model: nn.Module) -> bool:
-    """Whether ``model`` is one of transformers' own."""
-    return any(
-        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.") for cls in type(model).__mro__
-    )
+__all__ = ["older_name", "stored_views", "turned_view"]
 
 
 def stored_views(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, View]:
