@@ -578,3 +578,29 @@ def test_head_and_base_of_a_model_in_a_wrapper(ranks, tmp_path):
     report, found = ranks.run(load, 2, "odd", "dp_shard=2", str(tmp_path))[0]
     equal(found, model.state_dict())
     assert len(report.renamed) == 2
+
+
+def test_the_sum_that_ranks_compare_takes_a_buffer_and_no_second_tensor():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from shardwise.state.load import _sum_of_bits
+
+    tensor = torch.arange(3 * files_module.BUFFER // 4 + 3, dtype=torch.int32)
+
+    class Sizes(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() != tensor.data_ptr():
+                self.largest = max(self.largest, result.untyped_storage().nbytes())
+            return result
+
+    with Sizes() as sizes:
+        found = _sum_of_bits(tensor)
+    assert 0 < sizes.largest <= files_module.BUFFER
+    tensor[-1] ^= 1
+    assert _sum_of_bits(tensor) != found
+    tensor[-1] ^= 1
+    tensor[5] ^= 1 << 30
+    assert _sum_of_bits(tensor) != found

@@ -19,7 +19,7 @@ from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.values import scatter_values
 from shardwise.state.boxes import Box
 from shardwise.state.extra import set_extra_states
-from shardwise.state.files import OpenFiles
+from shardwise.state.files import BUFFER, OpenFiles
 from shardwise.state.filling import Filling, refuse_left_half
 from shardwise.state.fitting import Rules, all_of, own_boxes, plan_of
 from shardwise.state.names import Rename
@@ -203,9 +203,12 @@ def _refuse_other_values(runtime: Runtime, names: Collection[str]) -> None:
 
 def _sum_of_bits(tensor: Tensor) -> int:
     """A number that another bit anywhere changes: the sum of the tensor's bytes in words of 8, and of the rest."""
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    words = flat.numel() // 8 * 8
-    return int(flat[:words].clone().view(torch.int64).sum()) + int(flat[words:].sum(dtype=torch.int64))
+    total = 0
+    for part in tensor.detach().reshape(-1).view(torch.uint8).split(BUFFER):
+        words = part.numel() // 8 * 8
+        # A copy, since a tensor may begin anywhere, and words of 8 bytes may not.
+        total += int(part[:words].clone().view(torch.int64).sum()) + int(part[words:].sum(dtype=torch.int64))
+    return total
 
 
 def _after(runtime: Runtime, extra: Mapping[str, Any], folder: Path | None) -> None:
