@@ -313,7 +313,10 @@ def ranks_in(folder: Path) -> list[int]:
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("to", ["the parent", "the group, as a terminal does"])
+@pytest.mark.parametrize(
+    "to",  # ranks have sessions of their own, so that in both cases the parent alone hears it
+    [pytest.param("the parent", marks=pytest.mark.soak), "the group, as a terminal does"],
+)
 def test_an_interrupted_run_says_what_is_kept_and_leaves_no_rank(tmp_path, text, to):
     words = [word for word in TINY if not word.startswith(("--train.steps", "--log.every"))]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
