@@ -1,9 +1,11 @@
 """A small run with everything that a checkpoint has to hold: dropout, ties, odd shapes, clipping, a schedule, data by position."""
 
 import math
+import random
 import warnings
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -119,7 +121,7 @@ def run(
     world, model, step = make(layout, dtype)
     data, average = Texts(), Average()
     loader = sw.Loader(data, world, global_batch=batch[0], micro_batch=batch[1])
-    found: dict = {"figures": [], "samples": [], "began": None}
+    found: dict = {"figures": [], "samples": [], "draws": [], "began": None}
     with world:
         manager = sw.CheckpointManager(root, step, extra={"average": average}, **options) if root is not None else None
         windows = loader
@@ -137,6 +139,7 @@ def run(
                 found["figures"].append((out.loss, out.grad_norm, step.optim.param_groups[0]["lr"]))
                 found["samples"].append(sorted(i for part in world.gather(list(data.asked)) for i in part))
                 data.asked.clear()
+                found["draws"].append((random.random(), float(np.random.rand()), float(torch.rand(()))))
                 if manager is not None and step.num_steps in save_at:
                     manager.save(metrics={"loss": out.loss})
                 if step.num_steps == until:

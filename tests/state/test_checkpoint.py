@@ -44,14 +44,17 @@ def test_any_layout_resumes_what_any_other_saved(ranks, tmp_path, first, seconds
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(ranks, tmp_path, name, async_save):
     layout, num_ranks = RESHARDED[name]
     options = {"dtype": torch.float32, "batch": (num_ranks, 1), "async_save": async_save}  # accumulation 1
-    whole = ranks.run(run, num_ranks, layout, None, 12, dtype=torch.float32, batch=(num_ranks, 1))[0]
-    half = ranks.run(run, num_ranks, layout, tmp_path, 9, (3, 9), **options)[0]
-    rest = ranks.run(run, num_ranks, layout, tmp_path, 12, **options)[0]
+    wholes = ranks.run(run, num_ranks, layout, None, 12, dtype=torch.float32, batch=(num_ranks, 1))
+    halves = ranks.run(run, num_ranks, layout, tmp_path, 9, (3, 9), **options)
+    rests = ranks.run(run, num_ranks, layout, tmp_path, 12, **options)
+    whole, half, rest = wholes[0], halves[0], rests[0]
     assert rest["began"] == 9
     assert half["figures"] + rest["figures"] == whole["figures"]
     assert half["samples"] + rest["samples"] == whole["samples"]
     assert equal(rest["last"], whole["last"])
     assert equal(rest["average"], whole["average"])
+    for mine, before, after in zip(wholes, halves, rests, strict=True):  # the global streams of each rank
+        assert before["draws"] + after["draws"] == mine["draws"]
 
 
 def test_the_weights_are_a_plain_model_directory_and_no_file_needs_pickle(ranks, tmp_path):
@@ -108,3 +111,73 @@ def test_which_checkpoints_stay(ranks, tmp_path, options, expected):
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         ".lock", "latest", *(f"step-{step:08d}" for step in expected)
     ]  # fmt: skip
+
+
+def other_seed(layout, root, seed, until):
+    from state.runs import EVERY, Drops, Texts
+
+    with sw.init(layout, device="cpu", seed=seed) as world:
+        torch.manual_seed(0)
+        model = sw.parallelize(Drops(), world, sharding=EVERY)
+        step = sw.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=0.02))
+        loader = sw.Loader(Texts(), world, global_batch=4, micro_batch=1)
+        with sw.CheckpointManager(root, step, async_save=False) as manager:
+            losses = []
+            for window in manager.resume(loader):
+                losses.append(step(window).loss)
+                if step.num_steps == until:
+                    manager.save()
+                    return losses
+    return []
+
+
+def test_a_resumed_run_goes_on_with_the_seed_it_began_with(ranks, tmp_path):
+    whole = ranks.run(other_seed, 2, "dp_shard=2", tmp_path / "a", 3, 4)[0]
+    half = ranks.run(other_seed, 2, "dp_shard=2", tmp_path / "b", 3, 2)[0]
+    rest = ranks.run(other_seed, 2, "dp_shard=2", tmp_path / "b", 8, 4)[0]
+    assert half + rest == whole
+    assert ranks.run(other_seed, 2, "dp_shard=2", tmp_path / "c", 8, 4)[0] != whole
+
+
+def saved_slowly(layout, root):
+    """Two steps and two saves while nothing reaches the disk; the states at the saves."""
+    import threading
+
+    from state.runs import Average, Texts, make, state
+
+    from shardwise.state.checkpoint import writer
+
+    world, model, step = make(layout)
+    real, may_write = writer.pwrite, threading.Event()
+
+    def waits(descriptor, memory, offset):
+        assert may_write.wait(30)
+        return real(descriptor, memory, offset)
+
+    with world:
+        writer.pwrite = waits
+        manager = sw.CheckpointManager(root, step, keep=None, extra={"average": Average()})
+        found = []
+        windows = iter(manager.resume(sw.Loader(Texts(), world, global_batch=12, micro_batch=1)))
+        for _ in range(2):
+            step(next(windows))
+            found.append(state(model, step.optim))
+            manager.save()
+            step(next(windows))  # what is being written is not what this changes
+            may_write.set()
+            manager.wait()
+            may_write.clear()
+        may_write.set()
+        manager.close()
+        writer.pwrite = real
+    return found
+
+
+def test_what_is_saved_in_the_background_is_what_was_there_when_save_was_called(ranks, tmp_path):
+    found = ranks.run(saved_slowly, 2, "dp_shard=2", tmp_path)[0]
+    for number, expected in zip((1, 3), found, strict=True):
+        other = tmp_path / f"only-{number}"
+        other.mkdir()
+        (tmp_path / f"step-{number:08d}").rename(other / f"step-{number:08d}")
+        again = ranks.run(run, 2, "dp_shard=2", other, 0, async_save=False)[0]
+        assert again["began"] == number and equal(again["first"], expected)

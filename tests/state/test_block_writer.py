@@ -1,0 +1,53 @@
+"""Whatever stretches ranks write, in whatever order: the file has the bytes, and the sums are those of its blocks."""
+
+import itertools
+import os
+import random
+
+import pytest
+
+from shardwise.state.checkpoint import writer
+from shardwise.state.checkpoint.sums import BLOCK, Sums, block_sizes, put_together, sum_of
+from shardwise.state.checkpoint.writer import WINDOW, BlockWriter
+
+
+def cut(rng: random.Random, size: int, pieces: int) -> list[tuple[int, int]]:
+    ends = sorted({0, size, *(rng.randrange(size) for _ in range(pieces))})
+    return list(itertools.pairwise(ends))
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
+@pytest.mark.parametrize("seed", range(12))
+def test_the_parts_of_ranks_add_up(tmp_path, monkeypatch, seed, direct):
+    rng = random.Random(seed)
+    if not direct:
+        monkeypatch.setattr(writer.os, "O_DIRECT", 1 << 30)  # a flag that no file system takes
+    size = rng.choice([1, 4095, BLOCK, 3 * BLOCK + 17, WINDOW + 5, 2 * WINDOW + BLOCK // 2])
+    data = rng.randbytes(size)
+    path = tmp_path / "file"
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+    stretches = cut(rng, size, rng.choice([0, 3, 40, 400]))
+    if seed % 3 == 0:
+        rng.shuffle(stretches)
+    told = []
+    for rank in range(3):
+        sums = Sums()
+        with BlockWriter(sums) as out:
+            for _ in range(2):  # its windows are used again, with other bytes in them
+                with out.file(path, "other", size):
+                    out.write(0, memoryview(rng.randbytes(size)))
+            sums = out._sums = Sums()
+            with out.file(path, "file", size):
+                for number, (begin, end) in enumerate(stretches):
+                    if number % 3 == rank:
+                        out.write(begin, memoryview(data)[begin:end])
+        told.append(sums.told())
+        # The file is what ranks before and this one have written; what others will is not there yet.
+        content = path.read_bytes()
+        for number, (begin, end) in enumerate(stretches):
+            assert number % 3 != rank or content[begin:end] == data[begin:end]
+    whole = put_together({"file": size}, told)["file"]
+    begins = range(0, size, BLOCK)
+    assert [int(found) for found in whole] == [sum_of(data[begin : begin + BLOCK]) for begin in begins]
+    assert [len(data[begin : begin + BLOCK]) for begin in begins] == block_sizes(size)
