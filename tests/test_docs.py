@@ -252,6 +252,8 @@ def _shortened(command: str, folder: Path) -> str | None:
             return f"{command} --model tiny --rounds 2 --part step".replace("--write docs/", "--write ")
         case ["python", "benchmarks/wrap.py", *_]:
             return f"{command} --ranks 8 --blocks 2 --repeats 1".replace("--write docs/", "--write ")
+        case ["python", "benchmarks/checkpoint.py", *_]:
+            return f"{command} --megabytes 2 --rounds 1".replace("--write docs/", "--write ")
         case ["python", "benchmarks/weights.py", *_]:
             return f"{command} --megabytes 8 --repeats 1 --part convert".replace("--write docs/", "--write ")
         case ["python", "tools/draw_pages.py"]:

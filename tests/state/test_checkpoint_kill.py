@@ -66,8 +66,9 @@ def saving(root: str, until: int, mode: str, ack: str, arm) -> None:
 
 def _tell(world, ack: str, step: int) -> None:
     if world.is_main:
-        with open(ack, "w") as file:
+        with open(f"{ack}.new", "w") as file:
             file.write(str(step))
+        os.replace(f"{ack}.new", ack)  # it may be killed here too
 
 
 class AtPoint:

@@ -22,13 +22,13 @@ from shardwise.state.report import shortened
 from shardwise.state.together import together
 
 __all__ = [
+    "agreed_kinds",
     "fitting_state",
     "full_optimizer_state_dict",
     "install_state",
     "load_full_optimizer_state_dict",
     "names_of",
     "settings_of",
-    "state_kinds",
 ]
 
 # What schedulers add to groups, and what torch's optimizers have gained from version to version: no other optimizer's.
@@ -51,17 +51,7 @@ def full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimizer) ->
     """
     runtime = runtime_of(model)
     names = names_of(runtime, optim)
-    kinds = together(
-        runtime.world,
-        "full_optimizer_state_dict, before it is gathered",
-        lambda: {name: state_kinds(runtime, name, optim.state.get(runtime.parameters[name], {})) for name in names},
-        same=repr,
-        differ=UsageError(
-            "optimizers that keep different state on different ranks",
-            why="some parameter was stepped on one rank and not on another",
-            fix="let every rank make the same steps",
-        ),
-    )
+    kinds = agreed_kinds(runtime, optim, "full_optimizer_state_dict, before it is gathered")
     kept = {name: optim.state[runtime.parameters[name]] for name, keys in kinds.items() if keys}
     cut = [(name, key) for name, keys in kinds.items() for key, is_cut in keys.items() if is_cut]
     gathered = gather_tensors(runtime, ((name, local_tensor(kept[name][key]).detach()) for name, key in cut))
@@ -159,7 +149,29 @@ def names_of(runtime: Runtime, optim: torch.optim.Optimizer) -> list[str]:
     return [name for name in runtime.recipe.params if name in mine]
 
 
-def state_kinds(runtime: Runtime, name: str, values: Mapping[str, Any]) -> dict[str, bool]:
+def agreed_kinds(runtime: Runtime, optim: torch.optim.Optimizer, place: str) -> dict[str, dict[str, bool]]:
+    """Canonical name -> key of the parameter's state -> whether it is cut as the parameter is; in the model's order. All ranks
+    must call it.
+
+    Raises:
+        UsageError: a parameter that is not the model's, or ranks that keep different state.
+        UnsupportedError: state that is neither shaped like its parameter nor the same on every rank, of one that is cut.
+    """
+    names = names_of(runtime, optim)
+    return together(
+        runtime.world,
+        place,
+        lambda: {name: _kinds(runtime, name, optim.state.get(runtime.parameters[name], {})) for name in names},
+        same=repr,
+        differ=UsageError(
+            "optimizers that keep different state on different ranks",
+            why="some parameter was stepped on one rank and not on another",
+            fix="let every rank make the same steps",
+        ),
+    )
+
+
+def _kinds(runtime: Runtime, name: str, values: Mapping[str, Any]) -> dict[str, bool]:
     """Key -> whether the value is cut as the parameter is."""
     shape = runtime.local_tensors_of(name).shape
     param = runtime.recipe.params[name]

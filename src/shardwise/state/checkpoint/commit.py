@@ -151,7 +151,7 @@ class _Commit:
                 if path in mine or path in heads:
                     yield path, file.size, _in_order(heads.get(path), mine.get(path, [0])[1:])
         if self.peers.is_main:
-            rest = self.contents.rest_file()
+            rest = self.contents.rest_file
             values = ((t.offset, _bytes_of(self.contents.rest[t.name])) for t in rest.tensors)
             yield REST, rest.size, _chain((0, memoryview(rest.head)), values)
             for path, text in self.contents.texts.items():
@@ -160,7 +160,8 @@ class _Commit:
     def finish(self, everyone: list[Told]) -> None:
         """On rank 0: the manifest, and the directory into its place."""
         assert self.staged is not None
-        sums = put_together(self.contents.sizes(), everyone)
+        sizes = self.contents.sizes()
+        sums = put_together(sizes, everyone)
         reach("summed")
         manifest = Manifest(
             step=self.contents.step,
@@ -168,7 +169,7 @@ class _Commit:
             num_ranks=self.peers.size,
             fingerprint=self.fingerprint,
             versions=package_versions(),
-            files={path: FileFact(size, sums[path]) for path, size in self.contents.sizes().items()},
+            files={path: FileFact(size, sums[path]) for path, size in sizes.items()},
         )
         data = memoryview(manifest.to_bytes())
         try:

@@ -14,6 +14,7 @@
 Tensors are whole in their files, under canonical names, whatever the layout of the run that wrote them.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -34,12 +35,22 @@ from shardwise.state.extra import extra_states
 from shardwise.state.filing import Filing, Part, PlannedFile, filing_of, parts_of, planned_files
 from shardwise.state.formats.folder import INDEX
 from shardwise.state.formats.safetensors import CODES
-from shardwise.state.optimizer import names_of, settings_of, state_kinds
-from shardwise.state.together import together
+from shardwise.state.optimizer import agreed_kinds, settings_of
 from shardwise.state.views import view_of_all
 from shardwise.world.rng import streams
 
-__all__ = ["EXTRA", "OPTIMIZER", "REST", "STATE", "Contents", "Group", "contents_of", "is_sharded", "staged_by"]
+__all__ = [
+    "EXTRA",
+    "OPTIMIZER",
+    "REST",
+    "STATE",
+    "Contents",
+    "Group",
+    "check_extra",
+    "contents_of",
+    "is_sharded",
+    "staged_by",
+]
 
 STATE, REST, OPTIMIZER, EXTRA = "training/state.json", "training/rest.safetensors", "training/optimizer", "extra"
 ALIGN = 1 << 20  # bytes: at multiples of it large tensors begin, so that parts of them are whole blocks
@@ -89,6 +100,7 @@ class Contents:
     texts: dict[str, bytes]
     notes: list[str] = field(default_factory=list)
 
+    @functools.cached_property
     def rest_file(self) -> PlannedFile:
         """Where the whole tensors will lie."""
         facts = {name: (tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in self.rest.items()}
@@ -98,13 +110,13 @@ class Contents:
     def sizes(self) -> dict[str, int]:
         """Path -> bytes of every file, on rank 0."""
         found = {group.prefix + file.name: file.size for group in self.groups for file in group.filing.files}
-        found[REST] = self.rest_file().size
+        found[REST] = self.rest_file.size
         return found | {path: len(text) for path, text in self.texts.items()}
 
     def heads(self) -> dict[str, bytes]:
         """Path -> first bytes of every file with tensors, on rank 0."""
         found = {group.prefix + file.name: file.head for group in self.groups for file in group.filing.files}
-        return {**found, REST: self.rest_file().head}
+        return {**found, REST: self.rest_file.head}
 
 
 def contents_of(
@@ -122,12 +134,11 @@ def contents_of(
         model: from ``parallelize``.
         optim: its optimizer; None: there is none.
         own: name -> JSON-like value with tensors: the step's state, the loader's position. Rank 0's is kept.
-        extra: name -> object with ``state_dict``, or a further sharded model.
+        extra: as :func:`check_extra` lets them pass.
         texts: further files, by path.
         max_shard_bytes: size of one file of tensors at most, in bytes.
 
     Raises:
-        ConfigError: ``extra`` objects without ``state_dict``, or under names that are no file names.
         UnsupportedError: state that is neither JSON nor a tensor, by name.
         UsageError: ranks that keep different state.
     """
@@ -148,7 +159,7 @@ def contents_of(
         for prefix, other in models.items()
     }
     plain["extra"] = {
-        name: to_plain(state_of(name, value), f"{EXTRA}/{name}", tensors)
+        name: to_plain(value.state_dict(), f"{EXTRA}/{name}", tensors)
         for name, value in extra.items()
         if not is_sharded(value)
     }
@@ -164,21 +175,24 @@ def contents_of(
     return Contents(runtime.step, tuple(groups), tensors, found, notes)
 
 
-def state_of(name: str, value: Any) -> Any:
-    """What an ``extra`` object keeps.
+def check_extra(extra: Mapping[str, Any]) -> None:
+    """Refuses what could not be saved.
 
     Raises:
-        ConfigError: it does not say.
+        ConfigError: an object without ``state_dict``, or a name that cannot be that of a directory.
     """
-    if not callable(getattr(value, "state_dict", None)) or not callable(getattr(value, "load_state_dict", None)):
-        raise ConfigError(
-            f"extra[{name!r}]: a {type(value).__name__}",
-            why="it has no state_dict() and load_state_dict(), by which it is saved and restored",
-            fix="give it both methods, or leave it out",
-        )
-    if not name.replace("_", "").replace("-", "").isalnum() or not name.isascii():
-        raise ConfigError(f"extra[{name!r}]", why="the name becomes that of a file", fix="use letters, digits, - and _")
-    return value.state_dict()
+    for name, value in extra.items():
+        has_both = all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict"))
+        if not has_both:
+            raise ConfigError(
+                f"extra[{name!r}]: a {type(value).__name__}",
+                why="it has no state_dict() and load_state_dict(), by which it is saved and restored",
+                fix="give it both methods, or leave it out",
+            )
+        if not name.replace("_", "").replace("-", "").isalnum() or not name.isascii():
+            raise ConfigError(
+                f"extra[{name!r}]", why="the name becomes that of a file", fix="use letters, digits, - and _"
+            )
 
 
 def is_sharded(value: Any) -> bool:
@@ -202,19 +216,8 @@ def _weights(prefix: str, model: nn.Module, max_shard_bytes: int, texts: dict[st
 def _optimizer(
     runtime: Runtime, optim: torch.optim.Optimizer, max_shard_bytes: int, tensors: dict[str, Tensor]
 ) -> tuple[Group | None, Any]:
-    names = names_of(runtime, optim)
-    kept = {name: dict(optim.state.get(runtime.parameters[name], {})) for name in names}
-    kinds = together(
-        runtime.world,
-        "a checkpoint, taking down the optimizer's state",
-        lambda: {name: state_kinds(runtime, name, values) for name, values in kept.items()},
-        same=repr,
-        differ=UsageError(
-            "optimizers that keep different state on different ranks",
-            why="some parameter was stepped on one rank and not on another",
-            fix="let every rank make the same steps",
-        ),
-    )
+    kinds = agreed_kinds(runtime, optim, "a checkpoint, taking down the optimizer's state")
+    kept = {name: dict(optim.state.get(runtime.parameters[name], {})) for name in kinds}
     cut: dict[str, Tensor] = {}
     views, facts = {}, {}
     keys: dict[str, dict[str, str | None]] = {}
@@ -234,7 +237,7 @@ def _optimizer(
         "class": type(optim).__name__,
         "keys": keys,
         "state": plain,
-        "param_groups": [settings_of(runtime, group, names) for group in optim.param_groups],
+        "param_groups": [settings_of(runtime, group, kinds) for group in optim.param_groups],
     }
     group = None
     if cut:

@@ -15,7 +15,7 @@ from shardwise.errors import CheckpointError, ConfigError, UsageError
 from shardwise.launch.lock import try_lock
 from shardwise.parallel import runtime_of
 from shardwise.state.checkpoint.commit import write_checkpoint
-from shardwise.state.checkpoint.contents import Contents, contents_of, staged_by
+from shardwise.state.checkpoint.contents import Contents, check_extra, contents_of, staged_by
 from shardwise.state.checkpoint.keeping import Keeping, remove, remove_removed, steps_in
 from shardwise.state.checkpoint.manifest import DamagedError, folder_name
 from shardwise.state.checkpoint.points import reach
@@ -61,6 +61,7 @@ class CheckpointManager:
 
     Raises:
         CheckpointError: the directory cannot be used, or another run is using it.
+        ConfigError: options that cannot be, or ``extra`` objects that could not be saved.
 
     Example:
         >>> with sw.CheckpointManager("runs/a", step, keep=3) as ckpt:  # doctest: +SKIP
@@ -81,6 +82,7 @@ class CheckpointManager:
         texts: Mapping[str, str] | None = None,
     ):
         self.step, self.extra = step, dict(extra or {})
+        check_extra(self.extra)
         self._runtime = runtime_of(step.model)
         self._world = self._runtime.world
         self._keeping = Keeping(last=keep, every=keep_every, best=best)
