@@ -6,8 +6,8 @@
 
 Two ranks (gloo) hold a model and its AdamW state: three times the model. Contenders come in a random order in each round, and
 each figure is the least of the rounds. Everything is on disk when a save ends: DCP syncs its files too. Processor time is
-that of all ranks, their threads included. Before a table is printed, what was saved is
-loaded by whoever saved it into a fresh model and optimizer, and every shard is equal to the last bit.
+that of all ranks, their threads included. Before a table is printed, what was saved is loaded by whoever saved it into a
+fresh model and optimizer, and every shard is equal to the last bit.
 """
 
 import argparse
