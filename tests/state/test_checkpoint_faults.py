@@ -91,6 +91,29 @@ def full(root, big):
         return errors
 
 
+def failing_twice(root):
+    world, _, step = make("dp_shard=2")
+
+    def faulty(descriptor, memory, offset):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with world:
+        real, writer.pwrite = writer.pwrite, faulty
+        try:
+            with sw.CheckpointManager(root, step) as manager:
+                manager.save()
+                raise ValueError("of the loop")
+        except ValueError as error:
+            return getattr(error, "__notes__", [])
+        finally:
+            writer.pwrite = real
+
+
+def test_a_save_that_failed_is_told_with_the_error_that_ended_the_block(ranks, tmp_path):
+    for notes in ranks.run(failing_twice, 2, str(tmp_path)):
+        assert len(notes) == 1 and "was not finished" in notes[0] and "step-00000000" in notes[0]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system takes root")
 def test_a_full_disk_is_told_on_every_rank_and_nothing_is_lost(ranks, tmp_path):
     mount = tmp_path / "small"

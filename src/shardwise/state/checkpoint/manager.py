@@ -119,10 +119,13 @@ class CheckpointManager:
             return
         # Ranks may be anywhere: what is being written is waited for as long as it takes, and nobody is talked to.
         try:
-            if self._under_way is not None:
-                self._under_way.exception(timeout=self._world.timeout_s)
+            problem = self._under_way.exception(timeout=self._world.timeout_s) if self._under_way is not None else None
+        except TimeoutError as late:
+            problem = late
         finally:
             self._let_go()
+        if problem is not None and error is not None:  # the error of the block is the one to be raised
+            error.add_note(f"the checkpoint that was being written was not finished: {problem}")
 
     def close(self) -> None:
         """Waits for what is being written, and gives the directory back. All ranks must call it."""
