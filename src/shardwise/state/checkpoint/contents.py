@@ -17,7 +17,7 @@ Tensors are whole in their files, under canonical names, whatever the layout of 
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -49,7 +49,6 @@ __all__ = [
     "check_extra",
     "contents_of",
     "is_sharded",
-    "staged_by",
 ]
 
 STATE, REST, OPTIMIZER, EXTRA = "training/state.json", "training/rest.safetensors", "training/optimizer", "extra"
@@ -81,6 +80,13 @@ class Group:
             whole = self.tensors[part.tensor.name if self.by_stored else part.view.name]
             yield self.prefix + part.file.name, part.file, part, whole[part.local]
 
+    def staged(self, take: Callable[[str, Tensor], Tensor]) -> "Group":
+        """The same group of what ``take`` gives for each tensor that is written; it is told a name of its own for each."""
+        place = self.prefix + ("optimizer/" if self.by_stored else "")
+        stored = [tensor.name for file in self.filing.files for tensor in file.tensors]
+        used = stored if self.by_stored else [self.filing.views[name].name for name in stored]
+        return replace(self, tensors={name: take(place + name, self.tensors[name]) for name in dict.fromkeys(used)})
+
 
 @dataclass
 class Contents:
@@ -106,6 +112,10 @@ class Contents:
         facts = {name: (tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in self.rest.items()}
         (file,) = planned_files(facts, max_shard_bytes=1 << 62, stem=REST.removesuffix(".safetensors"))
         return file
+
+    def staged(self, take: Callable[[str, Tensor], Tensor]) -> "Contents":
+        """The same with copies of all cut tensors, so that the run may go on; whole ones are copies already."""
+        return replace(self, groups=tuple(group.staged(take) for group in self.groups))
 
     def sizes(self) -> dict[str, int]:
         """Path -> bytes of every file, on rank 0."""
@@ -261,30 +271,3 @@ def _refuse_unknown_dtypes(tensors: Mapping[str, Tensor]) -> None:
                 fix="keep complex64, or real and imaginary part in two tensors",
                 name=name,
             )
-
-
-def staged_by(contents: Contents, take: Callable[[str, Tensor], Tensor]) -> Contents:
-    """The same with every cut tensor replaced by what ``take`` gives for it: copies, so that the run may go on."""
-    groups = tuple(
-        Group(
-            group.prefix,
-            group.runtime,
-            group.filing,
-            {
-                name: take(f"{group.prefix}{'optimizer/' if group.by_stored else ''}{name}", t)
-                for name, t in _used(group)
-            },
-            group.by_stored,
-        )
-        for group in contents.groups
-    )
-    return Contents(contents.step, groups, contents.rest, contents.texts, contents.notes)
-
-
-def _used(group: Group) -> Iterator[tuple[str, Tensor]]:
-    names = {
-        tensor.name if group.by_stored else group.filing.views[tensor.name].name
-        for file in group.filing.files
-        for tensor in file.tensors
-    }
-    return ((name, tensor) for name, tensor in group.tensors.items() if name in names)

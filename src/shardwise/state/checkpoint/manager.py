@@ -15,7 +15,7 @@ from shardwise.errors import CheckpointError, ConfigError, UsageError
 from shardwise.launch.lock import try_lock
 from shardwise.parallel import runtime_of
 from shardwise.state.checkpoint.commit import write_checkpoint
-from shardwise.state.checkpoint.contents import Contents, check_extra, contents_of, staged_by
+from shardwise.state.checkpoint.contents import Contents, check_extra, contents_of
 from shardwise.state.checkpoint.keeping import Keeping, remove, remove_removed, steps_in
 from shardwise.state.checkpoint.manifest import DamagedError, folder_name
 from shardwise.state.checkpoint.points import reach
@@ -197,7 +197,7 @@ class CheckpointManager:
         if self._thread is None or self._beside is None:
             self._write(self._world, contents, figure)
         else:
-            staged = staged_by(contents, self._stage)
+            staged = contents.staged(self._stage)
             if self._world.device.type == "cuda":
                 torch.cuda.synchronize(self._world.device)
             self._under_way = self._thread.submit(self._write, self._beside, staged, figure)
