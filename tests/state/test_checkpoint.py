@@ -181,3 +181,33 @@ def test_what_is_saved_in_the_background_is_what_was_there_when_save_was_called(
         (tmp_path / f"step-{number:08d}").rename(other / f"step-{number:08d}")
         again = ranks.run(run, 2, "dp_shard=2", other, 0, async_save=False)[0]
         assert again["began"] == number and equal(again["first"], expected)
+
+
+def saved_on(root, weights, steps):
+    """Goes on from what is in ``root``, or from ``weights``, and saves as these steps, keeping one checkpoint."""
+    from state.runs import make
+
+    world, model, step = make("dp_shard=2")
+    with world, sw.CheckpointManager(root, step, keep=1) as manager:
+        if manager.load() is None:
+            sw.load_weights(model, weights)
+        for number in steps:
+            step._runtime.step = number
+            manager.save()
+
+
+def test_tokenizer_files_outlive_the_checkpoint_that_the_run_went_on_from(ranks, tmp_path):
+    ranks.run(_weights_to, 2, tmp_path / "weights")
+    (tmp_path / "weights" / "tokenizer.json").write_text('{"kept": true}')
+    ranks.run(saved_on, 2, tmp_path / "run", tmp_path / "weights", (1,))
+    ranks.run(saved_on, 2, tmp_path / "run", tmp_path / "weights", (2, 3, 4))
+    assert kept(tmp_path / "run") == [4]
+    assert (tmp_path / "run" / "step-00000004" / "tokenizer.json").read_text() == '{"kept": true}'
+
+
+def _weights_to(dest):
+    from state.runs import make
+
+    world, model, _ = make("dp_shard=2")
+    with world:
+        sw.save_weights(model, dest)

@@ -25,6 +25,7 @@ def companion_files(runtime: Runtime, dtype: str | None = None) -> tuple[dict[st
     notes: list[str] = []
     if runtime.loaded_from is not None:
         try:
+            runtime.loaded_from.stat()  # it may have gone
             paths = companions_of(runtime.loaded_from)
             found = {path.name: path.read_bytes() for path in paths if path.stat().st_size <= _MOST}
         except OSError as error:

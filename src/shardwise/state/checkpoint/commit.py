@@ -64,6 +64,10 @@ def write_checkpoint(peers: Peers, root: Path, contents: Contents, layout: str, 
         together(peers, f"{place}, putting it in place", lambda: commit.finish(everyone), on_main=True)
     finally:
         commit.close()
+    for group in contents.groups:  # an older checkpoint, which a model's tokenizer came from, may be pruned now
+        origin = group.runtime.loaded_from
+        if origin is not None and origin.is_relative_to(root):
+            group.runtime.loaded_from = commit.dest / group.prefix
     reach("acknowledged")
     return commit.dest
 
