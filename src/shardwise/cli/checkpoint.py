@@ -84,7 +84,7 @@ def _folders(path: Path) -> list[Path]:
 
 def _facts(saved: "SavedRun") -> dict[str, Any]:
     """What is told of a checkpoint."""
-    manifest = saved.manifest
+    contents, manifest = importlib.import_module(f"{ROOM}.contents"), saved.manifest
     state, moments = saved.state()
     return {
         "step": manifest.step,
@@ -97,7 +97,7 @@ def _facts(saved: "SavedRun") -> dict[str, Any]:
         "optimizer": None if state.get("optimizer") is None else state["optimizer"]["class"],
         "optimizer_tensors": len(moments),
         "data": state.get("loader"),
-        "extra": sorted(state["extra"]),
+        "extra": sorted(contents.held_extra(state)),
         "figure": state.get("figure"),
         "files": {name: fact.size for name, fact in sorted(manifest.files.items())},
     }

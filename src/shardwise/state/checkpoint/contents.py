@@ -48,6 +48,7 @@ __all__ = [
     "Group",
     "check_extra",
     "contents_of",
+    "held_extra",
     "is_sharded",
 ]
 
@@ -153,12 +154,13 @@ def contents_of(
         UsageError: ranks that keep different state.
     """
     runtime = runtime_of(model)
-    runtime.check_values()
     world = runtime.world
     tensors: dict[str, Tensor] = {}
     notes: list[str] = []
     found: dict[str, bytes] = dict(texts)
     models = {"": model, **{f"{EXTRA}/{name}/": other for name, other in extra.items() if is_sharded(other)}}
+    for other in models.values():
+        runtime_of(other).check_values()
     groups = [_weights(prefix, other, max_shard_bytes, found, notes) for prefix, other in models.items()]
     plain = {name: to_plain(value, name, tensors) for name, value in own.items()}
     if optim is not None:
@@ -208,6 +210,12 @@ def check_extra(extra: Mapping[str, Any]) -> None:
 def is_sharded(value: Any) -> bool:
     """Whether an ``extra`` object is a model whose weights are saved as the model's are."""
     return isinstance(value, nn.Module) and has_runtime(value)
+
+
+def held_extra(state: Mapping[str, Any]) -> dict[str, bool]:
+    """Name -> whether it is a sharded model, of the ``extra`` objects that a checkpoint of this state holds."""
+    weights = [prefix.removeprefix(f"{EXTRA}/").removesuffix("/") for prefix in state["model"] if prefix]
+    return dict.fromkeys(state["extra"], False) | dict.fromkeys(weights, True)
 
 
 def _weights(prefix: str, model: nn.Module, max_shard_bytes: int, texts: dict[str, bytes], notes: list[str]) -> Group:

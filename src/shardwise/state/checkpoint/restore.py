@@ -16,7 +16,7 @@ from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.recipe import extents
 from shardwise.state.boxes import Box
-from shardwise.state.checkpoint.contents import EXTRA, is_sharded
+from shardwise.state.checkpoint.contents import EXTRA, held_extra, is_sharded
 from shardwise.state.checkpoint.manifest import damaged
 from shardwise.state.checkpoint.opened import SavedRun, VerifiedFiles
 from shardwise.state.extra import set_extra_states
@@ -127,11 +127,11 @@ class _Reading:
                 why="it was saved from a run that had none",
                 fix="build the step as it was when the checkpoint was saved",
             )
+        self._match_extra(state)
         models = {"": self.runtime}
         models |= {f"{EXTRA}/{n}/": runtime_of(other) for n, other in self.extra.items() if is_sharded(other)}
         for prefix, runtime in models.items():
             self._models[prefix] = (runtime, self._plan(prefix, runtime))
-        self._match_extra(state["extra"])
         if self.optim is not None:
             self._match_optimizer(self.optim, state["optimizer"])
         self._state = state
@@ -144,17 +144,20 @@ class _Reading:
         folder = self.saved.folder / prefix if prefix else self.saved.folder
         return plan_of(runtime, folder, rules, self.saved.files, lambda name, tensor: own_boxes(runtime, name, tensor))
 
-    def _match_extra(self, states: Mapping[str, Any]) -> None:
-        mine = [name for name, value in self.extra.items() if not is_sharded(value)]
-        for name in mine:
-            if name not in states:
+    def _match_extra(self, state: Mapping[str, Any]) -> None:
+        held = held_extra(state)
+        for name, value in self.extra.items():
+            if held.get(name) != is_sharded(value):
+                other = "its own state" if is_sharded(value) else "the weights of a sharded model"
                 raise CheckpointError(
                     f"{self.saved.folder}: a checkpoint without extra[{name!r}]",
-                    why=f"it was saved with {', '.join(states) or 'no extra objects'}",
-                    fix="leave the object out until the first checkpoint that holds it",
+                    why=f"under that name it has {other}"
+                    if name in held
+                    else f"it was saved with {', '.join(held) or 'no extra objects'}",
+                    fix="load it with a manager that is not given the object, then save with one that is",
                 )
         self.notes += [
-            f"extra[{name!r}] is in the checkpoint, and nothing takes it" for name in states if name not in mine
+            f"extra[{name!r}] is in the checkpoint, and nothing takes it" for name in held if name not in self.extra
         ]
 
     def _match_optimizer(self, optim: torch.optim.Optimizer, told: Mapping[str, Any]) -> None:
