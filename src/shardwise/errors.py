@@ -21,6 +21,7 @@ __all__ = [
     "PlanError",
     "RankError",
     "ShardwiseError",
+    "Stopped",
     "UnsupportedError",
     "UsageError",
     "VerifyError",
@@ -98,3 +99,26 @@ class CheckpointError(ShardwiseError, OSError):
 
 class VerifyError(ShardwiseError, AssertionError):
     """Two runs that must agree do not. The message names the first parameter that differs."""
+
+
+class Stopped(SystemExit):
+    """A run that was asked to stop has saved and ends, on every rank: no fault, so none of the errors above.
+
+    Nobody needs to catch it: Python ends with exit status :attr:`CODE`, which asks whoever started the program to start it
+    again.
+
+    Args:
+        reason: who asked, in words ("SIGTERM").
+        step: windows trained before the checkpoint.
+        checkpoint: where it is.
+    """
+
+    CODE = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, try again later
+
+    def __init__(self, reason: str, step: int, checkpoint: str):
+        super().__init__(reason, step, checkpoint)
+        self.reason, self.step, self.checkpoint = reason, step, checkpoint
+        self.code = self.CODE
+
+    def __str__(self) -> str:
+        return f"{self.reason}: stopped after step {self.step}, saved in {self.checkpoint}"

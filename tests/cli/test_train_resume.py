@@ -13,13 +13,16 @@ import pytest
 
 WORDS = (
     "--data.global_batch=4", "--data.micro_batch=2", "--data.seq_len=32", "--train.eval_every=0", "--log.plot=false",
-    "--log.every=1", "--model.args={dim: 32, num_layers: 2, ffn: 48, num_heads: 4}", "--checkpoint.every=2",
+    "--log.every=1", "--model.args={dim: 32, num_layers: 2, ffn: 48, num_heads: 4}",
 )  # fmt: skip
 
 
-def start(folder: Path, *words: str, steps: int = 14) -> subprocess.Popen:
+def start(
+    folder: Path, *words: str, steps: int = 14, every: int | str = 2, before: tuple[str, ...] = ()
+) -> subprocess.Popen:
+    words = (f"--log.dir={folder}", f"--train.steps={steps}", f"--checkpoint.every={every}", *words)
     return subprocess.Popen(
-        [sys.executable, "-m", "shardwise", "train", *WORDS, f"--log.dir={folder}", f"--train.steps={steps}", *words],
+        [sys.executable, *before, "-m", "shardwise", "train", *WORDS, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -106,6 +109,50 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path, whole):
 @pytest.mark.parametrize("seed", range(10))
 def test_a_run_that_is_killed_again_and_again_goes_on_to_the_same_weights(tmp_path, whole, seed):
     kill_and_go_on(tmp_path, whole, 5, seed)
+
+
+def wait_for(process: subprocess.Popen, folder: Path, pattern: str = "checkpoints/step-*") -> None:
+    deadline = time.monotonic() + 60
+    while process.poll() is None and not list(folder.glob(pattern)) and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.soak)])
+def test_a_run_that_is_asked_to_stop_saves_and_says_so(tmp_path, whole, number):
+    process = start(tmp_path, every=1000)  # so that what is there was saved for the stop
+    wait_for(process, tmp_path, "metrics.jsonl")
+    process.send_signal(number)
+    output = " ".join(process.communicate(timeout=60)[0].split())
+    assert process.returncode == 75, output
+    assert f"stopped {number.name}; the same command goes on" in output and "(newest checkpoint)" in output
+    assert "of 14 steps are left" in finish(tmp_path)
+    assert weights(tmp_path) == weights(whole)
+    assert losses(tmp_path) == losses(whole)
+
+
+@pytest.mark.timeout(180)
+def test_a_run_that_is_over_its_time_goes_on_when_it_is_started_again(tmp_path):
+    codes = []
+    for _ in range(3):  # a limit that is over at once: one step each, and then there is nothing left but the end
+        process = start(tmp_path / "run", "--checkpoint.stop_after_s=0.001", every="null", steps=2)
+        output = process.communicate(timeout=60)[0]
+        codes.append(process.returncode)
+    assert codes == [75, 75, 0], output
+    finish(tmp_path / "whole", steps=2)
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+
+
+@pytest.mark.timeout(180)
+def test_torchrun_that_is_ended_lets_the_ranks_save(tmp_path, whole):
+    before = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    process = start(tmp_path, every=1000, before=before)
+    wait_for(process, tmp_path, "metrics.jsonl")
+    process.send_signal(signal.SIGTERM)
+    output = " ".join(process.communicate(timeout=60)[0].split())
+    assert process.returncode != 0 and "stopped SIGTERM; the same command goes on" in output, output
+    finish(tmp_path)
+    assert weights(tmp_path) == weights(whole)
 
 
 def test_a_run_is_gone_on_with_under_another_layout_and_fresh_moves_it_aside(tmp_path):

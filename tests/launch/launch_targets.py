@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from shardwise.errors import LayoutError, RankError
+from shardwise.errors import LayoutError, RankError, Stopped
 from shardwise.launch import send_event
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -162,3 +162,34 @@ def give_up_on_a_peer():
 def signal_parent():
     os.kill(os.getppid(), signal.SIGTERM)
     time.sleep(0.2 * (1 + RANK))
+
+
+def save_when_told(directory, *, waits_s=0.1):
+    """Stops in order at a signal, as a run with checkpoints does; its child sleeps on."""
+    told = []
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: told.append(signal.Signals(number).name))
+    child = subprocess.Popen(["sleep", "60"])
+    with open(os.path.join(directory, f"child{RANK}.{child.pid}"), "w"):
+        pass
+    note_pid(directory)
+    while not told:
+        time.sleep(0.01)
+    time.sleep(waits_s)
+    assert child.poll() is None, "the child was ended, too"
+    raise Stopped(" and ".join(told), 7, "a/step-7")
+
+
+def never_save_when_told(directory):
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    note_pid(directory)
+    time.sleep(60)
+
+
+def fail_when_told(directory):
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    note_pid(directory)
+    signal.pause() if hasattr(signal, "pause") else None
+    if RANK == 1:
+        raise OSError("the disk is full")
+    time.sleep(60)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.errors import ConfigError, LayoutError, RankError
+from shardwise.errors import ConfigError, LayoutError, RankError, Stopped
 from shardwise.launch import default_nproc, free_port, launch_local, send_event
 from shardwise.launch.failure import Failure, root_cause
 
@@ -49,10 +49,11 @@ def parent(tmp_path):
     """Starts a program that launches ranks with a child each; gives the process and the ids of all it started."""
     started = []
 
-    def start(grace_s=2.0, function="sleep_with_child", count=4):
+    def start(grace_s=2.0, function="sleep_with_child", count=4, notice_s=None):
+        options = f"grace_s={grace_s}, notice_s={notice_s}"
         code = (
             "from shardwise.launch import launch_local\n"
-            f"launch_local({TARGETS + ':' + function!r}, nproc=2, args=({str(tmp_path)!r},), grace_s={grace_s})\n"
+            f"launch_local({TARGETS + ':' + function!r}, nproc=2, args=({str(tmp_path)!r},), {options})\n"
         )
         env = {**os.environ, "PYTHONPATH": SOURCE}
         process = subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.PIPE, text=True)
@@ -274,6 +275,46 @@ def test_second_ctrl_c_does_not_wait_for_the_grace(parent):
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=20) in (-2, 130)
+    assert still_alive(pids) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_signal_with_notice_lets_ranks_stop_in_order(parent, number, times):
+    process, pids = parent(function="save_when_told", notice_s=30.0)
+    for _ in range(times):  # some send it to a process, and again to its group: that is one request
+        process.send_signal(number)
+        time.sleep(0.05)
+    assert process.wait(timeout=20) == Stopped.CODE
+    assert still_alive(pids) == []
+
+
+def test_a_signal_with_notice_ends_ranks_that_have_nothing_to_save(parent):
+    process, pids = parent(notice_s=30.0)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 143
+    assert still_alive(pids) == []
+
+
+@pytest.mark.parametrize("ends", ["the time", "a second signal"])
+def test_ranks_that_do_not_stop_are_ended(parent, ends):
+    process, pids = parent(
+        function="never_save_when_told", count=2, grace_s=0.2, notice_s=2.6 if ends == "the time" else 1000
+    )
+    process.send_signal(signal.SIGTERM)
+    time.sleep(2.2)
+    assert process.poll() is None
+    if ends == "a second signal":
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 143
+    assert still_alive(pids) == []
+
+
+def test_a_rank_that_fails_while_it_saves_is_named(parent):
+    process, pids = parent(function="fail_when_told", count=2, grace_s=0.2, notice_s=30.0)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 1
+    assert "rank 1 raised OSError: the disk is full" in process.stderr.read()
     assert still_alive(pids) == []
 
 

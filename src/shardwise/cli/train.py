@@ -174,6 +174,7 @@ def _launch(loaded: "Loaded[RunConfig]") -> int:
             env={"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")},
             on_event=display.on_event,
             on_line=display.on_line,
+            notice_s=config.launch.notice_s,
         )
         no_picture = folder.draw(unit_of(config))
     _report(folder, results[0], no_picture)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, Stopped
 from shardwise.launch.lock import try_lock
 
 if TYPE_CHECKING:
@@ -61,11 +61,13 @@ class RunFolder:
         self._before = _weights_in(self.weights)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         held = self._held
         try:
             if kind is not None:
                 self._clear()
+                if isinstance(error, Stopped):
+                    self.display.row("stopped", f"{error.reason}; the same command goes on")
                 if self.display.began:
                     self.display.row("kept", "\n".join(self._kept()))
                 else:
@@ -113,6 +115,9 @@ class RunFolder:
         except OSError as error:
             metrics = f"no metrics ({self.metrics}: {error.strerror or error})"
         lines = [f"{max(steps)} of {self.config.train.steps} steps were done", metrics, *notes]
+        newest = max(self.path.glob("checkpoints/step-*"), default=None)
+        if newest is not None:
+            lines.append(f"{newest} (newest checkpoint)")
         now = _weights_in(self.weights)
         if self.display.weights is not None:
             lines.append(f"{self.display.weights} (weights, safetensors)")

@@ -89,7 +89,7 @@ def _facts(config: "RunConfig") -> tuple[dict[str, Any], dict[str, str]]:
     import msgspec
 
     sections = msgspec.to_builtins(config)
-    kept = {name: value for name, value in sections.items() if name not in ("log", "launch", "checkpoint")}
+    kept = {name: value for name, value in sections.items() if name not in ("log", "launch")}
     facts = _flat(kept)
     del facts["parallel.layout"]
     facts["checkpoint.export"] = None if config.checkpoint.export is None else "a folder"

@@ -193,6 +193,10 @@ class Checkpoint(Options, frozen=True, kw_only=True):
     resume: Annotated[
         bool, doc("go on from the newest checkpoint in log.dir; false: start anew, and move those there aside")
     ] = True
+    stop_after_s: Annotated[
+        AboveZero | None,
+        doc("seconds of training after which the run saves, and ends with exit status 75; null: no limit"),
+    ] = None
 
 
 class Log(Options, frozen=True, kw_only=True):
@@ -208,6 +212,9 @@ class Launch(Options, frozen=True, kw_only=True):
 
     nproc: Annotated[Positive | None, doc("local processes; null: all accelerators, or 2 on a CPU")] = None
     device: Annotated[Literal["auto", "cpu", "cuda"], doc("auto: cuda where there is one, else cpu")] = "auto"
+    notice_s: Annotated[
+        AboveZero, doc("seconds that ranks have to save after SIGTERM or SIGUSR1, before they are ended")
+    ] = 300.0
 
 
 class RunConfig(Options, frozen=True, kw_only=True):

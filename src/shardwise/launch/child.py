@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, Stopped
 from shardwise.launch.events import open_channel, open_report
 from shardwise.launch.failure import Failure, failure_of
 from shardwise.launch.process import die_with_parent
@@ -49,7 +49,7 @@ class Job:
 
 
 def main(argv: list[str]) -> int:
-    """Serves one job; the exit status is 0 when a result was sent."""
+    """Serves one job; the exit status is 0 when a result was sent, that of ``Stopped`` when the job stopped in order."""
     control, events, parent = (int(word) for word in argv)
     die_with_parent(parent)
     for descriptor in (control, events):
@@ -71,10 +71,10 @@ def main(argv: list[str]) -> int:
     # Without a parent there is nobody to tell, and this process is about to be killed.
     with lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
         connection.send((kind, answer))
-    return 0 if kind == "result" else 1
+    return {"result": 0, "stopped": Stopped.CODE}.get(kind, 1)
 
 
-def _run(job: Job) -> tuple[str, bytes | Failure]:
+def _run(job: Job) -> tuple[str, bytes | Failure | Stopped]:
     sys.path[:] = job.path
     if job.pythonpath is None:
         os.environ.pop("PYTHONPATH", None)
@@ -82,6 +82,8 @@ def _run(job: Job) -> tuple[str, bytes | Failure]:
         os.environ["PYTHONPATH"] = job.pythonpath
     try:
         return "result", pickle.dumps(load_target(job.target)(*pickle.loads(job.args)))
+    except Stopped as stop:
+        return "stopped", stop
     except SystemExit as end:
         if not end.code:
             return "result", pickle.dumps(None)

@@ -7,25 +7,23 @@ are ended, and the failure that caused the rest is raised. However the parent en
 even SIGKILL), no rank and no child of a rank outlives it.
 """
 
-import contextlib
 import os
 import pickle
 import selectors
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.launch.child import Job
 from shardwise.launch.failure import Failure, load_error, rank_error, root_cause
+from shardwise.launch.notice import Notice, terminable
 from shardwise.launch.process import Guard, held_port
 from shardwise.launch.rank import Callbacks, RankProcess
 
-__all__ = ["launch_local", "terminable"]
+__all__ = ["launch_local"]
 
 _TICK_S = 0.05
 _SETTLE_S = 0.7
@@ -44,6 +42,7 @@ def launch_local(
     grace_s: float = 5.0,
     timeout_s: float | None = None,
     stopped_s: float = 10.0,
+    notice_s: float | None = None,
 ) -> list:
     """Runs ``target(*args)`` in ``nproc`` fresh processes and returns their results in rank order.
 
@@ -61,28 +60,38 @@ def launch_local(
         grace_s: seconds between SIGTERM and SIGKILL when ranks have to be ended.
         timeout_s: seconds after which the ranks are ended; None: no limit.
         stopped_s: seconds after which a rank that is stopped (SIGSTOP) counts as failed.
+        notice_s: SIGTERM or SIGUSR1 to this process is passed on to the ranks (not to their children), which then have this
+            many seconds to stop in order, as those with a ``CheckpointManager`` do; a second SIGTERM ends them. None:
+            SIGTERM ends the ranks.
 
     Raises:
         RankError: a rank failed; ``.ranks`` names it, the text holds its traceback.
         ShardwiseError: a rank raised one; it is raised again here, with its rank and traceback as a note.
         ConfigError: ``target`` or ``nproc`` cannot be meant.
-        KeyboardInterrupt, SystemExit(143): Ctrl-C or SIGTERM came; the ranks have ended.
+        KeyboardInterrupt, SystemExit(143): Ctrl-C or SIGTERM came (138: SIGUSR1); the ranks have ended.
+        Stopped: every rank has stopped in order, and saved.
     """
     _check(target, nproc)
     callbacks = Callbacks(on_line or _print_line, on_event or _ignore_event)
     job = Job(target=target, args=pickle.dumps(tuple(args)), path=tuple(sys.path), pythonpath=_pythonpath(env))
-    with held_port() as port, terminable(), Guard() as guard:
+    notice = Notice()
+    with held_port() as port, terminable() if notice_s is None else notice, Guard() as guard:
         base = {"OMP_NUM_THREADS": "1", **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         watch = _Watch(guard, grace_s, timeout_s, stopped_s)
         try:
             for rank in range(nproc):
                 watch.add(RankProcess(rank, job, {**base, **(env or {}), **_rank_env(rank, nproc)}, callbacks))
-            watch.run()
+            watch.run(notice, notice_s)
         finally:
             watch.close()
+    if notice.number is not None and any(rank.code == -notice.number for rank in watch.ranks):
+        raise SystemExit(128 + notice.number)  # it has ended a rank that had nothing to save
     failures = [rank.failure for rank in watch.ranks if rank.failure is not None]
     if failures or watch.blamed:
         raise _error(failures, watch.blamed)
+    for rank in watch.ranks:
+        if rank.stopped is not None:
+            raise rank.stopped
     return [pickle.loads(rank.result) for rank in watch.ranks]  # type: ignore[arg-type]
 
 
@@ -104,12 +113,19 @@ class _Watch:
             self._selector.register(descriptor, selectors.EVENT_READ, rank)
         rank.begin()
 
-    def run(self) -> None:
-        """Until every rank has ended by itself, or the first failure is understood."""
+    def run(self, notice: Notice, notice_s: float | None) -> None:
+        """Until every rank has ended by itself, or the first failure is understood, or the time after a notice is over."""
         failed_at: float | None = None
+        told_at: float | None = None
         while self._alive():
             self._turn()
             now = time.monotonic()
+            if notice.number is not None and told_at is None:
+                told_at = now
+                for rank in self.ranks:
+                    rank.tell(notice.number)
+            if told_at is not None and now - told_at > (notice_s or 0.0):
+                raise SystemExit(128 + (notice.number or 0))
             if failed_at is None and (self._look() or any(rank.failure for rank in self.ranks)):
                 failed_at = now
             # A moment for the others to report: the first to be heard is not always the one that caused it.
@@ -199,26 +215,6 @@ class _Watch:
         while self._alive() and time.monotonic() < deadline:
             self._turn()
         self._drain()
-
-
-@contextlib.contextmanager
-def terminable() -> Iterator[None]:
-    """Turns SIGTERM into SystemExit(143) for a while, so that what has to be ended or said is, on the way out.
-
-    Left alone where the application has a handler of its own, and off the main thread, where Python allows none.
-    """
-    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if ours:
-        signal.signal(signal.SIGTERM, _leave)
-    try:
-        yield
-    finally:
-        if ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 def _check(target: str, nproc: int) -> None:

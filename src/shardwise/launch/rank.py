@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
 
+from shardwise.errors import Stopped
 from shardwise.launch.child import DUMP_SIGNAL, Job
 from shardwise.launch.failure import Failure, describe_exit
 from shardwise.launch.process import is_stopped, kill_group
@@ -40,6 +41,7 @@ class RankProcess:
         self.rank, self._callbacks = rank, callbacks
         self.result: bytes | None = None
         self.failure: Failure | None = None
+        self.stopped: Stopped | None = None  # it was asked to, and has saved
         self.code: int | None = None
         self._stopped_since: float | None = None
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
@@ -129,6 +131,8 @@ class RankProcess:
             return
         if kind == "result":
             self.result = answer
+        elif kind == "stopped":
+            self.stopped = answer
         else:
             self.failure = answer
 
@@ -141,6 +145,8 @@ class RankProcess:
 
     def settle(self) -> None:
         """Called once it has ended and has been read to the end: turns a silent end into a failure."""
+        if self.stopped is not None and self.code == Stopped.CODE:
+            return
         if self.failure is None and (self.result is None or self.code):
             self.failure = describe_exit(
                 self.rank, self.code or 0, detail="\n".join(self._tail), finished=self.result is not None
@@ -158,8 +164,12 @@ class RankProcess:
 
     def dump_stacks(self) -> None:
         """Makes the rank write the stack of each thread to its stderr."""
+        self.tell(DUMP_SIGNAL)
+
+    def tell(self, number: int) -> None:
+        """Sends a signal to the rank alone: its children do not know what to make of it, and it needs them to go on."""
         if not self.poll():
-            self._process.send_signal(DUMP_SIGNAL)
+            self._process.send_signal(number)
 
     def signal(self, number: int) -> None:
         """Sends a signal to the rank and its children."""

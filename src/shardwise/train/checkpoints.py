@@ -54,7 +54,7 @@ class RunCheckpoints:
             last: figures of the run that a resumed one has from the beginning.
         """
         kept = self.config.checkpoint
-        if kept.every is None and not self.are_there:
+        if kept.every is None and kept.stop_after_s is None and not self.are_there:
             yield
             return
         self._manager = CheckpointManager(
@@ -65,6 +65,7 @@ class RunCheckpoints:
             extra={"figures": _Figures(last)},
             async_save=kept.background,
             texts={"training/config.yaml": dump_config(self.config)},
+            stop_after_s=kept.stop_after_s,
         )
         with self._manager:
             yield
@@ -78,10 +79,16 @@ class RunCheckpoints:
         return self._manager.step.num_steps  # type: ignore[attr-defined]
 
     def save(self, done: int) -> None:
-        """Saves if it is time, and at the end of the run."""
+        """Saves if it is time, and at the end of the run.
+
+        Raises:
+            Stopped: the run was asked to stop, and has saved.
+        """
+        if self._manager is None:
+            return
         every = self.config.checkpoint.every
-        if self._manager is not None and every is not None and (done % every == 0 or done == self.config.train.steps):
-            self._manager.save()
+        at_end = every is not None and done == self.config.train.steps
+        self._manager.save_every(done if at_end else every)
 
 
 class _Figures:

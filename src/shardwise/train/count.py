@@ -1,4 +1,5 @@
-"""The first exchange of a window: how many tokens all ranks and micro-batches have, and whether every rank can begin."""
+"""The first exchange of a window: how many tokens all ranks and micro-batches have, whether every rank can begin, and
+whether the run was asked to stop after it."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -45,9 +46,11 @@ def agree_on_count(
             "length": float(len(batches)),
             "length2": float(len(batches) ** 2),
             "problem": float(problem is not None),
+            "stop": runtime.world.stop.entry(),
         },
         place,
     )
+    runtime.world.stop.agree(sums["stop"])
     _refuse_problem(runtime, sums, problem, place)
     if runtime.world.size * sums["length2"] != sums["length"] ** 2:
         raise _lengths_differ(runtime, len(batches), place)

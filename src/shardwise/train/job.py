@@ -54,6 +54,7 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
     Raises:
         ConfigError: the disk has no room for what the run will write; before the first step.
         CheckpointError: at the end, where weights or metrics could not be written; it says what is kept, and where.
+        Stopped: the run was asked to stop, and has saved.
 
     Returns:
         the last figures, equal on every rank but for memory: ``loss``, ``val_loss`` (None without validation data),
@@ -223,6 +224,8 @@ class _Run:
                 if done == train.steps or (train.eval_every and done % train.eval_every == 0):
                     self.validate(done)
                     pace.pause()
+                if self.world.stop.agreed:
+                    self.emit("phase", text=f"{self.world.stop.agreed}: saving, to stop")
                 checkpoints.save(done)
                 if done == train.steps:
                     return

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.errors import ConfigError, RankError, ShardwiseError, UsageError
+from shardwise.errors import ConfigError, RankError, ShardwiseError, Stopped, UsageError
 from shardwise.launch.failure import is_lost_peer
 from shardwise.layout import AXES, DERIVED_AXES, Layout, layout_of
 from shardwise.world.agreement import Agreement
@@ -29,6 +29,7 @@ from shardwise.world.group import (
 )
 from shardwise.world.last_words import owe_last_words, owe_no_words
 from shardwise.world.rng import seed_all
+from shardwise.world.signals import StopRequest
 from shardwise.world.watch import Watch
 
 __all__ = ["World", "init"]
@@ -92,6 +93,7 @@ class World:
         mesh: the one root DeviceMesh, with dims ``dp_replicate`` and ``dp_shard``.
         seed: seed of every random stream of the run.
         agreement: what ranks must agree on, exchanged twice per window.
+        stop: whether they were asked to stop, as the first of the two tells.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class World:
         self.source = env.source
         self._local_size = env.local_world_size
         self.owns_group, self.closed = owns_group, False
+        self.stop = StopRequest()
         self._gradients: Any = None
         self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.size)): dist.group.WORLD}
         self.watch: Watch | None = None
@@ -137,8 +140,9 @@ class World:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        lost = None if error is None else self.lost_peer(error)
-        self.close(lost or error)
+        fault = None if isinstance(error, Stopped) else error  # which all ranks raise, in order
+        lost = None if fault is None else self.lost_peer(fault)
+        self.close(lost or fault)
         if lost is not None:
             raise lost from error
 

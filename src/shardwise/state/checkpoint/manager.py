@@ -1,5 +1,6 @@
 """``CheckpointManager``: a run's checkpoints in one directory: saved every so often, kept as long as wanted, resumed from."""
 
+import contextlib
 import os
 import time
 import warnings
@@ -11,7 +12,7 @@ from typing import Any, Protocol, TextIO
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import CheckpointError, ConfigError, UsageError
+from shardwise.errors import CheckpointError, ConfigError, Stopped, UsageError
 from shardwise.launch.lock import try_lock
 from shardwise.parallel import runtime_of
 from shardwise.state.checkpoint.commit import write_checkpoint
@@ -46,6 +47,10 @@ class CheckpointManager:
     A save is complete or absent: a kill at any moment, a full disk or a faulty rank leaves the checkpoints before as they
     were. What is read is compared with checksums, and nothing is ever unpickled. Any layout loads what any layout saved.
 
+    A run that is asked to stop ends in order: SIGTERM or SIGUSR1 on any rank, :meth:`stop`, or ``stop_after_s``. All ranks
+    agree at the beginning of the next window; the :meth:`save_every` after it saves and raises :class:`~shardwise.Stopped`, with
+    which the program ends with exit status 75. Signals for which the program has a handler of its own are left to it.
+
     Args:
         root: the directory; it is made. Rank 0's counts, and every rank has to see it.
         step: the :class:`~shardwise.TrainStep`; its model, optimizer, scheduler, scaler and counts are saved.
@@ -58,6 +63,7 @@ class CheckpointManager:
         async_save: True: a save copies the run's state and returns; it is written while training goes on. What goes wrong
             is raised by the next save, by :meth:`wait` or at the end.
         texts: further files to lie in every checkpoint: path -> content.
+        stop_after_s: seconds from now after which the run is asked to stop; what a window and a save take comes on top.
 
     Raises:
         CheckpointError: the directory cannot be used, or another run is using it.
@@ -80,9 +86,11 @@ class CheckpointManager:
         extra: Mapping[str, Any] | None = None,
         async_save: bool = True,
         texts: Mapping[str, str] | None = None,
+        stop_after_s: float | None = None,
     ):
         self.step, self.extra = step, dict(extra or {})
         check_extra(self.extra)
+        _check_limit(stop_after_s)
         self._runtime = runtime_of(step.model)
         self._world = self._runtime.world
         self._keeping = Keeping(last=keep, every=keep_every, best=best)
@@ -97,6 +105,8 @@ class CheckpointManager:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardwise-save") if async_save else None
         self._under_way: Future[Path] | None = None
         self._buffers: dict[str, Tensor] = {}
+        self._until_closed = contextlib.ExitStack()
+        self._until_closed.enter_context(self._world.stop.heeded(stop_after_s))
 
     def _open(self, root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
@@ -135,6 +145,7 @@ class CheckpointManager:
             self._let_go()
 
     def _let_go(self) -> None:
+        self._until_closed.close()
         if self._thread is not None:
             self._thread.shutdown(wait=False)
         self._buffers.clear()
@@ -144,22 +155,36 @@ class CheckpointManager:
 
     # ---- saving ----------------------------------------------------------------------------------------------
 
-    def save_every(self, num_steps: int, out: Any = None) -> Path | None:
-        """Saves if the step just done is a multiple of ``num_steps``. All ranks must call it after each step.
+    def save_every(self, num_steps: int | None, out: Any = None) -> Path | None:
+        """Saves if the step just done is a multiple of ``num_steps``, or the last before a stop that was asked for. All ranks
+        must call it after each step.
 
         Args:
-            num_steps: windows between two saves.
+            num_steps: windows between two saves; None: only before a stop.
             out: what the step returned: its loss and metrics are what ``best`` goes by.
 
         Returns:
             the checkpoint's path, if there is a new one.
+
+        Raises:
+            Stopped: on every rank: the run was asked to stop, and the checkpoint is on disk.
+            CheckpointError: as :meth:`save` says.
         """
-        if not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 1:
+        if num_steps is not None and (not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 1):
             raise ConfigError(f"save_every({num_steps!r})", why="it is a number of steps, 1 or more", fix="use 100")
-        if self._runtime.step % num_steps:
+        reason = self._world.stop.agreed
+        if reason is None and (num_steps is None or self._runtime.step % num_steps):
             return None
         figures = {} if out is None else {"loss": out.loss, **out.metrics}
-        return self.save(metrics=figures)
+        saved = self.save(metrics=figures)
+        if reason is not None:
+            self.wait()
+            raise Stopped(reason, self._runtime.step, str(saved))
+        return saved
+
+    def stop(self) -> None:
+        """Asks the run to stop, as SIGTERM does. One rank is enough; from a handler of a signal or another thread, too."""
+        self._world.stop.ask("a call of stop()")
 
     def save(self, *, metrics: Mapping[str, float] | None = None) -> Path:
         """Saves now. All ranks must call it, between two windows. A save that is still being written is waited for.
@@ -333,6 +358,15 @@ class CheckpointManager:
         self.step.check_state_dict(own["step"])
         if self._loader is not None and own.get("loader") is not None and hasattr(self._loader, "check_state_dict"):
             self._loader.check_state_dict(own["loader"])
+
+
+def _check_limit(stop_after_s: float | None) -> None:
+    if stop_after_s is not None and (isinstance(stop_after_s, bool) or not stop_after_s > 0):
+        raise ConfigError(
+            f"stop_after_s={stop_after_s!r}",
+            why="it is a number of seconds above 0",
+            fix="use 3600, or None for no limit",
+        )
 
 
 def _told(problems: list[DamagedError]) -> str:

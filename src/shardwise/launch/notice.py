@@ -1,0 +1,72 @@
+"""Signals that ask a run to end, as the process that started the ranks hears them."""
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+__all__ = ["NOTICES", "Notice", "leave", "terminable"]
+
+NOTICES = (signal.SIGTERM, signal.SIGUSR1)
+"""What schedulers send some time before they end a job."""
+
+_REPEATED_S = 2.0  # `timeout` and some schedulers signal a process and its group: one request that comes twice
+
+
+class Notice:
+    """Within: the first of :data:`NOTICES` that comes is remembered, for the ranks to be told; SIGTERM again raises
+    SystemExit(143).
+
+    A signal for which the application has a handler of its own is left to it, and off the main thread all are.
+
+    Attributes:
+        number: the signal that came; None: none did.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._terminated: float | None = None
+        self._ours: list[int] = []
+
+    def __enter__(self) -> "Notice":
+        if threading.current_thread() is threading.main_thread():
+            self._ours = [number for number in NOTICES if signal.getsignal(number) is signal.SIG_DFL]
+            for number in self._ours:
+                signal.signal(number, self._heed)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in self._ours:
+            signal.signal(number, signal.SIG_DFL)
+
+    def _heed(self, number: int, frame: FrameType | None) -> None:
+        self.number = self.number or number
+        if number != signal.SIGTERM:
+            return
+        now = time.monotonic()
+        if self._terminated is not None and now - self._terminated > _REPEATED_S:
+            leave(number, frame)
+        self._terminated = self._terminated or now
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Turns SIGTERM into SystemExit(143) for a while, so that what has to be ended or said is, on the way out.
+
+    Left alone where the application has a handler of its own, and off the main thread, where Python allows none.
+    """
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def leave(number: int, frame: FrameType | None) -> None:
+    """The handler that :func:`terminable` sets."""
+    raise SystemExit(128 + number)

@@ -1,0 +1,87 @@
+"""Requests to stop in order: by a signal, by the clock, or by the program itself.
+
+A request reaches one rank, at any moment, or all of them at different ones. The first exchange of every window tells all
+ranks of those so far, so that each of them stops after the same window.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from shardwise.launch.notice import NOTICES, leave
+
+__all__ = ["StopRequest"]
+
+Reason = Literal["SIGTERM", "SIGUSR1", "the time limit", "a call of stop()"]
+REASONS: tuple[Reason, ...] = ("SIGTERM", "SIGUSR1", "the time limit", "a call of stop()")
+
+
+class StopRequest:
+    """Whether the ranks of a world were asked to stop.
+
+    Attributes:
+        agreed: who asked, in words, once all ranks know of it; None: go on. Equal on every rank.
+    """
+
+    def __init__(self) -> None:
+        self.agreed: str | None = None
+        self._asked: set[Reason] = set()
+        self._deadline = float("inf")  # of time.monotonic: a clock that is set has no effect on it
+
+    def ask(self, reason: Reason) -> None:
+        """Asks for a stop; from a handler of a signal or another thread, too. One rank is enough."""
+        self._asked.add(reason)
+
+    def entry(self) -> Tensor:
+        """This rank's requests, for an exchange."""
+        if time.monotonic() >= self._deadline:
+            self._asked.add("the time limit")
+        return torch.tensor([float(reason in self._asked) for reason in REASONS], dtype=torch.float64)
+
+    def agree(self, summed: Tensor) -> None:
+        """Takes in the sum of all ranks' entries."""
+        asked = [reason for reason, count in zip(REASONS, summed.tolist(), strict=True) if count]
+        self.agreed = " and ".join(asked) or None
+
+    @contextlib.contextmanager
+    def heeded(self, limit_s: float | None) -> Iterator[None]:
+        """Within: SIGTERM and SIGUSR1 are requests, and so is the end of ``limit_s`` seconds from now.
+
+        A signal for which the application has a handler of its own is left to it, and off the main thread, where Python
+        allows no handlers, all are.
+        """
+        self.agreed, self._asked = None, set()
+        self._deadline = float("inf") if limit_s is None else time.monotonic() + limit_s
+        before = _handlers() if threading.current_thread() is threading.main_thread() else {}
+        home = os.getpid()
+
+        def heed(number: int, frame: FrameType | None) -> None:
+            if os.getpid() == home:
+                self.ask(signal.Signals(number).name)  # type: ignore[arg-type]
+                return
+            signal.signal(number, signal.SIG_DFL)  # a worker that was forked: it ends as it would have
+            os.kill(os.getpid(), number)
+
+        for number in before:
+            signal.signal(number, heed)
+        try:
+            yield
+        finally:
+            self._deadline = float("inf")
+            for number, handler in before.items():
+                if signal.getsignal(number) is heed:
+                    signal.signal(number, handler)
+
+
+def _handlers() -> dict[int, Any]:
+    """The signals that are free for us, and what is there: nothing, or what only ends the process."""
+    found = {number: signal.getsignal(number) for number in NOTICES}
+    return {number: handler for number, handler in found.items() if handler in (signal.SIG_DFL, leave)}

@@ -1,0 +1,148 @@
+"""A run that is asked to stop saves after the same window on every rank, ends, and goes on as if it had never stopped."""
+
+import os
+import signal
+import time
+
+import pytest
+from state.runs import Average, Texts, equal, make, run, state
+
+import shardwise as sw
+from shardwise.launch.notice import terminable
+
+OURS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+def stopped(root, how: str, layout: str = "dp_shard=2", until: int = 6, **options) -> dict:
+    """A run in which rank 1 is asked to stop during its second window."""
+    world, model, step = make(layout)
+    average, found = Average(), {"handlers": [signal.getsignal(number) for number in OURS]}
+    with world:
+        manager = sw.CheckpointManager(root, step, extra={"average": average}, **options)
+        loader = sw.Loader(Texts(), world, global_batch=12, micro_batch=1)
+        try:
+            with manager:
+                for window in manager.resume(loader):
+                    if world.rank == world.size - 1 and step.num_steps == 1:
+                        ask(manager, how)
+                    out = step(window)
+                    average.add(out.loss)
+                    manager.save_every(100, out)
+                    if step.num_steps == until:
+                        break
+        except sw.Stopped as stop:
+            found |= {"stop": str(stop), "code": stop.code, "reason": stop.reason, "step": stop.step}
+        found["steps"], found["last"] = step.num_steps, state(model, step.optim)
+        found["given back"] = [signal.getsignal(number) for number in OURS] == found.pop("handlers")
+    return found
+
+
+def ask(manager, how: str) -> None:
+    if how == "call":
+        manager.stop()
+    elif how == "time":
+        time.sleep(1.2)
+    elif how == "worker":  # a signal to a process that was forked from the rank
+        worker = os.fork()
+        if not worker:
+            while True:
+                time.sleep(1)
+        os.kill(worker, signal.SIGTERM)
+        assert os.WTERMSIG(os.waitpid(worker, 0)[1]) == signal.SIGTERM
+    else:
+        os.kill(os.getpid(), getattr(signal, how))
+
+
+HOWS = {
+    "SIGTERM": "SIGTERM",
+    "SIGUSR1": "SIGUSR1",
+    "call": "a call of stop()",
+    "time": "the time limit",
+}
+
+
+@pytest.mark.parametrize(("how", "background"), [*((how, True) for how in HOWS), ("SIGTERM", False)])
+def test_every_rank_stops_after_the_same_window_and_the_run_goes_on_exactly(ranks, tmp_path, how, background):
+    options = {"async_save": background, **({"stop_after_s": 1.0} if how == "time" else {})}
+    found = ranks.run(stopped, 2, tmp_path, how, **options)
+    if how == "time" and found[0]["steps"] == 1:  # a slow machine: the limit was over in the first window
+        assert [one["steps"] for one in found] == [1, 1]
+        return
+    for one in found:
+        # Asked between two exchanges, it is known by the next: the second window, which begins just after, is the last.
+        assert (one["steps"], one["step"], one["code"], one["reason"]) == (2, 2, 75, HOWS[how])
+        assert f"saved in {tmp_path / 'step-00000002'}" in one["stop"]
+        assert one["given back"]
+    whole = ranks.run(run, 2, "dp_shard=2", None, 6)[0]
+    rest = ranks.run(run, 2, "dp_shard=2", tmp_path, 6, async_save=False)[0]
+    assert rest["began"] == 2 and equal(rest["last"], whole["last"])
+
+
+def test_a_signal_to_a_worker_of_a_rank_is_the_workers_own(ranks, tmp_path):
+    found = ranks.run(stopped, 2, tmp_path, "worker", until=3)
+    assert [one["steps"] for one in found] == [3, 3] and "stop" not in found[0]
+
+
+def own_handler(root, ignore: bool) -> tuple:
+    """With a handler of the program's own for SIGTERM."""
+    seen: list[int] = []
+    handler = signal.SIG_IGN if ignore else lambda number, frame: seen.append(number)
+    signal.signal(signal.SIGTERM, handler)
+    found = stopped(root, "SIGTERM", until=3)
+    return found["steps"], "stop" in found, seen, signal.getsignal(signal.SIGTERM) is handler
+
+
+@pytest.mark.parametrize("ignore", [True, False])
+def test_a_handler_of_the_program_stays_in_charge(ranks, tmp_path, ignore):
+    found = ranks.run(own_handler, 2, tmp_path, ignore)
+    assert found[0] == (3, False, [], True)
+    assert found[1] == (3, False, [] if ignore else [signal.SIGTERM], True)
+
+
+def under_terminable(root) -> dict:
+    """Where this library itself has seen to it that SIGTERM is heard."""
+    with terminable():
+        return stopped(root, "SIGTERM")
+
+
+def test_what_only_ends_the_process_gives_way(ranks, tmp_path):
+    found = ranks.run(under_terminable, 2, tmp_path)
+    assert [(one["steps"], one["given back"]) for one in found] == [(2, True), (2, True)]
+
+
+def stopped_into_a_full_disk(root) -> tuple:
+    """The save before the stop fails on one rank; then there is room."""
+    from shardwise.state.checkpoint import writer
+
+    world, _, step = make("dp_shard=2")
+    real, seen = writer.pwrite, []
+    with world:
+
+        def fails(descriptor, memory, offset):
+            raise OSError(28, "No space left on device")
+
+        with sw.CheckpointManager(root, step, extra={"average": Average()}) as manager:
+            try:
+                for window in manager.resume(sw.Loader(Texts(), world, global_batch=12, micro_batch=1)):
+                    manager.stop()
+                    writer.pwrite = fails if world.rank == 1 and not seen else real
+                    try:
+                        manager.save_every(100, step(window))
+                    except sw.CheckpointError as error:
+                        seen.append(str(error))
+            except sw.Stopped as stop:
+                return stop.step, seen
+            finally:
+                writer.pwrite = real
+    return None, seen
+
+
+def test_a_stop_whose_save_fails_is_an_error_and_no_end(ranks, tmp_path):
+    for step, seen in ranks.run(stopped_into_a_full_disk, 2, tmp_path):
+        assert step == 2 and len(seen) == 1 and "No space left on device" in seen[0]
+
+
+@pytest.mark.parametrize("limit", [0, -1.0, True, float("nan")])
+def test_a_limit_that_is_none_is_refused(ranks, tmp_path, limit):
+    with pytest.raises(sw.RankError, match="ConfigError: stop_after_s="):
+        ranks.run(stopped, 1, tmp_path, "call", "dp_shard=1", stop_after_s=limit)
