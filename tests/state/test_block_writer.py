@@ -4,11 +4,13 @@ import itertools
 import os
 import random
 
+import numpy as np
 import pytest
+import torch
 
 from shardwise.state.checkpoint import writer
 from shardwise.state.checkpoint.sums import BLOCK, Sums, block_sizes, put_together, sum_of
-from shardwise.state.checkpoint.writer import WINDOW, BlockWriter
+from shardwise.state.checkpoint.writer import WINDOW, BlockWriter, memory_in_line
 
 
 def cut(rng: random.Random, size: int, pieces: int) -> list[tuple[int, int]]:
@@ -30,6 +32,10 @@ def test_the_parts_of_ranks_add_up(tmp_path, monkeypatch, seed, direct):
     stretches = cut(rng, size, rng.choice([0, 3, 40, 400]))
     if seed % 3 == 0:
         rng.shuffle(stretches)
+    # Odd seeds: in memory that lies as the file does, from which whole blocks are written without a window.
+    large = torch.empty(max(size, BLOCK), dtype=torch.uint8)
+    where = (memory_in_line(large, 0) if seed % 2 else large)[:size].numpy()
+    where[:] = np.frombuffer(data, np.uint8)
     told = []
     for rank in range(3):
         sums = Sums()
@@ -41,7 +47,7 @@ def test_the_parts_of_ranks_add_up(tmp_path, monkeypatch, seed, direct):
             with out.file(path, "file", size):
                 for number, (begin, end) in enumerate(stretches):
                     if number % 3 == rank:
-                        out.write(begin, memoryview(data)[begin:end])
+                        out.write(begin, where.data[begin:end])
         told.append(sums.told())
         # The file is what ranks before and this one have written; what others will is not there yet.
         content = path.read_bytes()
@@ -51,3 +57,20 @@ def test_the_parts_of_ranks_add_up(tmp_path, monkeypatch, seed, direct):
     begins = range(0, size, BLOCK)
     assert [int(found) for found in whole] == [sum_of(data[begin : begin + BLOCK]) for begin in begins]
     assert [len(data[begin : begin + BLOCK]) for begin in begins] == block_sizes(size)
+
+
+@pytest.mark.parametrize("offset", [0, 5 * 4096, BLOCK - 64, 12345 * 4])
+def test_memory_in_line_needs_no_window_for_whole_blocks(tmp_path, monkeypatch, offset):
+    values = memory_in_line(torch.empty(3 * WINDOW // 4, dtype=torch.float32), offset)
+    values.copy_(torch.arange(len(values)))
+    size, put = offset + 4 * len(values), []
+    real = writer._Window.put
+    monkeypatch.setattr(
+        writer._Window, "put", lambda self, begin, part, *rest: (put.append(len(part)), real(self, begin, part, *rest))
+    )
+    (tmp_path / "file").write_bytes(bytes(size))
+    sums = Sums()
+    with BlockWriter(sums) as out, out.file(tmp_path / "file", "file", size):
+        out.write(offset, values.numpy().view(np.uint8).data)
+    assert sum(put) < 2 * BLOCK
+    assert (tmp_path / "file").read_bytes()[offset:] == values.numpy().tobytes()

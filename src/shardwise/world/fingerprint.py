@@ -1,5 +1,6 @@
 """Finds out at start-up whether the ranks mean the same thing, and names what differs and on which ranks."""
 
+import functools
 import hashlib
 import sys
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ __all__ = ["agree_on", "package_versions"]
 _PACKAGES = ("shardwise", "torch", "numpy", "transformers")
 
 
+@functools.cache
 def package_versions() -> dict[str, str]:
     """Versions of Python and of the packages that change numbers; absent ones say so."""
     found = {"python": ".".join(map(str, sys.version_info[:3]))}

@@ -158,7 +158,7 @@ class _Commit:
             rest = self.contents.rest_file
             values = ((t.offset, _bytes_of(self.contents.rest[t.name])) for t in rest.tensors)
             yield REST, rest.size, _chain((0, memoryview(rest.head)), values)
-            for path, text in self.contents.texts.items():
+            for path, text in self.contents.whole_texts.items():
                 yield path, sizes[path], iter([(0, memoryview(text))])
 
     def finish(self, everyone: list[Told]) -> None:

@@ -37,6 +37,7 @@ from shardwise.state.formats.folder import INDEX
 from shardwise.state.formats.safetensors import CODES
 from shardwise.state.optimizer import agreed_kinds, settings_of
 from shardwise.state.views import view_of_all
+from shardwise.state.writing import stretches
 from shardwise.world.rng import streams
 
 __all__ = [
@@ -56,6 +57,8 @@ STATE, REST, OPTIMIZER, EXTRA = "training/state.json", "training/rest.safetensor
 ALIGN = 1 << 20  # bytes: at multiples of it large tensors begin, so that parts of them are whole blocks
 PADDED = 64  # how many times that a file's tensors are large at least: a header is padded to it
 SHARD_BYTES = 5 << 30
+Take = Callable[[str, Tensor, Callable[[], int]], Tensor]
+"""``(name, tensor, offset) -> copy``: ``offset()`` is where in a file the tensor begins."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +84,33 @@ class Group:
             whole = self.tensors[part.tensor.name if self.by_stored else part.view.name]
             yield self.prefix + part.file.name, part.file, part, whole[part.local]
 
-    def staged(self, take: Callable[[str, Tensor], Tensor]) -> "Group":
+    def staged(self, take: "Take") -> "Group":
         """The same group of what ``take`` gives for each tensor that is written; it is told a name of its own for each."""
         place = self.prefix + ("optimizer/" if self.by_stored else "")
         stored = [tensor.name for file in self.filing.files for tensor in file.tensors]
         used = stored if self.by_stored else [self.filing.views[name].name for name in stored]
-        return replace(self, tensors={name: take(place + name, self.tensors[name]) for name in dict.fromkeys(used)})
+        return replace(
+            self,
+            tensors={
+                name: take(place + name, self.tensors[name], functools.partial(self._offset_of, name))
+                for name in dict.fromkeys(used)
+            },
+        )
+
+    def _offset_of(self, name: str) -> int:
+        """Where in a file this rank's tensor begins, or would begin, if only a part of it is written."""
+        return self._offsets.get(name, 0)
+
+    @functools.cached_property
+    def _offsets(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for _, _, part, values in self.parts(self.runtime.world.rank):
+            name = part.tensor.name if self.by_stored else part.view.name
+            if name not in found:
+                before = values.storage_offset() - self.tensors[name].storage_offset()
+                offset = next((offset for offset, _ in stretches(part, values)), 0)
+                found[name] = offset - int(before) * values.element_size()
+        return found
 
 
 @dataclass
@@ -98,6 +122,7 @@ class Contents:
         groups: the cut tensors; equal on every rank but for the values.
         rest: whole tensors; rank 0's are written.
         texts: path -> whole file; rank 0's are written.
+        plain: what goes into :data:`STATE`, as :func:`~shardwise.state.checkpoint.plain.to_plain` gave it; rank 0's is written.
         notes: what the user should know.
     """
 
@@ -105,6 +130,7 @@ class Contents:
     groups: tuple[Group, ...]
     rest: dict[str, Tensor]
     texts: dict[str, bytes]
+    plain: dict[str, Any]
     notes: list[str] = field(default_factory=list)
 
     @functools.cached_property
@@ -114,7 +140,12 @@ class Contents:
         (file,) = planned_files(facts, max_shard_bytes=1 << 62, stem=REST.removesuffix(".safetensors"))
         return file
 
-    def staged(self, take: Callable[[str, Tensor], Tensor]) -> "Contents":
+    @functools.cached_property
+    def whole_texts(self) -> dict[str, bytes]:
+        """Path -> content of every file without tensors, on rank 0. Made when it is asked for: by then training may go on."""
+        return {**self.texts, STATE: to_text(self.plain)}
+
+    def staged(self, take: "Take") -> "Contents":
         """The same with copies of all cut tensors, so that the run may go on; whole ones are copies already."""
         return replace(self, groups=tuple(group.staged(take) for group in self.groups))
 
@@ -122,7 +153,7 @@ class Contents:
         """Path -> bytes of every file, on rank 0."""
         found = {group.prefix + file.name: file.size for group in self.groups for file in group.filing.files}
         found[REST] = self.rest_file.size
-        return found | {path: len(text) for path, text in self.texts.items()}
+        return found | {path: len(text) for path, text in self.whole_texts.items()}
 
     def heads(self) -> dict[str, bytes]:
         """Path -> first bytes of every file with tensors, on rank 0."""
@@ -181,10 +212,9 @@ def contents_of(
     plain["random"] = {"seed": world.seed, "ranks": [told for told, _ in everyone]}
     for _, theirs in everyone:
         tensors |= {name: torch.from_numpy(values) for name, values in theirs.items()}
-    found[STATE] = to_text(plain)
     found["training/recipe.json"] = runtime.recipe.to_json().encode()
     _refuse_unknown_dtypes(tensors)
-    return Contents(runtime.step, tuple(groups), tensors, found, notes)
+    return Contents(runtime.step, tuple(groups), tensors, found, plain, notes)
 
 
 def check_extra(extra: Mapping[str, Any]) -> None:

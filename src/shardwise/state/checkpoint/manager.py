@@ -4,7 +4,7 @@ import contextlib
 import os
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -21,6 +21,7 @@ from shardwise.state.checkpoint.keeping import Keeping, remove, remove_removed, 
 from shardwise.state.checkpoint.manifest import DamagedError, folder_name
 from shardwise.state.checkpoint.points import reach
 from shardwise.state.checkpoint.restore import Restored, restore
+from shardwise.state.checkpoint.writer import memory_in_line
 from shardwise.state.staging import remove_left_overs
 from shardwise.state.together import together
 from shardwise.world.beside import Beside
@@ -245,12 +246,14 @@ class CheckpointManager:
             reach("pruned")
         return dest
 
-    def _stage(self, name: str, tensor: Tensor) -> Tensor:
+    def _stage(self, name: str, tensor: Tensor, offset: Callable[[], int]) -> Tensor:
         """A copy of ``tensor`` in memory that is used again by the next save."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            pinned = tensor.device.type == "cuda"
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            if tensor.device.type == "cuda":  # pinned memory begins at a page
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            else:
+                buffer = memory_in_line(tensor, offset())
             self._buffers[name] = buffer
         return buffer.copy_(tensor, non_blocking=True)
 

@@ -1,24 +1,29 @@
 """Writing a rank's stretches of files: summed on the way, past the page cache where the system lets us.
 
-Stretches are laid into a window of aligned memory, at their place in the file. A window that is full (or left) is summed
-block by block while it is in the processor's cache, and written from there by a second thread while the next one is filled.
-What covers whole pages goes to the disk directly (O_DIRECT, which wants memory, offset and length aligned); the ragged ends
-of a range go through the page cache, and so does everything where the file system knows no direct writes.
+Stretches are laid into a window of aligned memory, at their place in the file. Each block is summed as soon as it is whole,
+while it is in the processor's cache; a window that is full (or left) is written by a second thread while the next one is
+filled. A stretch that lies in its page of memory as it will in the file's needs no window for its whole blocks. What covers
+whole pages goes to the disk directly (O_DIRECT, which wants memory, offset and length aligned); the ragged ends of a range
+go through the page cache, and so does everything where the file system knows no direct writes.
 """
 
 import contextlib
 import errno
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from shardwise.state.checkpoint.points import reach
 from shardwise.state.checkpoint.sums import BLOCK, Sums
 from shardwise.state.writing import send_off
 
-__all__ = ["BlockWriter"]
+__all__ = ["BlockWriter", "memory_in_line"]
 
 WINDOW = 32 * BLOCK
 PAGE = 4096  # bytes: what a direct write is aligned to; no disk wants more
@@ -68,27 +73,50 @@ class BlockWriter:
                 self._under_way.exception()  # an error is on its way already: this one is heard of no more
                 self._under_way = None
             for window in self._windows:
-                window.covered.clear()
+                window.clear()
             self._file.close()
 
     def write(self, offset: int, memory: memoryview) -> None:
-        """``memory`` at ``offset`` of the file; in any order, each byte once."""
-        while len(memory):
+        """``memory`` at ``offset`` of the file; in any order, each byte once. Not to be changed before the file is left."""
+        values = np.frombuffer(memory, np.uint8)
+        first, last = -(-offset // BLOCK) * BLOCK, (offset + len(values)) // BLOCK * BLOCK
+        if last > first and (values.ctypes.data - offset) % PAGE == 0:
+            self._write_by_window(offset, values[: first - offset])
+            self._write_as_it_lies(first, memory[first - offset : last - offset])
+            offset, values = last, values[last - offset :]
+        self._write_by_window(offset, values)
+
+    def _write_by_window(self, offset: int, values: np.ndarray) -> None:
+        assert self._file is not None
+        while len(values):
             base = offset // WINDOW * WINDOW
             if base != self._windows[0].base:
                 self._leave_window()
                 self._windows[0].base = base
-            num = min(len(memory), base + WINDOW - offset)
-            self._windows[0].put(offset - base, memory[:num])
-            offset, memory = offset + num, memory[num:]
+            num = min(len(values), base + WINDOW - offset)
+            self._windows[0].put(offset - base, values[:num], self._file, self._sums)
+            offset, values = offset + num, values[num:]
+
+    def _write_as_it_lies(self, offset: int, memory: memoryview) -> None:
+        """Whole blocks."""
+        assert self._file is not None
+        for start in range(0, len(memory), WINDOW):
+            part = memory[start : start + WINDOW]
+            for block in range(0, len(part), BLOCK):
+                self._sums.add(self._file.name, (offset + start + block) // BLOCK, part[block : block + BLOCK])
+            self._settle()
+            self._submit(self._file.write, offset + start, part)
 
     def _leave_window(self) -> None:
         if not self._windows[0].covered:
             return
         self._settle()
         assert self._file is not None
-        self._under_way = self._thread.submit(self._windows[0].empty_into, self._file, self._sums)
+        self._submit(self._windows[0].empty_into, self._file, self._sums)
         self._windows.reverse()
+
+    def _submit(self, work: Callable[..., None], *args: object) -> None:
+        self._under_way = self._thread.submit(work, *args)
         if self._is_first:
             self._is_first = False
             reach("half-written")
@@ -100,32 +128,56 @@ class BlockWriter:
             done.result()
 
 
+def memory_in_line(like: Tensor, offset: int) -> Tensor:
+    """New memory for a CPU tensor like this one, which lies in its page as byte ``offset`` of a file does: what is put there can
+    be written as it lies."""
+    size = like.numel() * like.element_size()
+    raw = torch.empty(size + PAGE, dtype=torch.uint8)
+    begin = (offset - raw.data_ptr()) % PAGE
+    if size < BLOCK or begin % like.element_size():
+        return torch.empty(like.shape, dtype=like.dtype)
+    return raw[begin : begin + size].view(like.dtype).view(like.shape)
+
+
 class _Window:
     """Memory that stands for ``WINDOW`` bytes of a file from ``base`` on."""
 
     def __init__(self) -> None:
         self.base = 0
-        self.memory = memoryview(mmap.mmap(-1, WINDOW))  # aligned to a page
+        self.values = np.frombuffer(mmap.mmap(-1, WINDOW), np.uint8)  # aligned to a page
         self.covered: list[tuple[int, int]] = []  # begin and end of what was put, in the order it came
+        self._in_pieces: set[int] = set()  # blocks that are not summed yet
 
-    def put(self, begin: int, memory: memoryview) -> None:
-        end = begin + len(memory)
-        self.memory[begin:end] = memory
+    def put(self, begin: int, values: np.ndarray, file: "_File", sums: Sums) -> None:
+        """``values`` from ``begin`` on; blocks that they fill are summed."""
+        end = begin + len(values)
+        size = min(WINDOW, file.size - self.base)
+        for start in range(begin // BLOCK * BLOCK, end, BLOCK):
+            stop = min(start + BLOCK, size)
+            low, high = max(begin, start), min(end, stop)
+            self.values[low:high] = values[low - begin : high - begin]  # numpy lets other threads run meanwhile
+            if (low, high) == (start, stop):
+                sums.add(file.name, (self.base + start) // BLOCK, self.values[start:stop].data)
+            else:
+                self._in_pieces.add(start // BLOCK)
         if self.covered and self.covered[-1][1] == begin:
             begin = self.covered.pop()[0]
         self.covered.append((begin, end))
 
     def empty_into(self, file: "_File", sums: Sums) -> None:
-        covered = sorted(self.covered)
-        self.covered = []
+        covered, in_pieces = sorted(self.covered), sorted(self._in_pieces)
+        self.clear()
         self._clear_gaps(covered, file)
-        touched = {block for begin, end in covered for block in range(begin // BLOCK, (end - 1) // BLOCK + 1)}
-        for block in sorted(touched):
+        for block in in_pieces:
             first = block * BLOCK
             last = min(first + BLOCK, file.size - self.base)
-            sums.add(file.name, (self.base + first) // BLOCK, self.memory[first:last])
+            sums.add(file.name, (self.base + first) // BLOCK, self.values[first:last].data)
         for begin, end in covered:
-            file.write(self.base + begin, self.memory[begin:end])
+            file.write(self.base + begin, self.values[begin:end].data)
+
+    def clear(self) -> None:
+        """Forgets what was put."""
+        self.covered, self._in_pieces = [], set()
 
     def _clear_gaps(self, covered: list[tuple[int, int]], file: "_File") -> None:
         """Zeros where nothing was put, in the blocks that will be summed."""
@@ -141,7 +193,7 @@ class _Window:
 
     def _clear(self, begin: int, end: int) -> None:
         if end > begin:
-            self.memory[begin:end] = bytes(end - begin)
+            self.values[begin:end] = 0
 
 
 class _File:
