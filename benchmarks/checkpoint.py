@@ -29,7 +29,8 @@ from torch import nn
 import shardwise as sw
 from shardwise.parallel import runtime_of
 from shardwise.recipe import extents
-from shardwise.state.checkpoint import opened, restore
+from shardwise.state.checkpoint import restore
+from shardwise.state.checkpoint import verified as reading
 from shardwise.testing import RankPool
 
 __all__ = ["build", "main"]
@@ -246,19 +247,19 @@ def resharded(megabytes: int, folder: str) -> tuple[int, int]:
 
 def verified(megabytes: int, folder: str, rounds: int) -> tuple[float, float]:
     """Seconds of a restore as it is, and with blocks that are read and not compared; the least of each, in turns."""
-    real = opened.sum_of
+    real = reading.sum_of
     seconds: dict[bool, list[float]] = {True: [], False: []}
     with sw.init("dp_shard=-1", device="cpu") as world:
         step = make(world, megabytes, steps=1)
         for number in range(2 * rounds):
             compares = number % 2 == 0
-            opened.sum_of = real if compares else _Believed  # type: ignore[assignment]
+            reading.sum_of = real if compares else _Believed  # type: ignore[assignment]
             dist.barrier()
             start = time.perf_counter()
             restore.restore(Path(folder) / "step-00000000", step.model, step.optim, {})
             dist.barrier()
             seconds[compares].append(time.perf_counter() - start)
-        opened.sum_of = real
+        reading.sum_of = real
         del world
     return min(seconds[True]), min(seconds[False])
 

@@ -24,12 +24,13 @@ from shardwise.config.keymap import load_map, rules_of
 from shardwise.errors import CheckpointError, ConfigError, RankError, UnsupportedError, VerifyError
 from shardwise.state import convert as engine
 from shardwise.state import journal
+from shardwise.state.checkpoint.opened import SavedRun
 from shardwise.state.convert import Conversion, convert
 from shardwise.state.source import open_source
 from shardwise.state.targets import Fact, plan_torch_file
 from shardwise.state.targets import dcp as dcp_target
 
-KINDS = {"hf": "out", "safetensors": "out.safetensors", "torch": "out.pt", "dcp": "out"}
+KINDS = {"hf": "out", "safetensors": "out.safetensors", "torch": "out.pt", "dcp": "out", "shardwise": "out"}
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,11 @@ def check_with_stock_libraries(path: Path, to: str, tensors: dict[str, torch.Ten
     else:
         files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
         read = [{name: tensor for file in files for name, tensor in load_file(file).items()}]
+    if to == "shardwise":
+        with SavedRun(path) as saved:  # whoever wrote a part of it, and when: the checksums fit
+            assert saved.verify() == sum(file.stat().st_size for file in path.iterdir()) - len(
+                (path / "manifest.json").read_bytes()
+            )
     for state in read:
         assert set(state) == set(tensors)
         for name, tensor in tensors.items():
@@ -72,7 +78,7 @@ def check_with_stock_libraries(path: Path, to: str, tensors: dict[str, torch.Ten
 @pytest.mark.parametrize("to", KINDS)
 @pytest.mark.parametrize("kind", ["file", "folder", "torch_file", "torch_folder", "dcp"])
 def test_every_pair_of_kinds(good, tmp_path, kind, to):
-    dest, sizes = tmp_path / KINDS[to], {"hf": 150, "dcp": 150, "safetensors": None, "torch": None}
+    dest, sizes = tmp_path / KINDS[to], {"hf": 150, "dcp": 150, "shardwise": 150, "safetensors": None, "torch": None}
     with patch.object(engine, "BUFFER", 48), patch.object(dcp_target, "CHUNK", 32):  # many blocks, many chunks
         done = convert(Conversion(source=getattr(good, kind), dest=dest, to=to, verify=True, max_shard_bytes=sizes[to]))
         # And back to where it came from.

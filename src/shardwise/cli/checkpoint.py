@@ -85,12 +85,12 @@ def _folders(path: Path) -> list[Path]:
 def _facts(saved: "SavedRun") -> dict[str, Any]:
     """What is told of a checkpoint."""
     contents, manifest = importlib.import_module(f"{ROOM}.contents"), saved.manifest
-    state, moments = saved.state()
+    state, moments = saved.state() if saved.has_run else ({"extra": {}, "model": {}}, {})
     return {
         "step": manifest.step,
         "saved": state.get("time"),
         "bytes": manifest.num_bytes,
-        "layout": manifest.layout,
+        "layout": manifest.layout if saved.has_run else "weights only",
         "ranks": manifest.num_ranks,
         "fingerprint": manifest.fingerprint,
         "versions": dict(manifest.versions),
@@ -143,7 +143,9 @@ def _show(path: Path, args: argparse.Namespace) -> int:
         "step": row["step"],
         "saved": row["saved"],
         "size": _size(row["bytes"]),
-        "layout": f"{row['layout']} ({row['ranks']} ranks); any other can load it",
+        "layout": f"{row['layout']} ({row['ranks']} ranks); any other can load it"
+        if row["layout"] != "weights only"
+        else "none: it holds weights only, and no run goes on from it",
         "optimizer": f"{row['optimizer']}, {row['optimizer_tensors']} tensors" if row["optimizer"] else "none",
         "data": "epoch {epoch}, sample {position} of {num_samples}".format_map(row["data"]) if row["data"] else "none",
         "extra": ", ".join(row["extra"]) or "none",

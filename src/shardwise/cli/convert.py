@@ -22,13 +22,13 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "source",
         metavar="SRC",
-        help="a Hugging Face directory, a .safetensors file, a file by torch.save, or a DCP directory",
+        help="a Hugging Face directory, a .safetensors file, a file by torch.save, a DCP directory, a checkpoint, or a run's directory of them",
     )
     parser.add_argument("dest", metavar="DST", help="what to write; it appears when all of it is on disk")
     parser.add_argument(
         "--to",
         metavar="KIND",
-        help="what DST will be: hf, safetensors, torch or dcp; default: by its ending (.safetensors, .pt), else hf",
+        help="what DST will be: hf, safetensors, torch, dcp or shardwise; default: by its ending (.safetensors, .pt), else hf",
     )
     parser.add_argument(
         "--dtype", metavar="D", help="write floating-point tensors in it: bfloat16, float32, ... (as they are)"
@@ -40,7 +40,7 @@ def add_arguments(parser: Parser) -> None:
         default=[],
         help="names that --dtype does not change; may be repeated",
     )
-    parser.add_argument("--max-shard-bytes", metavar="N", help="size of one file of hf or dcp at most (5GiB)")
+    parser.add_argument("--max-shard-bytes", metavar="N", help="size of one file of a directory at most (5GiB)")
     parser.add_argument("--map", metavar="M", help="rename tensors: a map by its name (below), or a YAML file of rules")
     parser.add_argument("--config", metavar="FILE", help="the model's config.json for --map, if it is not beside SRC")
     parser.add_argument("--verify", action="store_true", help="compare every tensor with the source before DST appears")

@@ -15,7 +15,7 @@ from shardwise.errors import ConfigError
 
 __all__ = ["FOREIGN", "KINDS", "Conversion"]
 
-KINDS = ("hf", "safetensors", "torch", "dcp")
+KINDS = ("hf", "safetensors", "torch", "dcp", "shardwise")
 FILES = ("safetensors", "torch")
 ENDINGS = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
 FOREIGN = {
@@ -31,8 +31,8 @@ class Conversion:
 
     Attributes:
         source: file or directory.
-        dest: file, or for ``hf`` and ``dcp`` a directory.
-        to: ``hf``, ``safetensors``, ``torch`` or ``dcp``; empty: what the ending of ``dest`` says, else ``hf``.
+        dest: file, or for ``hf``, ``dcp`` and ``shardwise`` a directory.
+        to: ``hf``, ``safetensors``, ``torch``, ``dcp`` or ``shardwise`` (a checkpoint of weights); empty: what the ending of ``dest`` says, else ``hf``.
         dtype: for floating-point tensors, as a word (``bf16``) or torch's; None: as they are.
         keep: regular expressions of names that keep their dtype.
         max_shard_bytes: size of a file at most, where there may be several; None: 5 GiB.

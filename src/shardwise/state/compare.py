@@ -10,7 +10,8 @@ import torch
 from shardwise.errors import VerifyError
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.state.boxes import blocks, whole
-from shardwise.state.files import BUFFER, OpenFiles
+from shardwise.state.checkpoint.verified import VerifiedFiles
+from shardwise.state.files import BUFFER
 from shardwise.state.outgoing import Outgoing
 from shardwise.state.source import open_source
 
@@ -18,7 +19,7 @@ __all__ = ["compare", "forget_pages"]
 
 
 def compare(
-    place: Path, items: Sequence[Outgoing], reader: OpenFiles, progress: Callable[[str, int, int], None]
+    place: Path, items: Sequence[Outgoing], reader: VerifiedFiles, progress: Callable[[str, int, int], None]
 ) -> None:
     """Reads the result as anyone would, and the source.
 
@@ -26,6 +27,7 @@ def compare(
         VerifyError: the first tensor that is different, by name.
     """
     result = open_source(place)
+    reader.vouch(result.vouched)
     written = {name: (stored.shape, stored.dtype) for name, stored in result.tensors.items()}
     if written != {item.name: (item.stored.shape, item.dtype) for item in items}:
         raise VerifyError(

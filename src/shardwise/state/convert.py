@@ -19,6 +19,9 @@ from shardwise.config.conversion import Conversion
 from shardwise.errors import CheckpointError
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.state.boxes import blocks
+from shardwise.state.checkpoint.manifest import step_of
+from shardwise.state.checkpoint.sums import Sums
+from shardwise.state.checkpoint.verified import VerifiedFiles, Vouched
 from shardwise.state.compare import compare, forget_pages
 from shardwise.state.destination import check_destination
 from shardwise.state.files import BUFFER, OpenFiles
@@ -27,7 +30,15 @@ from shardwise.state.journal import Workplace, fingerprint_of
 from shardwise.state.outgoing import Outgoing, config_beside, files_of, outgoing, places_of, ties_among
 from shardwise.state.source import open_source
 from shardwise.state.stored import Source
-from shardwise.state.targets import Plan, plan_dcp, plan_folder, plan_safetensors, plan_torch_file
+from shardwise.state.targets import (
+    Fixed,
+    Plan,
+    plan_checkpoint,
+    plan_dcp,
+    plan_folder,
+    plan_safetensors,
+    plan_torch_file,
+)
 from shardwise.state.writing import reserve, write_at
 
 __all__ = ["Conversion", "Converted", "convert"]
@@ -85,7 +96,7 @@ def _put_together(job: Conversion, todo: "_Todo", progress: Progress) -> tuple[i
     """Makes the result beside its place and moves it there; returns the bytes that were there already, and what to tell."""
     single = job.dest.name if job.is_file else None
     fingerprint = todo.fingerprint(job)
-    with Workplace(job.dest, fingerprint, fresh=job.fresh) as work, OpenFiles() as reader:
+    with Workplace(job.dest, fingerprint, fresh=job.fresh) as work, VerifiedFiles(todo.vouched) as reader:
         work.trust({number: piece.file for number, piece in enumerate(todo.plan.pieces)}, todo.plan.files)
         resumed = sum(todo.plan.pieces[piece].num_bytes for piece in work.done)
         try:
@@ -114,6 +125,7 @@ class _Todo:
     plan: Plan
     beside: Mapping[str, bytes]
     notes: list[str]
+    vouched: Vouched | None
 
     def fingerprint(self, job: Conversion) -> str:
         """Another one as soon as anything of this changes, or a file of the source."""
@@ -134,11 +146,11 @@ def _planned(job: Conversion, source: Source) -> _Todo:
         notes.append(
             f"{name} is {other} in the source; it is written for each name, since the format has no ties{more}"
         )
-    beside = _companions(job, source, notes) if job.to == "hf" else {}
-    return _Todo(items, _plan(job, items, ties), beside, notes)
+    beside = _companions(job, source, notes) if job.to in ("hf", "shardwise") else {}
+    return _Todo(items, _plan(job, source, items, ties), beside, notes, source.vouched)
 
 
-def _plan(job: Conversion, items: Sequence[Outgoing], ties: Mapping[str, str]) -> Plan:
+def _plan(job: Conversion, source: Source, items: Sequence[Outgoing], ties: Mapping[str, str]) -> Plan:
     facts = {item.name: item.fact for item in items}
     max_bytes = job.max_shard_bytes or SHARD_BYTES
     if job.to == "hf":
@@ -147,7 +159,15 @@ def _plan(job: Conversion, items: Sequence[Outgoing], ties: Mapping[str, str]) -
         return plan_safetensors(facts, job.dest.name)
     if job.to == "torch":
         return plan_torch_file(facts, job.dest.name, ties)
+    if job.to == "shardwise":
+        return plan_checkpoint(facts, max_bytes, _step(job, source))
     return plan_dcp(facts, max_bytes)
+
+
+def _step(job: Conversion, source: Source) -> int:
+    """The step that the result's manifest names: that of its name, else its source's."""
+    named = step_of(job.dest)
+    return named if named is not None else source.vouched.manifest.step if source.vouched is not None else 0
 
 
 def _companions(job: Conversion, source: Source, notes: list[str]) -> dict[str, bytes]:
@@ -182,7 +202,7 @@ def _config_of(source: Source, data: bytes) -> dict[str, Any]:
     )
 
 
-def _copy(todo: _Todo, work: Workplace, reader: OpenFiles, progress: Progress) -> None:
+def _copy(todo: _Todo, work: Workplace, reader: VerifiedFiles, progress: Progress) -> None:
     """Every piece that is not there yet, then everything that is no value."""
     plan, items = todo.plan, {item.name: item for item in todo.items}
     descriptors = {
@@ -192,9 +212,12 @@ def _copy(todo: _Todo, work: Workplace, reader: OpenFiles, progress: Progress) -
     total = sum(piece.num_bytes for piece in plan.pieces)
     done = sum(plan.pieces[piece].num_bytes for piece in work.done)
     sums = dict(work.done)
+    vouching = Sums() if plan.manifest is not None else None
 
     def write(number: int, memory: memoryview, position: int) -> None:
         piece = plan.pieces[number]
+        if vouching is not None:
+            vouching.add_part(piece.file, plan.files[piece.file], piece.offset + position, memory)
         if plan.summed:
             sums[number] = zlib.crc32(memory, sums.get(number, 0))
         write_at(descriptors[piece.file], memory, piece.offset + position)
@@ -222,12 +245,43 @@ def _copy(todo: _Todo, work: Workplace, reader: OpenFiles, progress: Progress) -
             if written is not None:
                 written.result()
         work.sync()
-        for fixed in plan.finish([sums.get(number, 0) for number in range(len(plan.pieces))]):
-            write_at(descriptors[fixed.file], memoryview(fixed.data), fixed.offset)
         for name, data in todo.beside.items():
             os.ftruncate(descriptors[name], len(data))
-            write_at(descriptors[name], memoryview(data), 0)
+        fixed = plan.finish([sums.get(number, 0) for number in range(len(plan.pieces))])
+        fixed += [Fixed(name, 0, data) for name, data in todo.beside.items()]
+        for part in fixed:
+            write_at(descriptors[part.file], memoryview(part.data), part.offset)
+        if plan.manifest is not None and vouching is not None:
+            sizes = {**plan.files, **{name: len(data) for name, data in todo.beside.items()}}
+            for part in fixed:
+                vouching.add_part(part.file, sizes[part.file], part.offset, memoryview(part.data))
+            _sum_done(plan, work, vouching)
+            last = plan.manifest(sizes, vouching)
+            descriptors[last.file] = os.open(
+                work.files / last.file, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o666
+            )
+            write_at(descriptors[last.file], memoryview(last.data), 0)
         for descriptor in descriptors.values():
             os.fsync(descriptor)
     finally:
         work.close_files(descriptors.values())
+
+
+def _sum_done(plan: Plan, work: Workplace, vouching: Sums) -> None:
+    """What an earlier attempt has written is read again: it was summed in a process that is no more."""
+    memory = memoryview(bytearray(BUFFER))
+    with OpenFiles() as files:
+        for number, checksum in work.done.items():
+            piece, found = plan.pieces[number], 0
+            for position in range(0, piece.num_bytes, BUFFER):
+                part = memory[: min(BUFFER, piece.num_bytes - position)]
+                files.read(work.files / piece.file, piece.offset + position, part)
+                vouching.add_part(piece.file, plan.files[piece.file], piece.offset + position, part)
+                found = zlib.crc32(part, found)
+            if found != checksum:
+                raise CheckpointError(
+                    f"converting to {work.dest}: {piece.file}",
+                    why="what an earlier attempt wrote there is no longer what it was",
+                    fix="look at the disk, and add --fresh to start anew",
+                    name=piece.name,
+                )

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.state.checkpoint.manifest import MANIFEST, is_manifest
 from shardwise.state.formats.folder import COMPANIONS
 from shardwise.state.staging import check_place
 
@@ -59,7 +60,8 @@ def _check_replaceable(dest: Path, is_file: bool) -> None:
             f"converting to {dest}", why="it is a directory, and one file is written", fix="name a file in it"
         )
     for entry in sorted(dest.iterdir()):
-        if not _WRITTEN.fullmatch(entry.name) and entry.name not in COMPANIONS:
+        written = _WRITTEN.fullmatch(entry.name) or (entry.name == MANIFEST and is_manifest(entry))
+        if not written and entry.name not in COMPANIONS:
             raise CheckpointError(
                 f"converting to {dest} with --overwrite",
                 why=f"{entry.name} in it is no part of weights, and the directory is replaced as a whole",

@@ -4,6 +4,7 @@ import errno
 import os
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from shardwise.errors import CheckpointError
 
@@ -25,7 +26,7 @@ class OpenFiles:
         self._open: dict[Path, int] = {}
         self._scratch = memoryview(bytearray(0))
 
-    def __enter__(self) -> "OpenFiles":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -12,6 +12,7 @@ from shardwise.anatomy import dtype_of
 from shardwise.errors import CheckpointError
 from shardwise.parallel import Runtime
 from shardwise.state.boxes import Box, blocks, whole
+from shardwise.state.checkpoint.verified import VerifiedFiles
 from shardwise.state.extra import extra_names
 from shardwise.state.files import BUFFER, OpenFiles
 from shardwise.state.names import Matched, Rename, Wanted, match_names
@@ -62,12 +63,12 @@ def all_of(_: str, stored: Stored) -> list[Box]:
     return [whole(stored.shape)]
 
 
-def plan_of(runtime: Runtime, source: Any, rules: Rules, files: OpenFiles, boxes: Boxes) -> Plan:
+def plan_of(runtime: Runtime, source: Any, rules: Rules, files: VerifiedFiles, boxes: Boxes) -> Plan:
     """Opens the source, and finds for each tensor of the model the stored one that fits.
 
     Args:
         runtime: of the model.
-        source: as ``load_weights`` takes it.
+        source: as ``load_weights`` takes it, or opened.
         rules: which names and dtypes may differ.
         files: to read values with, where two have to be compared.
         boxes: which part of a tensor this rank compares.
@@ -75,7 +76,8 @@ def plan_of(runtime: Runtime, source: Any, rules: Rules, files: OpenFiles, boxes
     Raises:
         CheckpointError: what is missing, does not fit, or cannot be read.
     """
-    opened = open_source(source)
+    opened = source if isinstance(source, Source) else open_source(source)
+    files.vouch(opened.vouched)
     recipe = runtime.recipe
     wanted = {name: Wanted(p.shape, p.storage, p.aliases) for name, p in recipe.params.items()}
     wanted |= {name: Wanted(b.shape, b.dtype, b.aliases) for name, b in recipe.buffers.items() if b.persistent}

@@ -18,8 +18,9 @@ from shardwise.errors import CheckpointError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.values import scatter_values
 from shardwise.state.boxes import Box
+from shardwise.state.checkpoint.verified import VerifiedFiles
 from shardwise.state.extra import set_extra_states
-from shardwise.state.files import BUFFER, OpenFiles
+from shardwise.state.files import BUFFER
 from shardwise.state.filling import Filling, refuse_left_half
 from shardwise.state.fitting import Rules, all_of, own_boxes, plan_of
 from shardwise.state.names import Rename
@@ -47,8 +48,8 @@ def load_weights(
 
     Args:
         model: from ``parallelize``.
-        source: a Hugging Face model directory, a safetensors file, a torch file, a DCP directory, or a state dict of whole
-            tensors.
+        source: a Hugging Face model directory, a checkpoint (every block that is read is compared with its checksum), a
+            safetensors file, a torch file, a DCP directory, or a state dict of whole tensors.
         strict: False: names that are missing, and names that are not the model's, are left out and told.
         rename: ``(regex, replacement)`` pairs, applied in order to the names of the source; a replacement of None leaves
             the tensor out. What wrappers add (``_orig_mod.``, ``module.``) and a prefix that all names share or lack
@@ -70,7 +71,7 @@ def load_weights(
     """
     start, runtime = time.perf_counter(), runtime_of(model)
     rules = Rules(strict=strict, rename=rename, cast=cast, check_finite=check_finite)
-    with OpenFiles() as files:
+    with VerifiedFiles() as files:
         if shared_files:
             report = _load_own_pieces(runtime, source, rules, files)
         else:
@@ -78,7 +79,7 @@ def load_weights(
     return replace(report, seconds=time.perf_counter() - start)
 
 
-def _load_own_pieces(runtime: Runtime, source: Any, rules: Rules, files: OpenFiles) -> LoadReport:
+def _load_own_pieces(runtime: Runtime, source: Any, rules: Rules, files: VerifiedFiles) -> LoadReport:
     world = runtime.world
     plan = together(
         world,
@@ -108,7 +109,7 @@ def _load_own_pieces(runtime: Runtime, source: Any, rules: Rules, files: OpenFil
     return replace(plan.report, num_bytes=files.num_bytes - before)
 
 
-def _load_from_rank0(runtime: Runtime, source: Any, rules: Rules, files: OpenFiles) -> LoadReport:
+def _load_from_rank0(runtime: Runtime, source: Any, rules: Rules, files: VerifiedFiles) -> LoadReport:
     world = runtime.world
     plan = together(
         world,
@@ -132,7 +133,7 @@ class _Pieces(Mapping[str, Any]):
     """Stored tensors that are indexed as tensors are; a read that fails gives zeros, so that the ranks that wait for it are
     served, and is told afterwards."""
 
-    def __init__(self, tensors: Mapping[str, Stored], files: OpenFiles):
+    def __init__(self, tensors: Mapping[str, Stored], files: VerifiedFiles):
         self.tensors, self.files = tensors, files
         self.problem: Exception | None = None
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.config.conversion import FOREIGN
 from shardwise.errors import CheckpointError, UsageError
+from shardwise.state.checkpoint.weights import home_of, newest_in, open_weights
 from shardwise.state.extra import EXTRA_STATE
 from shardwise.state.formats import (
     METADATA,
@@ -30,7 +31,8 @@ def open_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
     """What ``source`` holds; nothing but names, shapes, dtypes and places is read.
 
     Args:
-        source: a Hugging Face model directory, a DCP directory, a safetensors file, a file by ``torch.save``, or a state dict.
+        source: a Hugging Face model directory, a checkpoint, a run's directory of them (the newest is meant), a DCP directory,
+            a safetensors file, a file by ``torch.save``, or a state dict.
 
     Raises:
         CheckpointError: nothing there, not whole, or of no kind that is known here.
@@ -46,9 +48,11 @@ def open_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
             "shared_files=False",
         )
     path = Path(source)
+    home = home_of(path) if path.exists() else None
+    if home is not None:
+        return open_weights(path, home)
     if path.is_dir():
-        weights = any(path.glob("*.safetensors")) or any(path.glob("*.index.json"))
-        return open_dcp(path) if (path / METADATA).exists() and not weights else open_folder(path)
+        return _open_folder(path)
     if not path.exists():
         raise CheckpointError(
             f"weights from {path}", why="there is no such file or directory", fix="look for a slip in the path"
@@ -60,6 +64,14 @@ def open_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
             fix="give the path of a file or a directory",
         )
     return _open_file(path)
+
+
+def _open_folder(path: Path) -> Source:
+    weights = any(path.glob("*.safetensors")) or any(path.glob("*.index.json"))
+    if (path / METADATA).exists() and not weights:
+        return open_dcp(path)
+    newest = None if weights or any(path.glob("pytorch_model.bin*")) else newest_in(path)
+    return open_folder(path) if newest is None else open_weights(newest, newest)
 
 
 def _open_file(path: Path) -> Source:
@@ -76,7 +88,7 @@ def _open_file(path: Path) -> Source:
         why=f"it is a file for {foreign}, which is not read here"
         if foreign
         else "it begins neither as a safetensors file nor as one by torch.save",
-        fix="give a Hugging Face directory, a .safetensors file, a file by torch.save, or a DCP directory",
+        fix="give a Hugging Face directory, a checkpoint, a .safetensors file, a file by torch.save, or a DCP directory",
     )
 
 

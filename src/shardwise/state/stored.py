@@ -18,6 +18,7 @@ from torch import Tensor
 from shardwise.anatomy import dtype_name, dtype_of
 from shardwise.recipe.dtypes import FLOATING
 from shardwise.state.boxes import Box, blocks, common, index_of, row_strides, runs, whole
+from shardwise.state.checkpoint.verified import Vouched
 from shardwise.state.files import BUFFER, OpenFiles
 
 __all__ = ["Chunk", "FileTensor", "HeldTensor", "Source", "Stored", "is_rounded"]
@@ -117,6 +118,8 @@ class Source:
         tensors: name -> tensor, as they are called there.
         left_out: name -> why, of what is there and is no weight.
         extra: name -> what a module's ``get_extra_state`` returned; in state dicts.
+        vouched: the checkpoint that it is in, whose checksums are compared where it is read by
+            :class:`~shardwise.state.checkpoint.verified.VerifiedFiles`.
         folder: the directory of a model, with its config and tokenizer files; None where there is none.
     """
 
@@ -126,6 +129,7 @@ class Source:
     left_out: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
     folder: Path | None = None
+    vouched: Vouched | None = None
 
 
 def _read_chunk(chunk: Chunk, box: Box, out: Tensor, dtype: str, files: OpenFiles) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.state.checkpoint.manifest import Manifest, folder_name, step_of
+from shardwise.state.checkpoint.manifest import Manifest, folder_name, steps_in
 from shardwise.state.checkpoint.opened import SavedRun
 
 __all__ = ["Keeping", "remove", "remove_removed", "steps_in"]
@@ -82,12 +82,6 @@ class Keeping:
                     found[step] = told
         ranked = {step: value for step, value in found.items() if value == value}  # NaN is nobody's best
         return min(ranked, key=lambda step: (ranked[step], -step), default=None)
-
-
-def steps_in(root: Path) -> list[int]:
-    """Steps of the checkpoints below ``root``, ascending, whether they are whole or not."""
-    found = (step_of(path) for path in root.iterdir() if path.is_dir() and not path.is_symlink())
-    return sorted(step for step in found if step is not None)
 
 
 def remove(folder: Path) -> None:

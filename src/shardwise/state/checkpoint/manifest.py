@@ -17,7 +17,17 @@ import numpy as np
 from shardwise.errors import CheckpointError
 from shardwise.state.checkpoint.sums import BLOCK
 
-__all__ = ["MANIFEST", "DamagedError", "FileFact", "Manifest", "damaged", "folder_name", "step_of"]
+__all__ = [
+    "MANIFEST",
+    "DamagedError",
+    "FileFact",
+    "Manifest",
+    "damaged",
+    "folder_name",
+    "is_manifest",
+    "step_of",
+    "steps_in",
+]
 
 MANIFEST = "manifest.json"
 FORMAT = "shardwise checkpoint"
@@ -108,6 +118,22 @@ def step_of(folder: Path) -> int | None:
     """The step that a directory's name says it is of; None: it is no checkpoint's name."""
     match = _FOLDER.fullmatch(folder.name)
     return int(match[1]) if match else None
+
+
+def steps_in(root: Path) -> list[int]:
+    """Steps of the checkpoints below ``root``, ascending, whether they are whole or not."""
+    found = (step_of(path) for path in root.iterdir() if path.is_dir() and not path.is_symlink())
+    return sorted(step for step in found if step is not None)
+
+
+def is_manifest(path: Path) -> bool:
+    """Whether a file was written as a manifest, even if it is damaged: others call files so too."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(4096)
+    except OSError:
+        return False
+    return any(mark in head for mark in (b'"block_bytes"', b'"crc32c"', FORMAT.encode()))
 
 
 def damaged(path: Path, why: str) -> DamagedError:

@@ -1,26 +1,22 @@
-"""A checkpoint that is read: no byte is used that its checksum does not vouch for.
-
-A reader of a part reads whole blocks, at the ends of the part too, and sums them while they are in memory.
-"""
+"""A checkpoint of a run that is read: no byte is used that its checksum does not vouch for."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 from torch import Tensor
 
 from shardwise.errors import CheckpointError
 from shardwise.state.checkpoint.contents import OPTIMIZER, REST, STATE
-from shardwise.state.checkpoint.manifest import DamagedError, Manifest, damaged
+from shardwise.state.checkpoint.manifest import Manifest, damaged
 from shardwise.state.checkpoint.plain import from_plain, parse
-from shardwise.state.checkpoint.sums import BLOCK, sum_of
-from shardwise.state.files import BUFFER, OpenFiles
+from shardwise.state.checkpoint.verified import VerifiedFiles, Vouched
+from shardwise.state.files import BUFFER
 from shardwise.state.formats.safetensors import tensors_in
 from shardwise.state.stored import FileTensor
 
-__all__ = ["SavedRun", "VerifiedFiles"]
+__all__ = ["SavedRun"]
 
 
 class _Optimizer(msgspec.Struct, kw_only=True, rename={"kind": "class"}):
@@ -51,69 +47,6 @@ class _State(msgspec.Struct):
     optimizer: _Optimizer | None = None
 
 
-_KEPT = 16  # blocks at the ends of parts: the next tensor often begins in one
-
-
-class VerifiedFiles(OpenFiles):
-    """Reads of a checkpoint's files; every block that is touched is compared with its checksum.
-
-    Args:
-        folder: of the checkpoint.
-        manifest: what was written there.
-    """
-
-    def __init__(self, folder: Path, manifest: Manifest):
-        super().__init__()
-        self._facts = {folder / name: fact for name, fact in manifest.files.items()}
-        self._ends: dict[tuple[Path, int], memoryview] = {}
-
-    def close(self) -> None:
-        super().close()
-        self._ends.clear()
-
-    def read(self, path: Path, offset: int, memory: memoryview) -> None:
-        """Fills ``memory`` with the bytes of ``path`` from ``offset`` on.
-
-        Raises:
-            CheckpointError: the file cannot be read, or a block is not what was written.
-        """
-        fact = self._facts.get(path)
-        if fact is None or offset + len(memory) > fact.size:
-            raise damaged(path, "something is looked for in it that the manifest does not name")
-        position, end = offset, offset + len(memory)
-        while position < end:
-            block, inside = divmod(position, BLOCK)
-            num = min(end, fact.size if end == fact.size else end // BLOCK * BLOCK) - position
-            if inside == 0 and num > 0:
-                num = min(num, BUFFER)
-                self._read_whole(path, block, memory[position - offset : position - offset + num], fact.sums)
-            else:
-                kept = self._end(path, block, min(BLOCK, fact.size - block * BLOCK), fact.sums)
-                num = min(end - position, len(kept) - inside)
-                memory[position - offset : position - offset + num] = kept[inside : inside + num]
-            position += num
-
-    def _read_whole(self, path: Path, block: int, memory: memoryview, sums: np.ndarray) -> None:
-        """Whole blocks, straight to their place."""
-        try:
-            super().read(path, block * BLOCK, memory)
-        except CheckpointError as error:  # a disk that does not give what is there
-            raise DamagedError(error.given, why=error.why, fix=error.fix) from error
-        for number, begin in enumerate(range(0, len(memory), BLOCK), start=block):
-            if sum_of(memory[begin : begin + BLOCK]) != int(sums[number]):
-                raise damaged(path, f"its bytes from {number * BLOCK} on are not what was written there")
-
-    def _end(self, path: Path, block: int, size: int, sums: np.ndarray) -> memoryview:
-        key = (path, block)
-        if key not in self._ends:
-            if len(self._ends) >= _KEPT:
-                self._ends.pop(next(iter(self._ends)))
-            memory = memoryview(bytearray(size))
-            self._read_whole(path, block, memory, sums)
-            self._ends[key] = memory
-        return self._ends[key]
-
-
 class SavedRun:
     """A checkpoint whose manifest has been read.
 
@@ -127,7 +60,7 @@ class SavedRun:
     def __init__(self, folder: Path):
         self.folder = folder
         self.manifest = Manifest.read(folder)
-        self.files = VerifiedFiles(folder, self.manifest)
+        self.files = VerifiedFiles(Vouched(folder, self.manifest))
 
     def __enter__(self) -> "SavedRun":
         return self
@@ -135,29 +68,10 @@ class SavedRun:
     def __exit__(self, *_: object) -> None:
         self.files.close()
 
-    def text(self, name: str) -> bytes:
-        """A whole file.
-
-        Raises:
-            CheckpointError: there is none, or it is not what was written.
-        """
-        if name not in self.manifest.files:
-            raise damaged(self.folder / name, "the checkpoint was written without it")
-        memory = bytearray(self.manifest.files[name].size)
-        self.files.read(self.folder / name, 0, memoryview(memory))
-        return bytes(memory)
-
-    def check_heads(self) -> None:
-        """Compares the first blocks of every file of tensors, which others read, and every file of another kind."""
-        for name, fact in self.manifest.files.items():
-            path = self.folder / name
-            if name.endswith(".safetensors") and fact.size >= 8:
-                length = bytearray(8)
-                self.files.read(path, 0, memoryview(length))
-                end = min(fact.size, 8 + int.from_bytes(length, "little"))
-                self.files.read(path, 0, memoryview(bytearray(end)))
-            else:
-                self.text(name)
+    @property
+    def has_run(self) -> bool:
+        """Whether a run can go on from it; else it holds weights, as a conversion writes them."""
+        return STATE in self.manifest.files
 
     def verify(self) -> int:
         """Compares everything with its checksum; returns the number of bytes."""
@@ -171,12 +85,18 @@ class SavedRun:
         """Everything but the models' weights: what is no cut tensor, as it was saved; and the tensors in the optimizer's files.
 
         Raises:
-            CheckpointError: it is not what was written.
+            CheckpointError: it is not what was written, or there are weights only.
         """
-        self.check_heads()
+        if not self.has_run:
+            raise CheckpointError(
+                f"the checkpoint {self.folder}",
+                why="it holds weights only, as shardwise convert writes them: no optimizer's state, no step, no position in the data",
+                fix=f"begin a run with them: sw.load_weights(model, {str(self.folder)!r}), or model.weights in the configuration",
+            )
+        self.files.check_heads(self.manifest.files)
         rest = tensors_in(self.folder / REST)
         try:
-            plain = parse(self.text(STATE))
+            plain = parse(self.files.whole(self.folder / STATE))
             found = {name: self._decoded(value, rest) for name, value in plain.items()}
             msgspec.convert(found, _State)
         except CheckpointError:

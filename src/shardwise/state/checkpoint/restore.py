@@ -18,10 +18,12 @@ from shardwise.recipe import extents
 from shardwise.state.boxes import Box
 from shardwise.state.checkpoint.contents import EXTRA, held_extra, is_sharded
 from shardwise.state.checkpoint.manifest import damaged
-from shardwise.state.checkpoint.opened import SavedRun, VerifiedFiles
+from shardwise.state.checkpoint.opened import SavedRun
+from shardwise.state.checkpoint.verified import VerifiedFiles
 from shardwise.state.extra import set_extra_states
 from shardwise.state.filling import Filling
 from shardwise.state.fitting import Plan, Rules, own_boxes, plan_of
+from shardwise.state.formats import open_folder
 from shardwise.state.optimizer import fitting_state, install_state
 from shardwise.state.stored import FileTensor
 from shardwise.state.together import together
@@ -142,7 +144,9 @@ class _Reading:
     def _plan(self, prefix: str, runtime: Runtime) -> Plan:
         rules = Rules(strict=True, rename=(), cast=False, check_finite=False)
         folder = self.saved.folder / prefix if prefix else self.saved.folder
-        return plan_of(runtime, folder, rules, self.saved.files, lambda name, tensor: own_boxes(runtime, name, tensor))
+        return plan_of(
+            runtime, open_folder(folder), rules, self.saved.files, lambda name, tensor: own_boxes(runtime, name, tensor)
+        )
 
     def _match_extra(self, state: Mapping[str, Any]) -> None:
         held = held_extra(state)

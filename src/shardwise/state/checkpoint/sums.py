@@ -35,10 +35,24 @@ class Sums:
     def __init__(self) -> None:
         self._found: dict[str, dict[int, int]] = {}
 
-    def add(self, file: str, block: int, image: memoryview) -> None:
+    def add(self, file: str, block: int, image: memoryview | bytes) -> None:
         """``image``: the block, with zeros where this call brings nothing. May be called for a block several times."""
         found = self._found.setdefault(file, {})
         found[block] = found.get(block, 0) ^ sum_of(image) ^ _sum_of_zeros(len(image))
+
+    def add_part(self, file: str, size: int, offset: int, memory: memoryview) -> None:
+        """``memory`` lies at ``offset`` of the file, which has ``size`` bytes in the end."""
+        position = 0
+        while position < len(memory):
+            block, inside = divmod(offset + position, BLOCK)
+            part = memory[position : position + BLOCK - inside]
+            whole = min(BLOCK, size - block * BLOCK)
+            self.add(
+                file,
+                block,
+                part if len(part) == whole else bytes(inside) + part.tobytes() + bytes(whole - inside - len(part)),
+            )
+            position += len(part)
 
     def told(self) -> Told:
         """For the rank that puts all together."""

@@ -1,8 +1,19 @@
 """One file per format that weights are converted to: which files there will be, and where in them every value goes."""
 
+from shardwise.state.targets.checkpoint import plan_checkpoint
 from shardwise.state.targets.dcp import plan_dcp
-from shardwise.state.targets.plan import Fact, Piece, Plan
+from shardwise.state.targets.plan import Fact, Fixed, Piece, Plan
 from shardwise.state.targets.safetensors import plan_folder, plan_safetensors
 from shardwise.state.targets.torch_file import plan_torch_file
 
-__all__ = ["Fact", "Piece", "Plan", "plan_dcp", "plan_folder", "plan_safetensors", "plan_torch_file"]
+__all__ = [
+    "Fact",
+    "Fixed",
+    "Piece",
+    "Plan",
+    "plan_checkpoint",
+    "plan_dcp",
+    "plan_folder",
+    "plan_safetensors",
+    "plan_torch_file",
+]

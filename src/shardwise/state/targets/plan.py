@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.state.boxes import Box
+from shardwise.state.checkpoint.sums import Sums
 
 __all__ = ["Fact", "Fixed", "Piece", "Plan"]
 
@@ -54,12 +55,14 @@ class Plan:
         pieces: what is copied, in the order of the files.
         finish: from the checksums of the pieces, in their order, everything else that the files hold.
         summed: whether ``finish`` needs them; else it is given zeros.
+        manifest: from the size of every file and the checksums of what was written to it, the file that is written last.
     """
 
     files: Mapping[str, int]
     pieces: tuple[Piece, ...]
     finish: Callable[[Sequence[int]], list[Fixed]]
     summed: bool = False
+    manifest: Callable[[Mapping[str, int], Sums], Fixed] | None = None
 
     @property
     def num_bytes(self) -> int:

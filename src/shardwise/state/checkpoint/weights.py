@@ -1,0 +1,67 @@
+"""The weights of a checkpoint as a source: its own, or those of a further model in it, vouched for by its manifest."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from shardwise.state.checkpoint.manifest import MANIFEST, Manifest, folder_name, is_manifest, step_of, steps_in
+from shardwise.state.checkpoint.verified import VerifiedFiles, Vouched
+from shardwise.state.formats import open_folder, open_safetensors
+from shardwise.state.stored import Source
+
+__all__ = ["home_of", "newest_in", "open_weights"]
+
+_RUN, _FURTHER = "training", "extra"  # folders of a checkpoint
+
+
+def home_of(path: Path) -> Path | None:
+    """The checkpoint that ``path`` is, or that it is the weights in; None: there is none, damaged or not."""
+    folder = path if path.is_dir() else path.parent
+    for home in (folder, folder.parents[1] if folder.parent.name == _FURTHER else folder):
+        named = step_of(home) is not None and (home / MANIFEST).exists()
+        if named or is_manifest(home / MANIFEST) or (home / _RUN / "state.json").exists():
+            return home
+    return None
+
+
+def newest_in(path: Path) -> Path | None:
+    """The newest checkpoint in a run's directory of them, by its step; None: there is none."""
+    steps = steps_in(path)
+    return path / folder_name(steps[-1]) if steps else None
+
+
+def open_weights(path: Path, home: Path) -> Source:
+    """Weights in a checkpoint, of which headers and the files beside them have been compared with their checksums.
+
+    Args:
+        path: a directory or a file of weights.
+        home: of the checkpoint.
+
+    Raises:
+        CheckpointError: it is not whole, or not what was written.
+    """
+    path, home = path.resolve(), home.resolve()  # `latest` may soon lead elsewhere
+    vouched = Vouched(home, Manifest.read(home))
+    names = vouched.manifest.files
+    if path.is_file():
+        checked, rest = [path.relative_to(home).as_posix()], {}
+    else:
+        beside = {name for name in names if (home / name).parent == path}
+        checked = sorted(beside)
+        rest = _left_out(vouched) if path == home else {}
+    with VerifiedFiles(vouched) as files:
+        files.check_heads(checked)
+    source = open_safetensors(path) if path.is_file() else open_folder(path)
+    return replace(source, kind="a checkpoint", left_out={**source.left_out, **rest}, vouched=vouched)
+
+
+def _left_out(vouched: Vouched) -> dict[str, str]:
+    tops = {tuple(name.split("/")[:2]) for name in vouched.manifest.files if "/" in name}
+    found = {}
+    if any(top == _RUN for top, _ in tops):
+        found[_RUN] = "what a run goes on with is no weight"
+    found |= {
+        f"{top}/{name}": f"weights of another model: name {vouched.folder / top / name} to have them"
+        for top, name in sorted(tops)
+        if top == _FURTHER
+    }
+    return found
