@@ -461,3 +461,35 @@ def test_numbers_of_one_byte_are_not_made_wider_as_if_they_had_no_scale(ranks, t
     ranks.run(save_packed, 1, str(tmp_path / "w"))
     found = load_file(tmp_path / "w" / "model.safetensors")
     assert (found["packed"].dtype, found["scale"].dtype) == (torch.float8_e4m3fn, torch.bfloat16)
+
+
+def refusals(folder):
+    world = sw.init("dp_shard=1", device="cpu")
+    with world:
+        model = sw.parallelize(torch.nn.Linear(4, 4), world)
+        told = []
+        for dest, options in (("w.safetensors", {}), ("w", {"dtype": "float8_e4m3fn"}), ("w", {"dtype": "int8"})):
+            try:
+                sw.save_weights(model, Path(folder) / dest, **options)
+            except sw.ConfigError as error:
+                told.append(str(error))
+        sw.save_weights(model, Path(folder) / "here")
+        try:
+            sw.load_weights(
+                model, {name: t.to(torch.float8_e4m3fn) for name, t in model.state_dict().items()}, cast=True
+            )
+        except sw.CheckpointError as error:
+            told.append(str(error))
+    return told
+
+
+def test_what_would_be_a_wrong_name_or_lose_a_scale_is_refused(ranks, tmp_path):
+    file, byte, integer, narrow = ranks.run(refusals, 1, str(tmp_path))[0]
+    assert "is the name of a file" in file and "w/model.safetensors" in file
+    assert (
+        "wants a scale beside each tensor" in byte
+        and "use one of" in integer
+        and "float8" not in integer.splitlines()[2]
+    )
+    assert "dtype float8_e4m3fn" in narrow
+    assert os.listdir(tmp_path) == ["here"]

@@ -25,6 +25,7 @@ from shardwise.state.checkpoint.verified import VerifiedFiles, Vouched
 from shardwise.state.compare import compare, forget_pages
 from shardwise.state.destination import check_destination
 from shardwise.state.files import BUFFER, OpenFiles
+from shardwise.state.filing import SHARD_BYTES
 from shardwise.state.formats.folder import companions_of
 from shardwise.state.journal import Workplace, fingerprint_of
 from shardwise.state.outgoing import Outgoing, config_beside, files_of, outgoing, places_of, ties_among
@@ -43,7 +44,6 @@ from shardwise.state.writing import reserve, write_at
 
 __all__ = ["Conversion", "Converted", "convert"]
 
-SHARD_BYTES = 5 << 30  # as save_weights has it
 _ANEW = "an earlier attempt was of another source or had other options; it was started anew"
 
 Progress = Callable[[str, int, int], None]

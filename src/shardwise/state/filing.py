@@ -17,8 +17,9 @@ from shardwise.state.naming import naming_of, shapes_of
 from shardwise.state.stored import is_rounded
 from shardwise.state.views import View
 
-__all__ = ["Filing", "Part", "PlannedFile", "filing_of", "parts_of", "planned_files", "stored_dtypes"]
+__all__ = ["SHARD_BYTES", "Filing", "Part", "PlannedFile", "filing_of", "parts_of", "planned_files", "stored_dtypes"]
 
+SHARD_BYTES = 5 << 30  # of one file at most, where nothing else is asked for
 BLOCK = 32 << 20  # bytes of a piece that one of its holders writes before it is another's turn
 
 

@@ -18,7 +18,7 @@ from shardwise.state.files import BUFFER, OpenFiles
 from shardwise.state.names import Matched, Rename, Wanted, match_names
 from shardwise.state.report import LoadReport, shortened
 from shardwise.state.source import open_source
-from shardwise.state.stored import Source, Stored
+from shardwise.state.stored import Source, Stored, is_rounded
 
 __all__ = ["Plan", "Rules", "all_of", "own_boxes", "plan_of"]
 
@@ -130,7 +130,7 @@ def _refuse_unfit(matched: Matched, wanted: Mapping[str, Wanted], source: Source
         raise CheckpointError(
             f"{source.place}: dtype {matched.tensors[name].dtype}{_called(matched, name)}",
             why=f"the model stores {wanted[name].dtype}{_and_more(len(dtypes), 'differ')}",
-            fix="pass cast=True to convert (between floating dtypes), or build the model in that dtype",
+            fix="pass cast=True to convert (between floating dtypes of 2 bytes and more), or build the model in that dtype",
             name=name,
         )
     if rules.strict and (matched.missing or matched.unexpected):
@@ -154,9 +154,8 @@ def _refuse_unfit(matched: Matched, wanted: Mapping[str, Wanted], source: Source
 
 
 def _may_be(there: str, here: str, *, cast: bool) -> bool:
-    """Numbers are rounded where that is asked for; they never become integers, or lose an imaginary part."""
-    a, b = dtype_of(there), dtype_of(here)
-    both = (a.is_floating_point and b.is_floating_point) or (a.is_complex and b.is_complex)
+    """Numbers are rounded where that is asked for; they never become integers, or lose an imaginary part or their scale."""
+    both = (is_rounded(there) and is_rounded(here)) or (dtype_of(there).is_complex and dtype_of(here).is_complex)
     return there == here or (cast and both)
 
 

@@ -14,15 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.anatomy import dtype_name, dtype_of
+from shardwise.anatomy import dtype_name
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.state.companions import companion_files
 from shardwise.state.extra import extra_states
-from shardwise.state.filing import Filing, Part, filing_of, parts_of, stored_dtypes
+from shardwise.state.filing import SHARD_BYTES, Filing, Part, filing_of, parts_of, stored_dtypes
 from shardwise.state.formats.folder import INDEX
 from shardwise.state.formats.safetensors import CODES
 from shardwise.state.staging import Staged, check_place
+from shardwise.state.stored import is_rounded
 from shardwise.state.together import together
 from shardwise.state.writing import (
     by_file,
@@ -37,7 +38,6 @@ from shardwise.state.writing import (
 
 __all__ = ["check_dtypes", "save_weights", "weights_bytes"]
 
-SHARD_BYTES = 5 << 30
 TOKEN = ".shardwise-token"
 
 
@@ -75,6 +75,7 @@ def save_weights(
     runtime = runtime_of(model)
     runtime.check_values()
     kind = _checked_dtype(dtype)
+    _refuse_file(Path(dest))
     if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ConfigError(
             f"max_shard_bytes={max_shard_bytes!r}",
@@ -123,10 +124,22 @@ def check_dtypes(model: nn.Module) -> None:
 
 def _checked_dtype(dtype: str | torch.dtype | None) -> str | None:
     name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
-    if name is not None and (name not in CODES or not dtype_of(name).is_floating_point):
-        known = ", ".join(kind for kind in CODES if kind.startswith(("float", "bfloat")))
-        raise ConfigError(f"dtype={dtype!r}", why="weights are written in a floating dtype", fix=f"use one of {known}")
+    if name is not None and not is_rounded(name):
+        raise ConfigError(
+            f"dtype={dtype!r}",
+            why="weights are written in a floating dtype; one of a byte wants a scale beside each tensor, which nobody has computed",
+            fix=f"use one of {', '.join(kind for kind in CODES if is_rounded(kind))}",
+        )
     return name
+
+
+def _refuse_file(dest: Path) -> None:
+    if dest.suffix == ".safetensors" and not dest.is_dir():
+        raise ConfigError(
+            f"weights to {dest}",
+            why="a model directory is written, with its configuration and an index, and this is the name of a file",
+            fix=f"save_weights(model, {str(dest.with_suffix(''))!r}); the file will be {dest.with_suffix('')}/model.safetensors",
+        )
 
 
 def _tell_extra_states(states: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ from shardwise.recipe import DTYPE_BYTES
 from shardwise.state.checkpoint.plain import to_plain, to_text
 from shardwise.state.companions import companion_files
 from shardwise.state.extra import extra_states
-from shardwise.state.filing import Filing, Part, PlannedFile, filing_of, parts_of, planned_files
+from shardwise.state.filing import SHARD_BYTES, Filing, Part, PlannedFile, filing_of, parts_of, planned_files
 from shardwise.state.formats.folder import INDEX
 from shardwise.state.formats.safetensors import CODES
 from shardwise.state.optimizer import agreed_kinds, settings_of
@@ -56,7 +56,6 @@ __all__ = [
 STATE, REST, OPTIMIZER, EXTRA = "training/state.json", "training/rest.safetensors", "training/optimizer", "extra"
 ALIGN = 1 << 20  # bytes: at multiples of it large tensors begin, so that parts of them are whole blocks
 PADDED = 64  # how many times that a file's tensors are large at least: a header is padded to it
-SHARD_BYTES = 5 << 30
 Take = Callable[[str, Tensor, Callable[[], int]], Tensor]
 """``(name, tensor, offset) -> copy``: ``offset()`` is where in a file the tensor begins."""
 
