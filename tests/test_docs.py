@@ -258,6 +258,8 @@ def _shortened(command: str, folder: Path) -> str | None:
             return f"{command} --megabytes 8 --repeats 1 --part convert".replace("--write docs/", "--write ")
         case ["python", "tools/draw_pages.py"]:
             return f"python {ROOT / 'tools' / 'draw_pages.py'} --draw --to ."
+        case ["python", "tools/hostile_table.py"]:
+            return f"python {ROOT / 'tools' / 'hostile_table.py'} --num 1 --print"
         case ["make", "demo"]:
             words = f"{SHORT} {SMALL_DATA} --log.dir={folder / 'run'}"
             return f"{_make('demo')} ARGS={shlex.quote(words)}"

@@ -18,7 +18,7 @@ import torch
 from shardwise.state.checkpoint.manifest import MANIFEST, FileFact, Manifest
 from shardwise.state.checkpoint.sums import BLOCK, Sums, put_together
 
-__all__ = ["KINDS", "Runs", "sign"]
+__all__ = ["KINDS", "Kind", "Runs", "flip", "sign"]
 
 Kind = Callable[[random.Random, Path, Path], None]
 STATE, REST = "training/state.json", "training/rest.safetensors"
