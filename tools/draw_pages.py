@@ -41,6 +41,7 @@ def measure() -> dict[str, Any]:
             "precision": _precision(pool.run),
             "init": _init(pool.run),
             "weights": _weights(pool.run),
+            "checkpoint": _checkpoint(pool.run),
         }
 
 
@@ -145,6 +146,30 @@ def _weights(run: Callable[..., list]) -> dict[str, list[float]]:
     }
 
 
+def _checkpoint(run: Callable[..., list]) -> dict[str, dict[str, Any]]:
+    """Moment of the second save at which all ranks are killed -> what is there then, under which names."""
+    import tempfile
+
+    from state.test_checkpoint_kill import AtPoint, saving
+
+    from shardwise import RankError
+    from shardwise.state.checkpoint.manifest import step_of, steps_in
+    from shardwise.state.checkpoint.points import POINTS
+
+    found = {}
+    for point in POINTS:
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder) / "run"
+            try:
+                run(saving, 2, str(root), 9, "sync", f"{folder}/ack", AtPoint(point, (1, 0)))
+            except RankError:  # they were killed
+                hidden = [path.name for path in root.iterdir() if path.is_dir() and ".saving-" in path.name]
+                latest = step_of((root / "latest").resolve())
+                found[point] = {"steps": steps_in(root), "hidden": len(hidden), "latest": latest}
+    assert list(found) == list(POINTS)
+    return found
+
+
 # ---- draw ----------------------------------------------------------------------------------------------------------------
 
 
@@ -236,6 +261,52 @@ def _draw_weights(figure: Any, figures: Mapping[str, list[float]]) -> None:
     axes.legend(frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, 1.2))
 
 
+_PHASES = {  # the first moment of each, and who does what
+    "begun": "rank 0: a hidden\ndirectory, files",
+    "met": "all ranks: their bytes,\nsummed, fsync",
+    "summed": "rank 0: the manifest,\nfsync",
+    "renamed": "rename,\nfsync",
+    "latest": "latest is\nthis one",
+    "pruning": "prune\nolder ones",
+}
+
+
+def _draw_checkpoint(figure: Any, figures: Mapping[str, Mapping[str, Any]]) -> None:
+    axes, points = figure.subplots(), list(figures)
+    begins = [points.index(first) for first in _PHASES] + [len(points)]
+    for text, begin, end in zip(_PHASES.values(), begins, begins[1:], strict=False):
+        color, ink = (LIGHT, "black") if begin < points.index("renamed") else (BLUE, "white")
+        axes.add_patch(_bar(begin, 4.1, end - begin - 0.12, 0.9, color))
+        axes.text((begin + end - 0.12) / 2, 4.55, text, ha="center", va="center", fontsize=7, color=ink)
+    rows = {
+        "a run that resumes takes": [f"step {max(seen['steps'])}" for seen in figures.values()],
+        "latest names": [f"step {seen['latest']}" for seen in figures.values()],
+        "a hidden directory stays\nfor the next save to remove": [
+            "yes" if seen["hidden"] else "no" for seen in figures.values()
+        ],
+    }
+    for x, point in enumerate(points):
+        axes.text(x + 0.42, 2.1, point, rotation=50, rotation_mode="anchor", ha="left", va="bottom", fontsize=7)
+        axes.plot([x + 0.44], [1.95], "v", color="black", markersize=3)
+    for row, (name, cells) in enumerate(rows.items()):
+        axes.text(-0.2, 1.2 - row + 0.3, name, ha="right", va="center", fontsize=8)
+        for x, cell in enumerate(cells):
+            color = {"step 1": LIGHT, "step 2": BLUE, "yes": ORANGE}.get(cell, GREY)
+            axes.add_patch(_bar(x, 1.2 - row, 0.88, 0.6, color))
+            ink = "white" if color == BLUE else "black"
+            axes.text(x + 0.44, 1.5 - row, cell.removeprefix("step "), ha="center", va="center", fontsize=7, color=ink)
+    axes.text(-0.2, 4.55, "a save of step 2,\nwhere step 1 is", ha="right", va="center", fontsize=8)
+    axes.text(-0.2, 2.7, "all ranks are killed at", ha="right", va="center", fontsize=8)
+    axes.set(xlim=(-4.6, len(points) + 0.9), ylim=(-1.0, 5.1))
+    axes.axis("off")
+
+
+def _bar(x: float, y: float, width: float, height: float, color: str) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((x, y), width, height, facecolor=color, edgecolor="none")
+
+
 DRAWINGS: dict[str, Callable[[Any, Any], None]] = {
     "layout": _draw_layout,
     "units": _draw_units,
@@ -243,6 +314,7 @@ DRAWINGS: dict[str, Callable[[Any, Any], None]] = {
     "precision": _draw_precision,
     "init": _draw_init,
     "weights": _draw_weights,
+    "checkpoint": _draw_checkpoint,
 }
 
 

@@ -27,6 +27,19 @@ def test_the_layouts_figures_are_the_recipes():
     assert pages._layout() == FIGURES["layout"]
 
 
+def test_the_moments_of_a_save_are_those_of_the_code_and_one_name_decides():
+    from shardwise.state.checkpoint.points import POINTS
+
+    figures = FIGURES["checkpoint"]
+    assert tuple(figures) == POINTS and set(pages._PHASES) < set(POINTS)
+    renamed, staged, pointed = (POINTS.index(point) for point in ("renamed", "staged", "latest"))
+    for number, point in enumerate(POINTS):
+        seen = figures[point]
+        assert seen["steps"] == ([1, 2] if number >= renamed else [1])
+        assert seen["hidden"] == (staged <= number < renamed)
+        assert seen["latest"] == (2 if number >= pointed else 1)
+
+
 def test_the_figures_say_what_the_pages_say():
     blocks = FIGURES["units"]
     assert max(blocks["a unit for each block"]) < max(blocks['units="none"'])
