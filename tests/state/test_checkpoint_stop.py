@@ -61,8 +61,13 @@ HOWS = {
 }
 
 
+@pytest.fixture(scope="module")
+def whole(ranks) -> dict:
+    return ranks.run(run, 2, "dp_shard=2", None, 6)[0]
+
+
 @pytest.mark.parametrize(("how", "background"), [*((how, True) for how in HOWS), ("SIGTERM", False)])
-def test_every_rank_stops_after_the_same_window_and_the_run_goes_on_exactly(ranks, tmp_path, how, background):
+def test_every_rank_stops_after_the_same_window_and_the_run_goes_on_exactly(ranks, tmp_path, whole, how, background):
     options = {"async_save": background, **({"stop_after_s": 1.0} if how == "time" else {})}
     found = ranks.run(stopped, 2, tmp_path, how, **options)
     if how == "time" and found[0]["steps"] == 1:  # a slow machine: the limit was over in the first window
@@ -73,7 +78,6 @@ def test_every_rank_stops_after_the_same_window_and_the_run_goes_on_exactly(rank
         assert (one["steps"], one["step"], one["code"], one["reason"]) == (2, 2, 75, HOWS[how])
         assert f"saved in {tmp_path / 'step-00000002'}" in one["stop"]
         assert one["given back"]
-    whole = ranks.run(run, 2, "dp_shard=2", None, 6)[0]
     rest = ranks.run(run, 2, "dp_shard=2", tmp_path, 6, async_save=False)[0]
     assert rest["began"] == 2 and equal(rest["last"], whole["last"])
 
@@ -146,3 +150,25 @@ def test_a_stop_whose_save_fails_is_an_error_and_no_end(ranks, tmp_path):
 def test_a_limit_that_is_none_is_refused(ranks, tmp_path, limit):
     with pytest.raises(sw.RankError, match="ConfigError: stop_after_s="):
         ranks.run(stopped, 1, tmp_path, "call", "dp_shard=1", stop_after_s=limit)
+
+
+def closed(root) -> tuple[str, list[int]]:
+    """What a save after the end says, and how many threads each of several managers has left behind."""
+    world, _, step = make("dp_shard=2")
+    threads = []
+    with world:
+        for number in range(7):
+            with sw.CheckpointManager(f"{root}/{number}", step, extra={"average": Average()}) as manager:
+                manager.save()
+            threads.append(len(os.listdir("/proc/self/task")))
+        try:
+            manager.save()
+        except sw.UsageError as error:
+            return str(error), threads
+    return "", threads
+
+
+def test_a_closed_manager_saves_no_more_and_leaves_no_threads(ranks, tmp_path):
+    for told, threads in ranks.run(closed, 2, str(tmp_path)):
+        assert "after its manager was closed" in told
+        assert threads[-1] <= threads[0] + 2, threads  # one that was told to end may still be there

@@ -105,6 +105,7 @@ class CheckpointManager:
         self._beside = Beside(self._world) if async_save else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardwise-save") if async_save else None
         self._under_way: Future[Path] | None = None
+        self._is_closed = False
         self._buffers: dict[str, Tensor] = {}
         self._until_closed = contextlib.ExitStack()
         self._until_closed.enter_context(self._world.stop.heeded(stop_after_s))
@@ -142,10 +143,15 @@ class CheckpointManager:
         """Waits for what is being written, and gives the directory back. All ranks must call it."""
         try:
             self.wait()
+            if self._beside is not None:
+                self._world.barrier()  # a peer may still be in the last of its exchanges
+                self._beside.close()
+                self._beside = None
         finally:
             self._let_go()
 
     def _let_go(self) -> None:
+        self._is_closed = True
         self._until_closed.close()
         if self._thread is not None:
             self._thread.shutdown(wait=False)
@@ -200,8 +206,15 @@ class CheckpointManager:
             CheckpointError: on every rank, if one of them cannot write, or (with ``async_save``) the save before could not:
                 the checkpoints there are as they were, and training can go on.
             ConfigError: ``best`` names no figure of these.
+            UsageError: in the middle of a window, or after the manager was closed.
             UnsupportedError: state that is neither JSON nor a tensor, by name.
         """
+        if self._is_closed:
+            raise UsageError(
+                f"a checkpoint in {self.root} after its manager was closed",
+                why="the directory was given back, and another run may be using it",
+                fix="save inside the `with` block, or make another manager",
+            )
         self.wait()
         if self._runtime.in_window:
             raise UsageError(
