@@ -48,6 +48,19 @@ def test_ls_names_each_and_what_is_wrong_with_it(root, capsys):
     assert rows[0]["optimizer"] == "AdamW" and rows[0]["extra"] == ["average"] and rows[0]["data"]["position"] == 12
 
 
+@pytest.mark.parametrize("action", ["ls", "show", "verify", "prune"])
+def test_the_folder_of_a_run_says_where_its_checkpoints_are(root, capsys, action):
+    root.rename(root.parent / "checkpoints")  # as shardwise train keeps them
+    (root.parent / "metrics.jsonl").write_text("")
+    words = ["--keep", "1"] if action == "prune" else []
+    told = say(capsys, action, root.parent, *words, status=1)
+    assert "whose checkpoints lie one deeper" in told and f"name {root.parent / 'checkpoints'}" in told
+    assert len(list((root.parent / "checkpoints").glob("step-*"))) == 4
+    if action == "ls":
+        assert cli.main(["convert", str(root.parent), f"{root.parent}-out"]) == 1
+        assert f"name {root.parent / 'checkpoints'}" in capsys.readouterr().err
+
+
 def test_show_tells_what_is_in_one_and_the_newest_of_a_directory(root, capsys):
     text = say(capsys, "show", root)
     assert text.splitlines()[0].endswith("step-00000004")

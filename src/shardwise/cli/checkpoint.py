@@ -68,11 +68,18 @@ def _check_effects(args: argparse.Namespace) -> None:
 
 def _folders(path: Path) -> list[Path]:
     """The checkpoint that ``path`` is, or those in it, oldest first."""
-    manifest, keeping = importlib.import_module(f"{ROOM}.manifest"), importlib.import_module(f"{ROOM}.keeping")
+    manifest = importlib.import_module(f"{ROOM}.manifest")
     path = path.resolve()
     if (path / manifest.MANIFEST).exists() or manifest.step_of(path) is not None:
         return [path]
-    found = [path / manifest.folder_name(step) for step in keeping.steps_in(path)]
+    found = [path / manifest.folder_name(step) for step in manifest.steps_in(path)]
+    below = path / "checkpoints"  # where shardwise train keeps them
+    if not found and below.is_dir() and manifest.steps_in(below):
+        raise CheckpointError(
+            f"the directory {path}",
+            why="it is the folder of a run, whose checkpoints lie one deeper",
+            fix=f"name {below}",
+        )
     if not found:
         raise CheckpointError(
             f"the directory {path}",

@@ -70,6 +70,13 @@ def _open_folder(path: Path) -> Source:
     weights = any(path.glob("*.safetensors")) or any(path.glob("*.index.json"))
     if (path / METADATA).exists() and not weights:
         return open_dcp(path)
+    below = path / "checkpoints"
+    if not weights and below.is_dir() and newest_in(below) is not None:
+        raise CheckpointError(
+            f"weights from {path}",
+            why="it is the folder of a run, whose checkpoints lie one deeper",
+            fix=f"name {below}, whose newest is meant then, or one of them",
+        )
     newest = None if weights or any(path.glob("pytorch_model.bin*")) else newest_in(path)
     return open_folder(path) if newest is None else open_weights(newest, newest)
 
