@@ -1,6 +1,7 @@
 """Checkpoints go from any layout into any other to the last bit, and a resumed run is the uninterrupted one."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -211,3 +212,57 @@ def _weights_to(dest):
     world, model, _ = make("dp_shard=2")
     with world:
         sw.save_weights(model, dest)
+
+
+DAY = 86400
+
+
+def saved_backwards(root, days):
+    """Saves after each step, the clock a day further back each time; every file there is given the time that the clock shows."""
+    import time
+
+    from state.runs import Texts, make, state
+
+    world, model, step = make("dp_shard=2")
+    real, now = {name: getattr(time, name) for name in ("time", "time_ns", "gmtime")}, [time.time()]
+    time.time, time.time_ns = lambda: now[0], lambda: int(now[0] * 1e9)
+    time.gmtime = lambda seconds=None: real["gmtime"](now[0] if seconds is None else seconds)
+    found = []
+    try:
+        with world, sw.CheckpointManager(root, step, keep=2) as manager:
+            for window in manager.resume(sw.Loader(Texts(), world, global_batch=4, micro_batch=1)):
+                now[0] -= DAY
+                step(window)
+                found.append((step.num_steps, state(model, step.optim)))
+                manager.save()
+                manager.wait()
+                for path in Path(root).rglob("*") if world.is_main else ():
+                    os.utime(path, (now[0], now[0]), follow_symlinks=False)
+                world.barrier()
+                if len(found) == days:
+                    break
+    finally:
+        for name, function in real.items():
+            setattr(time, name, function)
+    return found
+
+
+def test_a_clock_that_goes_back_changes_nothing(ranks, tmp_path):
+    root = tmp_path / "run"
+    first = ranks.run(saved_backwards, 2, str(root), 3)[0]
+    assert kept(root) == [2, 3]  # by their steps: the last by the clock is the first
+    times = [json.loads((root / f"step-{step:08d}" / "training" / "state.json").read_text())["time"] for step in (2, 3)]
+    assert times[0] > times[1]
+    assert (root / "latest").resolve().name == "step-00000003"
+    # What a killed save and a killed removal have left, of a time that is still to come.
+    for name in (".step-00000004.saving-0a0b0c0d", ".step-00000001.removing-0a0b0c0d"):
+        (root / name).mkdir()
+    (root / ".step-00000004.saving-0a0b0c0d.lock").touch()
+    for path in root.iterdir():
+        os.utime(path, (4e9, 4e9), follow_symlinks=False)
+    os.utime(root / "step-00000002", (4.1e9, 4.1e9))
+    second = ranks.run(saved_backwards, 2, str(root), 2)[0]
+    assert [number for number, _ in first + second] == [1, 2, 3, 4, 5]
+    assert sorted(path.name for path in root.iterdir()) == [".lock", "latest", "step-00000004", "step-00000005"]
+    whole = ranks.run(saved_backwards, 2, str(tmp_path / "other"), 5)[0]
+    assert equal(second, whole[3:])
