@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -259,3 +260,68 @@ def test_a_checkpoint_of_another_model_is_no_damaged_one(ranks, tmp_path):
     ranks.run(run, 2, "dp_shard=2", tmp_path, 1, (1,), async_save=False)
     for error, unchanged in ranks.run(other_model, 2, str(tmp_path), 9):
         assert unchanged and "shape" in error.given and "none of them" not in error.why
+
+
+class FailsOn(Average):
+    """Fails on one rank alone, when it is asked for its state or given it."""
+
+    def __init__(self, rank, method, problem):
+        super().__init__()
+        self.rank, self.method, self.problem = rank, method, problem
+
+    def state_dict(self):
+        return {"fn": print} if self._fails("plain") else {} if self._fails("state_dict") else super().state_dict()
+
+    def load_state_dict(self, state):
+        self._fails("load_state_dict")
+        super().load_state_dict(state)
+
+    def _fails(self, method):
+        if self.method != method or torch.distributed.get_rank() != self.rank:
+            return False
+        if self.problem is not None:
+            raise self.problem
+        return True
+
+
+def with_one_that_fails(root, rank, method, problem, mode):
+    """Errors of the three saves, or of loading, and how long the longest took, in seconds."""
+    world, _, step = make("dp_shard=2")
+    extra = {"average": FailsOn(rank, method, problem)}
+    errors, seconds = [], 0.0
+    with world, sw.CheckpointManager(root, step, extra=extra, async_save=mode == "async") as manager:
+        for number in (1, 2, 3):
+            step._runtime.step = number
+            extra["average"].method = method if number == 2 else ""
+            start = time.monotonic()
+            try:
+                manager.load(1) if number == 2 and method == "load_state_dict" else manager.save()
+            except Exception as error:
+                errors.append((number, type(error).__name__, str(error)))
+            seconds = max(seconds, time.monotonic() - start)
+    return errors, seconds
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("method", "problem", "own"),
+    [
+        ("state_dict", ValueError("mine"), "ValueError"),
+        ("state_dict", OSError(errno.EIO, "disk"), "CheckpointError"),
+        ("plain", None, "UnsupportedError"),
+        ("load_state_dict", KeyError("mine"), "KeyError"),
+    ],
+    ids=["value", "disk", "plain", "load"],
+)
+def test_an_extra_object_that_fails_on_one_rank_is_one_error_on_all_at_once(
+    ranks, tmp_path, method, problem, own, rank, mode
+):
+    answers = ranks.run(with_one_that_fails, 2, str(tmp_path), rank, method, problem, mode)
+    for number, (errors, seconds) in enumerate(answers):
+        ((step, kind, told),) = errors
+        assert step == 2 and seconds < 10  # the world waits 600 s
+        foreign = own in ("ValueError", "KeyError")
+        assert kind == (own if number == rank or not foreign else "RankError")
+        assert ("mine" in told) == foreign and (number == rank or f"rank {rank}" in told)
+    assert sorted(int(path.name[5:]) for path in tmp_path.glob("step-*")) == [1, 3]

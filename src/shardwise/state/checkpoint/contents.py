@@ -36,6 +36,7 @@ from shardwise.state.filing import SHARD_BYTES, Filing, Part, PlannedFile, filin
 from shardwise.state.formats.folder import INDEX
 from shardwise.state.formats.safetensors import CODES
 from shardwise.state.optimizer import agreed_kinds, settings_of
+from shardwise.state.together import together
 from shardwise.state.views import view_of_all
 from shardwise.state.writing import stretches
 from shardwise.world.rng import streams
@@ -180,7 +181,8 @@ def contents_of(
         max_shard_bytes: size of one file of tensors at most, in bytes.
 
     Raises:
-        UnsupportedError: state that is neither JSON nor a tensor, by name.
+        UnsupportedError: on every rank; state that is neither JSON nor a tensor, by name.
+        RankError: on the other ranks, where a ``state_dict`` fails on one.
         UsageError: ranks that keep different state.
     """
     runtime = runtime_of(model)
@@ -192,19 +194,12 @@ def contents_of(
     for other in models.values():
         runtime_of(other).check_values()
     groups = [_weights(prefix, other, max_shard_bytes, found, notes) for prefix, other in models.items()]
-    plain = {name: to_plain(value, name, tensors) for name, value in own.items()}
+    # Code of the user's, which may fail on one rank alone: the others would wait for it in the next exchange.
+    place = "a checkpoint, taking down what modules and extra objects keep"
+    plain = together(world, place, lambda: _plain_states(own, models, extra, tensors))
     if optim is not None:
         group, plain["optimizer"] = _optimizer(runtime, optim, max_shard_bytes, tensors)
         groups += [group] if group is not None else []
-    plain["model"] = {
-        prefix: to_plain(extra_states(other), f"extra state{prefix and ' of ' + prefix}", tensors)
-        for prefix, other in models.items()
-    }
-    plain["extra"] = {
-        name: to_plain(value.state_dict(), f"{EXTRA}/{name}", tensors)
-        for name, value in extra.items()
-        if not is_sharded(value)
-    }
     mine: dict[str, Tensor] = {}
     random = to_plain(streams(world.device), f"random/{world.rank}", mine)
     everyone = world.gather((random, {name: tensor.numpy() for name, tensor in mine.items()}))
@@ -214,6 +209,22 @@ def contents_of(
     found["training/recipe.json"] = runtime.recipe.to_json().encode()
     _refuse_unknown_dtypes(tensors)
     return Contents(runtime.step, tuple(groups), tensors, found, plain, notes)
+
+
+def _plain_states(
+    own: Mapping[str, Any], models: Mapping[str, nn.Module], extra: Mapping[str, Any], tensors: dict[str, Tensor]
+) -> dict[str, Any]:
+    plain = {name: to_plain(value, name, tensors) for name, value in own.items()}
+    plain["model"] = {
+        prefix: to_plain(extra_states(other), f"extra state{prefix and ' of ' + prefix}", tensors)
+        for prefix, other in models.items()
+    }
+    plain["extra"] = {
+        name: to_plain(value.state_dict(), f"{EXTRA}/{name}", tensors)
+        for name, value in extra.items()
+        if not is_sharded(value)
+    }
+    return plain
 
 
 def check_extra(extra: Mapping[str, Any]) -> None:

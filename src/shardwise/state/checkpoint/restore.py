@@ -80,6 +80,7 @@ def restore(
         together(world, f"{place}, matching names", lambda: reading.match(check))
         together(world, f"{place}, reading", reading.read)
         reading.place()
+        together(world, f"{place}, giving extra objects their state", reading.place_extra)
         return Restored(folder, saved.manifest.step, reading.own, saved.files.num_bytes, tuple(reading.notes))
 
 
@@ -233,10 +234,13 @@ class _Reading:
                 set_extra_states(runtime.module, states)
         if self.optim is not None:
             install_state(self.runtime, self.optim, self._made, self._settings)
+        self._place_random(self._state["random"])
+
+    def place_extra(self) -> None:
+        """Objects of the user's take their state: code that may fail on one rank alone."""
         for name, value in self.extra.items():
             if not is_sharded(value):
                 value.load_state_dict(self._state["extra"][name])
-        self._place_random(self._state["random"])
 
     def _place_random(self, random: Mapping[str, Any]) -> None:
         world = self.runtime.world
