@@ -1,5 +1,6 @@
 """Damaged and hostile checkpoints: each is refused before anything of the run changes, and no code of theirs is run."""
 
+import os
 import random
 import shutil
 from pathlib import Path
@@ -11,7 +12,9 @@ from state.runs import Average, equal, make, run
 
 import shardwise as sw
 from shardwise.state.checkpoint.manifest import MANIFEST
+from shardwise.state.checkpoint.opened import SavedRun
 from shardwise.state.checkpoint.restore import restore
+from shardwise.state.source import open_source
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +82,18 @@ def test_a_sample_of_mutants_is_refused(ranks, good, tmp_path):
 @pytest.mark.soak
 def test_every_mutant_of_many_is_refused(ranks, good, tmp_path):
     check(ranks, good, tmp_path, list(KINDS), 40, random.randrange(1 << 32))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", [MANIFEST, "model.safetensors", "training/state.json"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(good, tmp_path, name):
+    folder = tmp_path / "step-00000002"
+    shutil.copytree(good / "step-00000002", folder)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    for read in (SavedRun, open_source):
+        with pytest.raises(sw.CheckpointError, match=r"no plain file|no file at all"):
+            read(folder)
 
 
 @pytest.mark.parametrize("victim", ["newest", "all"])

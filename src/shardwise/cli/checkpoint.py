@@ -130,7 +130,7 @@ def _ls(path: Path, args: argparse.Namespace) -> int:
         if row["problem"] is not None:
             lines.append((Path(row["path"]).name, "", "", "", f"cannot be read: {row['problem']}"))
         else:
-            lines.append((str(row["step"]), str(row["saved"]), _size(row["bytes"]), row["layout"], ""))
+            lines.append((str(row["step"]), row["saved"] or "-", _size(row["bytes"]), row["layout"], ""))
     widths = [max(len(line[i]) for line in lines) for i in range(4)]
     for line in lines:
         print("  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[4]]).rstrip())
@@ -148,7 +148,7 @@ def _show(path: Path, args: argparse.Namespace) -> int:
     print(row["path"])
     facts = {
         "step": row["step"],
-        "saved": row["saved"],
+        "saved": row["saved"] or "by shardwise convert",
         "size": _size(row["bytes"]),
         "layout": f"{row['layout']} ({row['ranks']} ranks); any other can load it"
         if row["layout"] != "weights only"

@@ -129,6 +129,8 @@ def steps_in(root: Path) -> list[int]:
 def is_manifest(path: Path) -> bool:
     """Whether a file was written as a manifest, even if it is damaged: others call files so too."""
     try:
+        if not path.is_file():
+            return False
         with path.open("rb") as file:
             head = file.read(4096)
     except OSError:
@@ -172,6 +174,8 @@ def _content(path: Path) -> dict[str, Any]:
                 else f"its {MANIFEST} is a link",
                 fix="use another checkpoint",
             )
+        if not path.is_file():  # a pipe would be waited for
+            raise damaged(path, "it is no plain file")
         if path.stat().st_size > _MOST:
             raise damaged(path, f"it has {path.stat().st_size} bytes, and no manifest is that long")
         data = path.read_bytes()
