@@ -122,7 +122,15 @@ def state_bytes(step: Step) -> int:
 class Ours:
     def __init__(self, step: Step, folder: Path, *, background: bool):
         self.step, self.folder = step, folder
-        self.manager = sw.CheckpointManager(folder, step, keep=1, async_save=background)
+        self.manager = sw.CheckpointManager(folder, step, keep=None, async_save=background)
+
+    def begin(self) -> None:
+        """As if the run had gone on: another step, and none of the older ones."""
+        runtime = runtime_of(self.step.model)
+        runtime.step += 1
+        if runtime.world.is_main:
+            for older in self.folder.glob("step-*"):
+                shutil.rmtree(older)
 
     def save(self) -> None:
         self.manager.save()
@@ -131,7 +139,7 @@ class Ours:
         self.manager.wait()
 
     def load(self, step: Step) -> None:
-        restore.restore(self.folder / "step-00000000", step.model, step.optim, {})
+        restore.restore(self.folder / "latest", step.model, step.optim, {})
 
     def close(self) -> None:
         self.manager.close()
@@ -142,6 +150,10 @@ class Dcp:
         self.step, self.folder, self.background = step, folder, background
         self.group = dist.new_group(backend="gloo") if background else None
         self.future: Any = None
+
+    def begin(self) -> None:
+        if runtime_of(self.step.model).world.is_main:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def save(self) -> None:
         import torch.distributed.checkpoint as dcp
@@ -198,8 +210,7 @@ def saves(contender: str, megabytes: int, folder: str, rounds: int, loads: bool)
         saver = kind(step, place, background=background)
         found: dict[str, Any] = {"whole": [], "stall": [], "cpu": []}
         for _ in range(rounds):
-            if world.is_main and kind is Dcp:
-                shutil.rmtree(place, ignore_errors=True)
+            saver.begin()
             if world.is_main:
                 os.sync()
             world.barrier()
@@ -267,7 +278,7 @@ def resharded(megabytes: int, folder: str) -> tuple[int, int]:
     """Of one rank of twice as many: bytes read, and bytes needed."""
     with sw.init("dp_shard=-1", device="cpu") as world:
         step = make(world, megabytes, steps=0)
-        done = restore.restore(Path(folder) / "step-00000000", step.model, step.optim, {})
+        done = restore.restore(Path(folder) / "latest", step.model, step.optim, {})
         runtime = runtime_of(step.model)
         pieces = (extents(param, runtime.view.coord) for param in runtime.recipe.params.values())
         return done.num_bytes, 3 * 4 * sum(torch.Size(piece.sizes).numel() for found in pieces for piece in found)
@@ -284,7 +295,7 @@ def verified(megabytes: int, folder: str, rounds: int) -> tuple[float, float]:
             reading.sum_of = real if compares else _Believed  # type: ignore[assignment]
             dist.barrier()
             start = time.perf_counter()
-            restore.restore(Path(folder) / "step-00000000", step.model, step.optim, {})
+            restore.restore(Path(folder) / "latest", step.model, step.optim, {})
             dist.barrier()
             seconds[compares].append(time.perf_counter() - start)
         reading.sum_of = real
