@@ -106,6 +106,7 @@ def _facts(saved: "SavedRun") -> dict[str, Any]:
         "data": state.get("loader"),
         "extra": sorted(contents.held_extra(state)),
         "figure": state.get("figure"),
+        "best": state.get("best"),
         "files": {name: fact.size for name, fact in sorted(manifest.files.items())},
     }
 
@@ -122,6 +123,7 @@ def _asked(folder: Path, ask: Callable[["SavedRun"], dict[str, Any]]) -> dict[st
 
 def _ls(path: Path, args: argparse.Namespace) -> int:
     rows = [_asked(folder, _facts) for folder in _folders(path)]
+    rows = [row for row in rows if Path(row["path"]).exists()]  # a run beside this may have pruned one
     if args.json:
         print(json.dumps(rows, indent=1))
         return 0
@@ -167,6 +169,7 @@ def _show(path: Path, args: argparse.Namespace) -> int:
 
 def _verify(path: Path, args: argparse.Namespace) -> int:
     rows = [_asked(folder, lambda saved: {"bytes": saved.verify(), **_facts(saved)}) for folder in _folders(path)]
+    rows = [row for row in rows if Path(row["path"]).exists()]
     bad = [row for row in rows if row["problem"] is not None]
     if args.json:
         print(json.dumps(rows, indent=1))
@@ -179,8 +182,8 @@ def _verify(path: Path, args: argparse.Namespace) -> int:
 
 def _prune(path: Path, args: argparse.Namespace) -> int:
     keeping = importlib.import_module(f"{ROOM}.keeping")
-    rule = keeping.Keeping(last=args.keep, every=args.keep_every, best=None)
     folders = _folders(path)
+    rule = keeping.Keeping(last=args.keep, every=args.keep_every, best=_best_of(folders))
     root = path.resolve()
     if folders == [root]:
         raise ConfigError(
@@ -206,6 +209,15 @@ def _prune(path: Path, args: argparse.Namespace) -> int:
                 keeping.remove(folder)
     print(f"{len(folders) - len(gone)} of {len(folders)} stay")
     return 0
+
+
+def _best_of(folders: list[Path]) -> str | None:
+    """The figure by which the run keeps its best checkpoint, as the newest says that can be read."""
+    for folder in reversed(folders):
+        row = _asked(folder, _facts)
+        if row["problem"] is None:
+            return row["best"]
+    return None
 
 
 def _size(num_bytes: int) -> str:

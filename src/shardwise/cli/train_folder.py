@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from shardwise.errors import CheckpointError, Stopped
-from shardwise.launch.lock import try_lock
+from shardwise.launch.lock import let_go, try_lock
 
 if TYPE_CHECKING:
     from shardwise.cli.train_display import Display
@@ -74,7 +74,7 @@ class RunFolder:
                     self._leave_no_trace()
         finally:
             if held is not None:
-                held.close()
+                let_go(held)
 
     def draw(self, unit: str) -> str | None:
         """Draws the loss curve; the reason why there is none, as a line."""

@@ -1,12 +1,13 @@
 """A lock file that one process holds: the system lets go of it when that process ends, however it ends."""
 
+import contextlib
 import fcntl
 import os
 import socket
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["try_lock"]
+__all__ = ["let_go", "try_lock"]
 
 
 def try_lock(path: Path) -> tuple[TextIO | None, str]:
@@ -25,10 +26,21 @@ def try_lock(path: Path) -> tuple[TextIO | None, str]:
         held.seek(0)
         owner = held.read().strip() or "unknown"
         held.close()
-        return None, owner
+        return None, f"{owner}: this one, which has not closed it" if owner == _told() else owner
     except OSError:
         pass  # a file system without locks: nobody can be kept out
     held.truncate(0)
-    held.write(f"{os.getpid()} on {socket.gethostname()}\n")
+    held.write(f"{_told()}\n")
     held.flush()
     return held, ""
+
+
+def let_go(held: TextIO) -> None:
+    """Gives the lock back now. Closing the file would not while a child has it open too, as one that was forked does."""
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(held, fcntl.LOCK_UN)
+    held.close()
+
+
+def _told() -> str:
+    return f"{os.getpid()} on {socket.gethostname()}"

@@ -80,6 +80,8 @@ class Staged:
 
     def close(self) -> None:
         """Removes what is left: the half-made directory, or after :meth:`commit` the old one."""
+        if self.path.is_symlink():  # it stood where the new one stands; what it names is not ours
+            self.path.unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=True)
         with contextlib.suppress(OSError):
             _lock_of(self.path).unlink()

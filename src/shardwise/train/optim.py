@@ -159,7 +159,10 @@ class _LocalStep:
                 local = self._locals[param] = nn.Parameter(shard.detach(), requires_grad=param.requires_grad)
             local.grad = None if param.grad is None else local_tensor(param.grad)
             state = shown.get(param)
-            if state is not None and not _same_values(state, self._known.get(param)):  # loaded or edited by the user
+            if not state:  # never stepped, or taken away by the user, as by loading a state from before its first step
+                for kept in (self._local_state, self._known, self._shown_from):
+                    kept.pop(param, None)
+            elif not _same_values(state, self._known.get(param)):  # loaded or edited by the user
                 self._local_state[param] = {key: local_tensor(value) for key, value in state.items()}
                 self._known[param] = dict(state)
 

@@ -2,7 +2,8 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -94,6 +95,7 @@ class World:
         seed: seed of every random stream of the run.
         agreement: what ranks must agree on, exchanged twice per window.
         stop: whether they were asked to stop, as the first of the two tells.
+        before_close: called, last first, before the world is left in order: what uses it ends its work there.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class World:
         self._local_size = env.local_world_size
         self.owns_group, self.closed = owns_group, False
         self.stop = StopRequest()
+        self.before_close: list[weakref.WeakMethod[Callable[[], object]]] = []
         self._gradients: Any = None
         self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.size)): dist.group.WORLD}
         self.watch: Watch | None = None
@@ -202,6 +205,15 @@ class World:
         """Leaves the world: waits for the others after a clean run, leaves word of ``error`` otherwise. Idempotent."""
         if self.closed:
             return
+        if error is None:
+            try:
+                while self.before_close:
+                    end = self.before_close.pop()()
+                    if end is not None:
+                        end()
+            except BaseException as problem:
+                self.close(problem)
+                raise
         self.closed = True
         try:
             if self.watch is not None and error is not None:

@@ -63,11 +63,13 @@ class StopRequest:
         before = _handlers() if threading.current_thread() is threading.main_thread() else {}
         home = os.getpid()
 
+        is_over = False
+
         def heed(number: int, frame: FrameType | None) -> None:
-            if os.getpid() == home:
+            if os.getpid() == home and not is_over:
                 self.ask(signal.Signals(number).name)  # type: ignore[arg-type]
                 return
-            signal.signal(number, signal.SIG_DFL)  # a worker that was forked: it ends as it would have
+            signal.signal(number, signal.SIG_DFL)  # a worker that was forked, say: it ends as it would have
             os.kill(os.getpid(), number)
 
         for number in before:
@@ -75,8 +77,9 @@ class StopRequest:
         try:
             yield
         finally:
-            self._deadline = float("inf")
-            for number, handler in before.items():
+            is_over, self._deadline = True, float("inf")
+            in_main = threading.current_thread() is threading.main_thread()  # what nobody closed may end in another
+            for number, handler in before.items() if in_main else ():
                 if signal.getsignal(number) is heed:
                     signal.signal(number, handler)
 

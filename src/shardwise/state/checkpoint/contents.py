@@ -29,7 +29,9 @@ from shardwise.errors import ConfigError, UsageError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.runtime import has_runtime
 from shardwise.recipe import DTYPE_BYTES
+from shardwise.state.checkpoint.manifest import MANIFEST, is_inside
 from shardwise.state.checkpoint.plain import to_plain, to_text
+from shardwise.state.checkpoint.sums import sum_of
 from shardwise.state.companions import companion_files
 from shardwise.state.extra import extra_states
 from shardwise.state.filing import SHARD_BYTES, Filing, Part, PlannedFile, filing_of, parts_of, planned_files
@@ -49,12 +51,14 @@ __all__ = [
     "Contents",
     "Group",
     "check_extra",
+    "check_texts",
     "contents_of",
     "held_extra",
     "is_sharded",
 ]
 
 STATE, REST, OPTIMIZER, EXTRA = "training/state.json", "training/rest.safetensors", "training/optimizer", "extra"
+RECIPE = "training/recipe.json"
 ALIGN = 1 << 20  # bytes: at multiples of it large tensors begin, so that parts of them are whole blocks
 PADDED = 64  # how many times that a file's tensors are large at least: a header is padded to it
 Take = Callable[[str, Tensor, Callable[[], int]], Tensor]
@@ -165,7 +169,7 @@ def contents_of(
     model: nn.Module,
     optim: torch.optim.Optimizer | None,
     *,
-    own: Mapping[str, Any],
+    own: Callable[[], Mapping[str, Any]],
     extra: Mapping[str, Any],
     texts: Mapping[str, bytes],
     max_shard_bytes: int = SHARD_BYTES,
@@ -175,7 +179,7 @@ def contents_of(
     Args:
         model: from ``parallelize``.
         optim: its optimizer; None: there is none.
-        own: name -> JSON-like value with tensors: the step's state, the loader's position. Rank 0's is kept.
+        own: gives name -> JSON-like value with tensors: the step's state, the loader's position.
         extra: as :func:`check_extra` lets them pass.
         texts: further files, by path.
         max_shard_bytes: size of one file of tensors at most, in bytes.
@@ -183,7 +187,8 @@ def contents_of(
     Raises:
         UnsupportedError: on every rank; state that is neither JSON nor a tensor, by name.
         RankError: on the other ranks, where a ``state_dict`` fails on one.
-        UsageError: ranks that keep different state.
+        UsageError: on every rank; ranks that keep different state.
+        ConfigError: one of ``texts`` has the name of a file that is written anyway.
     """
     runtime = runtime_of(model)
     world = runtime.world
@@ -196,18 +201,21 @@ def contents_of(
     groups = [_weights(prefix, other, max_shard_bytes, found, notes) for prefix, other in models.items()]
     # Code of the user's, which may fail on one rank alone: the others would wait for it in the next exchange.
     place = "a checkpoint, taking down what modules and extra objects keep"
-    plain = together(world, place, lambda: _plain_states(own, models, extra, tensors))
+    plain = together(world, place, lambda: _plain_states(own(), models, extra, tensors))
     if optim is not None:
         group, plain["optimizer"] = _optimizer(runtime, optim, max_shard_bytes, tensors)
         groups += [group] if group is not None else []
+    digests = _digests(plain, tensors)
     mine: dict[str, Tensor] = {}
     random = to_plain(streams(world.device), f"random/{world.rank}", mine)
-    everyone = world.gather((random, {name: tensor.numpy() for name, tensor in mine.items()}))
-    plain["random"] = {"seed": world.seed, "ranks": [told for told, _ in everyone]}
-    for _, theirs in everyone:
+    everyone = world.gather((random, {name: tensor.numpy() for name, tensor in mine.items()}, digests))
+    _refuse_unlike([told for *_, told in everyone])
+    plain["random"] = {"seed": world.seed, "ranks": [told for told, *_ in everyone]}
+    for _, theirs, _ in everyone:
         tensors |= {name: torch.from_numpy(values) for name, values in theirs.items()}
-    found["training/recipe.json"] = runtime.recipe.to_json().encode()
+    found[RECIPE] = runtime.recipe.to_json().encode()
     _refuse_unknown_dtypes(tensors)
+    _refuse_taken(texts, found)
     return Contents(runtime.step, tuple(groups), tensors, found, plain, notes)
 
 
@@ -225,6 +233,24 @@ def _plain_states(
         if not is_sharded(value)
     }
     return plain
+
+
+def check_texts(texts: Mapping[str, str]) -> None:
+    """Refuses further files whose paths a checkpoint cannot have.
+
+    Raises:
+        ConfigError: with the path.
+    """
+    for path in texts:
+        taken = path in (MANIFEST, STATE, REST, RECIPE) or path.startswith((f"{EXTRA}/", OPTIMIZER))
+        if not is_inside(path) or taken or path.endswith((".safetensors", ".safetensors.index.json")):
+            raise ConfigError(
+                f"texts={{{path!r}: ...}}",
+                why="it is the name of a file that a checkpoint has anyway"
+                if is_inside(path)
+                else "it is no path inside a checkpoint's directory",
+                fix="use a name of your own, such as 'notes/run.txt'",
+            )
 
 
 def check_extra(extra: Mapping[str, Any]) -> None:
@@ -308,6 +334,40 @@ def _optimizer(
 def _align(num_bytes: int) -> int:
     """What files of so many bytes are aligned to: a power of two, equal on every rank."""
     return min(ALIGN, max(16, 1 << max(num_bytes // PADDED, 1).bit_length() - 1))
+
+
+def _digests(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Name -> a checksum of all that is kept under it."""
+    parts = {name: value for name, value in plain.items() if name not in ("extra", "time")}
+    parts |= {f"{EXTRA}/{name}": value for name, value in plain["extra"].items()}
+    found = {name: sum_of(to_text(value)) for name, value in parts.items()}
+    for place, tensor in tensors.items():
+        name = "/".join(place.split("/")[:2]) if place.startswith(f"{EXTRA}/") else place.split("/")[0]
+        values = (
+            f"{place} {tensor.dtype} {tuple(tensor.shape)}".encode()
+            + tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
+        found[name] = found.get(name, 0) ^ sum_of(values)
+    return found
+
+
+def _refuse_unlike(everyone: list[dict[str, int]]) -> None:
+    names = sorted({name for told in everyone for name in told if any(told.get(name) != o.get(name) for o in everyone)})
+    if names:
+        ranks = [rank for rank, told in enumerate(everyone) if any(told.get(n) != everyone[0].get(n) for n in names)]
+        raise UsageError(
+            f"state that is not equal on every rank: {', '.join(names)}",
+            why=f"one of each is kept, for all ranks, and rank {', '.join(map(str, ranks))} has another than rank 0",
+            fix="let state_dict() give what all ranks share (gathered, or reduced), and compute the rest when it is loaded",
+        )
+
+
+def _refuse_taken(texts: Mapping[str, bytes], found: Mapping[str, bytes]) -> None:
+    for path, text in texts.items():
+        if found[path] is not text:
+            raise ConfigError(
+                f"texts={{{path!r}: ...}}", why="the model brings a file of that name", fix="use a name of your own"
+            )
 
 
 def _refuse_unknown_dtypes(tensors: Mapping[str, Tensor]) -> None:

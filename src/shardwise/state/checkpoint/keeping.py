@@ -77,9 +77,9 @@ class Keeping:
         found: dict[int, float] = {} if figure is None else {newest: figure}
         for step in steps_in(root):
             with contextlib.suppress(CheckpointError), SavedRun(root / folder_name(step)) as saved:
-                told = saved.state()[0].get("figure")
-                if told is not None:
-                    found[step] = told
+                state = saved.state()[0]
+                if state.get("figure") is not None and state.get("best", self.best) == self.best:
+                    found[step] = state["figure"]
         ranked = {step: value for step, value in found.items() if value == value}  # NaN is nobody's best
         return min(ranked, key=lambda step: (ranked[step], -step), default=None)
 
@@ -89,12 +89,19 @@ def remove(folder: Path) -> None:
     away = folder.with_name(f".{folder.name}{_REMOVING}{secrets.token_hex(4)}")
     with contextlib.suppress(OSError):  # of the next save then
         os.replace(folder, away)
-        shutil.rmtree(away, ignore_errors=True)
+        _clear(away)
 
 
 def remove_removed(root: Path) -> None:
     """Goes on where a removal was killed."""
     for path in root.glob(f".*{_REMOVING}*"):
+        _clear(path)
+
+
+def _clear(path: Path) -> None:
+    if path.is_symlink():  # what it names was put elsewhere by somebody, and is theirs
+        path.unlink(missing_ok=True)
+    else:
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -2,8 +2,10 @@
 
 import contextlib
 import os
+import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -13,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import CheckpointError, ConfigError, Stopped, UsageError
-from shardwise.launch.lock import try_lock
+from shardwise.launch.lock import let_go, try_lock
 from shardwise.parallel import runtime_of
 from shardwise.state.checkpoint.commit import write_checkpoint
-from shardwise.state.checkpoint.contents import Contents, check_extra, contents_of
+from shardwise.state.checkpoint.contents import Contents, check_extra, check_texts, contents_of
 from shardwise.state.checkpoint.keeping import Keeping, remove, remove_removed, steps_in
-from shardwise.state.checkpoint.manifest import DamagedError, folder_name
+from shardwise.state.checkpoint.manifest import MANIFEST, DamagedError, folder_name, is_manifest, step_of
 from shardwise.state.checkpoint.points import reach
 from shardwise.state.checkpoint.restore import Restored, restore
 from shardwise.state.checkpoint.writer import memory_in_line
@@ -91,6 +93,7 @@ class CheckpointManager:
     ):
         self.step, self.extra = step, dict(extra or {})
         check_extra(self.extra)
+        check_texts(texts or {})
         _check_limit(stop_after_s)
         self._runtime = runtime_of(step.model)
         self._world = self._runtime.world
@@ -99,18 +102,29 @@ class CheckpointManager:
         self._loader: Any = None
         self._restored: Restored | None = None
         self._left_behind: list[int] = []  # steps of checkpoints that resuming has passed over
+        self._has_saved = False
+        self._late_notes: list[str] = []  # of the thread that writes, for the next call
         self._lock: TextIO | None = None
         together(self._world, "opening a checkpoint directory", lambda: self._open(Path(root)), on_main=True)
         self.root: Path = self._world.broadcast(Path(root).resolve())
         self._beside = Beside(self._world) if async_save else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardwise-save") if async_save else None
-        self._under_way: Future[Path] | None = None
+        self._background = _Background()
+        weakref.finalize(self, self._background.tell)
         self._is_closed = False
         self._buffers: dict[str, Tensor] = {}
         self._until_closed = contextlib.ExitStack()
         self._until_closed.enter_context(self._world.stop.heeded(stop_after_s))
+        self._world.before_close.append(weakref.WeakMethod(self.close))
 
     def _open(self, root: Path) -> None:
+        place = root.resolve()  # of "runs/a/latest" too
+        if step_of(place) is not None or is_manifest(place / MANIFEST):
+            raise CheckpointError(
+                f"the directory {root} for checkpoints",
+                why=f"it is one checkpoint: {place}",
+                fix=f"name the directory that it lies in: {place.parent}",
+            )
         root.mkdir(parents=True, exist_ok=True)
         self._lock, owner = try_lock(root / ".lock")
         if self._lock is None:
@@ -131,7 +145,8 @@ class CheckpointManager:
             return
         # Ranks may be anywhere: what is being written is waited for as long as it takes, and nobody is talked to.
         try:
-            problem = self._under_way.exception(timeout=self._world.timeout_s) if self._under_way is not None else None
+            under_way = self._background.under_way
+            problem = under_way.exception(timeout=self._world.timeout_s) if under_way is not None else None
         except TimeoutError as late:
             problem = late
         finally:
@@ -140,7 +155,9 @@ class CheckpointManager:
             error.add_note(f"the checkpoint that was being written was not finished: {problem}")
 
     def close(self) -> None:
-        """Waits for what is being written, and gives the directory back. All ranks must call it."""
+        """Waits for what is being written, and gives the directory back. All ranks must call it; leaving the world does."""
+        if self._is_closed:
+            return
         try:
             self.wait()
             if self._beside is not None:
@@ -153,11 +170,13 @@ class CheckpointManager:
     def _let_go(self) -> None:
         self._is_closed = True
         self._until_closed.close()
+        with contextlib.suppress(ValueError):
+            self._world.before_close.remove(weakref.WeakMethod(self.close))
         if self._thread is not None:
             self._thread.shutdown(wait=False)
         self._buffers.clear()
         if self._lock is not None:
-            self._lock.close()
+            let_go(self._lock)
             self._lock = None
 
     # ---- saving ----------------------------------------------------------------------------------------------
@@ -226,7 +245,13 @@ class CheckpointManager:
         contents = contents_of(
             self.step.model,
             self.step.optim,
-            own={"step": self.step.state_dict(), "loader": self._position(), "figure": figure, "time": _now()},
+            own=lambda: {
+                "step": self.step.state_dict(),
+                "loader": self._position(),
+                "figure": figure,
+                "best": self._keeping.best,
+                "time": _now(),
+            },
             extra=self.extra,
             texts=self._texts,
         )
@@ -239,25 +264,34 @@ class CheckpointManager:
             staged = contents.staged(self._stage)
             if self._world.device.type == "cuda":
                 torch.cuda.synchronize(self._world.device)
-            self._under_way = self._thread.submit(self._write, self._beside, staged, figure)
+            self._background.under_way = self._thread.submit(self._write, self._beside, staged, figure)
+        self._has_saved = True
         return dest
 
     def wait(self) -> None:
         """Returns when nothing is being written any more, and raises what went wrong. All ranks must call it."""
-        if self._under_way is not None:
-            under_way, self._under_way = self._under_way, None
-            under_way.result()
+        if self._background.under_way is not None:
+            self._background.take().result()
+        notes, self._late_notes = self._late_notes, []
+        self._warn(notes)
 
     def _write(self, peers: Any, contents: Contents, figure: float | None) -> Path:
         runtime, world = self._runtime, self._world
         dest = write_checkpoint(peers, self.root, contents, str(world.layout), runtime.recipe.fingerprint)
         if peers.is_main:
-            reach("pruning")
-            self._put_aside(contents.step)
-            for step in self._keeping.superfluous(self.root, contents.step, figure):
-                remove(self.root / folder_name(step))
-            reach("pruned")
+            self._prune(contents.step, figure)
         return dest
+
+    def _prune(self, newest: int, figure: float | None) -> None:
+        """On rank 0, when the newest is on disk: what goes wrong now is no fault of a save, and told by the next call."""
+        reach("pruning")
+        try:
+            self._put_aside(newest)
+            for step in self._keeping.superfluous(self.root, newest, figure):
+                remove(self.root / folder_name(step))
+        except OSError as error:
+            self._late_notes.append(f"older checkpoints in {self.root} were not removed: {error}")
+        reach("pruned")
 
     def _stage(self, name: str, tensor: Tensor, offset: Callable[[], int]) -> Tensor:
         """A copy of ``tensor`` in memory that is used again by the next save."""
@@ -274,14 +308,17 @@ class CheckpointManager:
         return None if self._loader is None else self._loader.state_dict()
 
     def _refuse_behind(self, step: int) -> None:
-        """A checkpoint that is older than others there would not be the one that a resumed run takes."""
-        newer = together(
-            self._world,
-            "looking for newer checkpoints",
-            lambda: [other for other in steps_in(self.root) if other > step and other not in self._left_behind],
-            on_main=True,
-        )
-        if self._world.broadcast(newer):
+        """A checkpoint that is older than others there would not be the one that a resumed run takes; and those of a run that
+        this one has nothing to do with would be pruned."""
+        steps = together(self._world, "looking for other checkpoints", lambda: steps_in(self.root), on_main=True)
+        steps = self._world.broadcast(steps)
+        if steps and self._restored is None and not self._has_saved:
+            raise CheckpointError(
+                f"a checkpoint of step {step} in {self.root}",
+                why=f"there are those of an earlier run (step {', '.join(map(str, steps[-3:]))}), which this one has not gone on from",
+                fix="go on from them: resume(loader) or load(); or name another directory",
+            )
+        if any(other > step and other not in self._left_behind for other in steps):
             raise CheckpointError(
                 f"a checkpoint of step {step} in {self.root}",
                 why="there are newer ones, of a run that went on from another point: the next resume would take those",
@@ -303,11 +340,20 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: there are checkpoints, and none of them can be read.
+            ConfigError: a loader that cannot say where it is.
         """
-        is_first = self._loader is None
-        self._loader = loader
+        if not all(hasattr(loader, name) for name in ("state_dict", "load_state_dict")):
+            raise ConfigError(
+                f"resume({type(loader).__name__})",
+                why="it has no state_dict() and load_state_dict(), by which its position is saved",
+                fix="use sw.Loader, or give it both methods",
+            )
+        is_first, self._loader = self._loader is None, loader
         if is_first and self._restored is None:
             self.load()
+        elif is_first and self._restored is not None:  # load() came first, and had nobody to tell
+            self._check_own(self._restored.own)
+            self._warn(self._place_loader(self._restored))
         return iter(loader)
 
     def load(self, step: int | None = None) -> int | None:
@@ -356,15 +402,19 @@ class CheckpointManager:
     def _load(self, step: int) -> int:
         restored = restore(self.root / folder_name(step), self.step.model, self.step.optim, self.extra, self._check_own)
         self.step.load_state_dict(restored.own["step"])
-        position = restored.own.get("loader")
-        notes = list(restored.notes)
-        if self._loader is not None and position is not None:
-            self._loader.load_state_dict(position)
-        elif self._loader is not None:
-            notes.append(f"{restored.folder} holds no position in the data: it begins anew")
-        self._warn(notes)
+        self._warn([*restored.notes, *self._place_loader(restored)])
         self._restored = restored
         return restored.step
+
+    def _place_loader(self, restored: Restored) -> list[str]:
+        """Puts the loader, if there is one, where the checkpoint has it; what the user should know."""
+        position = restored.own.get("loader")
+        if self._loader is None:
+            return []
+        if position is None:
+            return [f"{restored.folder} holds no position in the data: it begins anew"]
+        self._loader.load_state_dict(position)
+        return []
 
     def _warn(self, notes: Iterable[str]) -> None:
         for note in notes if self._world.is_main else ():
@@ -374,6 +424,24 @@ class CheckpointManager:
         self.step.check_state_dict(own["step"])
         if self._loader is not None and own.get("loader") is not None and hasattr(self._loader, "check_state_dict"):
             self._loader.check_state_dict(own["loader"])
+
+
+class _Background:
+    """The save that is being written."""
+
+    def __init__(self) -> None:
+        self.under_way: Future[Path] | None = None
+
+    def take(self) -> "Future[Path]":
+        """For whoever waits for it: what becomes of it is heard of then."""
+        assert self.under_way is not None
+        taken, self.under_way = self.under_way, None
+        return taken
+
+    def tell(self) -> None:
+        """At the end of a manager that nobody has closed: an error is not lost."""
+        if self.under_way is not None and self.under_way.done() and self.under_way.exception() is not None:
+            print(f"shardwise: the last checkpoint was not written: {self.under_way.exception()}", file=sys.stderr)
 
 
 def _check_limit(stop_after_s: float | None) -> None:

@@ -24,6 +24,7 @@ __all__ = [
     "Manifest",
     "damaged",
     "folder_name",
+    "is_inside",
     "is_manifest",
     "step_of",
     "steps_in",
@@ -121,8 +122,9 @@ def step_of(folder: Path) -> int | None:
 
 
 def steps_in(root: Path) -> list[int]:
-    """Steps of the checkpoints below ``root``, ascending, whether they are whole or not."""
-    found = (step_of(path) for path in root.iterdir() if path.is_dir() and not path.is_symlink())
+    """Steps of the checkpoints below ``root``, ascending, whether they are whole or not; one that was moved to another disk, with
+    a link in its place, too."""
+    found = (step_of(path) for path in root.iterdir() if path.is_dir())
     return sorted(step for step in found if step is not None)
 
 
@@ -208,8 +210,7 @@ def _from(content: Mapping[str, Any]) -> Manifest:
     for name, entry in content["files"].items():
         sums = np.frombuffer(bytes.fromhex(entry["crc32c"]), dtype=">u4").astype(np.uint32)
         size = _count(entry["size"])
-        pure = PurePosixPath(name)
-        if len(sums) != -(-size // BLOCK) or pure.is_absolute() or ".." in pure.parts or str(pure) != name:
+        if len(sums) != -(-size // BLOCK) or not is_inside(name):
             raise ValueError(f"the file {name[:200]!r}")
         files[name] = FileFact(size, sums)
     return Manifest(
@@ -219,6 +220,18 @@ def _from(content: Mapping[str, Any]) -> Manifest:
         fingerprint=str(content["fingerprint"]),
         versions=dict(content["versions"]),
         files=files,
+    )
+
+
+def is_inside(name: str) -> bool:
+    """Whether a text is the path of a file inside a directory, in its one spelling."""
+    pure = PurePosixPath(name)
+    return (
+        bool(pure.parts)
+        and not pure.is_absolute()
+        and ".." not in pure.parts
+        and str(pure) == name
+        and "\0" not in name
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import UnsupportedError
 
@@ -37,6 +38,13 @@ def to_plain(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, DTensor):
+        raise UnsupportedError(
+            f"{place}: a tensor that is cut over the ranks",
+            why="only the model's own, its optimizer's and those of sharded models in extra are written in pieces",
+            fix="give sharded models themselves (extra={'ema': model}), and of other tensors the whole: value.full_tensor()",
+            name=place,
+        )
     if isinstance(value, Tensor):
         return {"$tensor": _put(value.detach().to("cpu", copy=True).contiguous(), place, tensors)}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":

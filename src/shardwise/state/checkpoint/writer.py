@@ -116,7 +116,10 @@ class BlockWriter:
         self._windows.reverse()
 
     def _submit(self, work: Callable[..., None], *args: object) -> None:
-        self._under_way = self._thread.submit(work, *args)
+        try:
+            self._under_way = self._thread.submit(work, *args)
+        except RuntimeError:  # the program is ending, and takes no more work for threads: this save is its last
+            work(*args)
         if self._is_first:
             self._is_first = False
             reach("half-written")
