@@ -159,8 +159,25 @@ def test_a_run_is_gone_on_with_under_another_layout_and_fresh_moves_it_aside(tmp
     finish(tmp_path, steps=4)
     output = finish(tmp_path, "--nproc=1", steps=6)
     assert "from step 4" in output and "2 of 6 steps are left" in output
+    assert "from here on: train.steps 4 -> 6" in output
     assert [step for step, _ in losses(tmp_path)] == [1, 2, 3, 4, 5, 6]
     output = finish(tmp_path, "--fresh", steps=2)
     assert "resumed" not in output and [step for step, _ in losses(tmp_path)] == [1, 2]
     assert sorted(path.name for path in (tmp_path / "checkpoints.previous-1").glob("step-*"))[-1] == "step-00000006"
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000002"]
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+def test_a_run_is_not_gone_on_with_under_settings_that_would_have_no_effect(tmp_path):
+    finish(tmp_path, steps=4)
+    before = contents(tmp_path)
+    process = start(tmp_path, "--optim.lr=1e-5", "--train.seed=7", "--model.args.dim=64", steps=6)
+    output = " ".join(process.communicate(timeout=60)[0].split())
+    assert process.returncode == 2, output
+    assert "optim.lr is 1e-05, and was 0.003" in output and "train.seed is 7, and was 0" in output
+    assert "model.args.dim is 64, and was 32: the checkpoint holds the weights" in output
+    assert "--model.args.dim=32, --optim.lr=0.003, --train.seed=0; or start anew: --fresh" in output
+    assert contents(tmp_path) == before

@@ -1,5 +1,7 @@
 """The parts of the main job: data, model, optimizer and schedule as a config names them."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,15 @@ from torch import nn
 import shardwise as sw
 from shardwise.config.schema import Data, Model, Optim, Parallel, RunConfig, Schedule
 from shardwise.errors import ConfigError
-from shardwise.train.parts import build_model, build_plain, make_optimizer, make_scheduler, open_data, prompt_of
+from shardwise.train.parts import (
+    build_model,
+    build_plain,
+    make_optimizer,
+    make_scheduler,
+    open_data,
+    prompt_of,
+    put_on_schedule,
+)
 from shardwise.train.reference import ReferenceModel
 
 SMALL = {"dim": 32, "num_layers": 1, "ffn": 48}
@@ -171,3 +181,25 @@ def test_transforms_change_the_reference_model_and_the_users_and_are_in_the_reci
 def test_a_transform_that_is_not_known_is_refused_for_the_reference_model_too():
     with pytest.raises(ConfigError, match="no transform of that name is registered"):
         build_plain(RunConfig(model=Model(args=SMALL), parallel=Parallel(transforms=("nonesuch",))))
+
+
+def rates_through(steps, stepped, state=None):
+    """The rates of the steps, and the state of optimizer and schedule after."""
+    optim = make_optimizer(Optim(), nn.Linear(2, 2))
+    scheduler = make_scheduler(Schedule(warmup_steps=1), optim, steps)
+    if state is not None:
+        optim.load_state_dict(state[0])
+        scheduler.load_state_dict(state[1])
+        put_on_schedule(SimpleNamespace(optim=optim, scheduler=scheduler))
+    found = []
+    for _ in range(stepped):
+        found.append(optim.param_groups[0]["lr"])
+        optim.step()
+        scheduler.step()
+    return found, (optim.state_dict(), scheduler.state_dict())
+
+
+def test_a_run_that_is_made_longer_has_the_rates_of_the_longer_one_at_once():
+    whole = rates_through(8, 8)[0]
+    assert rates_through(8, 4, rates_through(8, 4)[1])[0] == whole[4:]
+    assert rates_through(8, 4, rates_through(4, 4)[1])[0] == whole[4:]

@@ -1,6 +1,5 @@
 """What each rank of ``shardwise train`` runs: opens the world, trains, proves. Started by the launcher or by torchrun."""
 
-import hashlib
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -88,6 +87,8 @@ def _facts(config: "RunConfig") -> tuple[dict[str, Any], dict[str, str]]:
     """
     import msgspec
 
+    from shardwise.train.going_on import file_sample
+
     sections = msgspec.to_builtins(config)
     kept = {name: value for name, value in sections.items() if name not in ("log", "launch")}
     facts = _flat(kept)
@@ -96,7 +97,7 @@ def _facts(config: "RunConfig") -> tuple[dict[str, Any], dict[str, str]]:
     path = config.data.path
     if path is None:
         return facts, {}
-    facts["data.path"] = contents = _contents(Path(path))
+    facts["data.path"] = contents = file_sample(Path(path))
     return facts, {"data.path": f"{path} ({contents})"}
 
 
@@ -108,16 +109,6 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[f"{prefix}{key}"] = inner
     return found
-
-
-def _contents(path: Path, blocks: int = 16, block_bytes: int = 1 << 16) -> str:
-    """What is in a file, by its size and 1 MiB of it, evenly spaced: the whole of a large file would take minutes."""
-    size, digest = path.stat().st_size, hashlib.sha256()
-    with path.open("rb") as file:
-        for n in range(blocks):
-            file.seek(max(0, size - block_bytes) * n // (blocks - 1))
-            digest.update(file.read(block_bytes))
-    return f"{size:,} bytes, sample sha256 {digest.hexdigest()[:12]}"
 
 
 def _device_text(world: Any) -> str:

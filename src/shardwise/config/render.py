@@ -14,7 +14,7 @@ from shardwise.config.check import describe_type, doc_of, struct_in
 from shardwise.config.loader import Loaded
 from shardwise.config.options import default_of, hints_of
 
-__all__ = ["config_help", "dump_config", "print_config"]
+__all__ = ["config_help", "dump_config", "flow_text", "print_config"]
 
 # Words a YAML 1.1 reader would take for something else are quoted too, so that other tools read the same text.
 _NOT_TEXT = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
@@ -50,7 +50,7 @@ def _help_lines(cls: type[msgspec.Struct], prefix: str, emit: Callable[[str], No
             emit(f"  {prefix}{key}: {doc_of(hint)}")
             _help_lines(type(default), f"{prefix}{key}.", emit)
             continue
-        emit(f"    {prefix}{key}={_flow(default)}")
+        emit(f"    {prefix}{key}={flow_text(default)}")
         emit(f"        {doc_of(hint)} [{describe_type(hint)}]")
 
 
@@ -66,7 +66,7 @@ def _lines(value: Any, path: tuple[str, ...] = ()) -> list[tuple[str, tuple[str,
         if isinstance(inner, msgspec.Struct) or (isinstance(inner, dict) and inner):
             found += [(label, here), *_lines(inner, here)]
         else:
-            found.append((f"{label} {_flow(inner)}", here))
+            found.append((f"{label} {flow_text(inner)}", here))
     return found
 
 
@@ -89,14 +89,14 @@ def _section_doc(cls: type[msgspec.Struct], path: tuple[str, ...]) -> str:
     return doc_of(hint) if record else ""
 
 
-def _flow(value: Any) -> str:
+def flow_text(value: Any) -> str:
     """A value on one line."""
     if isinstance(value, msgspec.Struct):
         value = msgspec.structs.asdict(value)
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_text(key)}: {_flow(inner)}" for key, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{_text(key)}: {flow_text(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_flow(inner) for inner in value) + "]"
+        return "[" + ", ".join(flow_text(inner) for inner in value) + "]"
     if isinstance(value, float):
         return _number(value)
     if value is None or isinstance(value, bool | int):

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwise.config.render import dump_config
 from shardwise.config.schema import RunConfig
 from shardwise.state.checkpoint.keeping import steps_in
 from shardwise.state.checkpoint.manager import CheckpointManager
 from shardwise.state.together import together
 from shardwise.train.data import Loader
+from shardwise.train.going_on import changes_since, texts_of
 from shardwise.train.step import TrainStep
 from shardwise.world import World
 
@@ -25,25 +25,35 @@ class RunCheckpoints:
     Attributes:
         folder: where they are.
         are_there: whether there is a run to go on from.
+        changes: what is configured otherwise than in that run, and takes effect.
 
     Raises:
-        CheckpointError: older ones cannot be moved aside.
+        ConfigError: on every rank; what is configured otherwise would have no effect, or makes another run of it.
+        CheckpointError: older ones cannot be looked at, or (by :meth:`opened`) not moved aside.
     """
 
     def __init__(self, config: RunConfig, world: World):
         self.config, self.world = config, world
         self.folder = Path(config.log.dir) / "checkpoints"
         found = together(world, "looking for checkpoints", self._look, on_main=True)
-        self.are_there: bool = world.broadcast(found)
+        self.are_there: bool
+        self.changes: list[str]
+        self.are_there, self.changes = world.broadcast(found)
         self._manager: CheckpointManager | None = None
 
-    def _look(self) -> bool:
-        there = self.folder.is_dir() and bool(steps_in(self.folder))
-        if there and not self.config.checkpoint.resume:
+    def _look(self) -> tuple[bool, list[str]]:
+        if not self.config.checkpoint.resume or not self._are_some():
+            return False, []
+        return True, changes_since(self.folder, self.config)
+
+    def _are_some(self) -> bool:
+        return self.folder.is_dir() and bool(steps_in(self.folder))
+
+    def _move_aside(self) -> None:
+        """Those of an older run, where this one starts anew."""
+        if not self.config.checkpoint.resume and self._are_some():
             names = (self.folder.with_name(f"{self.folder.name}.previous-{n}") for n in itertools.count(1))
             os.rename(self.folder, next(name for name in names if not name.exists()))
-            return False
-        return there
 
     @contextlib.contextmanager
     def opened(self, step: TrainStep, last: dict[str, Any]) -> Iterator[None]:
@@ -54,6 +64,7 @@ class RunCheckpoints:
             last: figures of the run that a resumed one has from the beginning.
         """
         kept = self.config.checkpoint
+        together(self.world, "moving older checkpoints aside", self._move_aside, on_main=True)
         if kept.every is None and kept.stop_after_s is None and not self.are_there:
             yield
             return
@@ -64,7 +75,7 @@ class RunCheckpoints:
             keep_every=kept.keep_every,
             extra={"figures": _Figures(last)},
             async_save=kept.background,
-            texts={"training/config.yaml": dump_config(self.config)},
+            texts=texts_of(self.config) if self.world.is_main else {},
             stop_after_s=kept.stop_after_s,
         )
         with self._manager:

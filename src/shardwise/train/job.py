@@ -29,7 +29,16 @@ from shardwise.train.data import Loader
 from shardwise.train.evaluate import evaluate
 from shardwise.train.memory import memory_of, state_bytes
 from shardwise.train.metrics import MetricsWriter, Pace, cut_metrics
-from shardwise.train.parts import Corpus, build_model, load_start, make_step, open_data, prompt_of, vocab_of
+from shardwise.train.parts import (
+    Corpus,
+    build_model,
+    load_start,
+    make_step,
+    open_data,
+    prompt_of,
+    put_on_schedule,
+    vocab_of,
+)
 from shardwise.train.sample import complete_text, vocabulary, word_share
 from shardwise.train.space import check_space, spare_folders
 from shardwise.train.step import TrainStep
@@ -52,7 +61,8 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
         emit: called as ``emit(kind, **fields)`` on rank 0 with the events above.
 
     Raises:
-        ConfigError: the disk has no room for what the run will write; before the first step.
+        ConfigError: the disk has no room for what the run will write, or the run that it would go on with is another one;
+            before the first step.
         CheckpointError: at the end, where weights or metrics could not be written; it says what is kept, and where.
         Stopped: the run was asked to stop, and has saved.
 
@@ -61,11 +71,11 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
         ``num_params``, ``steps``, ``num_skipped``.
     """
     emit = emit if world.is_main else _silent
+    checkpoints = RunCheckpoints(config, world)
     emit("phase", text="reading the data")
     corpus = open_data(config.data, vocab=vocab_of(config))
     emit("phase", text="building the model")
     model = build_model(config, world)
-    checkpoints = RunCheckpoints(config, world)
     if config.model.start is not None and not checkpoints.are_there:
         emit("phase", text="loading weights")
         emit("loaded", text=str(load_start(config, model)))
@@ -141,10 +151,13 @@ class _Run:
         self.done = checkpoints.resume(self.loader)
         if not checkpoints.are_there:
             return
+        put_on_schedule(self.step)
         steps = self.config.train.steps
         rest = f"{steps - self.done} of {steps} steps are left" if self.done < steps else f"all {steps} steps are done"
         more = "" if self.done < steps else "; --train.steps=N goes on"
-        self.emit("resumed", text=f"from step {self.done} of {checkpoints.folder}: {rest}{more} (--fresh starts anew)")
+        text = f"from step {self.done} of {checkpoints.folder}: {rest}{more} (--fresh starts anew)"
+        changes = f"\nfrom here on: {', '.join(checkpoints.changes)}" if checkpoints.changes else ""
+        self.emit("resumed", text=text + changes)
 
     def open_files(self) -> None:
         """Writes the resolved configuration and the recipe, and begins the metrics, an older run's moved aside; those of the

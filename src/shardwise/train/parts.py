@@ -37,6 +37,7 @@ __all__ = [
     "make_step",
     "open_data",
     "prompt_of",
+    "put_on_schedule",
     "vocab_of",
 ]
 
@@ -228,3 +229,16 @@ def make_scheduler(
         return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, through)))
 
     return torch.optim.lr_scheduler.LambdaLR(optim, factor)
+
+
+def put_on_schedule(step: TrainStep) -> None:
+    """Sets the rates of a restored step by its own schedule: what it brought for its next step was set by that of the run
+    that saved it, which may have been shorter."""
+    optim, scheduler = step.optim, step.scheduler
+    rates = [
+        base * factor(scheduler.last_epoch)
+        for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    ]
+    for group, rate in zip(optim.param_groups, rates, strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = rates

@@ -1,0 +1,119 @@
+"""Which changes of a configuration a run that goes on refuses, and which it takes."""
+
+import json
+import re
+
+import pytest
+
+from shardwise.config import load_config
+from shardwise.config.render import dump_config
+from shardwise.errors import ConfigError
+from shardwise.train import going_on
+from shardwise.train.going_on import changes_since
+
+FP16 = "--parallel.precision=fp16"
+
+
+@pytest.fixture
+def since(monkeypatch, tmp_path):
+    """``since(words before, words now)``: the changes that take effect."""
+
+    def since(before, now, *, tells_files=True):
+        texts = going_on.texts_of(load_config(None, before).config)
+        path = tmp_path / "config.yaml"
+        path.write_text(texts[going_on.CONFIG])
+        values = going_on._flat(going_on.EXTENSIONS[".yaml"](path.read_text(), str(path)).values)
+        files = json.loads(texts[going_on.FILES]) if tells_files else {}
+        saved = going_on._Saved(folder=tmp_path / "step-00000002", values=values, files=files)
+        monkeypatch.setattr(going_on, "_newest", lambda root: saved)
+        return changes_since(tmp_path, load_config(None, now).config)
+
+    return since
+
+
+def test_the_same_command_changes_nothing(since):
+    words = [
+        FP16, "--optim.lr=1e-2", "--optim.betas=[0.9, 0.99]", "--model.args={dim: 32}", "--train.scaler.init_scale=8",
+        "--parallel.transforms=[]", "--checkpoint.export=null", "--parallel.sharding={offload: true}",
+    ]  # fmt: skip
+    assert since(words, words) == []
+    assert since([], []) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "key", "told"),
+    [
+        ([], ["--optim.lr=1e-4"], "optim.lr", "optim.lr is 0.0001, and was 0.003: the optimizer goes on"),
+        (["--optim.weight_decay=0.5"], [], "optim.weight_decay", "is 0.1, and was 0.5"),
+        ([], ["--optim.betas=[0.8, 0.9]"], "optim.betas", "is [0.8, 0.9], and was [0.9, 0.95]"),
+        ([], ["--optim.name=sgd"], "optim.name", "is sgd, and was adamw"),
+        ([], ["--train.seed=5"], "train.seed", "is 5, and was 0: the order of samples"),
+        ([FP16], [FP16, "--train.scaler.growth_interval=5"], "train.scaler.growth_interval", "is 5, and was 2000"),
+        (["--model.args={dim: 32}"], ["--model.args={dim: 64}"], "model.args.dim", "is 64, and was 32: the checkpoint"),
+        ([], ["--model.args={dim: 64}"], "model.args.dim", "is 64, and was not given: the"),
+        (["--model.build=a.py:fn"], ["--model.build=b.py:fn"], "model.build", 'is "b.py:fn", and was "a.py:fn"'),
+        ([], ["--model.weights=other"], "model.weights", "is other, and was null: the weights are those of"),
+        ([], ["--parallel.init=rank0"], "parallel.init", "is rank0, and was null"),
+        ([], ["--data.seq_len=64"], "data.seq_len", "is 64, and was 128: the position in the data"),
+        ([], ["--data.val_fraction=0.2"], "data.val_fraction", "is 0.2, and was 0.1"),
+    ],
+)  # fmt: skip
+def test_what_could_take_no_effect_is_refused_with_both_values(since, before, now, key, told):
+    with pytest.raises(ConfigError, match=re.escape(told)) as caught:
+        since(before, now)
+    assert caught.value.given.startswith(f"{key}: not as in the run that ")
+    assert (f"--{key}=" in caught.value.fix or f": no {key};" in caught.value.fix) and "--fresh" in caught.value.fix
+
+
+def test_every_key_that_is_refused_is_named(since):
+    with pytest.raises(ConfigError) as caught:
+        since([], ["--optim.lr=1e-4", "--train.seed=5", "--train.steps=7"])
+    assert caught.value.given.startswith("optim.lr, train.seed: ")
+    assert "--optim.lr=0.003, --train.seed=0;" in caught.value.fix and "train.steps" not in str(caught.value)
+
+
+def test_what_takes_effect_is_taken_and_named(since):
+    now = [
+        "--train.steps=800", "--schedule.min_lr_ratio=0.2", "--train.max_grad_norm=null", "--data.global_batch=32",
+        "--parallel.layout=dp_shard=1", "--log.every=5", "--checkpoint.every=3", "--launch.nproc=1",
+    ]  # fmt: skip
+    assert since([], now) == [
+        "data.global_batch 16 -> 32",
+        "parallel.layout dp_shard=-1 -> dp_shard=1",
+        "schedule.min_lr_ratio 0.1 -> 0.2",
+        "train.steps 500 -> 800",
+        "train.max_grad_norm 1.0 -> null",
+    ]
+
+
+def test_how_the_first_weights_came_may_be_left_out(since):
+    began = ["--model.weights=old", "--model.cast=true", "--model.rename={a: b}", "--parallel.init=load"]
+    assert since(began, []) == []
+    with pytest.raises(ConfigError, match=r"model\.weights is new, and was old"):
+        since(began, ["--model.weights=new"])
+
+
+@pytest.mark.parametrize("tells_files", [True, False])
+def test_data_is_compared_by_what_is_in_it(since, tmp_path, tells_files):
+    one, copy, other = (tmp_path / name for name in ("one.txt", "copy.txt", "other.txt"))
+    one.write_text("one two three. " * 40)
+    copy.write_text("one two three. " * 40)
+    other.write_text("one two three! " * 40)
+    at = [f"--data.path={path}" for path in (one, copy, other)]
+    assert since(at[:1], at[1:2], tells_files=tells_files) == []
+    for before, now in ((at[:1], at[2:]), (at[:1], []), ([], at[:1])):
+        with pytest.raises(ConfigError, match=r"data\.path is .* \(.* sha256 .*\), and was "):
+            since(before, now, tells_files=tells_files)
+
+
+def test_a_model_function_whose_file_has_moved_is_the_same(since):
+    assert since(["--model.build=models/a.py:fn"], ["--model.build=a.py:fn"]) == []
+
+
+def test_keys_of_another_version_are_no_fault(monkeypatch, tmp_path):
+    text = dump_config(load_config(None, []).config).replace("  momentum: 0.9\n", "  former: 3\n")
+    assert "former" in text
+    values = going_on._flat(going_on.EXTENSIONS[".yaml"](text, "config.yaml").values)
+    saved = going_on._Saved(folder=tmp_path, values=values, files={})
+    monkeypatch.setattr(going_on, "_newest", lambda root: saved)
+    assert changes_since(tmp_path, load_config(None, []).config) == []
