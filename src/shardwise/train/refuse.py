@@ -13,6 +13,7 @@ from shardwise.parallel.trees import leaves_of
 
 __all__ = [
     "explain_no_gradient",
+    "facts_of_schedule",
     "no_gradient",
     "nothing_of",
     "refuse_gradless",
@@ -98,19 +99,56 @@ def _refuse_foreign_parameters(runtime: Runtime, optim: torch.optim.Optimizer) -
         )
 
 
+def facts_of_schedule(runtime: Runtime, optim: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
+    """What a scheduler's state is of, which it does not say itself: its class, those inside it, and the first parameter of
+    each group, since it knows groups by their numbers."""
+    members = [{id(param) for param in group["params"]} for group in optim.param_groups]
+    names = runtime.parameters.items()
+    return {
+        "scheduler_class": _class_of(scheduler),
+        "scheduler_groups": [next((name for name, param in names if id(param) in mine), "") for mine in members],
+    }
+
+
+def _class_of(scheduler: Any) -> str:
+    inside = ", ".join(_class_of(inner) for inner in getattr(scheduler, "_schedulers", None) or ())
+    return type(scheduler).__qualname__ + (f"[{inside}]" if inside else "")
+
+
 def refuse_other_state(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Raises CheckpointError for the state of a step that has other parts than this one, whose state is ``own``."""
-    if own.keys() == given.keys():
+    facts = {"scheduler_class", "scheduler_groups"}  # older states lack them
+    missing, unknown = sorted(own.keys() - given.keys() - facts), sorted(given.keys() - own.keys() - facts)
+    if missing or unknown:
+        raise CheckpointError(
+            f"the state of a step with {', '.join(sorted(given)) or 'nothing in it'}",
+            why="; ".join(
+                [f"this step has a {name}, which it lacks" for name in missing]
+                + [f"this step has no {name}" for name in unknown]
+            ),
+            fix="build the TrainStep with the same scheduler, scaler and precision as the one that was saved",
+        )
+    mine, theirs = ({name: state.get(name) for name in facts} for state in (own, given))
+    if "scheduler" not in own or theirs["scheduler_class"] is None:
         return
-    missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
-    raise CheckpointError(
-        f"the state of a step with {', '.join(sorted(given)) or 'nothing in it'}",
-        why="; ".join(
-            [f"this step has a {name}, which it lacks" for name in missing]
-            + [f"this step has no {name}" for name in unknown]
-        ),
-        fix="build the TrainStep with the same scheduler, scaler and precision as the one that was saved",
-    )
+    if mine["scheduler_class"] != theirs["scheduler_class"]:
+        raise CheckpointError(
+            f"the state of a {theirs['scheduler_class']}",
+            why=f"this step's scheduler is a {mine['scheduler_class']}, which keeps other state",
+            fix="build the TrainStep with the scheduler that was saved; to train on by another schedule, begin a run with the "
+            "weights: sw.load_weights",
+        )
+    if mine["scheduler_groups"] != theirs["scheduler_groups"]:
+        raise CheckpointError(
+            f"the state of a {theirs['scheduler_class']} over other groups of parameters, or in another order",
+            why="it knows groups by their numbers, and each would have the rate of another: they begin with "
+            f"{_listed(mine['scheduler_groups'])}, and began with {_listed(theirs['scheduler_groups'])}",
+            fix="give the optimizer the groups that it had, in their order",
+        )
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(map(str, names)) if isinstance(names, list) else repr(names)
 
 
 # ---- nothing to differentiate ----------------------------------------------------------------------------------

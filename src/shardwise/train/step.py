@@ -14,7 +14,14 @@ from shardwise.train.kept import clone_buffers, restore_buffers
 from shardwise.train.loss import Batch, Loss, as_sums, call, next_token_loss, refuse_uncallable
 from shardwise.train.norm import GradientNorm
 from shardwise.train.optim import is_elementwise, local_optimizer, scale_gradients
-from shardwise.train.refuse import no_gradient, nothing_of, refuse_other_state, refuse_parameters, refuse_unfit
+from shardwise.train.refuse import (
+    facts_of_schedule,
+    no_gradient,
+    nothing_of,
+    refuse_other_state,
+    refuse_parameters,
+    refuse_unfit,
+)
 from shardwise.train.scale import LossScale
 from shardwise.train.sums import SumCheck, agreed_problem
 from shardwise.train.window import Window
@@ -146,11 +153,13 @@ class TrainStep:
         """What the step owns, for a checkpoint: counts, the place in the streams of random numbers, scheduler and scaler.
         Equal on every rank; the model's and the optimizer's state are their own."""
         parts = {"scheduler": self.scheduler, "scaler": self.scaler}
+        facts = {} if self.scheduler is None else facts_of_schedule(self._runtime, self.optim, self.scheduler)
         return {
             "num_steps": self.num_steps,
             "num_skipped": self.num_skipped,
             "num_windows": self._runtime.step,
             **{name: part.state_dict() for name, part in parts.items() if part is not None},
+            **facts,
         }
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -161,7 +170,8 @@ class TrainStep:
         """Goes on from what :meth:`state_dict` gave. All ranks must call it, with the same state.
 
         Raises:
-            CheckpointError: the state of a step with another scheduler or scaler, or of something else.
+            CheckpointError: the state of a step with another scheduler or scaler, of groups in another order that a scheduler knows
+                by number, or of something else. Nothing has changed then.
         """
         self.check_state_dict(state)
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]

@@ -141,6 +141,7 @@ class _Reading:
         self.own = {
             name: value for name, value in state.items() if name not in ("optimizer", "model", "extra", "random")
         }
+        check(self.own)
 
     def _plan(self, prefix: str, runtime: Runtime) -> Plan:
         rules = Rules(strict=True, rename=(), cast=False, check_finite=False)
