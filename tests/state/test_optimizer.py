@@ -308,7 +308,7 @@ def tensors_of_ones_own(layout):
     world, model, optim = fresh("odd", layout, "adamw")
     with world:
         for group in optim.param_groups:
-            group["lr"] = torch.tensor(0.1)
+            group["lr"], group["marks"] = torch.tensor(0.1), [1, [2]]
         steps("odd", model, optim, world, (1,))
         saved = sw.full_optimizer_state_dict(model, optim)
         if world.is_main:
@@ -318,6 +318,7 @@ def tensors_of_ones_own(layout):
         sw.load_full_optimizer_state_dict(model, optim, saved)
         schedule = torch.optim.lr_scheduler.LambdaLR(optim, [lambda _: 1.0, lambda _: 0.01])
         steps("odd", model, optim, world, (2,))
+        optim.param_groups[0]["marks"][1].append(3)
         lrs = [float(group["lr"]) for group in optim.param_groups]
         assert schedule is not None
         return equal(saved, kept), lrs
