@@ -175,3 +175,50 @@ def test_a_closed_manager_saves_no_more_and_leaves_no_threads(ranks, tmp_path):
     for told, threads in ranks.run(closed, 2, str(tmp_path)):
         assert "after its manager was closed" in told
         assert threads[-1] <= threads[0] + 2, threads  # one that was told to end may still be there
+
+
+def asked_late(root, saves: bool) -> tuple[str, int]:
+    """A run that is asked to stop behind its last window, on one rank."""
+    world, _, step = make("dp_shard=2")
+    try:
+        with world, sw.CheckpointManager(root, step, extra={"average": Average()}) as manager:
+            for window, _ in zip(
+                manager.resume(sw.Loader(Texts(), world, global_batch=12, micro_batch=1)), range(2), strict=False
+            ):
+                step(window)
+            if saves:
+                manager.save()
+            if world.rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+    except sw.Stopped as stop:
+        return stop.reason, stop.step
+    return "", 0
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_request_behind_the_last_window_is_heard_at_the_end(ranks, tmp_path, capfd, saves):
+    assert ranks.run(asked_late, 2, tmp_path, saves) == [("SIGTERM", 2), ("SIGTERM", 2)]
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000002"]
+    told = f"shardwise: SIGTERM: stopped after step 2, saved in {tmp_path / 'step-00000002'}"
+    assert sum(told in text for text in capfd.readouterr()) == 1  # rank 0 alone: Python says nothing of a SystemExit
+
+
+def asked_again(root) -> tuple[object, float]:
+    """SIGTERM, its echo, and SIGTERM again where no window comes any more."""
+    world, _, step = make("dp_shard=1")
+    with world:
+        manager = sw.CheckpointManager(root, step, extra={"average": Average()})
+        try:
+            for seconds in (0.0, 0.1, 2.2):
+                time.sleep(seconds)
+                os.kill(os.getpid(), signal.SIGTERM)
+            return None, seconds
+        except SystemExit as end:
+            return end.code, seconds
+        finally:
+            world.stop.settle()
+            manager.close()
+
+
+def test_sigterm_again_ends_the_process(ranks, tmp_path):
+    assert ranks.run(asked_again, 1, tmp_path) == [(143, 2.2)]

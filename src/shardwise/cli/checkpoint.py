@@ -91,8 +91,7 @@ def _folders(path: Path) -> list[Path]:
 
 def _facts(saved: "SavedRun") -> dict[str, Any]:
     """What is told of a checkpoint."""
-    contents, manifest = importlib.import_module(f"{ROOM}.contents"), saved.manifest
-    state, moments = saved.state() if saved.has_run else ({"extra": {}, "model": {}}, {})
+    manifest, state = saved.manifest, saved.brief()
     return {
         "step": manifest.step,
         "saved": state.get("time"),
@@ -101,10 +100,9 @@ def _facts(saved: "SavedRun") -> dict[str, Any]:
         "ranks": manifest.num_ranks,
         "fingerprint": manifest.fingerprint,
         "versions": dict(manifest.versions),
-        "optimizer": None if state.get("optimizer") is None else state["optimizer"]["class"],
-        "optimizer_tensors": len(moments),
+        "optimizer": state.get("optimizer"),
         "data": state.get("loader"),
-        "extra": sorted(contents.held_extra(state)),
+        "extra": state.get("extra", []),
         "figure": state.get("figure"),
         "best": state.get("best"),
         "files": {name: fact.size for name, fact in sorted(manifest.files.items())},
@@ -155,7 +153,7 @@ def _show(path: Path, args: argparse.Namespace) -> int:
         "layout": f"{row['layout']} ({row['ranks']} ranks); any other can load it"
         if row["layout"] != "weights only"
         else "none: it holds weights only, and no run goes on from it",
-        "optimizer": f"{row['optimizer']}, {row['optimizer_tensors']} tensors" if row["optimizer"] else "none",
+        "optimizer": row["optimizer"] or "none",
         "data": "epoch {epoch}, sample {position} of {num_samples}".format_map(row["data"]) if row["data"] else "none",
         "extra": ", ".join(row["extra"]) or "none",
         "versions": ", ".join(f"{name} {version}" for name, version in row["versions"].items()),

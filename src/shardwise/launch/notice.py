@@ -7,12 +7,27 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-__all__ = ["NOTICES", "Notice", "leave", "terminable"]
+__all__ = ["NOTICES", "Insistence", "Notice", "leave", "terminable"]
 
 NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 """What schedulers send some time before they end a job."""
 
 _REPEATED_S = 2.0  # `timeout` and some schedulers signal a process and its group: one request that comes twice
+
+
+class Insistence:
+    """Whether SIGTERM comes again, and is not the echo of one request."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+
+    def is_there(self, number: int) -> bool:
+        """Told of each signal that comes: whether this one means "now"."""
+        if number != signal.SIGTERM:
+            return False
+        now = time.monotonic()
+        self._first = now if self._first is None else self._first
+        return now - self._first > _REPEATED_S
 
 
 class Notice:
@@ -27,7 +42,7 @@ class Notice:
 
     def __init__(self) -> None:
         self.number: int | None = None
-        self._terminated: float | None = None
+        self._insistence = Insistence()
         self._ours: list[int] = []
 
     def __enter__(self) -> "Notice":
@@ -43,12 +58,8 @@ class Notice:
 
     def _heed(self, number: int, frame: FrameType | None) -> None:
         self.number = self.number or number
-        if number != signal.SIGTERM:
-            return
-        now = time.monotonic()
-        if self._terminated is not None and now - self._terminated > _REPEATED_S:
+        if self._insistence.is_there(number):
             leave(number, frame)
-        self._terminated = self._terminated or now
 
 
 @contextlib.contextmanager

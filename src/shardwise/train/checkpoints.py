@@ -78,6 +78,7 @@ class RunCheckpoints:
             texts=texts_of(self.config) if self.world.is_main else {},
             stop_after_s=kept.stop_after_s,
         )
+        self._manager.says_stop = False  # whoever started the run does
         with self._manager:
             yield
 

@@ -211,6 +211,9 @@ class World:
                     end = self.before_close.pop()()
                     if end is not None:
                         end()
+            except Stopped:
+                self.close()
+                raise
             except BaseException as problem:
                 self.close(problem)
                 raise

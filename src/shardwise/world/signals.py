@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shardwise.launch.notice import NOTICES, leave
+from shardwise.launch.notice import NOTICES, Insistence, leave
 
 __all__ = ["StopRequest"]
 
@@ -40,9 +40,9 @@ class StopRequest:
         """Asks for a stop; from a handler of a signal or another thread, too. One rank is enough."""
         self._asked.add(reason)
 
-    def entry(self) -> Tensor:
-        """This rank's requests, for an exchange."""
-        if time.monotonic() >= self._deadline:
+    def entry(self, *, goes_on: bool = True) -> Tensor:
+        """This rank's requests, for an exchange; a time limit counts only where the run ``goes_on``."""
+        if goes_on and time.monotonic() >= self._deadline:
             self._asked.add("the time limit")
         return torch.tensor([float(reason in self._asked) for reason in REASONS], dtype=torch.float64)
 
@@ -51,23 +51,31 @@ class StopRequest:
         asked = [reason for reason, count in zip(REASONS, summed.tolist(), strict=True) if count]
         self.agreed = " and ".join(asked) or None
 
+    def settle(self) -> None:
+        """What was asked for has been done."""
+        self.agreed, self._asked, self._deadline = None, set(), float("inf")
+
     @contextlib.contextmanager
     def heeded(self, limit_s: float | None) -> Iterator[None]:
-        """Within: SIGTERM and SIGUSR1 are requests, and so is the end of ``limit_s`` seconds from now.
+        """Within: SIGTERM and SIGUSR1 are requests, and so is the end of ``limit_s`` seconds from now. SIGTERM again raises
+        SystemExit(143).
 
         A signal for which the application has a handler of its own is left to it, and off the main thread, where Python
         allows no handlers, all are.
         """
-        self.agreed, self._asked = None, set()
-        self._deadline = float("inf") if limit_s is None else time.monotonic() + limit_s
+        self.settle()
+        if limit_s is not None:
+            self._deadline = time.monotonic() + limit_s
         before = _handlers() if threading.current_thread() is threading.main_thread() else {}
         home = os.getpid()
 
-        is_over = False
+        is_over, insistence = False, Insistence()
 
         def heed(number: int, frame: FrameType | None) -> None:
             if os.getpid() == home and not is_over:
                 self.ask(signal.Signals(number).name)  # type: ignore[arg-type]
+                if insistence.is_there(number):
+                    leave(number, frame)
                 return
             signal.signal(number, signal.SIG_DFL)  # a worker that was forked, say: it ends as it would have
             os.kill(os.getpid(), number)

@@ -13,6 +13,7 @@ leaves behind is removed by the next one.
 """
 
 import contextlib
+import itertools
 import os
 import shutil
 from collections.abc import Iterator
@@ -157,7 +158,7 @@ class _Commit:
         if self.peers.is_main:
             rest = self.contents.rest_file
             values = ((t.offset, _bytes_of(self.contents.rest[t.name])) for t in rest.tensors)
-            yield REST, rest.size, _chain((0, memoryview(rest.head)), values)
+            yield REST, rest.size, itertools.chain([(0, memoryview(rest.head))], values)
             for path, text in self.contents.whole_texts.items():
                 yield path, sizes[path], iter([(0, memoryview(text))])
 
@@ -226,11 +227,6 @@ def _in_order(head: bytes | None, parts: list[Any]) -> Iterator[tuple[int, memor
         yield 0, memoryview(head)
     for part, values in parts:
         yield from stretches(part, values)
-
-
-def _chain(first: Any, others: Iterator[Any]) -> Iterator[Any]:
-    yield first
-    yield from others
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -259,6 +259,10 @@ def check_extra(extra: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: an object without ``state_dict``, or a name that cannot be that of a directory.
     """
+    if not isinstance(extra, Mapping):
+        raise ConfigError(
+            f"extra={extra!r:.80}", why="objects are saved under names", fix="use a mapping: extra={'average': average}"
+        )
     for name, value in extra.items():
         has_both = all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict"))
         if not has_both:

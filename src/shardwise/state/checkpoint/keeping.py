@@ -77,7 +77,7 @@ class Keeping:
         found: dict[int, float] = {} if figure is None else {newest: figure}
         for step in steps_in(root):
             with contextlib.suppress(CheckpointError), SavedRun(root / folder_name(step)) as saved:
-                state = saved.state()[0]
+                state = saved.brief()
                 if state.get("figure") is not None and state.get("best", self.best) == self.best:
                     found[step] = state["figure"]
         ranked = {step: value for step, value in found.items() if value == value}  # NaN is nobody's best

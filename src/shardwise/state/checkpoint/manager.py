@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, NoReturn, Protocol, TextIO
 
 import torch
 from torch import Tensor, nn
@@ -54,9 +54,14 @@ class CheckpointManager:
     agree at the beginning of the next window; the :meth:`save_every` after it saves and raises :class:`~shardwise.Stopped`, with
     which the program ends with exit status 75. Signals for which the program has a handler of its own are left to it.
 
+    Attributes:
+        says_stop: whether rank 0 says on stderr that the run has stopped, and where it is.
+
     Args:
         root: the directory; it is made. Rank 0's counts, and every rank has to see it.
-        step: the :class:`~shardwise.TrainStep`; its model, optimizer, scheduler, scaler and counts are saved.
+        step: the :class:`~shardwise.TrainStep`; its model, optimizer, scheduler, scaler and counts are saved. With a loop of your
+            own, an object of yours with ``model``, ``optim``, ``state_dict()``, ``load_state_dict(state)`` and
+            ``check_state_dict(state)``, which raises what loading would.
         keep: how many of the last checkpoints stay; None: all.
         keep_every: besides, those whose step is a multiple of it.
         best: besides, the one with the least value of this metric (``"loss"``, or a name in ``StepOutput.metrics`` or in
@@ -78,6 +83,8 @@ class CheckpointManager:
         ...         ckpt.save_every(100, step(window))
     """
 
+    says_stop = True
+
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -91,8 +98,9 @@ class CheckpointManager:
         texts: Mapping[str, str] | None = None,
         stop_after_s: float | None = None,
     ):
+        check_extra(extra or {})
+        _check_step(step)
         self.step, self.extra = step, dict(extra or {})
-        check_extra(self.extra)
         check_texts(texts or {})
         _check_limit(stop_after_s)
         self._runtime = runtime_of(step.model)
@@ -102,7 +110,7 @@ class CheckpointManager:
         self._loader: Any = None
         self._restored: Restored | None = None
         self._left_behind: list[int] = []  # steps of checkpoints that resuming has passed over
-        self._has_saved = False
+        self._saved_step: int | None = None
         self._late_notes: list[str] = []  # of the thread that writes, for the next call
         self._lock: TextIO | None = None
         together(self._world, "opening a checkpoint directory", lambda: self._open(Path(root)), on_main=True)
@@ -155,13 +163,24 @@ class CheckpointManager:
             error.add_note(f"the checkpoint that was being written was not finished: {problem}")
 
     def close(self) -> None:
-        """Waits for what is being written, and gives the directory back. All ranks must call it; leaving the world does."""
+        """Waits for what is being written, and gives the directory back. All ranks must call it; leaving the world does.
+
+        Raises:
+            Stopped: the run was asked to stop after its last window; what was trained since the last save was saved.
+        """
         if self._is_closed:
             return
         try:
             self.wait()
+            request = self._world.stop
+            # Of those too that came after the last window began. Behind this exchange nobody is in one of the background's.
+            entry = {"stop": request.entry(goes_on=False)}
+            request.agree(self._world.agreement.sum(entry, "closing a checkpoint manager")["stop"])
+            if request.agreed is not None and not self._runtime.in_window:
+                if self._saved_step != self._runtime.step:
+                    self.save()
+                self._stop(request.agreed)
             if self._beside is not None:
-                self._world.barrier()  # a peer may still be in the last of its exchanges
                 self._beside.close()
                 self._beside = None
         finally:
@@ -204,9 +223,16 @@ class CheckpointManager:
         figures = {} if out is None else {"loss": out.loss, **out.metrics}
         saved = self.save(metrics=figures)
         if reason is not None:
-            self.wait()
-            raise Stopped(reason, self._runtime.step, str(saved))
+            self._stop(reason)
         return saved
+
+    def _stop(self, reason: str) -> NoReturn:
+        self.wait()
+        self._world.stop.settle()
+        stopped = Stopped(reason, self._runtime.step, str(self.root / folder_name(self._runtime.step)))
+        if self._world.is_main and self.says_stop:
+            print(f"shardwise: {stopped}", file=sys.stderr, flush=True)  # Python says nothing of a SystemExit
+        raise stopped
 
     def stop(self) -> None:
         """Asks the run to stop, as SIGTERM does. One rank is enough; from a handler of a signal or another thread, too."""
@@ -265,7 +291,7 @@ class CheckpointManager:
             if self._world.device.type == "cuda":
                 torch.cuda.synchronize(self._world.device)
             self._background.under_way = self._thread.submit(self._write, self._beside, staged, figure)
-        self._has_saved = True
+        self._saved_step = contents.step
         return dest
 
     def wait(self) -> None:
@@ -312,7 +338,7 @@ class CheckpointManager:
         this one has nothing to do with would be pruned."""
         steps = together(self._world, "looking for other checkpoints", lambda: steps_in(self.root), on_main=True)
         steps = self._world.broadcast(steps)
-        if steps and self._restored is None and not self._has_saved:
+        if steps and self._restored is None and self._saved_step is None:
             raise CheckpointError(
                 f"a checkpoint of step {step} in {self.root}",
                 why=f"there are those of an earlier run (step {', '.join(map(str, steps[-3:]))}), which this one has not gone on from",
@@ -418,12 +444,20 @@ class CheckpointManager:
 
     def _warn(self, notes: Iterable[str]) -> None:
         for note in notes if self._world.is_main else ():
-            warnings.warn(note, stacklevel=4)
+            warnings.warn(note, stacklevel=_to_the_caller())
 
     def _check_own(self, own: Mapping[str, Any]) -> None:
         self.step.check_state_dict(own["step"])
         if self._loader is not None and own.get("loader") is not None and hasattr(self._loader, "check_state_dict"):
             self._loader.check_state_dict(own["loader"])
+
+
+def _to_the_caller() -> int:
+    """The ``stacklevel`` of a warning in the function that asks, for the line outside of this file that led there."""
+    frame, level = sys._getframe(1), 1
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 class _Background:
@@ -444,8 +478,23 @@ class _Background:
             print(f"shardwise: the last checkpoint was not written: {self.under_way.exception()}", file=sys.stderr)
 
 
+def _check_step(step: Any) -> None:
+    lacking = [
+        name
+        for name in ("model", "optim", "state_dict", "load_state_dict", "check_state_dict")
+        if getattr(step, name, None) is None
+    ]
+    if lacking:
+        raise ConfigError(
+            f"CheckpointManager(root, {type(step).__name__})",
+            why=f"it has no {', '.join(lacking)}",
+            fix="give the TrainStep: CheckpointManager(root, step)",
+        )
+
+
 def _check_limit(stop_after_s: float | None) -> None:
-    if stop_after_s is not None and (isinstance(stop_after_s, bool) or not stop_after_s > 0):
+    is_number = isinstance(stop_after_s, int | float) and not isinstance(stop_after_s, bool)
+    if stop_after_s is not None and not (is_number and stop_after_s > 0):
         raise ConfigError(
             f"stop_after_s={stop_after_s!r}",
             why="it is a number of seconds above 0",

@@ -8,7 +8,7 @@ import msgspec
 from torch import Tensor
 
 from shardwise.errors import CheckpointError
-from shardwise.state.checkpoint.contents import OPTIMIZER, REST, STATE
+from shardwise.state.checkpoint.contents import OPTIMIZER, REST, STATE, held_extra
 from shardwise.state.checkpoint.manifest import Manifest, damaged
 from shardwise.state.checkpoint.plain import from_plain, parse
 from shardwise.state.checkpoint.verified import VerifiedFiles, Vouched
@@ -81,6 +81,40 @@ class SavedRun:
                 self.files.read(self.folder / name, begin, memory[: min(BUFFER, fact.size - begin)])
         return self.manifest.num_bytes
 
+    def brief(self) -> dict[str, Any]:
+        """What a list of checkpoints tells of one, without reading a tensor: ``time``, ``loader``, ``figure``, ``best``,
+        ``optimizer`` (its class), ``extra`` (names), as far as they are there.
+
+        Raises:
+            CheckpointError: the state is not what was written.
+        """
+        if not self.has_run:
+            return {}
+        plain = self._plain()
+        try:
+            known = {
+                name: from_plain(plain[name], _none) for name in ("time", "loader", "figure", "best") if name in plain
+            }
+            optimizer = plain.get("optimizer")
+            return known | {
+                "optimizer": None if optimizer is None else optimizer["class"],
+                "extra": sorted(held_extra(plain)),
+            }
+        except Exception as error:
+            raise self._unlike(error) from error
+
+    def _plain(self) -> dict[str, Any]:
+        try:
+            return dict(parse(self.files.whole(self.folder / STATE)))
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise self._unlike(error) from error
+
+    def _unlike(self, error: Exception) -> CheckpointError:
+        """Whatever a text can hold: it is none of ours."""
+        return damaged(self.folder / STATE, f"it is not what a save writes: {type(error).__name__}: {error}")
+
     def state(self) -> tuple[dict[str, Any], Mapping[str, FileTensor]]:
         """Everything but the models' weights: what is no cut tensor, as it was saved; and the tensors in the optimizer's files.
 
@@ -95,16 +129,14 @@ class SavedRun:
             )
         self.files.check_heads(self.manifest.files)
         rest = tensors_in(self.folder / REST)
+        plain = self._plain()
         try:
-            plain = parse(self.files.whole(self.folder / STATE))
             found = {name: self._decoded(value, rest) for name, value in plain.items()}
             msgspec.convert(found, _State)
         except CheckpointError:
             raise
-        except Exception as error:  # whatever a text can hold: it is none of ours
-            raise damaged(
-                self.folder / STATE, f"it is not what a save writes: {type(error).__name__}: {error}"
-            ) from error
+        except Exception as error:
+            raise self._unlike(error) from error
         optimizer = {
             key: tensor
             for name in self.manifest.files
@@ -118,3 +150,7 @@ class SavedRun:
             return rest[name].load(self.files)
 
         return from_plain(value, load)
+
+
+def _none(name: str) -> Tensor:
+    raise KeyError(name)

@@ -17,7 +17,7 @@ from shardwise.parallel import Runtime, runtime_of
 from shardwise.recipe import extents
 from shardwise.state.boxes import Box
 from shardwise.state.checkpoint.contents import EXTRA, held_extra, is_sharded
-from shardwise.state.checkpoint.manifest import damaged
+from shardwise.state.checkpoint.manifest import DamagedError, damaged
 from shardwise.state.checkpoint.opened import SavedRun
 from shardwise.state.checkpoint.verified import VerifiedFiles
 from shardwise.state.extra import set_extra_states
@@ -146,9 +146,22 @@ class _Reading:
     def _plan(self, prefix: str, runtime: Runtime) -> Plan:
         rules = Rules(strict=True, rename=(), cast=False, check_finite=False)
         folder = self.saved.folder / prefix if prefix else self.saved.folder
-        return plan_of(
-            runtime, open_folder(folder), rules, self.saved.files, lambda name, tensor: own_boxes(runtime, name, tensor)
-        )
+        try:
+            return plan_of(
+                runtime,
+                open_folder(folder),
+                rules,
+                self.saved.files,
+                lambda name, tensor: own_boxes(runtime, name, tensor),
+            )
+        except DamagedError:
+            raise
+        except CheckpointError as error:  # of another model: what it tells to do is for weights alone
+            error.fix = (
+                "build the model that the checkpoint was saved from, or name another directory; to begin a run with what fits: "
+                f"sw.load_weights(model, {str(folder)!r}, strict=False)"
+            )
+            raise
 
     def _match_extra(self, state: Mapping[str, Any]) -> None:
         held = held_extra(state)
