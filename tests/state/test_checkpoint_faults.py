@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from disks import mounted
 from state.runs import Average, Texts, equal, make, run, state
 
 import shardwise as sw
@@ -115,21 +116,13 @@ def test_a_save_that_failed_is_told_with_the_error_that_ended_the_block(ranks, t
         assert len(notes) == 1 and "was not finished" in notes[0] and "step-00000000" in notes[0]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system takes root")
 def test_a_full_disk_is_told_on_every_rank_and_nothing_is_lost(ranks, tmp_path):
-    mount = tmp_path / "small"
-    mount.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "none", str(mount)], capture_output=True)
-    if done.returncode:
-        pytest.skip(f"no tmpfs here: {done.stderr.decode()}")
-    try:
-        for errors in ranks.run(full, 2, str(mount), 20_000):
+    with mounted(tmp_path / "small", "size=96m") as small:
+        for errors in ranks.run(full, 2, str(small), 20_000):
             late, early = errors
             assert "No space left" in late.why  # found when the files are made
             assert "are free on its disk" in early.why  # found by looking first
-        assert sorted(path.name for path in mount.iterdir()) == [".lock", "filler", "latest", "step-00000000"]
-    finally:
-        subprocess.run(["umount", str(mount)], check=True)
+        assert sorted(path.name for path in small.iterdir()) == [".lock", "filler", "latest", "step-00000000"]
 
 
 def refused(root, name=None):

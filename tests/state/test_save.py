@@ -1,5 +1,6 @@
 """Weights out: every rank writes its own bytes, the directory is whole or not there, and stock libraries open it."""
 
+import contextlib
 import errno
 import json
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from disks import mounted
 from safetensors.torch import load_file
 from state.layouts import LAYOUTS, TRIPS
 from torch import nn
@@ -216,35 +218,23 @@ def test_a_disk_that_gets_full_is_told_on_every_rank_and_the_older_weights_are_w
 
 
 def test_a_real_full_disk_is_found_before_a_byte_of_the_weights_is_written(ranks, tmp_path):
-    small = tmp_path / "small"
-    small.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4k", "none", str(small)], capture_output=True
-    ).returncode
-    if mounted:
-        pytest.skip("a small disk can be mounted by root only")
-    try:
+    with mounted(tmp_path / "small", "size=4k") as small:
         for error in ranks.run(save, 2, "conv", "dp_shard=2", str(small / "w")):
             assert isinstance(error, sw.CheckpointError) and "No space left" in error.why
         assert os.listdir(small) == []
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
 
 
 def test_a_read_only_place_is_told_on_every_rank(ranks, tmp_path):
-    place = tmp_path / "place"
-    place.mkdir()
-    as_root = os.geteuid() == 0  # who may write anywhere, but for a file system that takes nothing
-    if as_root:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", str(place)], check=True)
-    else:
-        place.chmod(0o555)
-    try:
+    with contextlib.ExitStack() as until_told:
+        if os.geteuid() == 0:  # who may write anywhere, but for a file system that takes nothing
+            place = until_told.enter_context(mounted(tmp_path / "place", "ro"))
+        else:
+            place = tmp_path / "place"
+            place.mkdir(mode=0o555)
+            until_told.callback(place.chmod, 0o755)
         for error in ranks.run(save, 2, "conv", "dp_shard=2", str(place / "w")):
             assert isinstance(error, sw.CheckpointError)
             assert "Read-only file system" in error.why or "Permission denied" in error.why
-    finally:
-        subprocess.run(["umount", str(place)], check=True) if as_root else place.chmod(0o755)
 
 
 @pytest.mark.parametrize("where", ["file", "cwd", "parent"])

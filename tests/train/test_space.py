@@ -9,6 +9,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+from disks import mounted
 from safetensors.torch import load_file
 
 import shardwise as sw
@@ -159,13 +160,8 @@ def test_metrics_that_cannot_be_written_do_not_cost_the_training(ranks, folder):
 @pytest.fixture
 def small_disk(tmp_path):
     """A disk of 2 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)]
-    if not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("no small disk can be mounted here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with mounted(tmp_path / "disk", "size=2m") as folder:
+        yield folder
 
 
 @pytest.mark.timeout(100)
