@@ -1,32 +1,31 @@
 """``CheckpointManager``: a run's checkpoints in one directory: saved every so often, kept as long as wanted, resumed from."""
 
 import contextlib
+import functools
 import os
 import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TextIO
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.errors import CheckpointError, ConfigError, Stopped, UsageError
 from shardwise.launch.lock import let_go, try_lock
 from shardwise.parallel import runtime_of
+from shardwise.state.checkpoint.background import Background
 from shardwise.state.checkpoint.commit import write_checkpoint
 from shardwise.state.checkpoint.contents import Contents, check_extra, check_texts, contents_of
 from shardwise.state.checkpoint.keeping import Keeping, remove, remove_removed, steps_in
 from shardwise.state.checkpoint.manifest import MANIFEST, DamagedError, folder_name, is_manifest, step_of
 from shardwise.state.checkpoint.points import reach
 from shardwise.state.checkpoint.restore import Restored, restore
-from shardwise.state.checkpoint.writer import memory_in_line
 from shardwise.state.staging import remove_left_overs
-from shardwise.state.together import together
-from shardwise.world.beside import Beside
+from shardwise.state.together import Peers, together
 
 __all__ = ["CheckpointManager"]
 
@@ -115,12 +114,10 @@ class CheckpointManager:
         self._lock: TextIO | None = None
         together(self._world, "opening a checkpoint directory", lambda: self._open(Path(root)), on_main=True)
         self.root: Path = self._world.broadcast(Path(root).resolve())
-        self._beside = Beside(self._world) if async_save else None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardwise-save") if async_save else None
-        self._background = _Background()
-        weakref.finalize(self, self._background.tell)
+        self._background = Background(self._world) if async_save else None
+        if self._background is not None:
+            weakref.finalize(self, self._background.tell)
         self._is_closed = False
-        self._buffers: dict[str, Tensor] = {}
         self._until_closed = contextlib.ExitStack()
         self._until_closed.enter_context(self._world.stop.heeded(stop_after_s))
         self._world.before_close.append(weakref.WeakMethod(self.close))
@@ -153,10 +150,7 @@ class CheckpointManager:
             return
         # Ranks may be anywhere: what is being written is waited for as long as it takes, and nobody is talked to.
         try:
-            under_way = self._background.under_way
-            problem = under_way.exception(timeout=self._world.timeout_s) if under_way is not None else None
-        except TimeoutError as late:
-            problem = late
+            problem = self._background.outcome(self._world.timeout_s) if self._background is not None else None
         finally:
             self._let_go()
         if problem is not None and error is not None:  # the error of the block is the one to be raised
@@ -180,9 +174,8 @@ class CheckpointManager:
                 if self._saved_step != self._runtime.step:
                     self.save()
                 self._stop(request.agreed)
-            if self._beside is not None:
-                self._beside.close()
-                self._beside = None
+            if self._background is not None:
+                self._background.close()
         finally:
             self._let_go()
 
@@ -191,9 +184,8 @@ class CheckpointManager:
         self._until_closed.close()
         with contextlib.suppress(ValueError):
             self._world.before_close.remove(weakref.WeakMethod(self.close))
-        if self._thread is not None:
-            self._thread.shutdown(wait=False)
-        self._buffers.clear()
+        if self._background is not None:
+            self._background.let_go()
         if self._lock is not None:
             let_go(self._lock)
             self._lock = None
@@ -284,24 +276,22 @@ class CheckpointManager:
         self._refuse_behind(contents.step)
         self._warn(contents.notes)
         dest = self.root / folder_name(contents.step)
-        if self._thread is None or self._beside is None:
-            self._write(self._world, contents, figure)
+        write = functools.partial(self._write, figure)
+        if self._background is None:
+            write(self._world, contents)
         else:
-            staged = contents.staged(self._stage)
-            if self._world.device.type == "cuda":
-                torch.cuda.synchronize(self._world.device)
-            self._background.under_way = self._thread.submit(self._write, self._beside, staged, figure)
+            self._background.begin(contents, write)
         self._saved_step = contents.step
         return dest
 
     def wait(self) -> None:
         """Returns when nothing is being written any more, and raises what went wrong. All ranks must call it."""
-        if self._background.under_way is not None:
-            self._background.take().result()
+        if self._background is not None:
+            self._background.wait()
         notes, self._late_notes = self._late_notes, []
         self._warn(notes)
 
-    def _write(self, peers: Any, contents: Contents, figure: float | None) -> Path:
+    def _write(self, figure: float | None, peers: Peers, contents: Contents) -> Path:
         runtime, world = self._runtime, self._world
         dest = write_checkpoint(peers, self.root, contents, str(world.layout), runtime.recipe.fingerprint)
         if peers.is_main:
@@ -318,17 +308,6 @@ class CheckpointManager:
         except OSError as error:
             self._late_notes.append(f"older checkpoints in {self.root} were not removed: {error}")
         reach("pruned")
-
-    def _stage(self, name: str, tensor: Tensor, offset: Callable[[], int]) -> Tensor:
-        """A copy of ``tensor`` in memory that is used again by the next save."""
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            if tensor.device.type == "cuda":  # pinned memory begins at a page
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            else:
-                buffer = memory_in_line(tensor, offset())
-            self._buffers[name] = buffer
-        return buffer.copy_(tensor, non_blocking=True)
 
     def _position(self) -> Any:
         return None if self._loader is None else self._loader.state_dict()
@@ -458,24 +437,6 @@ def _to_the_caller() -> int:
     while frame is not None and frame.f_code.co_filename == __file__:
         frame, level = frame.f_back, level + 1
     return level
-
-
-class _Background:
-    """The save that is being written."""
-
-    def __init__(self) -> None:
-        self.under_way: Future[Path] | None = None
-
-    def take(self) -> "Future[Path]":
-        """For whoever waits for it: what becomes of it is heard of then."""
-        assert self.under_way is not None
-        taken, self.under_way = self.under_way, None
-        return taken
-
-    def tell(self) -> None:
-        """At the end of a manager that nobody has closed: an error is not lost."""
-        if self.under_way is not None and self.under_way.done() and self.under_way.exception() is not None:
-            print(f"shardwise: the last checkpoint was not written: {self.under_way.exception()}", file=sys.stderr)
 
 
 def _check_step(step: Any) -> None:

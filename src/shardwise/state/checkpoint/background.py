@@ -1,0 +1,74 @@
+"""A save that is written while training goes on: copies of the run's state, the thread that writes them, what became of it."""
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwise.state.checkpoint.contents import Contents
+from shardwise.state.checkpoint.writer import memory_in_line
+from shardwise.state.together import Peers
+from shardwise.world import World
+from shardwise.world.beside import Beside
+
+__all__ = ["Background"]
+
+
+class Background:
+    """One save at a time. All ranks must make it, and call :meth:`begin`, :meth:`wait` and :meth:`close` alike."""
+
+    def __init__(self, world: World):
+        self._device = world.device
+        self._beside = Beside(world)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardwise-save")
+        self._buffers: dict[str, Tensor] = {}
+        self._under_way: Future[Path] | None = None
+
+    def begin(self, contents: Contents, write: Callable[[Peers, Contents], Path]) -> None:
+        """Copies what is to be saved, and returns; ``write`` is called with the copies, in the thread."""
+        staged = contents.staged(self._stage)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._under_way = self._thread.submit(write, self._beside, staged)
+
+    def wait(self) -> None:
+        """Returns when nothing is being written, and raises what went wrong."""
+        if self._under_way is not None:
+            under_way, self._under_way = self._under_way, None
+            under_way.result()
+
+    def outcome(self, timeout_s: float) -> BaseException | None:
+        """What went wrong with the save under way, which is waited for; nobody is talked to."""
+        under_way, self._under_way = self._under_way, None
+        try:
+            return under_way.exception(timeout=timeout_s) if under_way is not None else None
+        except TimeoutError as late:
+            return late
+
+    def close(self) -> None:
+        """Gives the group back, once no rank is in an exchange of it."""
+        self._beside.close()
+
+    def let_go(self) -> None:
+        """Gives back what is this rank's own: no new save is begun."""
+        self._thread.shutdown(wait=False)
+        self._buffers.clear()
+
+    def tell(self) -> None:
+        """For the end of a manager that nobody has closed: an error is not lost."""
+        if self._under_way is not None and self._under_way.done() and self._under_way.exception() is not None:
+            print(f"shardwise: the last checkpoint was not written: {self._under_way.exception()}", file=sys.stderr)
+
+    def _stage(self, name: str, tensor: Tensor, offset: Callable[[], int]) -> Tensor:
+        """A copy of ``tensor`` in memory that is used again by the next save."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            if tensor.device.type == "cuda":  # pinned memory begins at a page
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            else:
+                buffer = memory_in_line(tensor, offset())
+            self._buffers[name] = buffer
+        return buffer.copy_(tensor, non_blocking=True)
