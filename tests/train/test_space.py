@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import shardwise as sw
 from shardwise.config import load_config
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.state.checkpoint import commit
 from shardwise.train import job, space
 from shardwise.train.metrics import MetricsWriter
 
@@ -51,6 +52,16 @@ def test_too_little_room_is_refused_with_the_numbers(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_disk_on_which_no_checkpoint_fits_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, 70 << 20))
+    space.check_space(config(tmp_path), 2 << 20, 80 << 20)  # it keeps none
+    for word in ("--checkpoint.every=1", "--checkpoint.stop_after_s=10"):
+        space.check_space(config(tmp_path, word), 2 << 20, 67 << 20)
+        with pytest.raises(ConfigError, match=r"2\.00 MiB of weights, 80\.00 MiB for a checkpoint") as caught:
+            space.check_space(config(tmp_path, word), 2 << 20, 80 << 20)
+        assert "--log.dir=PATH; or keep no checkpoints: --checkpoint.every=null" in caught.value.fix
+
+
 def test_the_estimate_of_the_small_files_grows_with_the_lines(tmp_path):
     short, long = (space.small_files_bytes(config(tmp_path, f"--train.steps={steps}")) for steps in (10, 100_010))
     assert long - short == 10_000 * space.METRICS_LINE
@@ -76,7 +87,7 @@ def test_a_place_for_weights_that_cannot_be_written_is_refused_early(tmp_path, m
 # ---- on ranks ------------------------------------------------------------------------------------------------------
 
 
-def _train(folder, how):
+def _train(folder, how, *words, full_at=()):
     """Trains with a disk that fails in one way, and gives how it ended, and what rank 0 said was wrong."""
     os.chdir(folder)
     tempfile.tempdir = str(folder / "temp")
@@ -98,9 +109,21 @@ def _train(folder, how):
             raise self._unwritable(OSError(28, "No space left on device"))
 
         patch.setattr(MetricsWriter, "write", write)
+    fits = commit._Commit._refuse_full
+
+    def refuse_full(self, num_bytes):
+        if self.contents.step in full_at:
+            patch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, 1 << 20))
+        try:
+            fits(self, num_bytes)
+        finally:
+            patch.setattr(shutil, "disk_usage", usage)
+
+    usage = shutil.disk_usage
+    patch.setattr(commit._Commit, "_refuse_full", refuse_full)
     with patch.context(), sw.init("dp_shard=2", device="cpu", timeout_s=30) as world:
         try:
-            run = config(folder / "run")
+            run = config(folder / "run", *words)
             job.train(run, world, lambda kind, **fields: said.append(fields["text"]) if kind == "trouble" else None)
         except sw.ShardwiseError as error:
             return type(error).__name__, str(error), said
@@ -152,6 +175,41 @@ def test_metrics_that_cannot_be_written_do_not_cost_the_training(ranks, folder):
     assert load_file(folder / "run/weights/model.safetensors")
     (said,) = first[2]
     assert "training goes on, its figures are not kept" in said
+
+
+def kept(folder):
+    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "run/checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_a_checkpoint_that_does_not_fit_does_not_end_the_training(ranks, folder, background):
+    words = ("--train.steps=5", "--checkpoint.every=1", "--checkpoint.keep=9", f"--checkpoint.background={background}")
+    first, second = ranks.run(_train, 2, folder, "", *words, full_at=(2, 3))
+    assert first[:2] == second[:2] == ("done", "")
+    assert kept(folder) == [1, 4, 5] and load_file(folder / "run/weights/model.safetensors")
+    assert [text.partition(":")[0] for text in first[2]] == [
+        f"the checkpoint {folder}/run/checkpoints/step-0000000{step}" for step in (2, 3)
+    ]
+    assert all("1.00 MiB are free" in text and "the next save tries again" in text for text in first[2])
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_a_last_checkpoint_that_does_not_fit_is_an_error_once_the_weights_are_there(ranks, folder, background):
+    words = ("--train.steps=4", "--checkpoint.every=2", f"--checkpoint.background={background}")
+    first, second = ranks.run(_train, 2, folder, "", *words, full_at=(4,))
+    assert first[:2] == second[:2] and first[0] == "CheckpointError" and first[2] == []
+    assert f"the checkpoint {folder}/run/checkpoints/step-00000004" in first[1]
+    assert f"; the weights are whole, in {folder}/run/weights" in first[1]
+    assert kept(folder) == [2] and load_file(folder / "run/weights/model.safetensors")
+    again = ranks.run(_train, 2, folder, "", *words)  # the disk has room again
+    assert [kind for kind, *_ in again] == ["done", "done"] and kept(folder) == [2, 4]
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_refused_before_the_first_step(ranks, folder):
+    words = ("--checkpoint.every=1", "--checkpoint.export=null")
+    for kind, text, _ in ranks.run(_train, 2, folder, "no room at the start", *words):
+        assert kind == "ConfigError" and "MiB for a checkpoint" in text and "--checkpoint.every=null" in text
+    assert not (folder / "run").exists()
 
 
 # ---- a real disk ---------------------------------------------------------------------------------------------------

@@ -3,11 +3,12 @@
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from shardwise.config.schema import RunConfig
+from shardwise.errors import CheckpointError
 from shardwise.state.checkpoint.keeping import steps_in
 from shardwise.state.checkpoint.manager import CheckpointManager
 from shardwise.state.together import together
@@ -26,6 +27,7 @@ class RunCheckpoints:
         folder: where they are.
         are_there: whether there is a run to go on from.
         changes: what is configured otherwise than in that run, and takes effect.
+        unsaved: why the last save failed; None where it did not. Equal on every rank.
 
     Raises:
         ConfigError: on every rank; what is configured otherwise would have no effect, or makes another run of it.
@@ -39,6 +41,7 @@ class RunCheckpoints:
         self.are_there: bool
         self.changes: list[str]
         self.are_there, self.changes = world.broadcast(found)
+        self.unsaved: CheckpointError | None = None
         self._manager: CheckpointManager | None = None
 
     def _look(self) -> tuple[bool, list[str]]:
@@ -56,14 +59,16 @@ class RunCheckpoints:
             os.rename(self.folder, next(name for name in names if not name.exists()))
 
     @contextlib.contextmanager
-    def opened(self, step: TrainStep, last: dict[str, Any]) -> Iterator[None]:
+    def opened(self, step: TrainStep, last: dict[str, Any], emit: Callable[..., None]) -> Iterator[None]:
         """Within, checkpoints are made, if the run asks for them; after, they are on disk.
 
         Args:
             step: what is saved.
             last: figures of the run that a resumed one has from the beginning.
+            emit: is told of saves that failed: ``emit("trouble", text=...)``.
         """
         kept = self.config.checkpoint
+        self._emit = emit
         together(self.world, "moving older checkpoints aside", self._move_aside, on_main=True)
         if kept.every is None and kept.stop_after_s is None and not self.are_there:
             yield
@@ -91,16 +96,41 @@ class RunCheckpoints:
         return self._manager.step.num_steps  # type: ignore[attr-defined]
 
     def save(self, done: int) -> None:
-        """Saves if it is time, and at the end of the run.
+        """Saves if it is time, and at the end of the run. A save that fails (a full disk) has changed nothing: the run goes on, and
+        the next one tries again.
 
         Raises:
             Stopped: the run was asked to stop, and has saved.
+            CheckpointError: the run was asked to stop, and could not save.
         """
         if self._manager is None:
             return
-        every = self.config.checkpoint.every
-        at_end = every is not None and done == self.config.train.steps
-        self._manager.save_every(done if at_end else every)
+        kept, stops = self.config.checkpoint, self.world.stop.agreed is not None
+        is_last = kept.every is not None and done == self.config.train.steps
+        every = done if is_last else kept.every
+        if not stops and (every is None or done % every):
+            return
+        self.settle()
+        try:
+            self._manager.save_every(every)
+            self.unsaved = None
+        except CheckpointError as error:
+            if stops:
+                raise
+            self._failed(error, is_last=is_last)
+
+    def settle(self, *, is_over: bool = False) -> None:
+        """Waits for what is being written, and notes whether it failed; no other save comes where the run ``is_over``."""
+        if self._manager is not None:
+            try:
+                self._manager.wait()
+            except CheckpointError as error:
+                self._failed(error, is_last=is_over)
+
+    def _failed(self, error: CheckpointError, *, is_last: bool) -> None:
+        self.unsaved = error
+        if not is_last:  # of the last one, the run's own error tells
+            self._emit("trouble", text=f"{error.given}: {error.why}; training goes on, and the next save tries again")
 
 
 class _Figures:

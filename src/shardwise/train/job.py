@@ -24,6 +24,7 @@ from shardwise.config.schema import RunConfig
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.parallel import describe, recipe_of
 from shardwise.state import check_dtypes, save_weights, weights_bytes
+from shardwise.state.checkpoint.commit import SPARE
 from shardwise.train.checkpoints import RunCheckpoints
 from shardwise.train.data import Loader
 from shardwise.train.evaluate import evaluate
@@ -63,7 +64,8 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
     Raises:
         ConfigError: the disk has no room for what the run will write, or the run that it would go on with is another one;
             before the first step.
-        CheckpointError: at the end, where weights or metrics could not be written; it says what is kept, and where.
+        CheckpointError: at the end, where weights, the last checkpoint or metrics could not be written; it says what is kept, and
+            where.
         Stopped: the run was asked to stop, and has saved.
 
     Returns:
@@ -82,14 +84,15 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
     step = make_step(config, model)
     run = _Run(config=config, world=world, corpus=corpus, model=model, step=step, emit=emit)
     run.check_space()
-    with checkpoints.opened(step, run.last):
+    with checkpoints.opened(step, run.last, emit):
         run.resume(checkpoints)
         run.open_files()
         run.introduce()
         run.complete("before")
         run.all_steps(checkpoints)
+        checkpoints.settle(is_over=True)
     run.complete("after")
-    run.export()
+    run.export(checkpoints.unsaved)
     return run.last
 
 
@@ -137,12 +140,19 @@ class _Run:
         problem: ConfigError | None = None
         if self.world.is_main:
             try:
-                check_space(self.config, weights_bytes(self.model))
+                check_space(self.config, weights_bytes(self.model), self.checkpoint_bytes())
             except ConfigError as error:
                 problem = error
         problem = self.world.broadcast(problem)
         if problem is not None:
             raise problem
+
+    def checkpoint_bytes(self) -> int:
+        """Size of a checkpoint, with what a save leaves free: an estimate."""
+        trained = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
+        optim = self.config.optim
+        moments = 2 if optim.name == "adamw" else int(optim.momentum > 0)
+        return weights_bytes(self.model) + moments * trained + SPARE
 
     def resume(self, checkpoints: RunCheckpoints) -> None:
         """Goes on from the newest checkpoint, if there is one; all ranks take part."""
@@ -292,8 +302,9 @@ class _Run:
         self.tell("val", step=done, **{name: float(value) for name, value in figures.items()})
         self.emit("phase", text="training")
 
-    def export(self) -> None:
-        """Writes the final weights; all ranks take part."""
+    def export(self, unsaved: CheckpointError | None) -> None:
+        """Writes the final weights; all ranks take part. Only then the error of the last checkpoint is raised, or that of the
+        metrics."""
         name = self.config.checkpoint.export
         kept = "no weights were asked for"
         if name is not None:
@@ -305,7 +316,7 @@ class _Run:
             self.tell("weights", path=str(self.folder / name))
         if self.metrics is not None:
             self.metrics.close()
-        unwritten = self.world.broadcast(self.unwritten)
+        unwritten = self.world.broadcast(unsaved or self.unwritten)
         if unwritten is not None:
             raise CheckpointError(unwritten.given, why=f"{unwritten.why}; {kept}", fix=unwritten.fix) from unwritten
 

@@ -27,12 +27,14 @@ def small_files_bytes(config: RunConfig) -> int:
     return lines * METRICS_LINE + TEXTS + (PICTURE if log.plot else 0)
 
 
-def check_space(config: RunConfig, weights_bytes: int | None = None) -> None:
+def check_space(config: RunConfig, weights_bytes: int | None = None, checkpoint_bytes: int | None = None) -> None:
     """Refuses a run whose files do not fit on the disk. What others write meanwhile, and quotas, it cannot see.
 
     Args:
         config: the run.
         weights_bytes: size of the final weights; None where the model is not built yet.
+        checkpoint_bytes: that of a checkpoint and of what a save leaves free; None likewise. One has to fit: with less room, none
+            would ever be written.
 
     Raises:
         ConfigError: with what is needed and what is free.
@@ -41,18 +43,24 @@ def check_space(config: RunConfig, weights_bytes: int | None = None) -> None:
     needs = [(folder, small, f"{human_bytes(small)} of metrics, picture and texts", "log.dir")]
     if export is not None and weights_bytes is not None:
         needs.append((folder / export, weights_bytes, f"{human_bytes(weights_bytes)} of weights", "checkpoint.export"))
+    kept = config.checkpoint
+    if checkpoint_bytes is not None and (kept.every is not None or kept.stop_after_s is not None):
+        text = f"{human_bytes(checkpoint_bytes)} for a checkpoint"
+        needs.append((folder / "checkpoints", checkpoint_bytes, text, "log.dir"))
     if export is not None and (os.path.isabs(export) or (folder / export).exists()):
         _check_folder(folder / export)
     disks = [_standing(path).stat().st_dev for path, *_ in needs]
     for disk in dict.fromkeys(disks):
         here = [need for need, its in zip(needs, disks, strict=True) if its == disk]
+        places = [need[0] for need in here]
         path, total = here[0][0], sum(need[1] for need in here)
         size, _, free = shutil.disk_usage(_standing(path))
         if size and free < total:  # a file system of no size (/proc) does not count; writing there tells what is wrong
             raise ConfigError(
                 f"{here[0][3]}: {str(path)!r}, with {human_bytes(free)} free on its disk",
                 why=f"the run will write about {human_bytes(total)}: {', '.join(need[2] for need in here)}",
-                fix=f"free {human_bytes(total - free)} there, or name a folder on another disk: --{here[0][3]}=PATH",
+                fix=f"free {human_bytes(total - free)} there, or name a folder on another disk: --{here[0][3]}=PATH"
+                + ("; or keep no checkpoints: --checkpoint.every=null" if folder / "checkpoints" in places else ""),
             )
 
 
