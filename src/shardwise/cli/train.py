@@ -244,7 +244,7 @@ def _report(folder: "RunFolder", result: dict[str, Any], no_picture: str | None)
     final = f"validation loss {val:.4f} {unit}" if val is not None else f"training loss {result['loss']:.4f} {unit}"
     display.row("result", f"{final} after {result['steps']} steps in {seconds_text(result['seconds'])}")
     if result["num_skipped"]:
-        display.row("skipped", _skipped_text(folder.config, result["num_skipped"]))
+        display.row("skipped", _skipped_text(folder.config, result["num_skipped"], result["steps"]))
     display.row("proof", result["proof"]["text"])
     display.row("files", "\n".join(folder.files(picture=no_picture is None)) or "none")
     if no_picture is not None:
@@ -255,11 +255,10 @@ def _report(folder: "RunFolder", result: dict[str, Any], no_picture: str | None)
         display.say(f"{'try' if n == 0 else '':<9}  {command:<{width}}  # {shows}")
 
 
-def _skipped_text(config: "RunConfig", count: int) -> str:
+def _skipped_text(config: "RunConfig", count: int, steps: int) -> str:
     """How many steps changed nothing, and what may help."""
     from shardwise.config.options import precision_of
 
-    steps = config.train.steps
     text = (
         f"{count} of {steps} steps, not finite: {'nothing was trained' if count == steps else 'they changed nothing'}"
     )

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,24 @@ class RunCheckpoints:
         return self.folder.is_dir() and bool(steps_in(self.folder))
 
     def _move_aside(self) -> None:
-        """Those of an older run, where this one starts anew."""
-        if not self.config.checkpoint.resume and self._are_some():
-            names = (self.folder.with_name(f"{self.folder.name}.previous-{n}") for n in itertools.count(1))
-            os.rename(self.folder, next(name for name in names if not name.exists()))
+        """Those of an older run, where this one starts anew. Beside the directory that they are in: where there is a link to
+        another disk, new ones go there too."""
+        if self.config.checkpoint.resume or not self._are_some():
+            return
+        place = self.folder.resolve()
+        names = (place.with_name(f"{place.name}.previous-{n}") for n in itertools.count(1))
+        aside = next(name for name in names if not name.exists())
+        try:
+            os.rename(place, aside)
+            if self.folder.is_symlink():
+                place.mkdir()
+                shutil.copymode(aside, place)
+        except OSError as error:  # it is where a disk is mounted, or what is above it is somebody else's
+            raise CheckpointError(
+                f"the older checkpoints in {place}",
+                why=f"they cannot be moved aside, to {aside}: {error.strerror or error}",
+                fix="move them away yourself, or name another folder: --log.dir=PATH",
+            ) from error
 
     @contextlib.contextmanager
     def opened(self, step: TrainStep, last: dict[str, Any], emit: Callable[..., None]) -> Iterator[None]:

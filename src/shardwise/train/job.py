@@ -163,6 +163,7 @@ class _Run:
             return
         put_on_schedule(self.step)
         steps = self.config.train.steps
+        self.last["steps"] = max(steps, self.done)
         rest = f"{steps - self.done} of {steps} steps are left" if self.done < steps else f"all {steps} steps are done"
         more = "" if self.done < steps else "; --train.steps=N goes on"
         text = f"from step {self.done} of {checkpoints.folder}: {rest}{more} (--fresh starts anew)"
@@ -335,7 +336,7 @@ class _Run:
             if self.world.is_main and (saved is None or saved.parent != folder):
                 with contextlib.suppress(OSError):
                     folder.rmdir()
-        steps = f"{self.config.train.steps} steps"
+        steps = f"{self.last['steps']} steps"
         if saved is None:
             outcome = f"no other place had room either, so the weights of these {steps} are lost"
             fix = "free space or name a folder on another disk (--log.dir=PATH), and run again"

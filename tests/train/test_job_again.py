@@ -1,0 +1,74 @@
+"""A run that is started again in its folder: with fewer steps than it has done, and anew where its checkpoints lie elsewhere."""
+
+from pathlib import Path
+
+import pytest
+
+import shardwise as sw
+from shardwise.config import load_config
+from shardwise.train import job
+
+TINY = (
+    "--model.args={dim: 32, num_layers: 1, ffn: 48}", "--data.seq_len=32", "--data.val_fraction=0", "--train.eval_every=0",
+    "--log.plot=false", "--launch.device=cpu", "--checkpoint.every=1",
+)  # fmt: skip
+
+
+def train(folder, steps, *words):
+    config = load_config(None, [*TINY, f"--log.dir={folder}", f"--train.steps={steps}", *words]).config
+    with sw.init("dp_shard=2", device="cpu", timeout_s=30) as world:
+        try:
+            return job.train(config, world, lambda kind, **fields: None)
+        except sw.ShardwiseError as error:
+            return f"{type(error).__name__}: {error.given}: {error.why}"
+
+
+def kept(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+
+
+def test_a_run_that_has_done_more_steps_than_it_is_asked_for_says_how_many(ranks, tmp_path):
+    first = ranks.run(train, 2, tmp_path, 3)[0]
+    again = ranks.run(train, 2, tmp_path, 2)[0]
+    assert first["steps"] == again["steps"] == 3 and first["loss"] == again["loss"]
+    assert kept(tmp_path / "checkpoints") == [1, 2, 3]
+
+
+@pytest.fixture
+def linked(tmp_path):
+    """A run's folder, whose checkpoints are a link to another place."""
+    (tmp_path / "disk/mine").mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoints").symlink_to(tmp_path / "disk/mine")
+    return tmp_path
+
+
+def test_a_run_that_starts_anew_goes_on_using_the_disk_that_its_checkpoints_are_linked_to(ranks, linked):
+    folder, disk = linked / "run", linked / "disk"
+    ranks.run(train, 2, folder, 2)
+    for number, steps in ((1, 3), (2, 1)):
+        ranks.run(train, 2, folder, steps, "--checkpoint.resume=false")
+        assert (folder / "checkpoints").is_symlink() and kept(disk / "mine") == list(range(1, steps + 1))
+        assert kept(disk / f"mine.previous-{number}") == ([1, 2], [1, 2, 3])[number - 1]
+    assert [path.name for path in folder.glob("checkpoints*")] == ["checkpoints"]
+
+
+def refused(folder):
+    patch = pytest.MonkeyPatch()
+
+    def rename(source, dest):
+        raise OSError(16, "Device or resource busy")
+
+    patch.setattr("shardwise.train.checkpoints.os.rename", rename)
+    try:
+        return train(folder, 1, "--checkpoint.resume=false")
+    finally:
+        patch.undo()
+
+
+def test_checkpoints_that_cannot_be_moved_aside_are_told_and_stay(ranks, linked):
+    ranks.run(train, 2, linked / "run", 2)
+    for told in ranks.run(refused, 2, linked / "run"):
+        assert "cannot be moved aside, to" in told and "Device or resource busy" in told
+        assert told.startswith(f"CheckpointError: the older checkpoints in {linked}/disk/mine: ")
+    assert kept(linked / "disk/mine") == [1, 2]
