@@ -354,21 +354,23 @@ def test_a_journal_whose_files_have_been_moved_to_their_place_is_not_believed(go
     check(dest, good.tensors)
 
 
-def test_what_a_kill_between_two_renames_left_is_removed_by_the_next(good, tmp_path):
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_kill_around_the_exchange_leaves_the_older_result_or_the_new_one(good, tmp_path, when):
     dest = tmp_path / "out"
     job = Conversion(source=good.file, dest=dest, to="hf", overwrite=True)
     convert(job)
-    replace_ = os.replace
+    real, other = journal.exchange, replace(job, dtype="bfloat16", keep=("f",))
 
     def dies(a, b):
-        if Path(b) == dest:
-            raise KeyboardInterrupt
-        replace_(a, b)
+        if when == "after":
+            real(a, b)
+        raise KeyboardInterrupt
 
-    with patch.object(os, "replace", dies), pytest.raises(KeyboardInterrupt):
-        convert(replace(job, dtype="bfloat16", keep=("f",)))
-    assert not dest.exists()
-    convert(replace(job, dtype="bfloat16", keep=("f",)))
+    with patch.object(journal, "exchange", dies), pytest.raises(KeyboardInterrupt):
+        convert(other)
+    expected = torch.bfloat16 if when == "after" else good.tensors["a.weight"].dtype
+    assert loaded(open_source(dest))["a.weight"].dtype == expected
+    convert(other)
     assert loaded(open_source(dest))["a.weight"].dtype == torch.bfloat16
     assert os.listdir(tmp_path) == ["out"]
 

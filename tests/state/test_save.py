@@ -345,14 +345,14 @@ def test_what_comes_into_the_older_directory_meanwhile_goes_along_at_any_depth(t
     dest.chmod(0o2770)
     staged = staging.Staged(dest)
     (staged.path / "model.safetensors").write_text("new")
-    kept = staging._exchange
+    kept = staging.exchange
 
     def late(a, b):
         (dest / "logs" / "b").write_text("b")
         (dest / "c").write_text("c")
         kept(a, b)
 
-    monkeypatch.setattr(staging, "_exchange", late)
+    monkeypatch.setattr(staging, "exchange", late)
     staged.commit()
     staged.close()
     assert sorted(str(p.relative_to(dest)) for p in dest.rglob("*")) == [

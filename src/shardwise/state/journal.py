@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import CheckpointError
-from shardwise.state.staging import sync_folder
+from shardwise.state.staging import exchange, sync_folder
 
 __all__ = ["Workplace", "fingerprint_of"]
 
@@ -149,29 +149,10 @@ class Workplace:
             single: the file that is the result; None: all of the folder is.
         """
         result = self.files if single is None else self.files / single
-        aside = self.dest.with_name(f".{self.dest.name}.replaced")
         sync_folder(self.files)
         if single is not None or not os.path.lexists(self.dest):
             os.replace(result, self.dest)
         else:
-            _remove(aside)
-            self._exchange(result, aside)
+            exchange(result, self.dest)  # from here on the older one is in the folder
         sync_folder(self.dest.parent)
-        _remove(aside)  # also of an attempt that was killed between its two renames
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _exchange(self, result: Path, aside: Path) -> None:
-        os.rename(self.dest, aside)
-        try:
-            os.replace(result, self.dest)
-        except OSError:
-            os.rename(aside, self.dest)
-            raise
-
-
-def _remove(path: Path) -> None:
-    """Whatever stands there; a link, and not what it leads to."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from shardwise.errors import CheckpointError
 
-__all__ = ["Staged", "check_place", "remove_left_overs", "sync_folder"]
+__all__ = ["Staged", "check_place", "exchange", "remove_left_overs", "sync_folder"]
 
 _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
 _OF_A_MODEL = re.compile(r"model\.safetensors(\.index\.json)?|model-\d{5}-of-\d{5}\.safetensors")
@@ -72,7 +72,7 @@ class Staged:
             _take_along(self.dest, self.path)
         sync_folder(self.path)
         if older:
-            _exchange(self.path, self.dest)  # from here on self.path is the old one
+            exchange(self.path, self.dest)  # from here on self.path is the old one
             if keeps_others:
                 _take_late(self.path, self.dest)
         else:
@@ -196,8 +196,8 @@ def _link(source: str | Path, target: str | Path) -> None:
         shutil.copy2(source, target, follow_symlinks=False)
 
 
-def _exchange(a: Path, b: Path) -> None:
-    """Two directories change names."""
+def exchange(a: Path, b: Path) -> None:
+    """Two directories change names, in one step where the system can."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     here = -100  # AT_FDCWD of fcntl.h
     if rename is not None and rename(here, os.fsencode(a), here, os.fsencode(b), _EXCHANGE) == 0:
