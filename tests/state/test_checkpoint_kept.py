@@ -1,8 +1,10 @@
 """What a run keeps beside its weights: each of it comes back, as it was when save was called, and nothing of another's."""
 
 import copy
+import json
 import shutil
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -118,6 +120,42 @@ def apart(root: str) -> tuple:
 def test_ranks_that_see_different_checkpoints_under_one_name_all_refuse(ranks, tmp_path):
     for told, unchanged in ranks.run(apart, 2, str(tmp_path)):
         assert told is not None and "ranks see different ones under this name" in told and unchanged
+
+
+def damaged_for_one(root: str) -> tuple:
+    """Two checkpoints, the newer with a byte changed that rank 1 alone reads; what loading each says and leaves."""
+    world, model, step = make("dp_shard=2", dim=600)
+    values, own = runtime_of(model).local_tensors(), {}
+    with world, sw.CheckpointManager(root, step, async_save=False) as manager:
+        for number in (1, 2):
+            step._runtime.step = number
+            manager.save()
+            own[number] = {name: value.clone() for name, value in values.items()}
+            for value in values.values():
+                value.add_(1)
+        if world.is_main:
+            path = Path(root, "step-00000002", "model.safetensors")
+            content = bytearray(path.read_bytes())
+            size = int.from_bytes(content[:8], "little")
+            begin, end = json.loads(content[8 : 8 + size])["blocks.1.lin.weight"]["data_offsets"]
+            content[8 + size + begin + (end - begin) * 3 // 4] ^= 1  # far from what rank 0 reads, by whole blocks
+            path.write_bytes(content)
+        world.barrier()
+        before, told = {name: value.clone() for name, value in values.items()}, None
+        try:
+            manager.load(2)
+        except sw.CheckpointError as error:
+            told = str(error)
+        unchanged = equal(dict(values), before)
+        with warnings.catch_warnings(record=True):
+            warnings.simplefilter("always")
+            return told, unchanged, manager.load(), equal(dict(values), own[1])
+
+
+def test_damage_that_one_rank_alone_reads_is_damage_to_all_before_anything_changes(ranks, tmp_path):
+    for told, *rest in ranks.run(damaged_for_one, 2, str(tmp_path)):
+        assert told is not None and "(on rank 1)" in told and "not what was written there" in told
+        assert rest == [True, 1, True]
 
 
 def within_a_window(root: str) -> tuple:
