@@ -153,6 +153,8 @@ class Workplace:
         if single is not None or not os.path.lexists(self.dest):
             os.replace(result, self.dest)
         else:
-            exchange(result, self.dest)  # from here on the older one is in the folder
+            os.ftruncate(self._journal, 0)  # what it says is not of the older result, which the folder has from here on
+            os.fsync(self._journal)
+            exchange(result, self.dest)
         sync_folder(self.dest.parent)
         shutil.rmtree(self.folder, ignore_errors=True)
