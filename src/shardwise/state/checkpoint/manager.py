@@ -286,8 +286,12 @@ class CheckpointManager:
 
     def wait(self) -> None:
         """Returns when nothing is being written any more, and raises what went wrong. All ranks must call it."""
-        if self._background is not None:
-            self._background.wait()
+        try:
+            if self._background is not None:
+                self._background.wait()
+        except BaseException:
+            self._saved_step = None if self._saved_step is None else -1  # not what was trained last
+            raise
         notes, self._late_notes = self._late_notes, []
         self._warn(notes)
 
