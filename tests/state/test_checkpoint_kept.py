@@ -2,7 +2,7 @@
 
 import copy
 import json
-import shutil
+import os
 import threading
 import warnings
 from pathlib import Path
@@ -193,14 +193,16 @@ def saved_beside_damage(root: str, how: str) -> list[list[int]]:
             manager.save()
             folder = Path(root, "step-00000002")
             if number == 2 and world.is_main:
-                shutil.rmtree(folder / "training") if how == "half" else (folder / "manifest.json").unlink()
+                os.truncate(folder / "model.safetensors", 100) if how == "short" else os.unlink(
+                    folder / "manifest.json"
+                )
             world.barrier()
             found.append(sorted(int(path.name[5:]) for path in Path(root).glob("step-*")))
             world.barrier()
     return found[2:]
 
 
-@pytest.mark.parametrize("how", ["half", "no manifest"])
+@pytest.mark.parametrize("how", ["short", "no manifest"])
 def test_a_checkpoint_that_is_not_whole_takes_the_place_of_none_that_is(ranks, tmp_path, how):
     third, fourth = ranks.run(saved_beside_damage, 2, str(tmp_path), how)[0]
     assert third == [1, 2, 3]  # two of them are whole
