@@ -141,6 +141,47 @@ def test_a_root_that_is_a_file_is_told(ranks, tmp_path):
         assert isinstance(error, sw.CheckpointError) and "file" in error.given
 
 
+def test_a_read_only_root_is_told_on_every_rank(ranks, tmp_path):
+    with mounted(tmp_path / "disk", "ro") as disk:
+        for name in ("", "below/it"):
+            for error in ranks.run(refused, 2, str(disk / name)):
+                assert isinstance(error, sw.CheckpointError)
+                assert str(disk / name) in error.given and "Read-only file system" in error.why
+
+
+def turned_read_only(root) -> list[str]:
+    """The directory takes no new names at the second of three saves, as on a disk that was remounted after a fault."""
+    world, _, step = make("dp_shard=2")
+    real, told = Path.mkdir, []
+
+    def refuses(self, *args, **kwargs):
+        if ".saving-" in self.name and step.num_steps == 2:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
+        return real(self, *args, **kwargs)
+
+    with world, sw.CheckpointManager(root, step, keep=None, extra={"average": Average()}, async_save=False) as manager:
+        Path.mkdir = refuses
+        try:
+            for window, _ in zip(
+                manager.resume(sw.Loader(Texts(), world, global_batch=12, micro_batch=1)), range(3), strict=False
+            ):
+                step(window)
+                try:
+                    manager.save()
+                except sw.CheckpointError as error:
+                    told.append(str(error))
+        finally:
+            Path.mkdir = real
+    return told
+
+
+def test_a_directory_that_turned_read_only_is_told_on_every_rank_and_training_goes_on(ranks, tmp_path):
+    for told in ranks.run(turned_read_only, 2, str(tmp_path)):
+        (error,) = told
+        assert "step-00000002" in error and "Read-only file system" in error
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000001", "step-00000003"]
+
+
 def test_a_second_job_on_one_directory_is_refused_and_a_dead_one_is_not_in_the_way(ranks, tmp_path):
     code = (
         "import sys, time; from pathlib import Path; from shardwise.launch.lock import try_lock;"

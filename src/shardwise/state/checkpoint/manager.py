@@ -130,8 +130,15 @@ class CheckpointManager:
                 why=f"it is one checkpoint: {place}",
                 fix=f"name the directory that it lies in: {place.parent}",
             )
-        root.mkdir(parents=True, exist_ok=True)
-        self._lock, owner = try_lock(root / ".lock")
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            self._lock, owner = try_lock(root / ".lock")
+        except OSError as error:
+            raise CheckpointError(
+                f"the directory {root} for checkpoints",
+                why=f"it cannot be used: {error.strerror or error}",
+                fix="name a directory that can be written",
+            ) from error
         if self._lock is None:
             raise CheckpointError(
                 f"the checkpoints in {root}",
