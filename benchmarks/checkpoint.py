@@ -290,7 +290,9 @@ def verified(megabytes: int, folder: str, rounds: int) -> tuple[float, float]:
     seconds: dict[bool, list[float]] = {True: [], False: []}
     with sw.init("dp_shard=-1", device="cpu") as world:
         step = make(world, megabytes, steps=1)
-        restore.restore(Path(folder) / "latest", step.model, step.optim, {})  # from the disk; those that count, from memory
+        restore.restore(
+            Path(folder) / "latest", step.model, step.optim, {}
+        )  # from the disk; those that count, from memory
         for number in range(2 * rounds):
             compares = number % 2 == 0
             reading.sum_of = real if compares else _Believed  # type: ignore[assignment]
