@@ -18,7 +18,7 @@ import torch
 from shardwise.state.checkpoint.manifest import MANIFEST, FileFact, Manifest
 from shardwise.state.checkpoint.sums import BLOCK, Sums, put_together
 
-__all__ = ["KINDS", "Kind", "Runs", "flip", "sign"]
+__all__ = ["KINDS", "Kind", "Runs", "flip", "sign", "swap_stretches", "zero"]
 
 Kind = Callable[[random.Random, Path, Path], None]
 STATE, REST = "training/state.json", "training/rest.safetensors"
@@ -38,6 +38,25 @@ class Runs:
 def flip(rng: random.Random, path: Path, low: int = 0) -> None:
     data = bytearray(path.read_bytes())
     data[rng.randrange(low, len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+
+
+def swap_stretches(rng: random.Random, path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    size = rng.randrange(1, 200)
+    while True:
+        a, b = rng.randrange(len(data) - size), rng.randrange(len(data) - size)
+        if abs(a - b) >= size and data[a : a + size] != data[b : b + size]:
+            break
+    data[a : a + size], data[b : b + size] = data[b : b + size], data[a : a + size]
+    path.write_bytes(data)
+
+
+def zero(rng: random.Random, path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    start = rng.randrange(len(data) - 64)
+    start = next(i for i in range(start, -1, -1) if any(data[i : i + 64]))
+    data[start : start + 4096] = bytes(min(4096, len(data) - start))
     path.write_bytes(data)
 
 
@@ -104,24 +123,11 @@ def of_another_step(rng, folder, other):
 
 
 def swapped_stretches(rng, folder, other):
-    path = folder / rng.choice(TENSORS)
-    data = bytearray(path.read_bytes())
-    size = rng.randrange(1, 200)
-    while True:
-        a, b = rng.randrange(len(data) - size), rng.randrange(len(data) - size)
-        if abs(a - b) >= size and data[a : a + size] != data[b : b + size]:
-            break
-    data[a : a + size], data[b : b + size] = data[b : b + size], data[a : a + size]
-    path.write_bytes(data)
+    swap_stretches(rng, folder / rng.choice(TENSORS))
 
 
 def zeroed(rng, folder, other):
-    path = folder / rng.choice(TENSORS)
-    data = bytearray(path.read_bytes())
-    start = rng.randrange(len(data) - 64)
-    start = next(i for i in range(start, -1, -1) if any(data[i : i + 64]))
-    data[start : start + 4096] = bytes(min(4096, len(data) - start))
-    path.write_bytes(data)
+    zero(rng, folder / rng.choice(TENSORS))
 
 
 def manifest_of_another(rng, folder, other):

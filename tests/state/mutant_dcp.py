@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from state.mutant_checkpoints import Kind, Runs, flip
+from state.mutant_checkpoints import Kind, Runs, flip, swap_stretches, zero
 from state.runs import Average, Texts, equal, make
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -147,24 +147,11 @@ def of_another_step(rng, folder, other):
 
 
 def swapped_stretches(rng, folder, other):
-    path = folder / rng.choice(DATA)
-    data = bytearray(path.read_bytes())
-    size = rng.randrange(1, 200)
-    while True:
-        a, b = rng.randrange(len(data) - size), rng.randrange(len(data) - size)
-        if abs(a - b) >= size and data[a : a + size] != data[b : b + size]:
-            break
-    data[a : a + size], data[b : b + size] = data[b : b + size], data[a : a + size]
-    path.write_bytes(data)
+    swap_stretches(rng, folder / rng.choice(DATA))
 
 
 def zeroed(rng, folder, other):
-    path = folder / rng.choice(DATA)
-    data = bytearray(path.read_bytes())
-    start = rng.randrange(len(data) - 64)
-    start = next(i for i in range(start, -1, -1) if any(data[i : i + 64]))
-    data[start : start + 4096] = bytes(min(4096, len(data) - start))
-    path.write_bytes(data)
+    zero(rng, folder / rng.choice(DATA))
 
 
 def manifest_of_another(rng, folder, other):
