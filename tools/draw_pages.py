@@ -153,8 +153,8 @@ def _checkpoint(run: Callable[..., list]) -> dict[str, dict[str, Any]]:
     from state.test_checkpoint_kill import AtPoint, saving
 
     from shardwise import RankError
-    from shardwise.state.checkpoint.manifest import step_of, steps_in
     from shardwise.state.checkpoint.points import POINTS
+    from shardwise.state.vouched.manifest import step_of, steps_in
 
     found = {}
     for point in POINTS:

@@ -1,7 +1,8 @@
 """Check the shape of the house: imports point down, torch-free rooms stay so, private torch names have one home.
 
 The source is parsed, not run. A *room* is a module or folder right under the package; rooms are ordered, and a room
-imports only rooms before it, wherever the import stands. ``if TYPE_CHECKING:`` imports cost nothing at run time and are
+imports only rooms before it, wherever the import stands; some folders are the roof of their room, and are
+imported by nothing beside them in it. ``if TYPE_CHECKING:`` imports cost nothing at run time and are
 let through::
 
     python tools/house.py            # exit 1, with a line per fault
@@ -35,6 +36,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("cli",),
 )
 TORCH_FREE = ("errors", "config", "layout", "recipe", "launch", "plan", "cli")
+ROOFS = (("state", "checkpoint"),)  # folders on top of their room: nothing beside them in it imports them
 FACES = ("__init__", "__main__")  # of the package itself: they stand before the house and open into any room
 
 
@@ -67,7 +69,11 @@ def _upward(tree: ast.Module, module: tuple[str, ...], level: dict[str, int]) ->
             continue
         for target in _imported(node, module):
             parts = target.split(".")
-            if parts[0] != module[0] or parts[1:2] == [room]:
+            if parts[0] != module[0]:
+                continue
+            if parts[1:2] == [room]:
+                if tuple(parts[1:3]) in ROOFS and module[1:3] != tuple(parts[1:3]):
+                    yield node.lineno, f"imports {target}, which is built on top of {room}"
                 continue
             other = parts[1] if len(parts) > 1 else ""
             if other not in level:

@@ -49,16 +49,23 @@ def test_ls_names_each_and_what_is_wrong_with_it(root, capsys):
 
 
 @pytest.mark.parametrize("action", ["ls", "show", "verify", "prune"])
-def test_the_folder_of_a_run_says_where_its_checkpoints_are(root, capsys, action):
+def test_the_folder_of_a_run_stands_for_the_checkpoints_in_it(root, capsys, action):
+    words = ["--keep", "1"] if action == "prune" else []
     root.rename(root.parent / "checkpoints")  # as shardwise train keeps them
     (root.parent / "metrics.jsonl").write_text("")
-    words = ["--keep", "1"] if action == "prune" else []
-    told = say(capsys, action, root.parent, *words, status=1)
-    assert "whose checkpoints lie one deeper" in told and f"name {root.parent / 'checkpoints'}" in told
-    assert len(list((root.parent / "checkpoints").glob("step-*"))) == 4
-    if action == "ls":
-        assert cli.main(["convert", str(root.parent), f"{root.parent}-out"]) == 1
-        assert f"name {root.parent / 'checkpoints'}" in capsys.readouterr().err
+    told = say(capsys, action, root.parent, *words)
+    left = sorted(path.name for path in (root.parent / "checkpoints").glob("step-*"))
+    if action == "prune":
+        assert str(root.parent / "checkpoints" / "step-00000003") in told and left == ["step-00000004"]
+    else:
+        assert "4" in told and len(left) == 4
+        assert told == say(capsys, action, root.parent / "checkpoints")
+
+
+def test_weights_of_the_folder_of_a_run_are_not_guessed(root, capsys):
+    root.rename(root.parent / "checkpoints")
+    assert cli.main(["convert", str(root.parent), f"{root.parent}-out"]) == 1
+    assert f"name {root.parent / 'checkpoints'}" in capsys.readouterr().err
 
 
 def test_show_tells_what_is_in_one_and_the_newest_of_a_directory(root, capsys):

@@ -11,10 +11,10 @@ from state.mutant_checkpoints import KINDS
 from state.runs import Average, equal, make, run
 
 import shardwise as sw
-from shardwise.state.checkpoint.manifest import MANIFEST
 from shardwise.state.checkpoint.opened import SavedRun
 from shardwise.state.checkpoint.restore import restore
 from shardwise.state.source import open_source
+from shardwise.state.vouched.manifest import MANIFEST
 
 
 @pytest.fixture(scope="module")

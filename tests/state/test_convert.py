@@ -22,8 +22,7 @@ from stored_subjects import loaded, same_bytes
 
 from shardwise.config.keymap import load_map, rules_of
 from shardwise.errors import CheckpointError, ConfigError, RankError, UnsupportedError, VerifyError
-from shardwise.state import convert as engine
-from shardwise.state import journal
+from shardwise.state import copying, journal
 from shardwise.state.checkpoint.opened import SavedRun
 from shardwise.state.convert import Conversion, convert
 from shardwise.state.source import open_source
@@ -79,7 +78,7 @@ def check_with_stock_libraries(path: Path, to: str, tensors: dict[str, torch.Ten
 @pytest.mark.parametrize("kind", ["file", "folder", "torch_file", "torch_folder", "dcp"])
 def test_every_pair_of_kinds(good, tmp_path, kind, to):
     dest, sizes = tmp_path / KINDS[to], {"hf": 150, "dcp": 150, "shardwise": 150, "safetensors": None, "torch": None}
-    with patch.object(engine, "BUFFER", 48), patch.object(dcp_target, "CHUNK", 32):  # many blocks, many chunks
+    with patch.object(copying, "BUFFER", 48), patch.object(dcp_target, "CHUNK", 32):  # many blocks, many chunks
         done = convert(Conversion(source=getattr(good, kind), dest=dest, to=to, verify=True, max_shard_bytes=sizes[to]))
         # And back to where it came from.
         convert(Conversion(source=dest, dest=tmp_path / "back.pt", to="torch", verify=True))
@@ -180,7 +179,7 @@ def llama(tmp_path_factory) -> Path:
 def test_llama_goes_to_other_names_and_back(llama, tmp_path, there, back, to):
     original = loaded(open_source(llama))
     dest = tmp_path / KINDS[to]
-    with patch.object(engine, "BUFFER", 96):  # blocks that cut heads
+    with patch.object(copying, "BUFFER", 96):  # blocks that cut heads
         convert(Conversion(source=llama, dest=dest, to=to, rules=load_map(there), verify=True))
     found = loaded(open_source(dest))
     assert {
@@ -316,7 +315,7 @@ def test_another_source_or_other_options_start_anew(ranks, good, tmp_path):
 def test_a_journal_cut_anywhere_is_gone_on_from(good, tmp_path):
     dest, folder = tmp_path / "out.pt", tmp_path / ".out.pt.converting"
     with (
-        patch.object(engine.Workplace, "commit", side_effect=OSError(28, "No space left on device")),
+        patch.object(journal.Workplace, "commit", side_effect=OSError(28, "No space left on device")),
         pytest.raises(CheckpointError, match="No space"),
     ):
         convert(Conversion(source=good.file, dest=dest, to="torch"))
@@ -348,7 +347,7 @@ def test_a_journal_whose_files_have_been_moved_to_their_place_is_not_believed(go
     check(dest, good.tensors)
     shutil.rmtree(dest) if dest.is_dir() else dest.unlink()
     assert (tmp_path / f".{dest.name}.converting" / "journal").read_text().count("\n") > 1
-    with patch.object(engine, "write_at", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with patch.object(copying, "write_at", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         convert(job)  # the files are made again, empty, and nothing is in them yet
     assert convert(job).num_resumed == 0
     check(dest, good.tensors)
@@ -480,7 +479,7 @@ def test_the_working_directory_is_not_replaced_under_ones_feet(good, tmp_path, m
 
 def test_a_full_disk_leaves_nothing_behind(good, tmp_path):
     with (
-        patch.object(engine, "reserve", side_effect=OSError(28, "No space left on device")),
+        patch.object(copying, "reserve", side_effect=OSError(28, "No space left on device")),
         pytest.raises(CheckpointError, match="No space left"),
     ):
         convert(Conversion(source=good.file, dest=tmp_path / "out", to="hf"))
@@ -495,7 +494,7 @@ def test_two_at_one_destination_are_refused(good, tmp_path):
 
 
 def test_a_difference_is_found_before_anything_is_moved(good, tmp_path):
-    write = engine.write_at
+    write = copying.write_at
 
     def spoils(descriptor, memory, offset):
         write(descriptor, memory, offset)
@@ -506,7 +505,7 @@ def test_a_difference_is_found_before_anything_is_moved(good, tmp_path):
     spoils.at = tensors["b.weight"].chunks[0].offset
     convert(Conversion(source=good.file, dest=tmp_path / "fine.safetensors", to="safetensors"))
     spoils.at = open_source(tmp_path / "fine.safetensors").tensors["b.weight"].chunks[0].offset
-    with patch.object(engine, "write_at", spoils), pytest.raises(VerifyError) as caught:
+    with patch.object(copying, "write_at", spoils), pytest.raises(VerifyError) as caught:
         convert(Conversion(source=good.file, dest=tmp_path / "out.safetensors", to="safetensors", verify=True))
     assert caught.value.name == "b.weight"
     assert not (tmp_path / "out.safetensors").exists()

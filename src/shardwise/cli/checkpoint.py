@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
-ROOM = "shardwise.state.checkpoint"
+# Imported when they are used: they need torch, and the help of a command does not.
+MANIFEST = "shardwise.state.vouched.manifest"
+OPENED = "shardwise.state.checkpoint.opened"
+KEEPING = "shardwise.state.checkpoint.keeping"
 
 
 def add_arguments(parser: Parser) -> None:
@@ -42,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
             why="there is no such directory",
             fix="look for a slip in the path; a run keeps its checkpoints in the directory that CheckpointManager was given",
         )
-    return _ACTIONS[args.action](path, args)
+    return _ACTIONS[args.action](_place(path), args)
 
 
 def _check_effects(args: argparse.Namespace) -> None:
@@ -66,20 +69,26 @@ def _check_effects(args: argparse.Namespace) -> None:
         )
 
 
+def _place(path: Path) -> Path:
+    """The directory of checkpoints, or the checkpoint, that is meant: of the folder of a run, the directory in it."""
+    manifest = importlib.import_module(MANIFEST)
+    path = path.resolve()
+    below = path / "checkpoints"  # where shardwise train keeps them
+    goes_deeper = not _is_checkpoint(path) and not manifest.steps_in(path) and below.is_dir()
+    return below if goes_deeper and manifest.steps_in(below) else path
+
+
+def _is_checkpoint(path: Path) -> bool:
+    manifest = importlib.import_module(MANIFEST)
+    return (path / manifest.MANIFEST).exists() or manifest.step_of(path) is not None
+
+
 def _folders(path: Path) -> list[Path]:
     """The checkpoint that ``path`` is, or those in it, oldest first."""
-    manifest = importlib.import_module(f"{ROOM}.manifest")
-    path = path.resolve()
-    if (path / manifest.MANIFEST).exists() or manifest.step_of(path) is not None:
+    manifest = importlib.import_module(MANIFEST)
+    if _is_checkpoint(path):
         return [path]
     found = [path / manifest.folder_name(step) for step in manifest.steps_in(path)]
-    below = path / "checkpoints"  # where shardwise train keeps them
-    if not found and below.is_dir() and manifest.steps_in(below):
-        raise CheckpointError(
-            f"the directory {path}",
-            why="it is the folder of a run, whose checkpoints lie one deeper",
-            fix=f"name {below}",
-        )
     if not found:
         raise CheckpointError(
             f"the directory {path}",
@@ -111,7 +120,7 @@ def _facts(saved: "SavedRun") -> dict[str, Any]:
 
 def _asked(folder: Path, ask: Callable[["SavedRun"], dict[str, Any]]) -> dict[str, Any]:
     """What ``ask`` finds, with the path; or what is wrong."""
-    opened = importlib.import_module(f"{ROOM}.opened")
+    opened = importlib.import_module(OPENED)
     try:
         with opened.SavedRun(folder) as saved:
             return {"path": str(folder), "problem": None, **ask(saved)}
@@ -179,29 +188,28 @@ def _verify(path: Path, args: argparse.Namespace) -> int:
 
 
 def _prune(path: Path, args: argparse.Namespace) -> int:
-    keeping = importlib.import_module(f"{ROOM}.keeping")
+    manifest, keeping = importlib.import_module(MANIFEST), importlib.import_module(KEEPING)
     folders = _folders(path)
     rule = keeping.Keeping(last=args.keep, every=args.keep_every, best=_best_of(folders))
-    root = path.resolve()
-    if folders == [root]:
+    if folders == [path]:
         raise ConfigError(
             f"shardwise checkpoint prune {path}",
             why="that is one checkpoint",
-            fix=f"name the directory it is in: {root.parent}",
+            fix=f"name the directory it is in: {path.parent}",
         )
-    lock, owner = try_lock(root / ".lock")
+    lock, owner = try_lock(path / ".lock")
     if lock is None:
         raise CheckpointError(
-            f"the checkpoints in {root}",
+            f"the checkpoints in {path}",
             why=f"a run is using them (process {owner})",
             fix="let the run prune: CheckpointManager(keep=...), or wait for its end",
         )
     with lock:
         if not args.dry_run:
-            keeping.remove_removed(root)
-        gone = rule.superfluous(root, max(keeping.steps_in(root)), None)
+            keeping.remove_removed(path)
+        gone = rule.superfluous(path, max(manifest.steps_in(path)), None)
         for step in gone:
-            folder = root / importlib.import_module(f"{ROOM}.manifest").folder_name(step)
+            folder = path / manifest.folder_name(step)
             print(f"{'would remove' if args.dry_run else 'removed'} {folder}")
             if not args.dry_run:
                 keeping.remove(folder)

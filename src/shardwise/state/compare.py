@@ -10,10 +10,10 @@ import torch
 from shardwise.errors import VerifyError
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.state.boxes import blocks, whole
-from shardwise.state.checkpoint.verified import VerifiedFiles
 from shardwise.state.files import BUFFER
 from shardwise.state.outgoing import Outgoing
 from shardwise.state.source import open_source
+from shardwise.state.vouched.files import VerifiedFiles
 
 __all__ = ["compare", "forget_pages"]
 

@@ -5,26 +5,16 @@ killed (:mod:`shardwise.state.journal`), and nothing stands at the destination b
 """
 
 import json
-import os
 import time
-import zlib
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from shardwise.config.conversion import Conversion
 from shardwise.errors import CheckpointError
-from shardwise.recipe import DTYPE_BYTES
-from shardwise.state.boxes import blocks
-from shardwise.state.checkpoint.manifest import step_of
-from shardwise.state.checkpoint.sums import Sums
-from shardwise.state.checkpoint.verified import VerifiedFiles, Vouched
 from shardwise.state.compare import compare, forget_pages
+from shardwise.state.copying import Copying, Progress
 from shardwise.state.destination import check_destination
-from shardwise.state.files import BUFFER, OpenFiles
 from shardwise.state.filing import SHARD_BYTES
 from shardwise.state.formats.folder import companions_of
 from shardwise.state.journal import Workplace, fingerprint_of
@@ -32,7 +22,6 @@ from shardwise.state.outgoing import Outgoing, config_beside, files_of, outgoing
 from shardwise.state.source import open_source
 from shardwise.state.stored import Source
 from shardwise.state.targets import (
-    Fixed,
     Plan,
     plan_checkpoint,
     plan_dcp,
@@ -40,14 +29,12 @@ from shardwise.state.targets import (
     plan_safetensors,
     plan_torch_file,
 )
-from shardwise.state.writing import reserve, write_at
+from shardwise.state.vouched.files import VerifiedFiles, Vouched
+from shardwise.state.vouched.manifest import step_of
 
 __all__ = ["Conversion", "Converted", "convert"]
 
 _ANEW = "an earlier attempt was of another source or had other options; it was started anew"
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, the bytes of it that are done, and all of them."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +87,9 @@ def _put_together(job: Conversion, todo: "_Todo", progress: Progress) -> tuple[i
         work.trust({number: piece.file for number, piece in enumerate(todo.plan.pieces)}, todo.plan.files)
         resumed = sum(todo.plan.pieces[piece].num_bytes for piece in work.done)
         try:
-            _copy(todo, work, reader, progress)
+            with Copying(todo.plan, todo.items, todo.beside, work) as copying:
+                copying.values(reader, progress)
+                copying.rest()
         except OSError:
             work.discard_if_empty()
             raise
@@ -200,88 +189,3 @@ def _config_of(source: Source, data: bytes) -> dict[str, Any]:
         why=f"it is no JSON object ({content if isinstance(content, ValueError) else type(content).__name__})",
         fix="repair it, or move it away",
     )
-
-
-def _copy(todo: _Todo, work: Workplace, reader: VerifiedFiles, progress: Progress) -> None:
-    """Every piece that is not there yet, then everything that is no value."""
-    plan, items = todo.plan, {item.name: item for item in todo.items}
-    descriptors = {
-        name: os.open(work.files / name, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-        for name in (*plan.files, *todo.beside)
-    }
-    total = sum(piece.num_bytes for piece in plan.pieces)
-    done = sum(plan.pieces[piece].num_bytes for piece in work.done)
-    sums = dict(work.done)
-    vouching = Sums() if plan.manifest is not None else None
-
-    def write(number: int, memory: memoryview, position: int) -> None:
-        piece = plan.pieces[number]
-        if vouching is not None:
-            vouching.add_part(piece.file, plan.files[piece.file], piece.offset + position, memory)
-        if plan.summed:
-            sums[number] = zlib.crc32(memory, sums.get(number, 0))
-        write_at(descriptors[piece.file], memory, piece.offset + position)
-        if position + len(memory) == piece.num_bytes:
-            work.note(number, sums.get(number, 0), descriptors[piece.file], piece.num_bytes)
-
-    # A block is read into one buffer while the block before it is written from the other.
-    buffers = [torch.empty(BUFFER, dtype=torch.uint8) for _ in range(2)]
-    try:
-        for name, size in plan.files.items():
-            reserve(descriptors[name], size)
-        progress("converting", done, total)
-        with ThreadPoolExecutor(1) as writer:
-            written: Future[None] | None = None
-            for number, piece in enumerate(plan.pieces):
-                position = 0
-                for box in blocks(piece.box, BUFFER // DTYPE_BYTES[piece.dtype]) if number not in work.done else ():
-                    memory = items[piece.name].block(box, buffers[0], reader).numpy().data
-                    if written is not None:
-                        written.result()
-                    written = writer.submit(write, number, memory, position)
-                    buffers.reverse()
-                    position, done = position + len(memory), done + len(memory)
-                    progress("converting", done, total)
-            if written is not None:
-                written.result()
-        work.sync()
-        for name, data in todo.beside.items():
-            os.ftruncate(descriptors[name], len(data))
-        fixed = plan.finish([sums.get(number, 0) for number in range(len(plan.pieces))])
-        fixed += [Fixed(name, 0, data) for name, data in todo.beside.items()]
-        for part in fixed:
-            write_at(descriptors[part.file], memoryview(part.data), part.offset)
-        if plan.manifest is not None and vouching is not None:
-            sizes = {**plan.files, **{name: len(data) for name, data in todo.beside.items()}}
-            for part in fixed:
-                vouching.add_part(part.file, sizes[part.file], part.offset, memoryview(part.data))
-            _sum_done(plan, work, vouching)
-            last = plan.manifest(sizes, vouching)
-            descriptors[last.file] = os.open(
-                work.files / last.file, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o666
-            )
-            write_at(descriptors[last.file], memoryview(last.data), 0)
-        for descriptor in descriptors.values():
-            os.fsync(descriptor)
-    finally:
-        work.close_files(descriptors.values())
-
-
-def _sum_done(plan: Plan, work: Workplace, vouching: Sums) -> None:
-    """What an earlier attempt has written is read again: it was summed in a process that is no more."""
-    memory = memoryview(bytearray(BUFFER))
-    with OpenFiles() as files:
-        for number, checksum in work.done.items():
-            piece, found = plan.pieces[number], 0
-            for position in range(0, piece.num_bytes, BUFFER):
-                part = memory[: min(BUFFER, piece.num_bytes - position)]
-                files.read(work.files / piece.file, piece.offset + position, part)
-                vouching.add_part(piece.file, plan.files[piece.file], piece.offset + position, part)
-                found = zlib.crc32(part, found)
-            if found != checksum:
-                raise CheckpointError(
-                    f"converting to {work.dest}: {piece.file}",
-                    why="what an earlier attempt wrote there is no longer what it was",
-                    fix="look at the disk, and add --fresh to start anew",
-                    name=piece.name,
-                )

@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.state.checkpoint.manifest import MANIFEST, is_manifest
 from shardwise.state.formats.folder import COMPANIONS
 from shardwise.state.staging import check_place
+from shardwise.state.vouched.manifest import MANIFEST, is_manifest
 
 __all__ = ["check_destination"]
 

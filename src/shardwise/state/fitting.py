@@ -12,13 +12,13 @@ from shardwise.anatomy import dtype_of
 from shardwise.errors import CheckpointError
 from shardwise.parallel import Runtime
 from shardwise.state.boxes import Box, blocks, whole
-from shardwise.state.checkpoint.verified import VerifiedFiles
 from shardwise.state.extra import extra_names
 from shardwise.state.files import BUFFER, OpenFiles
 from shardwise.state.names import Matched, Rename, Wanted, match_names
 from shardwise.state.report import LoadReport, shortened
 from shardwise.state.source import open_source
 from shardwise.state.stored import Source, Stored, is_rounded
+from shardwise.state.vouched.files import VerifiedFiles
 
 __all__ = ["Plan", "Rules", "all_of", "own_boxes", "plan_of"]
 

@@ -18,7 +18,6 @@ from shardwise.errors import CheckpointError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.values import scatter_values
 from shardwise.state.boxes import Box
-from shardwise.state.checkpoint.verified import VerifiedFiles
 from shardwise.state.extra import set_extra_states
 from shardwise.state.files import BUFFER
 from shardwise.state.filling import Filling, refuse_left_half
@@ -27,6 +26,7 @@ from shardwise.state.names import Rename
 from shardwise.state.report import LoadReport
 from shardwise.state.stored import Stored
 from shardwise.state.together import together
+from shardwise.state.vouched.files import VerifiedFiles
 
 __all__ = ["load_weights"]
 

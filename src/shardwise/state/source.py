@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.config.conversion import FOREIGN
 from shardwise.errors import CheckpointError, UsageError
-from shardwise.state.checkpoint.weights import home_of, newest_in, open_weights
 from shardwise.state.extra import EXTRA_STATE
 from shardwise.state.formats import (
     METADATA,
@@ -23,6 +22,7 @@ from shardwise.state.formats import (
     open_torch_file,
 )
 from shardwise.state.stored import HeldTensor, Source
+from shardwise.state.vouched.weights import home_of, newest_in, open_weights
 
 __all__ = ["open_source"]
 

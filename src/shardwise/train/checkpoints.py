@@ -10,9 +10,9 @@ from typing import Any
 
 from shardwise.config.schema import RunConfig
 from shardwise.errors import CheckpointError
-from shardwise.state.checkpoint.keeping import steps_in
 from shardwise.state.checkpoint.manager import CheckpointManager
 from shardwise.state.together import together
+from shardwise.state.vouched.manifest import steps_in
 from shardwise.train.data import Loader
 from shardwise.train.going_on import changes_since, texts_of
 from shardwise.train.step import TrainStep

@@ -25,9 +25,8 @@ from shardwise.config.render import dump_config, flow_text
 from shardwise.config.schema import RunConfig
 from shardwise.config.sources import EXTENSIONS
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.state.checkpoint.keeping import steps_in
-from shardwise.state.checkpoint.manifest import folder_name
 from shardwise.state.checkpoint.opened import SavedRun
+from shardwise.state.vouched.manifest import folder_name, steps_in
 from shardwise.train.corpus import pydoc_text
 
 __all__ = ["changes_since", "file_sample", "texts_of"]

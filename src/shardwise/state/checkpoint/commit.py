@@ -25,13 +25,13 @@ import torch
 from shardwise.errors import CheckpointError
 from shardwise.recipe import human_bytes
 from shardwise.state.checkpoint.contents import REST, Contents
-from shardwise.state.checkpoint.manifest import MANIFEST, FileFact, Manifest, folder_name
 from shardwise.state.checkpoint.points import reach
-from shardwise.state.checkpoint.sums import Sums, Told, put_together
 from shardwise.state.checkpoint.writer import BlockWriter
 from shardwise.state.save import TOKEN, sees_token
 from shardwise.state.staging import Staged, remove_left_overs, sync_folder
 from shardwise.state.together import Peers, together
+from shardwise.state.vouched.manifest import MANIFEST, FileFact, Manifest, folder_name
+from shardwise.state.vouched.sums import Sums, Told, put_together
 from shardwise.state.writing import opened, reserve, stretches, write_at
 from shardwise.world import package_versions
 

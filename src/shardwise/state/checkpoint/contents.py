@@ -29,9 +29,7 @@ from shardwise.errors import ConfigError, UsageError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.runtime import has_runtime
 from shardwise.recipe import DTYPE_BYTES
-from shardwise.state.checkpoint.manifest import MANIFEST, is_inside
 from shardwise.state.checkpoint.plain import to_plain, to_text
-from shardwise.state.checkpoint.sums import sum_of
 from shardwise.state.companions import companion_files
 from shardwise.state.extra import extra_states
 from shardwise.state.filing import SHARD_BYTES, Filing, Part, PlannedFile, filing_of, parts_of, planned_files
@@ -40,6 +38,8 @@ from shardwise.state.formats.safetensors import CODES
 from shardwise.state.optimizer import agreed_kinds, settings_of
 from shardwise.state.together import together
 from shardwise.state.views import view_of_all
+from shardwise.state.vouched.manifest import MANIFEST, is_inside
+from shardwise.state.vouched.sums import sum_of
 from shardwise.state.writing import stretches
 from shardwise.world.rng import streams
 
@@ -172,7 +172,6 @@ def contents_of(
     own: Callable[[], Mapping[str, Any]],
     extra: Mapping[str, Any],
     texts: Mapping[str, bytes],
-    max_shard_bytes: int = SHARD_BYTES,
 ) -> Contents:
     """Takes down what has to be saved; tensors are those of the run, not copies. All ranks must call it.
 
@@ -182,7 +181,6 @@ def contents_of(
         own: gives name -> JSON-like value with tensors: the step's state, the loader's position.
         extra: as :func:`check_extra` lets them pass.
         texts: further files, by path.
-        max_shard_bytes: size of one file of tensors at most, in bytes.
 
     Raises:
         UnsupportedError: on every rank; state that is neither JSON nor a tensor, by name.
@@ -198,12 +196,12 @@ def contents_of(
     models = {"": model, **{f"{EXTRA}/{name}/": other for name, other in extra.items() if is_sharded(other)}}
     for other in models.values():
         runtime_of(other).check_values()
-    groups = [_weights(prefix, other, max_shard_bytes, found, notes) for prefix, other in models.items()]
+    groups = [_weights(prefix, other, found, notes) for prefix, other in models.items()]
     # Code of the user's, which may fail on one rank alone: the others would wait for it in the next exchange.
     place = "a checkpoint, taking down what modules and extra objects keep"
     plain = together(world, place, lambda: _plain_states(own(), models, extra, tensors))
     if optim is not None:
-        group, plain["optimizer"] = _optimizer(runtime, optim, max_shard_bytes, tensors)
+        group, plain["optimizer"] = _optimizer(runtime, optim, tensors)
         groups += [group] if group is not None else []
     digests = _digests(plain, tensors)
     mine: dict[str, Tensor] = {}
@@ -288,11 +286,11 @@ def held_extra(state: Mapping[str, Any]) -> dict[str, bool]:
     return dict.fromkeys(state["extra"], False) | dict.fromkeys(weights, True)
 
 
-def _weights(prefix: str, model: nn.Module, max_shard_bytes: int, texts: dict[str, bytes], notes: list[str]) -> Group:
+def _weights(prefix: str, model: nn.Module, texts: dict[str, bytes], notes: list[str]) -> Group:
     runtime = runtime_of(model)
     params = runtime.recipe.params.values()
     align = _align(sum(math.prod(param.shape) * DTYPE_BYTES[param.storage] for param in params))
-    filing = filing_of(runtime, max_shard_bytes=max_shard_bytes, align=align)
+    filing = filing_of(runtime, max_shard_bytes=SHARD_BYTES, align=align)
     beside, told = companion_files(runtime)
     index = filing.index()
     texts |= {prefix + name: content for name, content in beside.items()}
@@ -301,9 +299,7 @@ def _weights(prefix: str, model: nn.Module, max_shard_bytes: int, texts: dict[st
     return Group(prefix, runtime, filing, runtime.local_tensors())
 
 
-def _optimizer(
-    runtime: Runtime, optim: torch.optim.Optimizer, max_shard_bytes: int, tensors: dict[str, Tensor]
-) -> tuple[Group | None, Any]:
+def _optimizer(runtime: Runtime, optim: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> tuple[Group | None, Any]:
     kinds = agreed_kinds(runtime, optim, "a checkpoint, taking down the optimizer's state")
     kept = {name: dict(optim.state.get(runtime.parameters[name], {})) for name in kinds}
     cut: dict[str, Tensor] = {}
@@ -330,7 +326,7 @@ def _optimizer(
     group = None
     if cut:
         align = _align(sum(math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in facts.values()))
-        files = planned_files(facts, max_shard_bytes=max_shard_bytes, align=align, stem=OPTIMIZER)
+        files = planned_files(facts, max_shard_bytes=SHARD_BYTES, align=align, stem=OPTIMIZER)
         group = Group("", runtime, Filing(files, views), cut, by_stored=True)
     return group, to_plain(told, "optimizer", tensors)
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.state.checkpoint.manifest import Manifest, folder_name, steps_in
 from shardwise.state.checkpoint.opened import SavedRun
+from shardwise.state.vouched.manifest import Manifest, folder_name, steps_in
 
-__all__ = ["Keeping", "remove", "remove_removed", "steps_in"]
+__all__ = ["Keeping", "remove", "remove_removed"]
 
 _REMOVING = ".removing-"
 

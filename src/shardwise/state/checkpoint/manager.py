@@ -9,38 +9,20 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TextIO
+from typing import Any, NoReturn
 
-import torch
-from torch import nn
-
-from shardwise.errors import CheckpointError, ConfigError, Stopped, UsageError
-from shardwise.launch.lock import let_go, try_lock
+from shardwise.errors import ConfigError, Stopped, UsageError
 from shardwise.parallel import runtime_of
 from shardwise.state.checkpoint.background import Background
 from shardwise.state.checkpoint.commit import write_checkpoint
 from shardwise.state.checkpoint.contents import Contents, check_extra, check_texts, contents_of
-from shardwise.state.checkpoint.keeping import Keeping, remove, remove_removed, steps_in
-from shardwise.state.checkpoint.manifest import MANIFEST, DamagedError, folder_name, is_manifest, step_of
+from shardwise.state.checkpoint.directory import Directory
+from shardwise.state.checkpoint.keeping import Keeping
 from shardwise.state.checkpoint.points import reach
-from shardwise.state.checkpoint.restore import Restored, restore
-from shardwise.state.staging import remove_left_overs
-from shardwise.state.together import Peers, together
+from shardwise.state.checkpoint.returning import Returning, Step, check_step
+from shardwise.state.together import Peers
 
 __all__ = ["CheckpointManager"]
-
-
-class Step(Protocol):
-    """What is asked of a :class:`~shardwise.TrainStep`."""
-
-    model: nn.Module
-    optim: torch.optim.Optimizer
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-    def check_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class CheckpointManager:
@@ -98,7 +80,7 @@ class CheckpointManager:
         stop_after_s: float | None = None,
     ):
         check_extra(extra or {})
-        _check_step(step)
+        check_step(step)
         self.step, self.extra = step, dict(extra or {})
         check_texts(texts or {})
         _check_limit(stop_after_s)
@@ -106,14 +88,10 @@ class CheckpointManager:
         self._world = self._runtime.world
         self._keeping = Keeping(last=keep, every=keep_every, best=best)
         self._texts = {path: text.encode() for path, text in (texts or {}).items()}
-        self._loader: Any = None
-        self._restored: Restored | None = None
-        self._left_behind: list[int] = []  # steps of checkpoints that resuming has passed over
         self._saved_step: int | None = None
         self._late_notes: list[str] = []  # of the thread that writes, for the next call
-        self._lock: TextIO | None = None
-        together(self._world, "opening a checkpoint directory", lambda: self._open(Path(root)), on_main=True)
-        self.root: Path = self._world.broadcast(Path(root).resolve())
+        self._directory = Directory(self._world, Path(root))
+        self._returning = Returning(self._directory, step, self.extra)
         self._background = Background(self._world) if async_save else None
         if self._background is not None:
             weakref.finalize(self, self._background.tell)
@@ -121,32 +99,6 @@ class CheckpointManager:
         self._until_closed = contextlib.ExitStack()
         self._until_closed.enter_context(self._world.stop.heeded(stop_after_s))
         self._world.before_close.append(weakref.WeakMethod(self.close))
-
-    def _open(self, root: Path) -> None:
-        place = root.resolve()  # of "runs/a/latest" too
-        if step_of(place) is not None or is_manifest(place / MANIFEST):
-            raise CheckpointError(
-                f"the directory {root} for checkpoints",
-                why=f"it is one checkpoint: {place}",
-                fix=f"name the directory that it lies in: {place.parent}",
-            )
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            self._lock, owner = try_lock(root / ".lock")
-        except OSError as error:
-            raise CheckpointError(
-                f"the directory {root} for checkpoints",
-                why=f"it cannot be used: {error.strerror or error}",
-                fix="name a directory that can be written",
-            ) from error
-        if self._lock is None:
-            raise CheckpointError(
-                f"the checkpoints in {root}",
-                why=f"another run is using them (process {owner}), and one would prune the other's",
-                fix="wait for it, or name another directory",
-            )
-        remove_left_overs(root)
-        remove_removed(root)
 
     def __enter__(self) -> "CheckpointManager":
         return self
@@ -193,9 +145,12 @@ class CheckpointManager:
             self._world.before_close.remove(weakref.WeakMethod(self.close))
         if self._background is not None:
             self._background.let_go()
-        if self._lock is not None:
-            let_go(self._lock)
-            self._lock = None
+        self._directory.let_go()
+
+    @property
+    def root(self) -> Path:
+        """The directory, as rank 0 has it, without links."""
+        return self._directory.root
 
     # ---- saving ----------------------------------------------------------------------------------------------
 
@@ -228,7 +183,7 @@ class CheckpointManager:
     def _stop(self, reason: str) -> NoReturn:
         self.wait()
         self._world.stop.settle()
-        stopped = Stopped(reason, self._runtime.step, str(self.root / folder_name(self._runtime.step)))
+        stopped = Stopped(reason, self._runtime.step, str(self._directory.folder(self._runtime.step)))
         if self._world.is_main and self.says_stop:
             print(f"shardwise: {stopped}", file=sys.stderr, flush=True)  # Python says nothing of a SystemExit
         raise stopped
@@ -272,7 +227,7 @@ class CheckpointManager:
             self.step.optim,
             own=lambda: {
                 "step": self.step.state_dict(),
-                "loader": self._position(),
+                "loader": self._returning.position(),
                 "figure": figure,
                 "best": self._keeping.best,
                 "time": _now(),
@@ -280,16 +235,16 @@ class CheckpointManager:
             extra=self.extra,
             texts=self._texts,
         )
-        self._refuse_behind(contents.step)
+        going_on = self._returning.restored is not None or self._saved_step is not None
+        self._directory.refuse_behind(contents.step, going_on, self._returning.left_behind)
         self._warn(contents.notes)
-        dest = self.root / folder_name(contents.step)
         write = functools.partial(self._write, figure)
         if self._background is None:
             write(self._world, contents)
         else:
             self._background.begin(contents, write)
         self._saved_step = contents.step
-        return dest
+        return self._directory.folder(contents.step)
 
     def wait(self) -> None:
         """Returns when nothing is being written any more, and raises what went wrong. All ranks must call it."""
@@ -313,40 +268,11 @@ class CheckpointManager:
         """On rank 0, when the newest is on disk: what goes wrong now is no fault of a save, and told by the next call."""
         reach("pruning")
         try:
-            self._put_aside(newest)
-            for step in self._keeping.superfluous(self.root, newest, figure):
-                remove(self.root / folder_name(step))
+            self._directory.put_aside(newest, self._returning.left_behind)
+            self._directory.prune(self._keeping, newest, figure)
         except OSError as error:
             self._late_notes.append(f"older checkpoints in {self.root} were not removed: {error}")
         reach("pruned")
-
-    def _position(self) -> Any:
-        return None if self._loader is None else self._loader.state_dict()
-
-    def _refuse_behind(self, step: int) -> None:
-        """A checkpoint that is older than others there would not be the one that a resumed run takes; and those of a run that
-        this one has nothing to do with would be pruned."""
-        steps = together(self._world, "looking for other checkpoints", lambda: steps_in(self.root), on_main=True)
-        steps = self._world.broadcast(steps)
-        if steps and self._restored is None and self._saved_step is None:
-            raise CheckpointError(
-                f"a checkpoint of step {step} in {self.root}",
-                why=f"there are those of an earlier run (step {', '.join(map(str, steps[-3:]))}), which this one has not gone on from",
-                fix="go on from them: resume(loader) or load(); or name another directory",
-            )
-        if any(other > step and other not in self._left_behind for other in steps):
-            raise CheckpointError(
-                f"a checkpoint of step {step} in {self.root}",
-                why="there are newer ones, of a run that went on from another point: the next resume would take those",
-                fix="name another directory, or move the newer ones away",
-            )
-
-    def _put_aside(self, step: int) -> None:
-        """Newer checkpoints that could not be read must not stand before this one; they are kept under another name."""
-        for other in self._left_behind:
-            folder = self.root / folder_name(other)
-            if other > step and folder.exists():
-                os.replace(folder, folder.with_name(f"damaged-{folder.name}-{time.time_ns():x}"))
 
     # ---- loading ---------------------------------------------------------------------------------------------
 
@@ -358,18 +284,9 @@ class CheckpointManager:
             CheckpointError: there are checkpoints, and none of them can be read.
             ConfigError: a loader that cannot say where it is.
         """
-        if not all(hasattr(loader, name) for name in ("state_dict", "load_state_dict")):
-            raise ConfigError(
-                f"resume({type(loader).__name__})",
-                why="it has no state_dict() and load_state_dict(), by which its position is saved",
-                fix="use sw.Loader, or give it both methods",
-            )
-        is_first, self._loader = self._loader is None, loader
-        if is_first and self._restored is None:
-            self.load()
-        elif is_first and self._restored is not None:  # load() came first, and had nobody to tell
-            self._check_own(self._restored.own)
-            self._warn(self._place_loader(self._restored))
+        if self._returning.loader is None:  # the first epoch: a checkpoint may be loaded
+            self.wait()
+        self._warn(self._returning.place(loader))
         return iter(loader)
 
     def load(self, step: int | None = None) -> int | None:
@@ -386,60 +303,13 @@ class CheckpointManager:
                 the run has changed then.
         """
         self.wait()
-        steps = self._world.broadcast(
-            together(self._world, "looking for checkpoints", lambda: steps_in(self.root), on_main=True)
-        )
-        if step is not None:
-            if step not in steps:
-                raise CheckpointError(
-                    f"the checkpoint of step {step} in {self.root}",
-                    why=f"there are those of {', '.join(map(str, steps))}" if steps else "there is none",
-                    fix="name one of them" if steps else "look for a slip in the path",
-                )
-            return self._load(step)
-        problems: list[DamagedError] = []
-        for found in reversed(steps):
-            try:
-                loaded = self._load(found)
-            except DamagedError as error:
-                problems.append(error)
-                self._left_behind.append(found)
-                continue
-            self._warn([f"resumed from step {found}: {_told(problems)}"] if problems else [])
-            return loaded
-        if problems:
-            raise CheckpointError(
-                f"the checkpoints in {self.root}",
-                why=f"none of them can be read: {_told(problems)}",
-                fix="copy one there that is whole, or name another directory to start anew",
-            ) from problems[0]
-        return None
-
-    def _load(self, step: int) -> int:
-        restored = restore(self.root / folder_name(step), self.step.model, self.step.optim, self.extra, self._check_own)
-        self.step.load_state_dict(restored.own["step"])
-        self._warn([*restored.notes, *self._place_loader(restored)])
-        self._restored = restored
-        return restored.step
-
-    def _place_loader(self, restored: Restored) -> list[str]:
-        """Puts the loader, if there is one, where the checkpoint has it; what the user should know."""
-        position = restored.own.get("loader")
-        if self._loader is None:
-            return []
-        if position is None:
-            return [f"{restored.folder} holds no position in the data: it begins anew"]
-        self._loader.load_state_dict(position)
-        return []
+        loaded, notes = self._returning.newest() if step is None else self._returning.load(step)
+        self._warn(notes)
+        return loaded
 
     def _warn(self, notes: Iterable[str]) -> None:
         for note in notes if self._world.is_main else ():
             warnings.warn(note, stacklevel=_to_the_caller())
-
-    def _check_own(self, own: Mapping[str, Any]) -> None:
-        self.step.check_state_dict(own["step"])
-        if self._loader is not None and own.get("loader") is not None and hasattr(self._loader, "check_state_dict"):
-            self._loader.check_state_dict(own["loader"])
 
 
 def _to_the_caller() -> int:
@@ -450,20 +320,6 @@ def _to_the_caller() -> int:
     return level
 
 
-def _check_step(step: Any) -> None:
-    lacking = [
-        name
-        for name in ("model", "optim", "state_dict", "load_state_dict", "check_state_dict")
-        if getattr(step, name, None) is None
-    ]
-    if lacking:
-        raise ConfigError(
-            f"CheckpointManager(root, {type(step).__name__})",
-            why=f"it has no {', '.join(lacking)}",
-            fix="give the TrainStep: CheckpointManager(root, step)",
-        )
-
-
 def _check_limit(stop_after_s: float | None) -> None:
     is_number = isinstance(stop_after_s, int | float) and not isinstance(stop_after_s, bool)
     if stop_after_s is not None and not (is_number and stop_after_s > 0):
@@ -472,10 +328,6 @@ def _check_limit(stop_after_s: float | None) -> None:
             why="it is a number of seconds above 0",
             fix="use 3600, or None for no limit",
         )
-
-
-def _told(problems: list[DamagedError]) -> str:
-    return "; ".join(f"{error.given}: {error.why}" for error in problems)
 
 
 def _now() -> str:

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from shardwise.errors import CheckpointError
 from shardwise.state.checkpoint.contents import OPTIMIZER, REST, STATE, held_extra
-from shardwise.state.checkpoint.manifest import Manifest, damaged
 from shardwise.state.checkpoint.plain import from_plain, parse
-from shardwise.state.checkpoint.verified import VerifiedFiles, Vouched
 from shardwise.state.files import BUFFER
 from shardwise.state.formats.safetensors import tensors_in
 from shardwise.state.stored import FileTensor
+from shardwise.state.vouched.files import VerifiedFiles, Vouched
+from shardwise.state.vouched.manifest import Manifest, damaged
 
 __all__ = ["SavedRun"]
 

@@ -17,9 +17,7 @@ from shardwise.parallel import Runtime, runtime_of
 from shardwise.recipe import extents
 from shardwise.state.boxes import Box
 from shardwise.state.checkpoint.contents import EXTRA, held_extra, is_sharded
-from shardwise.state.checkpoint.manifest import DamagedError, damaged
 from shardwise.state.checkpoint.opened import SavedRun
-from shardwise.state.checkpoint.verified import VerifiedFiles
 from shardwise.state.extra import set_extra_states
 from shardwise.state.filling import Filling
 from shardwise.state.fitting import Plan, Rules, own_boxes, plan_of
@@ -27,6 +25,8 @@ from shardwise.state.formats import open_folder
 from shardwise.state.optimizer import fitting_state, install_state
 from shardwise.state.stored import FileTensor
 from shardwise.state.together import together
+from shardwise.state.vouched.files import VerifiedFiles
+from shardwise.state.vouched.manifest import DamagedError, damaged
 from shardwise.world.rng import set_streams
 
 __all__ = ["Restored", "restore"]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwise.state.checkpoint.points import reach
-from shardwise.state.checkpoint.sums import BLOCK, Sums
+from shardwise.state.vouched.sums import BLOCK, Sums
 from shardwise.state.writing import send_off
 
 __all__ = ["BlockWriter", "memory_in_line"]

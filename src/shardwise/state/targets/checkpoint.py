@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shardwise.state.checkpoint.manifest import MANIFEST, FileFact, Manifest
-from shardwise.state.checkpoint.sums import Sums, put_together
 from shardwise.state.targets.plan import Fact, Fixed, Plan
 from shardwise.state.targets.safetensors import plan_folder
+from shardwise.state.vouched.manifest import MANIFEST, FileFact, Manifest
+from shardwise.state.vouched.sums import Sums, put_together
 from shardwise.world import package_versions
 
 __all__ = ["plan_checkpoint"]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.state.boxes import Box
-from shardwise.state.checkpoint.sums import Sums
+from shardwise.state.vouched.sums import Sums
 
 __all__ = ["Fact", "Fixed", "Piece", "Plan"]
 

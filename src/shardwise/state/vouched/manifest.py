@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import CheckpointError
-from shardwise.state.checkpoint.sums import BLOCK
+from shardwise.state.vouched.sums import BLOCK
 
 __all__ = [
     "MANIFEST",

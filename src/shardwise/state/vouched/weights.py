@@ -3,10 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
-from shardwise.state.checkpoint.manifest import MANIFEST, Manifest, folder_name, is_manifest, step_of, steps_in
-from shardwise.state.checkpoint.verified import VerifiedFiles, Vouched
 from shardwise.state.formats import open_folder, open_safetensors
 from shardwise.state.stored import Source
+from shardwise.state.vouched.files import VerifiedFiles, Vouched
+from shardwise.state.vouched.manifest import MANIFEST, Manifest, folder_name, is_manifest, step_of, steps_in
 
 __all__ = ["home_of", "newest_in", "open_weights"]
 

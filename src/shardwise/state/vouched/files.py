@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwise.errors import CheckpointError
-from shardwise.state.checkpoint.manifest import DamagedError, FileFact, Manifest, damaged
-from shardwise.state.checkpoint.sums import BLOCK, sum_of
 from shardwise.state.files import BUFFER, OpenFiles
+from shardwise.state.vouched.manifest import DamagedError, FileFact, Manifest, damaged
+from shardwise.state.vouched.sums import BLOCK, sum_of
 
 __all__ = ["VerifiedFiles", "Vouched"]
 
