@@ -1,5 +1,6 @@
 """What a user does with a manager that it was not made for: told, or done right; never a loss without a word."""
 
+import errno
 import fcntl
 import json
 import os
@@ -137,6 +138,17 @@ def test_an_older_run_is_not_pruned_by_one_that_has_nothing_to_do_with_it(ranks,
     with pytest.raises(sw.RankError, match=r"those of an earlier run \(step 1, 2, 3\)"):
         ranks.run(save_without_loading, 2, copy)
     assert len(list(copy.glob("step-*"))) == 3
+
+
+def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
+    def without_locks(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    with pytest.warns(UserWarning, match=f"{tmp_path} lies on a file system without locks") as told:
+        held, _ = try_lock(tmp_path / "lock")
+    assert held is not None and len(told) == 1
+    let_go(held)
 
 
 def test_the_lock_is_given_back_though_a_forked_child_has_it_too(tmp_path):

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import socket
+import warnings
 from pathlib import Path
 from typing import TextIO
 
@@ -11,7 +12,7 @@ __all__ = ["let_go", "try_lock"]
 
 
 def try_lock(path: Path) -> tuple[TextIO | None, str]:
-    """Takes the lock, and leaves word of who has it.
+    """Takes the lock, and leaves word of who has it. Warns where the file system has no locks: then everybody gets it.
 
     Returns:
         the open file, which holds the lock until it is closed, and ""; or None, and who holds it, as text.
@@ -27,8 +28,12 @@ def try_lock(path: Path) -> tuple[TextIO | None, str]:
         owner = held.read().strip() or "unknown"
         held.close()
         return None, f"{owner}: this one, which has not closed it" if owner == _told() else owner
-    except OSError:
-        pass  # a file system without locks: nobody can be kept out
+    except OSError as error:  # a file system without locks: nobody can be kept out
+        warnings.warn(
+            f"{path.parent} lies on a file system without locks ({error.strerror}): a second run there would not be noticed, and "
+            "what a killed save leaves behind has to be removed by hand",
+            stacklevel=2,
+        )
     held.truncate(0)
     held.write(f"{_told()}\n")
     held.flush()
