@@ -314,13 +314,22 @@ def run_load(contender: str, megabytes: int, folder: str, count: bool) -> dict[s
         return {**figures, "again": again, "wire": wire.total, "digest": _digest(model.named_parameters())}
 
 
-def run_written(megabytes: int, folder: str) -> dict[str, Any]:
-    """What new memory costs by itself: a rank's shards are written to, and nothing is read."""
+def run_written(megabytes: int, folder: str, on_rank0: bool) -> dict[str, Any]:
+    """What new memory costs by itself: every rank's shards, or the whole model on rank 0, are written to, and nothing is read."""
     _give_back()
     with sw.init("dp_shard=-1", device="cpu") as world:
-        locals_ = [_local(param.detach()) for param in by_hand(world, megabytes).parameters()]
-        shard = sum(tensor.numel() * 4 for tensor in locals_)
-        return _measured(lambda: [tensor.fill_(1.0) for tensor in locals_], shard, folder, 2 * shard)[0]
+        shapes = [param.shape if on_rank0 else _local(param).shape for param in by_hand(world, megabytes).parameters()]
+        place = [torch.empty(shape) for shape in (shapes if world.is_main or not on_rank0 else [])]
+        room = sum(4 * shape.numel() for shape in shapes)
+        return _measured(lambda: [tensor.fill_(1.0) for tensor in place], room, folder, room)[0]
+
+
+def _note(megabytes: int, repeats: int, work: Path, on_rank0: bool) -> str:
+    with RankPool() as pool:
+        given = (megabytes, str(work / "model"), on_rank0)
+        runs = [pool.run(run_written, RANKS, *given, timeout_s=600) for _ in range(repeats)]
+    least = min(max(answer["seconds"] for answer in run) for run in runs)
+    return f"Writing once to new memory of that size, with nothing to read or receive, takes {least:.2f} s."
 
 
 def run_gather(contender: str, megabytes: int, folder: str) -> dict[str, Any]:
@@ -400,17 +409,13 @@ def part_load(megabytes: int, repeats: int, work: Path) -> str:
         row["again"] = min(max(answer["again"] for answer in run) for run in row["runs"])
         row["digest"] = [answer["digest"] for answer in row["runs"][0]]
     _assert_equal(found)
-    with RankPool() as pool:
-        bare = [pool.run(run_written, RANKS, megabytes, str(work / "model"), timeout_s=600) for _ in range(repeats)]
-    floor = min(max(answer["seconds"] for answer in run) for run in bare)
     columns = {
         "seconds": "time, into new memory",
         "again": "into memory in use",
         "memory": "peak private memory, in shards",
         "wire": "MB through collectives",
     }
-    note = f"Writing once to new memory of that size, with nothing to read, takes {floor:.2f} s."
-    return f"{table(found, 'load', columns)}\n\n{note}"
+    return f"{table(found, 'load', columns)}\n\n{_note(megabytes, repeats, work, on_rank0=False)}"
 
 
 def part_gather(megabytes: int, repeats: int, work: Path) -> str:
@@ -421,7 +426,7 @@ def part_gather(megabytes: int, repeats: int, work: Path) -> str:
         row["digest"] = row["runs"][0][0]["digest"]
     _assert_equal(found)
     columns = {"seconds": "time", "first": "rank 0's peak, in models", "others": "the other rank's"}
-    return table(found, "gather to rank 0", columns)
+    return f"{table(found, 'gather to rank 0', columns)}\n\n{_note(megabytes, repeats, work, on_rank0=True)}"
 
 
 def part_save(megabytes: int, repeats: int, work: Path) -> str:
