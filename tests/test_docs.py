@@ -184,6 +184,7 @@ SMALL_DATA = "--data.val_fraction=0.001"  # of the text that the demo brings: a 
 FIRST = {
     "examples/finetune.": "python examples/small_model.py runs/small --steps 2",
     "shardwise convert ": "python examples/example_convert.py",
+    "shardwise checkpoint ls runs": f"shardwise train --checkpoint.every=2 {SHORT} {SMALL_MODEL}",
 }
 
 
@@ -194,8 +195,10 @@ def _warm(command: str) -> tuple[int, list[str]] | None:
             return 1, [script, *words]
         case ["torchrun", "--standalone", "--nproc-per-node", number, script, *words] if script.startswith("examples/"):
             return int(number), [script, *words]
-        case ["shardwise", "convert", *words] if "--help" not in words:
-            return 1, ["convert", *words]
+        case ["shardwise", "convert" | "checkpoint" as name, *words] if "--help" not in words:
+            return 1, [name, *words]
+        case ["shardwise", "train", *words] if "--print-config" not in words:  # as another launcher would start it
+            return 2, ["train", *words]
     return None
 
 
@@ -226,7 +229,9 @@ def _shortened(command: str, folder: Path) -> str | None:
         case ["torchrun", *rest] if "examples/finetune.py" in rest:
             return f"{command} --steps 2"
         case ["shardwise", "train", "--checkpoint.every=100"]:
-            return f"shardwise train --checkpoint.every=2 {SHORT} && shardwise checkpoint ls runs/latest/checkpoints"
+            return f"shardwise train --checkpoint.every=2 {SHORT} {SMALL_MODEL}"
+        case ["shardwise", "checkpoint", "ls", _]:
+            return command
         case ["shardwise", "checkpoint", *_]:
             return f"{command} --help"  # what it shows is there once the command above it has run
         case ["shardwise", "train"]:

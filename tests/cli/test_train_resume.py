@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from cli.commands import on_ranks
 
 WORDS = (
     "--data.global_batch=4", "--data.micro_batch=2", "--data.seq_len=32", "--train.eval_every=0", "--log.plot=false",
@@ -20,9 +21,8 @@ WORDS = (
 def start(
     folder: Path, *words: str, steps: int = 14, every: int | str = 2, before: tuple[str, ...] = ()
 ) -> subprocess.Popen:
-    words = (f"--log.dir={folder}", f"--train.steps={steps}", f"--checkpoint.every={every}", *words)
     return subprocess.Popen(
-        [sys.executable, *before, "-m", "shardwise", "train", *WORDS, *words],
+        [sys.executable, *before, "-m", "shardwise", *words_of(folder, steps, every), *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -31,11 +31,13 @@ def start(
     )
 
 
-def finish(folder: Path, *words: str, steps: int = 14) -> str:
-    process = start(folder, *words, steps=steps)
-    output = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, output
-    return " ".join(output.split())
+def words_of(folder: Path, steps: int, every: int | str) -> tuple[str, ...]:
+    return ("train", *WORDS, f"--log.dir={folder}", f"--train.steps={steps}", f"--checkpoint.every={every}")
+
+
+def finish(ranks, folder: Path, *words: str, steps: int = 14, every: int | str = 2, **options) -> str:
+    """The same run to its end, by the ranks that are there: the numbers do not ask who started them."""
+    return on_ranks(ranks, *words_of(folder, steps, every), *words, folder=folder.parent, **options)
 
 
 def weights(folder: Path) -> bytes:
@@ -57,13 +59,13 @@ def family(pid: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
+def whole(ranks, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
-    finish(folder)
+    finish(ranks, folder)
     return folder
 
 
-def kill_and_go_on(tmp_path: Path, whole: Path, num_kills: int, seed: int) -> None:
+def kill_and_go_on(ranks, tmp_path: Path, whole: Path, num_kills: int, seed: int) -> None:
     print(f"seed {seed}")
     chosen, folder, kills = random.Random(seed), tmp_path / "run", 0
     while kills < num_kills:
@@ -85,21 +87,23 @@ def kill_and_go_on(tmp_path: Path, whole: Path, num_kills: int, seed: int) -> No
             assert process.returncode == -signal.SIGKILL
         else:
             assert process.returncode != 0 or "result" in output, output
-    output = finish(folder)
+    output = finish(ranks, folder)
     assert kills == 0 or "resumed" in output
     assert weights(folder) == weights(whole)
     assert losses(folder) == losses(whole)
 
 
 @pytest.mark.timeout(180)
-def test_a_killed_run_goes_on_to_the_same_weights(tmp_path, whole):
+def test_a_killed_run_goes_on_to_the_same_weights(ranks, tmp_path, whole):
     process = start(tmp_path)
     while process.poll() is None and not list(tmp_path.glob("checkpoints/step-*")):
         time.sleep(0.005)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL
-    assert "of 14 steps are left" in finish(tmp_path)
+    process = start(tmp_path)  # in processes of its own, as a user starts it again
+    output = " ".join(process.communicate(timeout=60)[0].split())
+    assert process.returncode == 0 and "of 14 steps are left" in output, output
     assert weights(tmp_path) == weights(whole)
     assert losses(tmp_path) == losses(whole)
 
@@ -107,8 +111,8 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path, whole):
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(10))
-def test_a_run_that_is_killed_again_and_again_goes_on_to_the_same_weights(tmp_path, whole, seed):
-    kill_and_go_on(tmp_path, whole, 5, seed)
+def test_a_run_that_is_killed_again_and_again_goes_on_to_the_same_weights(ranks, tmp_path, whole, seed):
+    kill_and_go_on(ranks, tmp_path, whole, 5, seed)
 
 
 def wait_for(process: subprocess.Popen, folder: Path, pattern: str = "checkpoints/step-*") -> None:
@@ -119,49 +123,49 @@ def wait_for(process: subprocess.Popen, folder: Path, pattern: str = "checkpoint
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.soak)])
-def test_a_run_that_is_asked_to_stop_saves_and_says_so(tmp_path, whole, number):
+def test_a_run_that_is_asked_to_stop_saves_and_says_so(ranks, tmp_path, whole, number):
     process = start(tmp_path, every=1000)  # so that what is there was saved for the stop
     wait_for(process, tmp_path, "metrics.jsonl")
     process.send_signal(number)
     output = " ".join(process.communicate(timeout=60)[0].split())
     assert process.returncode == 75, output
     assert f"stopped {number.name}; the same command goes on" in output and "(newest checkpoint)" in output
-    assert "of 14 steps are left" in finish(tmp_path)
+    assert "of 14 steps are left" in finish(ranks, tmp_path)
     assert weights(tmp_path) == weights(whole)
     assert losses(tmp_path) == losses(whole)
 
 
 @pytest.mark.timeout(180)
-def test_a_run_that_is_over_its_time_goes_on_when_it_is_started_again(tmp_path):
-    codes = []
-    for _ in range(3):  # a limit that is over at once: one step each, and then there is nothing left but the end
-        process = start(tmp_path / "run", "--checkpoint.stop_after_s=0.001", every="null", steps=2)
-        output = process.communicate(timeout=60)[0]
-        codes.append(process.returncode)
-    assert codes == [75, 75, 0], output
-    finish(tmp_path / "whole", steps=2)
+def test_a_run_that_is_over_its_time_goes_on_when_it_is_started_again(ranks, tmp_path):
+    for status in (
+        75,
+        75,
+        0,
+    ):  # a limit that is over at once: one step each, and then there is nothing left but the end
+        finish(ranks, tmp_path / "run", "--checkpoint.stop_after_s=0.001", steps=2, every="null", status=status)
+    finish(ranks, tmp_path / "whole", steps=2)
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
 
 
 @pytest.mark.timeout(180)
-def test_torchrun_that_is_ended_lets_the_ranks_save(tmp_path, whole):
+def test_torchrun_that_is_ended_lets_the_ranks_save(ranks, tmp_path, whole):
     before = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     process = start(tmp_path, every=1000, before=before)
     wait_for(process, tmp_path, "metrics.jsonl")
     process.send_signal(signal.SIGTERM)
     output = " ".join(process.communicate(timeout=60)[0].split())
     assert process.returncode != 0 and "stopped SIGTERM; the same command goes on" in output, output
-    finish(tmp_path)
+    finish(ranks, tmp_path)
     assert weights(tmp_path) == weights(whole)
 
 
-def test_a_run_is_gone_on_with_under_another_layout_and_fresh_moves_it_aside(tmp_path):
-    finish(tmp_path, steps=4)
-    output = finish(tmp_path, "--nproc=1", steps=6)
+def test_a_run_is_gone_on_with_under_another_layout_and_fresh_moves_it_aside(ranks, tmp_path):
+    finish(ranks, tmp_path, steps=4)
+    output = finish(ranks, tmp_path, steps=6, num_ranks=1)
     assert "from step 4" in output and "2 of 6 steps are left" in output
     assert "from here on: train.steps 4 -> 6" in output
     assert [step for step, _ in losses(tmp_path)] == [1, 2, 3, 4, 5, 6]
-    output = finish(tmp_path, "--fresh", steps=2)
+    output = finish(ranks, tmp_path, "--fresh", steps=2)
     assert "resumed" not in output and [step for step, _ in losses(tmp_path)] == [1, 2]
     assert sorted(path.name for path in (tmp_path / "checkpoints.previous-1").glob("step-*"))[-1] == "step-00000006"
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000002"]
@@ -171,12 +175,11 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
-def test_a_run_is_not_gone_on_with_under_settings_that_would_have_no_effect(tmp_path):
-    finish(tmp_path, steps=4)
+def test_a_run_is_not_gone_on_with_under_settings_that_would_have_no_effect(ranks, tmp_path):
+    finish(ranks, tmp_path, steps=4)
     before = contents(tmp_path)
-    process = start(tmp_path, "--optim.lr=1e-5", "--train.seed=7", "--model.args.dim=64", steps=6)
-    output = " ".join(process.communicate(timeout=60)[0].split())
-    assert process.returncode == 2, output
+    changed = ("--optim.lr=1e-5", "--train.seed=7", "--model.args.dim=64")
+    output = finish(ranks, tmp_path, *changed, steps=6, status=2)
     assert "optim.lr is 1e-05, and was 0.003" in output and "train.seed is 7, and was 0" in output
     assert "model.args.dim is 64, and was 32: the checkpoint holds the weights" in output
     assert "--model.args.dim=32, --optim.lr=0.003, --train.seed=0; or start anew: --fresh" in output

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cli.commands import on_ranks
 
 from shardwise.cli import main as cli
 from shardwise.cli.train import NEXT, _started_by_others, next_commands
@@ -142,26 +143,23 @@ def test_the_commands_to_try_run(finished, text, command):
     assert "--train.steps=8" not in words or "after 8 steps" in done.stdout
 
 
-def test_a_run_whose_steps_were_all_skipped_says_so(tmp_path, text):
+def test_a_run_whose_steps_were_all_skipped_says_so(ranks, tmp_path, text):
     words = (
         f"--data.path={text}",
-        "--nproc=1",
         "--parallel.precision=fp16",
         "--train.scaler.init_scale=1e30",
         "--log.plot=false",
     )
-    done = start(tmp_path, "train", *TINY, *words)
-    assert done.returncode == 0, done.stderr + done.stdout
-    said = " ".join(done.stdout.split())
+    said = on_ranks(ranks, "train", *TINY, *words, folder=tmp_path, num_ranks=1)
     assert "skipped 4 of 4 steps, not finite: nothing was trained; a smaller --train.scaler.init_scale" in said
     rows = [row for row in read_metrics(tmp_path / "runs/latest/metrics.jsonl") if row["kind"] == "step"]
     assert [row["num_skipped"] for row in rows] == [1, 2, 3, 4]
 
 
-def test_an_older_run_in_the_folder_is_kept_beside(finished, text):
+def test_an_older_run_in_the_folder_is_kept_beside(ranks, finished, text):
     folder = finished[0] / "runs/latest"
     old = (folder / "metrics.jsonl").read_text()
-    assert start(finished[0], "train", "runs/latest/config.yaml", "--nproc", "1").returncode == 0
+    on_ranks(ranks, "train", "runs/latest/config.yaml", folder=finished[0], num_ranks=1)
     assert (folder / "metrics.previous.jsonl").read_text() == old
     new = [row["step"] for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "step"]
     assert new == [1, 2, 3, 4]

@@ -1,5 +1,7 @@
 """``shardwise verify`` and ``sw.verify`` as a user meets them."""
 
+import contextlib
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +62,14 @@ def model_file(tmp_path):
 
 
 def _verify(*args, cwd):
+    """The command in this process, which has torch already; the ranks it compares with are its own."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = cli(["verify", *args])
+    return subprocess.CompletedProcess(args, status, out.getvalue(), err.getvalue())
+
+
+def _verify_alone(*args, cwd):
     command = [sys.executable, "-m", "shardwise", "verify", *args]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=110, check=False)
 
@@ -71,7 +81,7 @@ def test_a_right_model_is_equal(model_file):
 
 
 def test_a_difference_names_the_tensor(model_file):
-    done = _verify(f"{model_file}:forgetful", "--layout", "dp_replicate=2", cwd=model_file.parent)
+    done = _verify_alone(f"{model_file}:forgetful", "--layout", "dp_replicate=2", cwd=model_file.parent)
     assert done.returncode == 1
     assert "VerifyError" in done.stderr and "differs at step 1" in done.stderr and "Traceback" not in done.stderr
     assert "random numbers are drawn in the model's own forward" in done.stderr and "report" not in done.stderr

@@ -1,0 +1,29 @@
+"""``shardwise`` commands on warm ranks, as a launcher of others starts them: numbers and words are those of a run in processes
+of its own, and nobody imports torch first. What is about starting and ending processes is tested with real ones."""
+
+import contextlib
+import io
+from pathlib import Path
+
+from shardwise.cli import main as cli
+from shardwise.testing import RankPool
+
+__all__ = ["on_ranks"]
+
+
+def on_ranks(ranks: RankPool, *words: str, folder: Path, num_ranks: int = 2, status: int = 0) -> str:
+    """Runs the command in ``folder`` on so many ranks, each of which has to end with ``status``; what rank 0 printed, its
+    lines as one."""
+    done = ranks.run(_run, num_ranks, str(folder), words, timeout_s=100)
+    assert {code for code, _ in done} == {status}, done
+    return " ".join(done[0][1].split())
+
+
+def _run(folder: str, words: tuple[str, ...]) -> tuple[int, str]:
+    said = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            code = cli.main(list(words))
+        except SystemExit as end:
+            code = end.code
+    return code, said.getvalue()
