@@ -5,15 +5,13 @@ import re
 from pathlib import Path
 
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.state.formats.folder import COMPANIONS
+from shardwise.state.formats.folder import COMPANIONS, is_of_weights
 from shardwise.state.staging import check_place
 from shardwise.state.vouched.manifest import MANIFEST, is_manifest
 
 __all__ = ["check_destination"]
 
-_WRITTEN = re.compile(
-    r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|__\d+_\d+\.distcp|\.metadata"
-)
+_OF_DCP = re.compile(r"__\d+_\d+\.distcp|\.metadata")
 
 
 def check_destination(source: Path, dest: Path, *, is_file: bool, overwrite: bool) -> None:
@@ -60,8 +58,8 @@ def _check_replaceable(dest: Path, is_file: bool) -> None:
             f"converting to {dest}", why="it is a directory, and one file is written", fix="name a file in it"
         )
     for entry in sorted(dest.iterdir()):
-        written = _WRITTEN.fullmatch(entry.name) or (entry.name == MANIFEST and is_manifest(entry))
-        if not written and entry.name not in COMPANIONS:
+        of_weights = is_of_weights(entry.name) or _OF_DCP.fullmatch(entry.name) or entry.name in COMPANIONS
+        if not of_weights and not (entry.name == MANIFEST and is_manifest(entry)):
             raise CheckpointError(
                 f"converting to {dest} with --overwrite",
                 why=f"{entry.name} in it is no part of weights, and the directory is replaced as a whole",

@@ -11,18 +11,17 @@ import errno
 import fcntl
 import glob
 import os
-import re
 import secrets
 import shutil
 import stat
 from pathlib import Path
 
 from shardwise.errors import CheckpointError
+from shardwise.state.formats.folder import is_of_weights
 
 __all__ = ["Staged", "check_place", "exchange", "remove_left_overs", "sync_folder"]
 
 _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
-_OF_A_MODEL = re.compile(r"model\.safetensors(\.index\.json)?|model-\d{5}-of-\d{5}\.safetensors")
 
 
 class Staged:
@@ -169,7 +168,7 @@ def _take_along(old: Path, new: Path) -> None:
     """Puts what others keep in the old directory into the new one as well: by links, so that it is in both."""
     for entry in old.iterdir():
         target = new / entry.name
-        if _OF_A_MODEL.fullmatch(entry.name) or target.exists():
+        if is_of_weights(entry.name) or target.exists():
             continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.copytree(entry, target, symlinks=True, copy_function=_link)
@@ -181,7 +180,7 @@ def _take_late(old: Path, new: Path, top: bool = True) -> None:
     """What was put into the old directory while the new one was made ready, at any depth."""
     for entry in old.iterdir():
         target = new / entry.name
-        if top and _OF_A_MODEL.fullmatch(entry.name):
+        if top and is_of_weights(entry.name):
             continue
         if not os.path.lexists(target):
             os.replace(entry, target)

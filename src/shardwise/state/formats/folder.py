@@ -13,10 +13,11 @@ from shardwise.state.formats.safetensors import tensors_in
 from shardwise.state.formats.torch_file import tensors_of_file
 from shardwise.state.stored import Source, Stored
 
-__all__ = ["COMPANIONS", "INDEX", "WEIGHTS", "companions_of", "index_of", "lay_out", "open_folder"]
+__all__ = ["COMPANIONS", "INDEX", "WEIGHTS", "companions_of", "index_of", "is_of_weights", "lay_out", "open_folder"]
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_OF_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
 class _Naming(NamedTuple):
@@ -180,6 +181,11 @@ def _check_strays(folder: Path, files: list[str], naming: _Naming) -> None:
 
 
 # ---- the other way: how a directory is laid out --------------------------------------------------------------------
+
+
+def is_of_weights(name: str) -> bool:
+    """Whether :func:`lay_out` and :func:`index_of` give a file this name."""
+    return _OF_WEIGHTS.fullmatch(name) is not None
 
 
 def lay_out(sizes: Mapping[str, int], max_bytes: int, stem: str = "model") -> dict[str, list[str]]:
