@@ -197,7 +197,7 @@ def _warm(command: str) -> tuple[int, list[str]] | None:
             return int(number), [script, *words]
         case ["shardwise", "convert" | "checkpoint" as name, *words] if "--help" not in words:
             return 1, [name, *words]
-        case ["shardwise", "train", *words] if "--print-config" not in words:  # as another launcher would start it
+        case ["shardwise", "train", *words] if not {"--print-config", "--nproc"} & {*words}:  # as others would start it
             return 2, ["train", *words]
     return None
 

@@ -53,6 +53,8 @@ def build(tmp_path, file, text):
     [
         ("config/a.py", "import shardwise.layout\n", "config imports layout"),
         ("state/a.py", "from shardwise.state.checkpoint import keeping\n", "built on top of state"),
+        ("state/a.py", "from shardwise.state import checkpoint\n", "built on top of state"),
+        ("state/a.py", "from . import checkpoint\n", "built on top of state"),
         ("state/formats/a.py", "from ..checkpoint.commit import SPARE\n", "built on top of state"),
         ("config/a.py", "def f():\n    from shardwise.train import step\n", "config imports train"),
         ("recipe/a.py", "from shardwise import cli\n", "recipe imports cli"),

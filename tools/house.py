@@ -155,8 +155,9 @@ def _imported(node: ast.Import | ast.ImportFrom, module: tuple[str, ...]) -> lis
     if node.level:
         # `module` ends in __init__ for a package, so one level up from it is the package itself, as for a plain file.
         base = ".".join([*module[: len(module) - node.level], *([base] if base else [])])
-    # `from shardwise import layout` names a room in its second half.
-    return [f"{base}.{alias.name}" if base == module[0] else base for alias in node.names]
+    # `from shardwise import layout` names a room in its second half, `from shardwise.state import checkpoint` a roof.
+    above = {module[0], *(".".join((module[0], *roof[:-1])) for roof in ROOFS)}
+    return [f"{base}.{alias.name}" if base in above else base for alias in node.names]
 
 
 def main() -> int:

@@ -58,8 +58,16 @@ def test_the_folder_of_a_run_stands_for_the_checkpoints_in_it(root, capsys, acti
     if action == "prune":
         assert str(root.parent / "checkpoints" / "step-00000003") in told and left == ["step-00000004"]
     else:
-        assert "4" in told and len(left) == 4
+        assert len(left) == 4
         assert told == say(capsys, action, root.parent / "checkpoints")
+
+
+def test_the_folder_of_a_run_is_not_pruned_while_it_goes_on(root, capsys):
+    checkpoints = root.rename(root.parent / "checkpoints")
+    held = try_lock(checkpoints / ".lock").held
+    with held:
+        told = say(capsys, "prune", root.parent, "--keep", "1", status=1)
+    assert "a run is using them" in told and len(list(checkpoints.glob("step-*"))) == 4
 
 
 def test_weights_of_the_folder_of_a_run_are_not_guessed(root, capsys):
@@ -100,7 +108,7 @@ def test_prune_keeps_what_it_is_told_and_counts_only_what_is_whole(root, capsys)
     (root / "step-00000004" / "training" / "state.json").unlink()
     assert "2 of 4 stay" in say(capsys, "prune", root, "--keep", 1)
     assert kept() == [3, 4]  # the newest is not whole: the one before it stays
-    held, _ = try_lock(root / ".lock")
+    held = try_lock(root / ".lock").held
     assert "a run is using them" in say(capsys, "prune", root, "--keep", 1, status=1)
     held.close()
 

@@ -97,6 +97,18 @@ def test_a_save_is_on_disk_before_its_name_is_and_its_name_before_older_ones_go(
     assert ends < latest < goes and not (root / "step-00000000").exists()
 
 
+def synced_folders(root: str) -> list[str]:
+    world, _, step = make("dp_shard=1")
+    with world, Recorded(world.rank) as events, sw.CheckpointManager(root, step):
+        return [path for _, _, what, path in events if what == "sync"]
+
+
+def test_the_names_of_new_directories_are_on_disk_before_a_checkpoint_is(ranks, tmp_path):
+    root = tmp_path.resolve() / "runs" / "a"
+    assert set(ranks.run(synced_folders, 1, str(root))[0]) == {str(tmp_path.resolve()), str(root.parent)}
+    assert ranks.run(synced_folders, 1, str(root))[0] == []  # they are there
+
+
 def left_over(root: str) -> list[str]:
     """What stands there after a save by a manager that was open when another's save was killed."""
     world, _, step = make("dp_shard=2")

@@ -185,7 +185,7 @@ def test_a_directory_that_turned_read_only_is_told_on_every_rank_and_training_go
 def test_a_second_job_on_one_directory_is_refused_and_a_dead_one_is_not_in_the_way(ranks, tmp_path):
     code = (
         "import sys, time; from pathlib import Path; from shardwise.launch.lock import try_lock;"
-        f"held, _ = try_lock(Path({str(tmp_path / '.lock')!r})); print('held', flush=True); time.sleep(60)"
+        f"held = try_lock(Path({str(tmp_path / '.lock')!r})).held; print('held', flush=True); time.sleep(60)"
     )
     other = subprocess.Popen(
         [sys.executable, "-c", code],

@@ -140,22 +140,33 @@ def test_an_older_run_is_not_pruned_by_one_that_has_nothing_to_do_with_it(ranks,
     assert len(list(copy.glob("step-*"))) == 3
 
 
-def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
+def open_without_locks(root) -> list[str]:
     def without_locks(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(fcntl, "flock", without_locks)
-    with pytest.warns(UserWarning, match=f"{tmp_path} lies on a file system without locks") as told:
-        held, _ = try_lock(tmp_path / "lock")
-    assert held is not None and len(told) == 1
-    let_go(held)
+    world, _, step = make("dp_shard=2")
+    real, fcntl.flock = fcntl.flock, without_locks
+    try:
+        with world, warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with sw.CheckpointManager(root, step, async_save=False) as manager:
+                manager.save()
+    finally:
+        fcntl.flock = real
+    return [f"{Path(warning.filename).name}: {warning.message}" for warning in told if "locks" in str(warning.message)]
+
+
+def test_a_file_system_without_locks_is_told(ranks, tmp_path):
+    first, second = ranks.run(open_without_locks, 2, str(tmp_path))
+    assert len(first) == 1 and second == []
+    assert first[0].startswith(f"{Path(__file__).name}: {tmp_path} lies on a file system without locks")
 
 
 def test_the_lock_is_given_back_though_a_forked_child_has_it_too(tmp_path):
-    held, _ = try_lock(tmp_path / "lock")
+    held = try_lock(tmp_path / "lock").held
     assert held is not None
-    refused, owner = try_lock(tmp_path / "lock")
-    assert refused is None and "which has not closed it" in owner
+    refused = try_lock(tmp_path / "lock")
+    assert refused.held is None and "which has not closed it" in refused.owner
     child = os.fork()
     if not child:
         import time

@@ -1,8 +1,10 @@
-"""``shardwise checkpoint ls | show | verify | prune``: what lies in a directory of checkpoints, without starting a run."""
+"""``shardwise checkpoint ls | show | verify | prune``: what lies in a directory of checkpoints, or in that of a run, which is not
+started."""
 
 import argparse
 import importlib
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +30,11 @@ def add_arguments(parser: Parser) -> None:
         choices=list(_ACTIONS),
         help="ls: what is there; show: one of them in detail; verify: compare every byte with its checksum; prune: remove old ones",
     )
-    parser.add_argument("path", metavar="PATH", help="a directory of checkpoints, or one checkpoint (step-00000100)")
+    parser.add_argument(
+        "path",
+        metavar="PATH",
+        help="the folder of a run, a directory of checkpoints, or one checkpoint (step-00000100)",
+    )
     parser.add_argument("--keep", metavar="N", type=int, help="prune: how many of the last ones stay")
     parser.add_argument("--keep-every", metavar="N", type=int, help="prune: besides, steps that are multiples of it")
     parser.add_argument("--dry-run", action="store_true", help="prune: say what would be removed, and remove nothing")
@@ -43,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"shardwise checkpoint {args.action} {args.path}",
             why="there is no such directory",
-            fix="look for a slip in the path; a run keeps its checkpoints in the directory that CheckpointManager was given",
+            fix="look for a slip in the path: it is the folder of a run (log.dir), or the directory that CheckpointManager was given",
         )
     return _ACTIONS[args.action](_place(path), args)
 
@@ -93,7 +99,7 @@ def _folders(path: Path) -> list[Path]:
         raise CheckpointError(
             f"the directory {path}",
             why="there is no checkpoint in it",
-            fix="name the directory that CheckpointManager was given, or a checkpoint itself",
+            fix="name the folder of a run (log.dir), the directory that CheckpointManager was given, or a checkpoint itself",
         )
     return found
 
@@ -193,18 +199,20 @@ def _prune(path: Path, args: argparse.Namespace) -> int:
     rule = keeping.Keeping(last=args.keep, every=args.keep_every, best=_best_of(folders))
     if folders == [path]:
         raise ConfigError(
-            f"shardwise checkpoint prune {path}",
+            f"shardwise checkpoint prune {args.path}",
             why="that is one checkpoint",
             fix=f"name the directory it is in: {path.parent}",
         )
-    lock, owner = try_lock(path / ".lock")
-    if lock is None:
+    tried = try_lock(path / ".lock")
+    if tried.held is None:
         raise CheckpointError(
             f"the checkpoints in {path}",
-            why=f"a run is using them (process {owner})",
+            why=f"a run is using them (process {tried.owner})",
             fix="let the run prune: CheckpointManager(keep=...), or wait for its end",
         )
-    with lock:
+    if tried.note is not None:
+        print(f"warning: {tried.note}", file=sys.stderr)
+    with tried.held:
         if not args.dry_run:
             keeping.remove_removed(path)
         gone = rule.superfluous(path, max(manifest.steps_in(path)), None)

@@ -47,7 +47,7 @@ class RunFolder:
         missing = [place for place in (lock, self.path, *self.path.parents) if not place.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._held = _hold(lock)
+            self._held = _hold(lock, self.display)
         except CheckpointError:
             raise
         except OSError as error:
@@ -154,15 +154,17 @@ def unit_of(config: "RunConfig") -> str:
     return "nats/token" if tokens else "nats/byte"
 
 
-def _hold(lock: Path) -> TextIO:
-    held, owner = try_lock(lock)
-    if held is None:
+def _hold(lock: Path, display: "Display") -> TextIO:
+    tried = try_lock(lock)
+    if tried.held is None:
         raise CheckpointError(
             f"log.dir={str(lock.parent)!r}",
-            why=f"another run is writing there (process {owner}), and their metrics and weights would mix",
+            why=f"another run is writing there (process {tried.owner}), and their metrics and weights would mix",
             fix="wait for it, or name another folder: --log.dir=PATH",
         )
-    return held
+    if tried.note is not None:
+        display.row("trouble", tried.note)
+    return tried.held
 
 
 def _points(rows: list[dict[str, Any]], kind: str) -> list[tuple[float, float]]:

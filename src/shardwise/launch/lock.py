@@ -4,40 +4,46 @@ import contextlib
 import fcntl
 import os
 import socket
-import warnings
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
-__all__ = ["let_go", "try_lock"]
+__all__ = ["Tried", "let_go", "try_lock"]
 
 
-def try_lock(path: Path) -> tuple[TextIO | None, str]:
-    """Takes the lock, and leaves word of who has it. Warns where the file system has no locks: then everybody gets it.
+class Tried(NamedTuple):
+    """What became of an attempt.
 
-    Returns:
-        the open file, which holds the lock until it is closed, and ""; or None, and who holds it, as text.
+    Attributes:
+        held: the open file, which holds the lock until it is closed; None: another process has it.
+        owner: who that is, as text.
+        note: where the file system has no locks, which nobody can be kept out of: that, as text; the file is given to everybody.
+    """
+
+    held: TextIO | None
+    owner: str = ""
+    note: str | None = None
+
+
+def try_lock(path: Path) -> Tried:
+    """Takes the lock, and leaves word of who has it.
 
     Raises:
         OSError: the file cannot be made.
     """
-    held = path.open("a+", encoding="utf-8")
+    held, note = path.open("a+", encoding="utf-8"), None
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         held.seek(0)
         owner = held.read().strip() or "unknown"
         held.close()
-        return None, f"{owner}: this one, which has not closed it" if owner == _told() else owner
-    except OSError as error:  # a file system without locks: nobody can be kept out
-        warnings.warn(
-            f"{path.parent} lies on a file system without locks ({error.strerror}): a second run there would not be noticed, and "
-            "what a killed save leaves behind has to be removed by hand",
-            stacklevel=2,
-        )
+        return Tried(None, f"{owner}: this one, which has not closed it" if owner == _told() else owner)
+    except OSError as error:
+        note = f"{path.parent} lies on a file system without locks ({error.strerror or error}): who else writes there is not noticed"
     held.truncate(0)
     held.write(f"{_told()}\n")
     held.flush()
-    return held, ""
+    return Tried(held, note=note)
 
 
 def let_go(held: TextIO) -> None:

@@ -13,7 +13,7 @@ from shardwise.state.boxes import blocks, whole
 from shardwise.state.files import BUFFER
 from shardwise.state.outgoing import Outgoing
 from shardwise.state.source import open_source
-from shardwise.state.vouched.files import VerifiedFiles
+from shardwise.state.vouched.reading import VerifiedFiles
 
 __all__ = ["compare", "forget_pages"]
 

@@ -29,8 +29,8 @@ from shardwise.state.targets import (
     plan_safetensors,
     plan_torch_file,
 )
-from shardwise.state.vouched.files import VerifiedFiles, Vouched
 from shardwise.state.vouched.manifest import step_of
+from shardwise.state.vouched.reading import VerifiedFiles, Vouched
 
 __all__ = ["Conversion", "Converted", "convert"]
 

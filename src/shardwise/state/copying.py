@@ -16,7 +16,7 @@ from shardwise.state.files import BUFFER, OpenFiles
 from shardwise.state.journal import Workplace
 from shardwise.state.outgoing import Outgoing
 from shardwise.state.targets import Fixed, Plan
-from shardwise.state.vouched.files import VerifiedFiles
+from shardwise.state.vouched.reading import VerifiedFiles
 from shardwise.state.vouched.sums import Sums
 from shardwise.state.writing import reserve, write_at
 

@@ -18,7 +18,7 @@ from shardwise.state.names import Matched, Rename, Wanted, match_names
 from shardwise.state.report import LoadReport, shortened
 from shardwise.state.source import open_source
 from shardwise.state.stored import Source, Stored, is_rounded
-from shardwise.state.vouched.files import VerifiedFiles
+from shardwise.state.vouched.reading import VerifiedFiles
 
 __all__ = ["Plan", "Rules", "all_of", "own_boxes", "plan_of"]
 

@@ -26,7 +26,7 @@ from shardwise.state.names import Rename
 from shardwise.state.report import LoadReport
 from shardwise.state.stored import Stored
 from shardwise.state.together import together
-from shardwise.state.vouched.files import VerifiedFiles
+from shardwise.state.vouched.reading import VerifiedFiles
 
 __all__ = ["load_weights"]
 

@@ -19,7 +19,7 @@ from shardwise.anatomy import dtype_name, dtype_of
 from shardwise.recipe.dtypes import FLOATING
 from shardwise.state.boxes import Box, blocks, common, index_of, row_strides, runs, whole
 from shardwise.state.files import BUFFER, OpenFiles
-from shardwise.state.vouched.files import Vouched
+from shardwise.state.vouched.reading import Vouched
 
 __all__ = ["Chunk", "FileTensor", "HeldTensor", "Source", "Stored", "is_rounded"]
 
@@ -119,7 +119,7 @@ class Source:
         left_out: name -> why, of what is there and is no weight.
         extra: name -> what a module's ``get_extra_state`` returned; in state dicts.
         vouched: the checkpoint that it is in, whose checksums are compared where it is read by
-            :class:`~shardwise.state.vouched.files.VerifiedFiles`.
+            :class:`~shardwise.state.vouched.reading.VerifiedFiles`.
         folder: the directory of a model, with its config and tokenizer files; None where there is none.
     """
 

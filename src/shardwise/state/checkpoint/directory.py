@@ -1,5 +1,6 @@
 """The directory of a run's checkpoints: one run at a time has it, and removes what nobody needs."""
 
+import contextlib
 import os
 import time
 from collections.abc import Collection, Sequence
@@ -9,7 +10,7 @@ from typing import TextIO
 from shardwise.errors import CheckpointError
 from shardwise.launch.lock import let_go, try_lock
 from shardwise.state.checkpoint.keeping import Keeping, remove, remove_removed
-from shardwise.state.staging import remove_left_overs
+from shardwise.state.staging import remove_left_overs, sync_folder
 from shardwise.state.together import together
 from shardwise.state.vouched.manifest import MANIFEST, folder_name, is_manifest, step_of, steps_in
 from shardwise.world import World
@@ -22,6 +23,7 @@ class Directory:
 
     Attributes:
         root: its path, without links: rank 0's.
+        note: what the user should know of it, on rank 0.
 
     Args:
         world: of the run.
@@ -34,6 +36,7 @@ class Directory:
     def __init__(self, world: World, root: Path):
         self._world = world
         self._lock: TextIO | None = None
+        self.note: str | None = None
         together(world, "opening a checkpoint directory", lambda: self._open(root), on_main=True)
         self.root: Path = world.broadcast(root.resolve())
 
@@ -46,8 +49,12 @@ class Directory:
                 fix=f"name the directory that it lies in: {place.parent}",
             )
         try:
-            root.mkdir(parents=True, exist_ok=True)
-            self._lock, owner = try_lock(root / ".lock")
+            made = [folder for folder in (place, *place.parents) if not folder.exists()]
+            place.mkdir(parents=True, exist_ok=True)
+            for folder in made:  # a loss of power would take the new names, and the checkpoints with them
+                with contextlib.suppress(PermissionError):  # a directory that one may write to, and not list
+                    sync_folder(folder.parent)
+            self._lock, owner, self.note = try_lock(root / ".lock")
         except OSError as error:
             raise CheckpointError(
                 f"the directory {root} for checkpoints",
@@ -63,8 +70,8 @@ class Directory:
         remove_left_overs(root)
         remove_removed(root)
 
-    def let_go(self) -> None:
-        """Another run may have it."""
+    def close(self) -> None:
+        """From here on another run may have it."""
         if self._lock is not None:
             let_go(self._lock)
             self._lock = None

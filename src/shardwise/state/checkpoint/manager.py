@@ -37,6 +37,9 @@ class CheckpointManager:
 
     Attributes:
         says_stop: whether rank 0 says on stderr that the run has stopped, and where it is.
+        root: the directory, as rank 0 has it, without links.
+        step: as given.
+        extra: as given.
 
     Args:
         root: the directory; it is made. Rank 0's counts, and every rank has to see it.
@@ -81,7 +84,6 @@ class CheckpointManager:
     ):
         check_extra(extra or {})
         check_step(step)
-        self.step, self.extra = step, dict(extra or {})
         check_texts(texts or {})
         _check_limit(stop_after_s)
         self._runtime = runtime_of(step.model)
@@ -91,7 +93,8 @@ class CheckpointManager:
         self._saved_step: int | None = None
         self._late_notes: list[str] = []  # of the thread that writes, for the next call
         self._directory = Directory(self._world, Path(root))
-        self._returning = Returning(self._directory, step, self.extra)
+        self._returning = Returning(self._directory, step, extra or {})
+        self._warn([self._directory.note] if self._directory.note is not None else [])
         self._background = Background(self._world) if async_save else None
         if self._background is not None:
             weakref.finalize(self, self._background.tell)
@@ -145,12 +148,19 @@ class CheckpointManager:
             self._world.before_close.remove(weakref.WeakMethod(self.close))
         if self._background is not None:
             self._background.let_go()
-        self._directory.let_go()
+        self._directory.close()
 
     @property
     def root(self) -> Path:
-        """The directory, as rank 0 has it, without links."""
         return self._directory.root
+
+    @property
+    def step(self) -> Step:
+        return self._returning.step
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        return self._returning.extra
 
     # ---- saving ----------------------------------------------------------------------------------------------
 
@@ -286,7 +296,7 @@ class CheckpointManager:
         """
         if self._returning.loader is None:  # the first epoch: a checkpoint may be loaded
             self.wait()
-        self._warn(self._returning.place(loader))
+        self._warn(self._returning.take(loader))
         return iter(loader)
 
     def load(self, step: int | None = None) -> int | None:
@@ -303,7 +313,7 @@ class CheckpointManager:
                 the run has changed then.
         """
         self.wait()
-        loaded, notes = self._returning.newest() if step is None else self._returning.load(step)
+        loaded, notes = self._returning.load_newest() if step is None else self._returning.load(step)
         self._warn(notes)
         return loaded
 

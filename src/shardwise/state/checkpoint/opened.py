@@ -13,8 +13,8 @@ from shardwise.state.checkpoint.plain import from_plain, parse
 from shardwise.state.files import BUFFER
 from shardwise.state.formats.safetensors import tensors_in
 from shardwise.state.stored import FileTensor
-from shardwise.state.vouched.files import VerifiedFiles, Vouched
 from shardwise.state.vouched.manifest import Manifest, damaged
+from shardwise.state.vouched.reading import VerifiedFiles, Vouched
 
 __all__ = ["SavedRun"]
 

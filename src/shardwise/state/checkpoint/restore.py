@@ -25,8 +25,8 @@ from shardwise.state.formats import open_folder
 from shardwise.state.optimizer import fitting_state, install_state
 from shardwise.state.stored import FileTensor
 from shardwise.state.together import together
-from shardwise.state.vouched.files import VerifiedFiles
 from shardwise.state.vouched.manifest import DamagedError, damaged
+from shardwise.state.vouched.reading import VerifiedFiles
 from shardwise.world.rng import set_streams
 
 __all__ = ["Restored", "restore"]

@@ -47,23 +47,25 @@ class Returning:
     """All ranks must make it, and call it alike. Methods give what the user should know, as notes.
 
     Attributes:
+        step: what is put back, with its model and its optimizer.
+        extra: further objects that are, by name.
         loader: the loader whose place is saved and restored; None: there is none yet.
         restored: the checkpoint that the run has gone on from; None: it began anew.
         left_behind: steps of checkpoints that were passed over, since they cannot be read.
     """
 
     def __init__(self, directory: Directory, step: Step, extra: Mapping[str, Any]):
-        self._directory, self._step, self._extra = directory, step, extra
+        self._directory, self.step, self.extra = directory, step, dict(extra)
         self.loader: Any = None
         self.restored: Restored | None = None
         self.left_behind: list[int] = []
 
-    def place(self, loader: Any) -> list[str]:
+    def take(self, loader: Any) -> list[str]:
         """From here on ``loader`` is the run's. The first is put where the run is: where that has yet to be found, at the
         newest checkpoint.
 
         Raises:
-            CheckpointError: as :meth:`load` says.
+            CheckpointError: as :meth:`load_newest` says.
             ConfigError: a loader that cannot say where it is.
         """
         if not all(hasattr(loader, name) for name in ("state_dict", "load_state_dict")):
@@ -76,21 +78,21 @@ class Returning:
         if not is_first:
             return []
         if self.restored is None:
-            return self.newest()[1]
+            return self.load_newest()[1]
         self._check(self.restored.own)  # load() came first, and had nobody to tell
-        return self._put(self.restored)
+        return self._put_loader(self.restored)
 
     def position(self) -> Any:
         """Where the loader is."""
         return None if self.loader is None else self.loader.state_dict()
 
-    def newest(self) -> tuple[int | None, list[str]]:
+    def load_newest(self) -> tuple[int | None, list[str]]:
         """Goes back to the newest checkpoint that can be read; windows trained before it, None where there is none.
 
         Raises:
             CheckpointError: there are some, and none can be read; or one is of another model.
         """
-        problems: list[DamagedError] = []
+        root, problems = self._directory.root, list[DamagedError]()
         for step in reversed(self._directory.steps()):
             try:
                 loaded, notes = self._load(step)
@@ -101,7 +103,7 @@ class Returning:
             return loaded, [*notes, *([f"resumed from step {step}: {_told(problems)}"] if problems else [])]
         if problems:
             raise CheckpointError(
-                f"the checkpoints in {self._directory.root}",
+                f"the checkpoints in {root}",
                 why=f"none of them can be read: {_told(problems)}",
                 fix="copy one there that is whole, or name another directory to start anew",
             ) from problems[0]
@@ -113,10 +115,10 @@ class Returning:
         Raises:
             CheckpointError: there is none, it cannot be read, or it is of another model.
         """
-        steps = self._directory.steps()
+        root, steps = self._directory.root, self._directory.steps()
         if step not in steps:
             raise CheckpointError(
-                f"the checkpoint of step {step} in {self._directory.root}",
+                f"the checkpoint of step {step} in {root}",
                 why=f"there are those of {', '.join(map(str, steps))}" if steps else "there is none",
                 fix="name one of them" if steps else "look for a slip in the path",
             )
@@ -124,18 +126,18 @@ class Returning:
 
     def _load(self, step: int) -> tuple[int, list[str]]:
         folder = self._directory.folder(step)
-        restored = restore(folder, self._step.model, self._step.optim, self._extra, self._check)
-        self._step.load_state_dict(restored.own["step"])
-        notes = [*restored.notes, *self._put(restored)]
+        restored = restore(folder, self.step.model, self.step.optim, self.extra, self._check)
+        self.step.load_state_dict(restored.own["step"])
+        notes = [*restored.notes, *self._put_loader(restored)]
         self.restored = restored
         return restored.step, notes
 
     def _check(self, own: Mapping[str, Any]) -> None:
-        self._step.check_state_dict(own["step"])
+        self.step.check_state_dict(own["step"])
         if self.loader is not None and own.get("loader") is not None and hasattr(self.loader, "check_state_dict"):
             self.loader.check_state_dict(own["loader"])
 
-    def _put(self, restored: Restored) -> list[str]:
+    def _put_loader(self, restored: Restored) -> list[str]:
         """Puts the loader, if there is one, where the checkpoint has it."""
         position = restored.own.get("loader")
         if self.loader is None:

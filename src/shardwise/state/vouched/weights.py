@@ -5,8 +5,8 @@ from pathlib import Path
 
 from shardwise.state.formats import open_folder, open_safetensors
 from shardwise.state.stored import Source
-from shardwise.state.vouched.files import VerifiedFiles, Vouched
 from shardwise.state.vouched.manifest import MANIFEST, Manifest, folder_name, is_manifest, step_of, steps_in
+from shardwise.state.vouched.reading import VerifiedFiles, Vouched
 
 __all__ = ["home_of", "newest_in", "open_weights"]
 
