@@ -5,10 +5,11 @@
     python benchmarks/checkpoint.py --megabytes 64                # of a small model
 
 Two ranks (gloo) hold a model and its AdamW state: three times the model. Contenders come in a random order in each round, and
-each figure is the least of the rounds; the last table's ratios of two times are medians of ratios taken in turns. The disk's own speed is that of the same bytes, written by both ranks directly from aligned
-memory, synced. Everything is on disk when a save ends: DCP syncs its files too. Processor time is
-that of all ranks, their threads included. Before a table is printed, what was saved is loaded by whoever saved it into a
-fresh model and optimizer, and every shard is equal to the last bit.
+each figure is the least of the rounds; what training waits, of a copy, and what checksums cost are medians of ratios taken
+in turns. The disk's own speed is that of the same bytes, written by both ranks directly from aligned memory, synced.
+Everything is on disk when a save ends: DCP syncs its files too. Processor time is that of all ranks, their threads
+included. Before a table is printed, what was saved is loaded by whoever saved it into a fresh model and optimizer, and
+every shard is equal to the last bit.
 """
 
 import argparse
@@ -301,9 +302,8 @@ def verified(megabytes: int, folder: str, rounds: int) -> list[tuple[float, floa
     seconds: dict[bool, list[float]] = {True: [], False: []}
     with sw.init("dp_shard=-1", device="cpu") as world:
         step = make(world, megabytes, steps=1)
-        restore.restore(
-            Path(folder) / "latest", step.model, step.optim, {}
-        )  # from the disk; those that count, from memory
+        # This one reads from the disk; those that count, from memory.
+        restore.restore(Path(folder) / "latest", step.model, step.optim, {})
         for number in range(2 * rounds):
             compares = number % 4 in (0, 3)
             reading.sum_of = real if compares else _Believed  # type: ignore[assignment]
