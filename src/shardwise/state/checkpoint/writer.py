@@ -1,12 +1,13 @@
 """Writing a rank's stretches of files: summed on the way, past the page cache where the system lets us.
 
 Stretches are laid into a window of aligned memory, at their place in the file. Each block is summed as soon as it is whole,
-while it is in the processor's cache; a window that is full (or left) is written by a second thread while the next one is
+while it is in the processor's cache; a window that is full (or left) is written by a second thread while the next ones are
 filled. A stretch that lies in its page of memory as it will in the file's needs no window for its whole blocks. What covers
 whole pages goes to the disk directly (O_DIRECT, which wants memory, offset and length aligned); the ragged ends of a range
 go through the page cache, and so does everything where the file system knows no direct writes.
 """
 
+import collections
 import contextlib
 import errno
 import mmap
@@ -26,6 +27,7 @@ from shardwise.state.writing import send_off
 __all__ = ["BlockWriter", "memory_in_line"]
 
 WINDOW = 32 * BLOCK
+QUEUED = 2  # windows that are written or wait for it while another is filled: the disk never waits for a window
 PAGE = 4096  # bytes: what a direct write is aligned to; no disk wants more
 
 pwrite = os.pwrite  # where a fault is tried
@@ -41,8 +43,8 @@ class BlockWriter:
     def __init__(self, sums: Sums):
         self._sums = sums
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardwise-writer")
-        self._windows = [_Window(), _Window()]  # one is filled, one is written
-        self._under_way: Future[None] | None = None
+        self._windows = collections.deque(_Window() for _ in range(1 + QUEUED))  # the first is filled
+        self._under_way: collections.deque[Future[None]] = collections.deque()  # of the other windows, or as it lies
         self._file: _File | None = None
         self._is_first = True
 
@@ -69,9 +71,8 @@ class BlockWriter:
             self._file.sync()
             reach("synced")
         finally:
-            if self._under_way is not None:
-                self._under_way.exception()  # an error is on its way already: this one is heard of no more
-                self._under_way = None
+            while self._under_way:
+                self._under_way.popleft().exception()  # an error is on its way already: this one is heard of no more
             for window in self._windows:
                 window.clear()
             self._file.close()
@@ -104,31 +105,29 @@ class BlockWriter:
             part = memory[start : start + WINDOW]
             for block in range(0, len(part), BLOCK):
                 self._sums.add(self._file.name, (offset + start + block) // BLOCK, part[block : block + BLOCK])
-            self._settle()
             self._submit(self._file.write, offset + start, part)
 
     def _leave_window(self) -> None:
         if not self._windows[0].covered:
             return
-        self._settle()
         assert self._file is not None
         self._submit(self._windows[0].empty_into, self._file, self._sums)
-        self._windows.reverse()
+        self._windows.rotate(-1)
 
     def _submit(self, work: Callable[..., None], *args: object) -> None:
         try:
-            self._under_way = self._thread.submit(work, *args)
+            self._under_way.append(self._thread.submit(work, *args))
         except RuntimeError:  # the program is ending, and takes no more work for threads: this save is its last
             work(*args)
         if self._is_first:
             self._is_first = False
             reach("half-written")
+        self._settle(QUEUED)  # before a window that is being written is filled again
 
-    def _settle(self) -> None:
-        """Waits for the window that is being written, and raises what went wrong with it."""
-        if self._under_way is not None:
-            done, self._under_way = self._under_way, None
-            done.result()
+    def _settle(self, num_left: int = 0) -> None:
+        """Waits until no more than this many writes are under way, and raises what went wrong with them."""
+        while len(self._under_way) > num_left:
+            self._under_way.popleft().result()
 
 
 def memory_in_line(like: Tensor, offset: int) -> Tensor:
