@@ -107,7 +107,8 @@ def install_state(
     made: Mapping[str, Mapping[str, Any]],
     settings: Iterable[Mapping[str, Any]],
 ) -> None:
-    """Gives ``optim`` state that fits it: name -> key -> this rank's value, and the settings of each group."""
+    """Gives ``optim`` state that fits it: name -> key -> this rank's value, and the settings of each group. Values of the shape
+    of this rank's shard are the optimizer's from here on; others are copied."""
     for group, wanted in zip(optim.param_groups, settings, strict=True):
         group.update({key: _as_before(value, group.get(key)) for key, value in wanted.items()})
     optim.state.clear()
@@ -208,7 +209,9 @@ def _placed(key: str, value: Any, param: nn.Parameter, group: Mapping[str, Any])
     if value.dim() == 0 and not (param.dim() == 0 and key != "step"):
         on_device = group.get("fused") or group.get("capturable")
         return value.to(local_tensor(param).device) if on_device else value.clone()
-    return like_parameter(value.to(local_tensor(param).device, copy=True), param)
+    local = local_tensor(param)
+    is_given_away = value.dim() > 0 and value.shape == local.shape
+    return like_parameter(value.to(local.device, copy=not is_given_away), param)
 
 
 def _as_before(value: Any, own: Any) -> Any:

@@ -10,12 +10,13 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwise.errors import CheckpointError
-from shardwise.state.files import BUFFER, OpenFiles
+from shardwise.state.files import OpenFiles
 from shardwise.state.vouched.manifest import DamagedError, FileFact, Manifest, damaged
 from shardwise.state.vouched.sums import BLOCK, sum_of
 
 __all__ = ["VerifiedFiles", "Vouched"]
 
+_AT_ONCE = 4 * BLOCK  # bytes: read and then summed, while the processor's cache has them
 _KEPT = 16  # blocks at the ends of parts: the next tensor often begins in one
 
 
@@ -91,7 +92,7 @@ class VerifiedFiles(OpenFiles):
             block, inside = divmod(position, BLOCK)
             num = min(end, fact.size if end == fact.size else end // BLOCK * BLOCK) - position
             if inside == 0 and num > 0:
-                num = min(num, BUFFER)
+                num = min(num, _AT_ONCE)
                 self._read_whole(path, block, memory[position - offset : position - offset + num], fact.sums)
             else:
                 kept = self._end(path, block, min(BLOCK, fact.size - block * BLOCK), fact.sums)
