@@ -7,9 +7,9 @@
 Two ranks (gloo) hold a model and its AdamW state: three times the model. Contenders come in a random order in each round and
 save four times; each figure is the least of all saves but the first of a round, or of all restores in turns. What training
 waits, of a copy, is a median of ratios taken in turns. The disk's own speed is that of the same bytes, written by both ranks
-directly from aligned memory, synced. Everything is on disk when a save ends: DCP syncs its files too. Processor time is that of all ranks, their threads
-included. Before a table is printed, what was saved is loaded by whoever saved it into a fresh model and optimizer, and
-every shard is equal to the last bit.
+directly from aligned memory, synced. Everything is on disk when a save ends: DCP syncs its files too. Processor time is that
+of all ranks, their threads included. Before a table is printed, what was saved is loaded by whoever saved it into a fresh
+model and optimizer, and every shard is equal to the last bit.
 """
 
 import argparse
