@@ -16,7 +16,7 @@ from shardwise.state.vouched.sums import BLOCK, sum_of
 
 __all__ = ["VerifiedFiles", "Vouched"]
 
-_AT_ONCE = 4 * BLOCK  # bytes: read and then summed, while the processor's cache has them
+_AT_ONCE = 2 * BLOCK  # bytes: read, then summed: more of them would have left the processor's cache
 _KEPT = 16  # blocks at the ends of parts: the next tensor often begins in one
 
 
