@@ -6,7 +6,7 @@ is copied. A read that fails after that leaves a model that refuses to be used u
 
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ def _load_own_pieces(runtime: Runtime, source: Any, rules: Rules, files: Verifie
     before = files.num_bytes
     with Filling(runtime, plan.tensors):
         together(world, "load_weights, reading", read)
-        _refuse_other_values(runtime, plan.tensors)
+        _refuse_other_values(runtime, {name: local[name] for name in plan.tensors})
     _after(runtime, plan.extra, plan.folder)
     return replace(plan.report, num_bytes=files.num_bytes - before)
 
@@ -174,21 +174,21 @@ class _Piece:
         return torch.zeros(box.sizes)
 
 
-def _refuse_other_values(runtime: Runtime, names: Collection[str]) -> None:
+def _refuse_other_values(runtime: Runtime, local: Mapping[str, Tensor]) -> None:
     """Ranks that hold the same piece must have read the same values: files of one name may differ from node to node.
 
     Raises:
         CheckpointError: they have not.
     """
-    world, local = runtime.world, runtime.local_tensors()
+    world = runtime.world
     sums: dict[tuple[int, ...], int] = {}
     everyone = tuple(range(world.size))
-    for name in names:
+    for name, tensor in local.items():
         if name in runtime.recipe.params:
-            held = list(zip(runtime.view.extents(name), runtime.view.owners(name), strict=True))
-            parts = [(holders, local[name][piece.local_index]) for piece, holders in held]
+            held = zip(runtime.view.extents(name), runtime.view.owners(name), strict=True)
+            parts = [(holders, tensor[piece.local_index]) for piece, holders in held]
         else:
-            parts = [(everyone, local[name])]
+            parts = [(everyone, tensor)]
         for holders, part in parts:
             if len(holders) > 1:
                 sums[holders] = (sums.get(holders, 0) * 31 + _sum_of_bits(part)) % (1 << 61)
