@@ -4,11 +4,13 @@ import os
 import time
 from pathlib import Path
 
+import numpy as np
 from state.runs import EVERY, Drops, make
 
 import shardwise as sw
 from shardwise.state.checkpoint import writer
 from shardwise.state.checkpoint.points import on_reach
+from shardwise.state.vouched.sums import Sums
 
 Event = tuple[int, int, str, str]  # when, which rank, what, about which path
 
@@ -126,3 +128,19 @@ def left_over(root: str) -> list[str]:
 
 def test_what_a_killed_save_left_is_gone_after_the_next_of_the_same_manager(ranks, tmp_path):
     assert ranks.run(left_over, 2, str(tmp_path))[0] == [".lock", "latest", "step-00000000", "step-00000007"]
+
+
+def test_a_window_is_filled_again_only_when_the_disk_has_it(tmp_path, monkeypatch):
+    size = 20 * writer.WINDOW // 8 + 12345
+    monkeypatch.setattr(writer, "WINDOW", writer.WINDOW // 8)
+
+    def slowly(*given) -> int:
+        time.sleep(0.01)
+        return os.pwrite(*given)
+
+    monkeypatch.setattr(writer, "pwrite", slowly)
+    values = np.random.default_rng(0).integers(0, 256, size + 1, np.uint8)[1:]  # nowhere as it lies in the file
+    (tmp_path / "file").write_bytes(bytes(size))
+    with writer.BlockWriter(Sums()) as own, own.file(tmp_path / "file", "file", size):
+        own.write(0, values.data)
+    assert (tmp_path / "file").read_bytes() == values.tobytes()
