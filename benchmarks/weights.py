@@ -9,7 +9,7 @@ the most memory. That is what the process alone holds (RssAnon), sampled every 2
 before; memory that a model was given and that nothing has been written to does not count. Bytes on the wire are those of
 the tensors that collectives are called with. In a round contenders come in a random order, and before each the machine is
 brought to one state: the model's files are read into the page cache, and as much memory as will be needed is written to and
-given back. Before a table is printed, every rank's shards (and rank 0's whole tensors, and the files) are equal to the last
+given back, by all ranks at once, at the last moment. Before a table is printed, every rank's shards (and rank 0's whole tensors, and the files) are equal to the last
 bit.
 
 torchtune's algorithms are written anew here from what its recipes do; the other contenders are the libraries' own functions.
@@ -23,6 +23,7 @@ import importlib
 import importlib.util
 import json
 import math
+import mmap
 import os
 import random
 import shutil
@@ -30,10 +31,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
@@ -300,47 +302,31 @@ def _give_back() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
-def run_load(contender: str, megabytes: int, folder: str, count: bool) -> dict[str, Any]:
-    """Memory in shards."""
+def run_load(contender: str, megabytes: int, folder: str, check: bool) -> dict[str, Any]:
+    """Seconds, and memory in shards; or, in a run that nobody times, what went over the wire and what came of it."""
     _give_back()
     make, load = LOADERS[contender]
     with sw.init("dp_shard=-1", device="cpu") as world:
         model = make(world, megabytes)
+        if check:
+            with WireBytes() as wire:
+                load(model, folder)
+            return {"wire": wire.total, "digest": _digest(model.named_parameters())}
         shard = sum(_local(param).numel() * 4 for param in model.parameters())
-        wire = WireBytes()
-        with wire if count else contextlib.nullcontext():
-            figures, _ = _measured(lambda: load(model, folder), shard, folder, 2 * shard)
-        again = 0.0 if count else _measured(lambda: load(model, folder), shard, folder, 2 * shard)[0]["seconds"]
-        return {**figures, "again": again, "wire": wire.total, "digest": _digest(model.named_parameters())}
+        first, again = (_measured(lambda: load(model, folder), shard, folder, 2 * shard) for _ in range(2))
+        return {**first, "again": again["seconds"]}
 
 
-def run_written(megabytes: int, folder: str, on_rank0: bool) -> dict[str, Any]:
-    """What new memory costs by itself: every rank's shards, or the whole model on rank 0, are written to, and nothing is read."""
-    _give_back()
-    with sw.init("dp_shard=-1", device="cpu") as world:
-        shapes = [param.shape if on_rank0 else _local(param).shape for param in by_hand(world, megabytes).parameters()]
-        place = [torch.empty(shape) for shape in (shapes if world.is_main or not on_rank0 else [])]
-        room = sum(4 * shape.numel() for shape in shapes)
-        return _measured(lambda: [tensor.fill_(1.0) for tensor in place], room, folder, room)[0]
-
-
-def _note(megabytes: int, repeats: int, work: Path, on_rank0: bool) -> str:
-    with RankPool() as pool:
-        given = (megabytes, str(work / "model"), on_rank0)
-        runs = [pool.run(run_written, RANKS, *given, timeout_s=600) for _ in range(repeats)]
-    least = min(max(answer["seconds"] for answer in run) for run in runs)
-    return f"Writing once to new memory of that size, with nothing to read or receive, takes {least:.2f} s."
-
-
-def run_gather(contender: str, megabytes: int, folder: str) -> dict[str, Any]:
-    """Memory in models."""
+def run_gather(contender: str, megabytes: int, folder: str, check: bool) -> dict[str, Any]:
+    """Seconds, and memory in models; or, in a run that nobody times, what came of it."""
     make, gather = GATHERERS[contender]
     with sw.init("dp_shard=-1", device="cpu") as world:
         model = _filled(make, world, megabytes, folder)
+        if check:
+            return {"digest": _digest(iter(gather(model).items()))}
         whole = _whole_bytes(model)
         _give_back()
-        figures, state = _measured(lambda: gather(model), whole, folder, whole)
-        return {**figures, "digest": _digest(iter(state.items()))}
+        return _measured(lambda: gather(model), whole, folder, whole)
 
 
 def run_save(contender: str, megabytes: int, folder: str, dest: str) -> dict[str, Any]:
@@ -350,7 +336,7 @@ def run_save(contender: str, megabytes: int, folder: str, dest: str) -> dict[str
         model = _filled(make, world, megabytes, folder)
         whole = _whole_bytes(model)
         _give_back()
-        return _measured(lambda: save(model, dest), whole, folder, whole)[0]
+        return _measured(lambda: save(model, dest), whole, folder, whole)
 
 
 def _filled(make: Callable[..., nn.Module], world: sw.World, megabytes: int, folder: str) -> nn.Module:
@@ -364,10 +350,15 @@ def _whole_bytes(model: nn.Module) -> int:
 
 
 def _settle(folder: str | Path, num_bytes: int) -> None:
-    """One state of the machine for all: a file that left the page cache, or memory that the host has taken back, would be
-    charged to whoever comes next."""
+    """One state of the machine for all: a file that left the page cache, or memory that the host of a virtual machine has taken
+    back, would be charged to whoever comes next."""
     _settle_files(Path(folder).iterdir())
-    torch.ones(num_bytes, dtype=torch.uint8)
+    given = mmap.mmap(-1, num_bytes)
+    if hasattr(given, "madvise"):
+        given.madvise(mmap.MADV_HUGEPAGE)  # small pages come from what lies about, and that is not what is taken next
+    np.frombuffer(given, np.uint8).fill(1)
+    dist.barrier()  # given back by all at once, just before it is needed: a host may take what is free for two seconds
+    given.close()
 
 
 def _settle_files(paths: Iterable[Path]) -> None:
@@ -378,9 +369,9 @@ def _settle_files(paths: Iterable[Path]) -> None:
                 pass
 
 
-def _measured(act: Callable[[], Any], unit: int, folder: str, room: int) -> tuple[dict[str, Any], Any]:
-    """Seconds until all ranks are done, growth of the peak in ``unit`` bytes; and what ``act`` gave. Before, ``folder`` is read
-    and ``room`` bytes are written to."""
+def _measured(act: Callable[[], Any], unit: int, folder: str, room: int) -> dict[str, Any]:
+    """Seconds until all ranks are done, and growth of the peak in ``unit`` bytes. Before, ``folder`` is read and ``room`` bytes
+    are written to."""
     _settle(folder, room)
     with Sampler() as sampler:
         dist.barrier()
@@ -388,7 +379,8 @@ def _measured(act: Callable[[], Any], unit: int, folder: str, room: int) -> tupl
         result = act()
         dist.barrier()
         seconds = time.perf_counter() - start
-    return {"seconds": seconds, "memory": sampler.grown / unit}, result
+    del result  # kept until now: giving memory back takes time too
+    return {"seconds": seconds, "memory": sampler.grown / unit}
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:
@@ -398,60 +390,68 @@ def _local(param: torch.Tensor) -> torch.Tensor:
 # ---- tables -------------------------------------------------------------------------------------------------------------
 
 Rows = dict[str, dict[str, Any]]
+Runs = dict[str, list[list[dict[str, Any]]]]
 
 
 def part_load(megabytes: int, repeats: int, work: Path) -> str:
-    found = _rounds(run_load, LOADERS, repeats, lambda _: (megabytes, str(work / "model"), False))
-    counted = _rounds(run_load, LOADERS, 1, lambda _: (megabytes, str(work / "model"), True))
+    given = (megabytes, str(work / "model"))
+    checked = _rounds(run_load, LOADERS, 1, lambda _: (*given, True))
+    _assert_equal({contender: [answer["digest"] for answer in runs[0]] for contender, runs in checked.items()})
+    found = _timed(_rounds(run_load, LOADERS, repeats, lambda _: (*given, False)))
     for contender, row in found.items():
-        row["wire"] = sum(answer["wire"] for answer in counted[contender]["runs"][0])
+        row["wire"] = sum(answer["wire"] for answer in checked[contender][0])
         row["memory"] = max(answer["memory"] for run in row["runs"] for answer in run)
         row["again"] = min(max(answer["again"] for answer in run) for run in row["runs"])
-        row["digest"] = [answer["digest"] for answer in row["runs"][0]]
-    _assert_equal(found)
     columns = {
         "seconds": "time, into new memory",
         "again": "into memory in use",
         "memory": "peak private memory, in shards",
         "wire": "MB through collectives",
     }
-    return f"{table(found, 'load', columns)}\n\n{_note(megabytes, repeats, work, on_rank0=False)}"
+    return table(found, "load", columns)
 
 
 def part_gather(megabytes: int, repeats: int, work: Path) -> str:
-    found = _rounds(run_gather, GATHERERS, repeats, lambda _: (megabytes, str(work / "model")))
+    given = (megabytes, str(work / "model"))
+    checked = _rounds(run_gather, GATHERERS, 1, lambda _: (*given, True))
+    _assert_equal({contender: runs[0][0]["digest"] for contender, runs in checked.items()})
+    found = _timed(_rounds(run_gather, GATHERERS, repeats, lambda _: (*given, False)))
     for row in found.values():
         row["others"] = max(answer["memory"] for run in row["runs"] for answer in run[1:])
         row["first"] = max(run[0]["memory"] for run in row["runs"])
-        row["digest"] = row["runs"][0][0]["digest"]
-    _assert_equal(found)
     columns = {"seconds": "time", "first": "rank 0's peak, in models", "others": "the other rank's"}
-    return f"{table(found, 'gather to rank 0', columns)}\n\n{_note(megabytes, repeats, work, on_rank0=True)}"
+    return table(found, "gather to rank 0", columns)
 
 
 def part_save(megabytes: int, repeats: int, work: Path) -> str:
     dests = {contender: str(work / f"saved-{number}") for number, contender in enumerate(SAVERS)}
-    found = _rounds(run_save, SAVERS, repeats, lambda contender: (megabytes, str(work / "model"), dests[contender]))
+    found = _timed(
+        _rounds(run_save, SAVERS, repeats, lambda contender: (megabytes, str(work / "model"), dests[contender]))
+    )
+    _assert_equal({contender: _digest(iter(_whole_files(dest).items())) for contender, dest in dests.items()})
     for contender, row in found.items():
         row["first"] = max(run[0]["memory"] for run in row["runs"])
-        row["digest"] = _digest(iter(_whole_files(dests[contender]).items()))
         shutil.rmtree(dests[contender])
-    _assert_equal(found)
     return table(found, "save as Hugging Face files", {"seconds": "time", "first": "rank 0's extra memory, in models"})
 
 
-def _rounds(measure: Callable[..., Any], contenders: dict[str, Any], repeats: int, given: Callable[[str], Any]) -> Rows:
-    """Every contender in processes of its own, turn by turn, so that a slow minute is everybody's. A row has the answers of
-    all ``runs`` (the first is of new processes), and the least time."""
-    runs: dict[str, list[list[dict[str, Any]]]] = {contender: [] for contender in contenders}
+def _rounds(measure: Callable[..., Any], contenders: dict[str, Any], repeats: int, given: Callable[[str], Any]) -> Runs:
+    """Every contender in processes of its own, turn by turn, so that a slow minute is everybody's: the ranks' answers of
+    each run, the first of which is of new processes."""
+    runs: Runs = {contender: [] for contender in contenders}
     with contextlib.ExitStack() as stack:
         pools = {contender: stack.enter_context(RankPool()) for contender in contenders}
         for number in range(repeats):
             for contender in random.Random(number).sample(list(pools), len(pools)):
                 pool, arguments = pools[contender], given(contender)
-                if isinstance(arguments[-1], str) and measure is run_save:
+                if measure is run_save:
                     shutil.rmtree(arguments[-1], ignore_errors=True)
                 runs[contender].append(pool.run(measure, RANKS, contender, *arguments, timeout_s=600))
+    return runs
+
+
+def _timed(runs: Runs) -> Rows:
+    """A row for each contender, with the time of the run whose slowest rank was the fastest."""
     return {
         contender: {"seconds": min(max(answer["seconds"] for answer in run) for run in found), "runs": found}
         for contender, found in runs.items()
@@ -468,6 +468,7 @@ def part_convert(megabytes: int, repeats: int, work: Path) -> str:
         "copying the file, each block sent to the disk at once": _copy_blocks,
     }
     found: Rows = {name: {"seconds": math.inf, "first": 0.0} for name in contenders}
+    digests = {}
     for number in range(repeats):
         for name in random.Random(number).sample(list(contenders), len(contenders)):
             shutil.rmtree(work / "out", ignore_errors=True)
@@ -482,8 +483,8 @@ def part_convert(megabytes: int, repeats: int, work: Path) -> str:
             if number == 0:
                 copied = work / "out" / source.name
                 whole = torch.load(copied, mmap=True) if copied.exists() else _whole_files(str(work / "out"))
-                row["digest"] = _digest(iter(whole.items()))
-    _assert_equal(found)
+                digests[name] = _digest(iter(whole.items()))
+    _assert_equal(digests)
     source.unlink()
     shutil.rmtree(work / "out")
     return table(found, "convert", {"seconds": "time", "first": "memory, in MiB"})
@@ -518,32 +519,28 @@ def _copy_blocks(source: Path, dest: Path) -> None:
 PARTS = {"load": part_load, "gather": part_gather, "save": part_save, "convert": part_convert}
 
 
-def _assert_equal(found: Rows) -> None:
-    first = next(iter(found))
-    for contender, row in found.items():
-        mine, theirs = row.pop("digest"), found[first].get("kept", row)
-        if contender == first:
-            found[first]["kept"] = mine
-            continue
-        assert json.dumps(mine, sort_keys=True) == json.dumps(theirs, sort_keys=True), (
-            f"{contender} gives other values than {first}"
-        )
-    found[first].pop("kept")
+def _assert_equal(digests: Mapping[str, Any]) -> None:
+    (first, expected), *others = ((name, json.dumps(digest, sort_keys=True)) for name, digest in digests.items())
+    for name, digest in others:
+        assert digest == expected, f"{name} gives other values than {first}"
+
+
+TIMES = {"seconds": "ours / theirs", "again": "ours / theirs, in use"}
 
 
 def table(found: Rows, title: str, columns: dict[str, str]) -> str:
     """A row for each contender; times also as what ours takes of them."""
-    own = next(iter(found.values()))["seconds"]
-    lines = [f"| {title} | {' | '.join(columns.values())} | ours / theirs |", "|---" * (len(columns) + 2) + "|"]
+    own, times = next(iter(found.values())), [key for key in columns if key in TIMES]
+    headings = [title, *columns.values(), *(TIMES[key] for key in times)]
+    lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for contender, row in found.items():
-        cells = [_cell(key, row[key]) for key in columns]
-        ratio = "" if contender == next(iter(found)) else f"{own / row['seconds']:.2f}"
-        lines.append(f"| {contender} | {' | '.join(cells)} | {ratio} |")
+        ratios = ["" if row is own else f"{own[key] / row[key]:.2f}" for key in times]
+        lines.append(f"| {' | '.join([contender, *(_cell(key, row[key]) for key in columns), *ratios])} |")
     return "\n".join(lines)
 
 
 def _cell(key: str, value: float) -> str:
-    if key in ("seconds", "again"):
+    if key in TIMES:
         return f"{value:.2f} s"
     return f"{value / 1e6:.0f}" if key == "wire" else f"{value:.3f}"
 
