@@ -9,8 +9,8 @@ the most memory. That is what the process alone holds (RssAnon), sampled every 2
 before; memory that a model was given and that nothing has been written to does not count. Bytes on the wire are those of
 the tensors that collectives are called with. In a round contenders come in a random order, and before each the machine is
 brought to one state: the model's files are read into the page cache, and as much memory as will be needed is written to and
-given back, by all ranks at once, at the last moment. Before a table is printed, every rank's shards (and rank 0's whole tensors, and the files) are equal to the last
-bit.
+given back, by all ranks at once, at the last moment. Before a table is printed, every rank's shards (and rank 0's whole
+tensors), compared in a round that is not timed, and the files are equal to the last bit.
 
 torchtune's algorithms are written anew here from what its recipes do; the other contenders are the libraries' own functions.
 """
@@ -355,7 +355,7 @@ def _settle(folder: str | Path, num_bytes: int) -> None:
     _settle_files(Path(folder).iterdir())
     given = mmap.mmap(-1, num_bytes)
     if hasattr(given, "madvise"):
-        given.madvise(mmap.MADV_HUGEPAGE)  # small pages come from what lies about, and that is not what is taken next
+        given.madvise(mmap.MADV_HUGEPAGE)  # so that it is in large blocks, which a host takes back first
     np.frombuffer(given, np.uint8).fill(1)
     dist.barrier()  # given back by all at once, just before it is needed: a host may take what is free for two seconds
     given.close()

@@ -53,7 +53,7 @@ def test_all_ways_to_gather_give_the_same_tensors_and_the_other_ranks_hold_nothi
     found = {name: ranks.run(call, 2, "run_gather", name, 48, str(folder), True) for name in contenders("GATHERERS")}
     ours, *others = found.values()
     assert all(answers[0]["digest"] == ours[0]["digest"] for answers in others)
-    assert ours[1]["digest"] == {}
+    assert len(ours[0]["digest"]) > 10 and ours[1]["digest"] == {}
     timed = ranks.run(call, 2, "run_gather", "Shardwise `full_state_dict`", 48, str(folder), False)
     assert timed[0]["memory"] > 0.5 and timed[1]["memory"] < 0.1
 
