@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from shardwise.errors import LayoutError, RankError, Stopped
 from shardwise.launch import send_event
@@ -159,8 +160,8 @@ def give_up_on_a_peer():
     time.sleep(60)
 
 
-def signal_parent():
-    os.kill(os.getppid(), signal.SIGTERM)
+def signal_process(pid):
+    os.kill(pid, signal.SIGTERM)
     time.sleep(0.2 * (1 + RANK))
 
 
@@ -193,3 +194,35 @@ def fail_when_told(directory):
     if RANK == 1:
         raise OSError("the disk is full")
     time.sleep(60)
+
+
+def lineage(*modules):
+    """Who the parent is, which modules were there before anything here imported them, and the words of the process."""
+    return os.getppid(), [name in sys.modules for name in modules], sys.argv[1:], sys.stdin.read()
+
+
+def numbers():
+    import random
+
+    import numpy as np
+
+    return random.random(), float(np.random.random())
+
+
+def end_the_server(directory):
+    note_pid(directory)
+    if RANK == 1:
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def signal_the_server(number):
+    os.kill(os.getppid(), number)
+    time.sleep(0.3)
+    return signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+
+
+def read_environment_at_exit(path):
+    import atexit
+
+    atexit.register(lambda: Path(path, str(RANK)).write_text(os.environ["RANK"]))

@@ -17,8 +17,21 @@ TARGETS = str(Path(__file__).with_name("launch_targets.py"))
 SOURCE = str(Path(__file__).resolve().parents[2] / "src")
 
 
+# As interpreters of their own, and forked from one that has imported this: whatever is promised of ranks holds for both.
+WAYS = {"interpreters": (), "forked": ("json.tool",)}
+
+
+@pytest.fixture(params=list(WAYS), autouse=True)
+def preload(request, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "PRELOAD", WAYS[request.param])
+    return WAYS[request.param]
+
+
+PRELOAD: tuple[str, ...] = ()
+
+
 def launch(function, *args, nproc=2, **options):
-    return launch_local(f"{TARGETS}:{function}", nproc=nproc, args=args, **options)
+    return launch_local(f"{TARGETS}:{function}", nproc=nproc, args=args, **{"preload": PRELOAD, **options})
 
 
 def is_alive(pid):
@@ -50,7 +63,7 @@ def parent(tmp_path):
     started = []
 
     def start(grace_s=2.0, function="sleep_with_child", count=4, notice_s=None):
-        options = f"grace_s={grace_s}, notice_s={notice_s}"
+        options = f"grace_s={grace_s}, notice_s={notice_s}, preload={PRELOAD}"
         code = (
             "from shardwise.launch import launch_local\n"
             f"launch_local({TARGETS + ':' + function!r}, nproc=2, args=({str(tmp_path)!r},), {options})\n"
@@ -74,7 +87,7 @@ def test_results_come_in_rank_order():
 
 def test_target_can_be_a_module(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(TARGETS).parent))
-    assert launch_local("launch_targets:add", nproc=2, args=(1, 2)) == [3, 4]
+    assert launch_local("launch_targets:add", nproc=2, args=(1, 2), preload=PRELOAD) == [3, 4]
 
 
 def test_ranks_have_the_environment_torchrun_gives(monkeypatch):
@@ -262,7 +275,7 @@ def test_handler_of_the_application_stays_in_charge():
     seen = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
     try:
-        launch("signal_parent")
+        launch("signal_process", os.getpid())
     finally:
         signal.signal(signal.SIGTERM, before)
     assert set(seen) == {signal.SIGTERM}
@@ -373,7 +386,7 @@ def children():
 )
 def test_target_that_cannot_be_meant(target, nproc, text):
     with pytest.raises(ConfigError, match=text):
-        launch_local(target, nproc=nproc)
+        launch_local(target, nproc=nproc, preload=PRELOAD)
 
 
 def test_free_port_can_be_bound():

@@ -157,7 +157,7 @@ def _launch(loaded: "Loaded[RunConfig]") -> int:
 
     from shardwise.cli.train_display import Display
     from shardwise.cli.train_folder import RunFolder, unit_of
-    from shardwise.launch import launch_local
+    from shardwise.launch import is_cpu, launch_local
     from shardwise.layout import layout_of
 
     config = loaded.config
@@ -165,7 +165,7 @@ def _launch(loaded: "Loaded[RunConfig]") -> int:
     layout_of(config.parallel.layout, nproc)
     with Display(unit=unit_of(config)) as display, RunFolder(config, display) as folder:
         display.row("ranks", f"{nproc} local process{'es' if nproc > 1 else ''}: {why}")
-        display.on_phase("starting the ranks (each loads torch, a few seconds)")
+        display.on_phase("starting the ranks (loading torch, a few seconds)")
         results = launch_local(
             "shardwise.cli.train_rank:main",
             nproc=nproc,
@@ -175,6 +175,7 @@ def _launch(loaded: "Loaded[RunConfig]") -> int:
             on_event=display.on_event,
             on_line=display.on_line,
             notice_s=config.launch.notice_s,
+            preload=("shardwise.verify.preload",) if is_cpu(config.launch.device) else (),
         )
         no_picture = folder.draw(unit_of(config))
     _report(folder, results[0], no_picture)

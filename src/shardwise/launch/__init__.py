@@ -1,9 +1,18 @@
 """Starts, watches and ends the ranks of one machine."""
 
-from shardwise.launch.devices import default_nproc
+from shardwise.launch.devices import default_nproc, is_cpu
 from shardwise.launch.events import report_failure, send_event
 from shardwise.launch.local import launch_local
 from shardwise.launch.notice import terminable
 from shardwise.launch.process import free_port, held_port
 
-__all__ = ["default_nproc", "free_port", "held_port", "launch_local", "report_failure", "send_event", "terminable"]
+__all__ = [
+    "default_nproc",
+    "free_port",
+    "held_port",
+    "is_cpu",
+    "launch_local",
+    "report_failure",
+    "send_event",
+    "terminable",
+]

@@ -1,11 +1,11 @@
-"""How many ranks to start when nobody says."""
+"""What a machine has for ranks: how many to start when nobody says, and on what they compute."""
 
 import os
 from pathlib import Path
 
 from shardwise.errors import ConfigError
 
-__all__ = ["default_nproc"]
+__all__ = ["default_nproc", "is_cpu"]
 
 _MAX_CPU_RANKS = 2
 
@@ -29,6 +29,11 @@ def default_nproc(device: str = "auto") -> int:
             "device='cuda'", why="torch sees no CUDA device here", fix="use device='cpu', or a CUDA build"
         )
     return count or min(_MAX_CPU_RANKS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+
+
+def is_cpu(device: str) -> bool:
+    """Whether ranks of ``device`` ("auto", "cpu" or "cuda") compute on the CPU here, and may be forked: CUDA may not."""
+    return device == "cpu" or (device == "auto" and not _num_cuda())
 
 
 def _num_cuda() -> int:

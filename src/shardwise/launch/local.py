@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from shardwise.errors import ConfigError, ShardwiseError
@@ -22,6 +23,7 @@ from shardwise.launch.failure import Failure, load_error, rank_error, root_cause
 from shardwise.launch.notice import Notice, terminable
 from shardwise.launch.process import Guard, held_port
 from shardwise.launch.rank import Callbacks, RankProcess
+from shardwise.launch.starting import ForkServer, Interpreters, Starter
 
 __all__ = ["launch_local"]
 
@@ -43,6 +45,7 @@ def launch_local(
     timeout_s: float | None = None,
     stopped_s: float = 10.0,
     notice_s: float | None = None,
+    preload: Sequence[str] = (),
 ) -> list:
     """Runs ``target(*args)`` in ``nproc`` fresh processes and returns their results in rank order.
 
@@ -63,6 +66,10 @@ def launch_local(
         notice_s: SIGTERM or SIGUSR1 to this process is passed on to the ranks (not to their children), which then have this
             many seconds to stop in order, as those with a ``CheckpointManager`` do; a second SIGTERM ends them. None:
             SIGTERM ends the ranks.
+        preload: modules to import once, in a process that is then forked for each rank, instead of once in each: "torch"
+            takes seconds. For ranks on the CPU; where a module starts threads when it is imported, which a fork would lack,
+            cannot be imported, or on systems other than Linux, each rank imports for itself, as without this. The parent
+            of a forked rank (``os.getppid()``) is that process, not this one.
 
     Raises:
         RankError: a rank failed; ``.ranks`` names it, the text holds its traceback.
@@ -75,15 +82,20 @@ def launch_local(
     callbacks = Callbacks(on_line or _print_line, on_event or _ignore_event)
     job = Job(target=target, args=pickle.dumps(tuple(args)), path=tuple(sys.path), pythonpath=_pythonpath(env))
     notice = Notice()
-    with held_port() as port, terminable() if notice_s is None else notice, Guard() as guard:
-        base = {"OMP_NUM_THREADS": "1", **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with held_port() as port, terminable() if notice_s is None else notice, Guard() as guard, ExitStack() as stack:
+        base = {
+            "OMP_NUM_THREADS": "1",
+            **os.environ,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            **(env or {}),
+        }
+        starter = _starter(stack, preload, base, nproc, timeout_s)
         watch = _Watch(guard, grace_s, timeout_s, stopped_s)
-        try:
-            for rank in range(nproc):
-                watch.add(RankProcess(rank, job, {**base, **(env or {}), **_rank_env(rank, nproc)}, callbacks))
-            watch.run(notice, notice_s)
-        finally:
-            watch.close()
+        stack.callback(watch.close)
+        for rank in range(nproc):
+            watch.add(RankProcess(rank, job, {**base, **_rank_env(rank, nproc)}, callbacks, starter))
+        watch.run(notice, notice_s)
     if notice.number is not None and any(rank.code == -notice.number for rank in watch.ranks):
         raise SystemExit(128 + notice.number)  # it has ended a rank that had nothing to save
     failures = [rank.failure for rank in watch.ranks if rank.failure is not None]
@@ -93,6 +105,23 @@ def launch_local(
         if rank.stopped is not None:
             raise rank.stopped
     return [pickle.loads(rank.result) for rank in watch.ranks]  # type: ignore[arg-type]
+
+
+def _starter(
+    stack: ExitStack, modules: Sequence[str], env: Mapping[str, str], nproc: int, timeout_s: float | None
+) -> Starter:
+    """A server that is forked for each rank, which ``stack`` ends; where there is nothing to import or none can be forked,
+    what starts interpreters."""
+    if modules and sys.platform == "linux":
+        with ExitStack() as attempt:
+            server = attempt.enter_context(ForkServer(modules, env, nproc))
+            ready = server.is_ready(timeout_s)
+            if ready is None and timeout_s is not None:
+                raise _error([], [_late(rank, timeout_s) for rank in range(nproc)])
+            if ready:
+                stack.push(attempt.pop_all())
+                return server
+    return Interpreters()
 
 
 class _Watch:

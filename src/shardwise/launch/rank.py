@@ -3,25 +3,22 @@
 import json
 import os
 import pickle
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing import Pipe
-from pathlib import Path
 
 from shardwise.errors import Stopped
 from shardwise.launch.child import DUMP_SIGNAL, Job
 from shardwise.launch.failure import Failure, describe_exit
 from shardwise.launch.process import is_stopped, kill_group
+from shardwise.launch.starting import Starter
 
 __all__ = ["Callbacks", "RankProcess"]
 
 _CHUNK = 1 << 16
 _TAIL_LINES = 30
-_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class RankProcess:
     in effect, because the launcher calls them only when there is something to read.
     """
 
-    def __init__(self, rank: int, job: Job, env: Mapping[str, str], callbacks: Callbacks):
+    def __init__(self, rank: int, job: Job, env: Mapping[str, str], callbacks: Callbacks, starter: Starter):
         self.rank, self._callbacks = rank, callbacks
         self.result: bytes | None = None
         self.failure: Failure | None = None
@@ -48,16 +45,7 @@ class RankProcess:
         self._control, control = Pipe()
         self._events, events = os.pipe()
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "shardwise.launch", str(control.fileno()), str(events), str(os.getpid())],
-                env={**env, "PYTHONPATH": os.pathsep.join(filter(None, [_PACKAGE_ROOT, env.get("PYTHONPATH")]))},
-                pass_fds=[control.fileno(), events],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                # A session of its own: Ctrl-C is the parent's to handle, and a signal reaches the rank's children too.
-                start_new_session=True,
-            )
+            self._process = starter.start(env, control.fileno(), events)
         except BaseException:
             self._control.close()
             os.close(self._events)
@@ -67,8 +55,8 @@ class RankProcess:
             os.close(events)
         self._partial = {"stdout": b"", "stderr": b"", "event": b""}
         self._open = {
-            self._process.stdout.fileno(): "stdout",  # type: ignore[union-attr]
-            self._process.stderr.fileno(): "stderr",  # type: ignore[union-attr]
+            self._process.stdout.fileno(): "stdout",
+            self._process.stderr.fileno(): "stderr",
             self._events: "event",
             self._control.fileno(): "control",
         }
@@ -182,4 +170,4 @@ class RankProcess:
         self._control.close()
         os.close(self._events)
         for stream in (self._process.stdout, self._process.stderr):
-            stream.close()  # type: ignore[union-attr]
+            stream.close()

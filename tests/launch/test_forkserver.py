@@ -1,0 +1,111 @@
+"""Ranks that are forked from one process that has imported what they need; all else of them is in test_launch_local.py."""
+
+import os
+import signal
+import sys
+
+import pytest
+from launch.test_launch_local import launch, noted, still_alive
+
+from shardwise.errors import RankError
+from shardwise.launch import is_cpu
+from shardwise.launch.starting import ForkServer
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Writes a module that ranks can import by the name that is returned."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(text):
+        (tmp_path / "brought.py").write_text(text)
+        return "brought"
+
+    yield write
+    sys.modules.pop("brought", None)
+
+
+def test_ranks_have_one_parent_which_is_not_this_process_and_has_imported_for_them():
+    ranks = launch("lineage", "json.tool", "json.encoder", "wave", preload=("json.tool",))
+    assert len({parent for parent, _, _, _ in ranks}) == 1 and ranks[0][0] != os.getpid()
+    assert all(found == [True, True, False] and stdin == "" for _, found, _, stdin in ranks)
+
+
+def test_nothing_is_forked_unless_asked():
+    assert [parent for parent, *_ in launch("lineage")] == [os.getpid()] * 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+        "import no_such_module",
+        "raise SystemError('a driver is missing')",
+    ],
+    ids=["starts a thread", "lacks a module", "fails"],
+)
+def test_where_a_fork_would_lack_something_each_rank_is_an_interpreter(module, text):
+    assert [parent for parent, *_ in launch("lineage", preload=(module(text),))] == [os.getpid()] * 2
+
+
+def test_what_an_import_prints_is_said_once_by_rank_0(module, capfd):
+    name = module("import os, sys; print('hello'); os.write(2, b'from C\\n'); sys.stderr.write('no newline')")
+    launch("write", preload=(name,))
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines())[:2] == ["[rank 0] hello", "[rank 0] no newline"] and out.count("hello") == 1
+    assert err.count("[rank 0] from C\n") == 1 and err.count("no newline") == 1 and "[rank 1] to stderr\n" in err
+
+
+def test_an_import_that_prints_more_than_a_pipe_holds_does_not_hang(module, capfd):
+    launch("write", preload=(module("print(('y' * 1023 + chr(10)) * 300)"),), timeout_s=60)
+    assert capfd.readouterr().out.count("[rank 0] yyy") == 300
+
+
+def test_environment_is_that_of_each_rank_and_known_at_import(module):
+    name = module("import os\nSEEN = os.environ['MINE'], os.environ['OMP_NUM_THREADS'], os.environ.get('RANK')")
+    words = ("RANK", "LOCAL_RANK", "MINE")
+    assert launch("environment", *words, preload=(name,), env={"MINE": "5"}) == [["0", "0", "5"], ["1", "1", "5"]]
+
+
+def test_ranks_draw_numbers_of_their_own():
+    (first, first_np), (second, second_np) = launch("numbers", preload=("numpy.random", "random"))
+    assert first != second and first_np != second_np
+
+
+def test_the_time_limit_holds_for_imports(module):
+    name = module("import time; time.sleep(60)")
+    with pytest.raises(RankError, match=r"rank 0, 1 did not finish within 0\.5 s") as caught:
+        launch("lineage", preload=(name,), timeout_s=0.5)
+    assert caught.value.ranks == (0, 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_to_all_processes_of_a_job_leaves_the_server_to_its_ranks(number):
+    assert launch("signal_the_server", number, preload=("json.tool",)) == [True, True]
+
+
+def test_ranks_do_not_outlive_their_server(tmp_path):
+    with pytest.raises(RankError, match="was killed by signal 9"):
+        launch("end_the_server", str(tmp_path), preload=("json.tool",))
+    assert still_alive(noted(tmp_path, 2)) == []
+
+
+def test_a_server_that_has_ended_is_an_error_of_ours():
+    with ForkServer(("json.tool",), dict(os.environ), 1) as server:
+        assert server.is_ready(20)
+        os.kill(server.pid, signal.SIGKILL)
+        with pytest.raises(RankError, match="the ranks did not start"), open(os.devnull) as file:
+            server.start({}, file.fileno(), file.fileno())
+
+
+def test_a_rank_ends_as_an_interpreter_does(tmp_path):
+    launch("read_environment_at_exit", str(tmp_path), preload=("json.tool",))
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "0", "1": "1"}
+
+
+def test_what_computes_on_the_cpu_is_told_from_cuda(monkeypatch):
+    assert is_cpu("cpu") and not is_cpu("cuda")
+    monkeypatch.setattr("shardwise.launch.devices._num_cuda", lambda: 2)
+    assert is_cpu("cpu") and not is_cpu("auto")
+    monkeypatch.setattr("shardwise.launch.devices._num_cuda", lambda: 0)
+    assert is_cpu("auto")
