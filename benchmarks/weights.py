@@ -5,12 +5,14 @@
     python benchmarks/weights.py --megabytes 64 --part load       # one table, of a small model
 
 Each figure is of fresh sharded models on two ranks (gloo): the least time of rounds in which all contenders take turns, and
-the most memory. That is what the process alone holds (RssAnon), sampled every 2 ms while it runs, less what it held
-before; memory that a model was given and that nothing has been written to does not count. Bytes on the wire are those of
-the tensors that collectives are called with. In a round contenders come in a random order, and before each the machine is
-brought to one state: the model's files are read into the page cache, and as much memory as will be needed is written to and
-given back, by all ranks at once, at the last moment. Before a table is printed, every rank's shards (and rank 0's whole
-tensors), compared in a round that is not timed, and the files are equal to the last bit.
+the most memory of all ranks. In a round contenders come in a random order, and before each the machine is brought to one
+state: the model's files are read into the page cache, and as much memory as will be needed is written to and given back, by
+all ranks at once, at the last moment.
+
+Memory and results are those of a round that is not timed, as looking takes time from who works. Memory is what the process
+alone holds (RssAnon), sampled every 2 ms while it runs, less what it held before; what a model was given and nothing has been
+written to does not count. Bytes on the wire are those of the tensors that collectives are called with. Before a table is
+printed, every rank's shards, rank 0's whole tensors and the files are equal to the last bit.
 
 torchtune's algorithms are written anew here from what its recipes do; the other contenders are the libraries' own functions.
 """
@@ -303,18 +305,19 @@ def _give_back() -> None:
 
 
 def run_load(contender: str, megabytes: int, folder: str, check: bool) -> dict[str, Any]:
-    """Seconds, and memory in shards; or, in a run that nobody times, what went over the wire and what came of it."""
+    """Seconds; or, in a run that nobody times, memory in shards, what went over the wire and what came of it."""
     _give_back()
     make, load = LOADERS[contender]
     with sw.init("dp_shard=-1", device="cpu") as world:
         model = make(world, megabytes)
-        if check:
-            with WireBytes() as wire:
-                load(model, folder)
-            return {"wire": wire.total, "digest": _digest(model.named_parameters())}
         shard = sum(_local(param).numel() * 4 for param in model.parameters())
-        first, again = (_measured(lambda: load(model, folder), shard, folder, 2 * shard) for _ in range(2))
-        return {**first, "again": again["seconds"]}
+        if check:
+            with Sampler() as sampler, WireBytes() as wire:
+                load(model, folder)
+            memory = sampler.grown / shard
+            return {"memory": memory, "wire": wire.total, "digest": _digest(model.named_parameters())}
+        first, again = (_timed(lambda: load(model, folder), folder, 2 * shard) for _ in range(2))
+        return {"seconds": first, "again": again}
 
 
 def _keep() -> None:
@@ -325,27 +328,33 @@ def _keep() -> None:
 
 
 def run_gather(contender: str, megabytes: int, folder: str, check: bool) -> dict[str, Any]:
-    """Seconds, and memory in models; or, in a run that nobody times, what came of it."""
+    """Seconds; or, in a run that nobody times, memory in models and what came of it."""
     _keep()
     make, gather = GATHERERS[contender]
     with sw.init("dp_shard=-1", device="cpu") as world:
         model = _filled(make, world, megabytes, folder)
-        if check:
-            return {"digest": _digest(iter(gather(model).items()))}
         whole = _whole_bytes(model)
         _give_back()
-        first, again = (_measured(lambda: gather(model), whole, folder, whole) for _ in range(2))
-        return {**first, "again": again["seconds"]}
+        if check:
+            with Sampler() as sampler:
+                found = gather(model)
+            return {"memory": sampler.grown / whole, "digest": _digest(iter(found.items()))}
+        first, again = (_timed(lambda: gather(model), folder, whole) for _ in range(2))
+        return {"seconds": first, "again": again}
 
 
-def run_save(contender: str, megabytes: int, folder: str, dest: str) -> dict[str, Any]:
-    """Memory in models."""
+def run_save(contender: str, megabytes: int, folder: str, dest: str, check: bool) -> dict[str, Any]:
+    """Seconds; or, in a run that nobody times, memory in models."""
     make, save = SAVERS[contender]
     with sw.init("dp_shard=-1", device="cpu") as world:
         model = _filled(make, world, megabytes, folder)
         whole = _whole_bytes(model)
         _give_back()
-        return _measured(lambda: save(model, dest), whole, folder, whole)
+        if check:
+            with Sampler() as sampler:
+                save(model, dest)
+            return {"memory": sampler.grown / whole}
+        return {"seconds": _timed(lambda: save(model, dest), folder, whole)}
 
 
 def _filled(make: Callable[..., nn.Module], world: sw.World, megabytes: int, folder: str) -> nn.Module:
@@ -378,18 +387,16 @@ def _settle_files(paths: Iterable[Path]) -> None:
                 pass
 
 
-def _measured(act: Callable[[], Any], unit: int, folder: str, room: int) -> dict[str, Any]:
-    """Seconds until all ranks are done, and growth of the peak in ``unit`` bytes. Before, ``folder`` is read and ``room`` bytes
-    are written to."""
+def _timed(act: Callable[[], Any], folder: str, room: int) -> float:
+    """Seconds until all ranks are done. Before, ``folder`` is read and ``room`` bytes are written to."""
     _settle(folder, room)
-    with Sampler() as sampler:
-        dist.barrier()
-        start = time.perf_counter()
-        result = act()
-        dist.barrier()
-        seconds = time.perf_counter() - start
+    dist.barrier()
+    start = time.perf_counter()
+    result = act()
+    dist.barrier()
+    seconds = time.perf_counter() - start
     del result  # kept until now: giving memory back takes time too
-    return {"seconds": seconds, "memory": sampler.grown / unit}
+    return seconds
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:
@@ -407,10 +414,10 @@ def part_load(megabytes: int, repeats: int, work: Path) -> str:
     given = (megabytes, str(work / "model"))
     checked = _rounds(run_load, LOADERS, 1, lambda _: (*given, True))
     _assert_equal({contender: [answer["digest"] for answer in runs[0]] for contender, runs in checked.items()})
-    found = _timed(_rounds(run_load, LOADERS, repeats, lambda _: (*given, False)))
+    found = _rows(_rounds(run_load, LOADERS, repeats, lambda _: (*given, False)))
     for contender, row in found.items():
         row["wire"] = sum(answer["wire"] for answer in checked[contender][0])
-        row["memory"] = max(answer["memory"] for run in row["runs"] for answer in run)
+        row["memory"] = max(answer["memory"] for answer in checked[contender][0])
     columns = {**MEMORIES, "memory": "peak private memory, in shards", "wire": "MB through collectives"}
     return table(found, "load", columns)
 
@@ -419,22 +426,22 @@ def part_gather(megabytes: int, repeats: int, work: Path) -> str:
     given = (megabytes, str(work / "model"))
     checked = _rounds(run_gather, GATHERERS, 1, lambda _: (*given, True))
     _assert_equal({contender: runs[0][0]["digest"] for contender, runs in checked.items()})
-    found = _timed(_rounds(run_gather, GATHERERS, repeats, lambda _: (*given, False)))
-    for row in found.values():
-        row["others"] = max(answer["memory"] for run in row["runs"] for answer in run[1:])
-        row["first"] = max(run[0]["memory"] for run in row["runs"])
+    found = _rows(_rounds(run_gather, GATHERERS, repeats, lambda _: (*given, False)))
+    for contender, row in found.items():
+        row["first"], *others = (answer["memory"] for answer in checked[contender][0])
+        row["others"] = max(others)
     columns = {**MEMORIES, "first": "rank 0's peak, in models", "others": "the other rank's"}
     return table(found, "gather to rank 0", columns)
 
 
 def part_save(megabytes: int, repeats: int, work: Path) -> str:
     dests = {contender: str(work / f"saved-{number}") for number, contender in enumerate(SAVERS)}
-    found = _timed(
-        _rounds(run_save, SAVERS, repeats, lambda contender: (megabytes, str(work / "model"), dests[contender]))
-    )
+    given = (megabytes, str(work / "model"))
+    checked = _rounds(run_save, SAVERS, 1, lambda contender: (*given, dests[contender], True))
     _assert_equal({contender: _digest(iter(_whole_files(dest).items())) for contender, dest in dests.items()})
+    found = _rows(_rounds(run_save, SAVERS, repeats, lambda contender: (*given, dests[contender], False)))
     for contender, row in found.items():
-        row["first"] = max(run[0]["memory"] for run in row["runs"])
+        row["first"] = checked[contender][0][0]["memory"]
         shutil.rmtree(dests[contender])
     return table(found, "save as Hugging Face files", {"seconds": "time", "first": "rank 0's extra memory, in models"})
 
@@ -449,18 +456,17 @@ def _rounds(measure: Callable[..., Any], contenders: dict[str, Any], repeats: in
             for contender in random.Random(number).sample(list(pools), len(pools)):
                 pool, arguments = pools[contender], given(contender)
                 if measure is run_save:
-                    shutil.rmtree(arguments[-1], ignore_errors=True)
+                    shutil.rmtree(arguments[2], ignore_errors=True)
                 runs[contender].append(pool.run(measure, RANKS, contender, *arguments, timeout_s=600))
     return runs
 
 
-def _timed(runs: Runs) -> Rows:
+def _rows(runs: Runs) -> Rows:
     """A row for each contender, with each time of the run whose slowest rank was the fastest."""
-    rows: Rows = {contender: {"runs": found} for contender, found in runs.items()}
-    for row in rows.values():
-        for key in TIMES.keys() & row["runs"][0][0].keys():
-            row[key] = min(max(answer[key] for answer in run) for run in row["runs"])
-    return rows
+    return {
+        contender: {key: min(max(answer[key] for answer in run) for run in found) for key in found[0][0]}
+        for contender, found in runs.items()
+    }
 
 
 def part_convert(megabytes: int, repeats: int, work: Path) -> str:
@@ -472,20 +478,21 @@ def part_convert(megabytes: int, repeats: int, work: Path) -> str:
         "copying the file": _copy,
         "copying the file, each block sent to the disk at once": _copy_blocks,
     }
-    found: Rows = {name: {"seconds": math.inf, "first": 0.0} for name in contenders}
+    found: Rows = {name: {"seconds": math.inf} for name in contenders}
     digests = {}
-    for number in range(repeats):
+    for number in range(repeats + 1):
         for name in random.Random(number).sample(list(contenders), len(contenders)):
             shutil.rmtree(work / "out", ignore_errors=True)
             os.sync()
             _settle_files([source])
-            with Sampler() as sampler:
+            if number:
                 start = time.perf_counter()
                 contenders[name](source, work / "out")
-                seconds = time.perf_counter() - start
-            row = found[name]
-            row["seconds"], row["first"] = min(row["seconds"], seconds), max(row["first"], sampler.grown / 2**20)
-            if number == 0:
+                found[name]["seconds"] = min(found[name]["seconds"], time.perf_counter() - start)
+            else:
+                with Sampler() as sampler:
+                    contenders[name](source, work / "out")
+                found[name]["first"] = sampler.grown / 2**20
                 copied = work / "out" / source.name
                 whole = torch.load(copied, mmap=True) if copied.exists() else _whole_files(str(work / "out"))
                 digests[name] = _digest(iter(whole.items()))
