@@ -316,7 +316,13 @@ def test_every_selection_of_tests_selects_some(tmp_path):
     assert all(number > 0 for number in found.values()), found
 
 
-@pytest.mark.parametrize("command", [command for command in commands() if command not in _selections()])
+def _command(command: str):
+    """Benchmarks with tests of their own (tests/benchmarks) run as commands in soak."""
+    tested = command.startswith(tuple(f"python benchmarks/{name}.py" for name in ("step", "wrap", "weights")))
+    return pytest.param(command, marks=pytest.mark.soak if tested else ())
+
+
+@pytest.mark.parametrize("command", [_command(c) for c in commands() if c not in _selections()])
 def test_command_of_a_page(ranks, command, tmp_path):
     for name in ("README.md", "examples", "benchmarks"):
         (tmp_path / name).symlink_to(ROOT / name)
