@@ -226,3 +226,12 @@ def read_environment_at_exit(path):
     import atexit
 
     atexit.register(lambda: Path(path, str(RANK)).write_text(os.environ["RANK"]))
+
+
+def length(text):
+    return len(text)
+
+
+def stop_the_server():
+    os.kill(os.getppid(), signal.SIGSTOP)
+    return "ended"

@@ -2,10 +2,12 @@
 
 import os
 import signal
+import subprocess
 import sys
+import time
 
 import pytest
-from launch.test_launch_local import launch, noted, still_alive
+from launch.test_launch_local import SOURCE, TARGETS, launch, noted, still_alive
 
 from shardwise.errors import RankError
 from shardwise.launch import is_cpu
@@ -57,7 +59,10 @@ def test_what_an_import_prints_is_said_once_by_rank_0(module, capfd):
 
 
 def test_an_import_that_prints_more_than_a_pipe_holds_does_not_hang(module, capfd):
-    launch("write", preload=(module("print(('y' * 1023 + chr(10)) * 300)"),), timeout_s=60)
+    big = "y" * 400_000
+    assert (
+        launch("length", big, preload=(module("print(('y' * 1023 + chr(10)) * 300)"),), timeout_s=60) == [400_000] * 2
+    )
     assert capfd.readouterr().out.count("[rank 0] yyy") == 300
 
 
@@ -74,7 +79,7 @@ def test_ranks_draw_numbers_of_their_own():
 
 def test_the_time_limit_holds_for_imports(module):
     name = module("import time; time.sleep(60)")
-    with pytest.raises(RankError, match=r"rank 0, 1 did not finish within 0\.5 s") as caught:
+    with pytest.raises(RankError, match=r"rank 0, 1 did not begin within 0\.5 s") as caught:
         launch("lineage", preload=(name,), timeout_s=0.5)
     assert caught.value.ranks == (0, 1)
 
@@ -91,11 +96,59 @@ def test_ranks_do_not_outlive_their_server(tmp_path):
 
 
 def test_a_server_that_has_ended_is_an_error_of_ours():
-    with ForkServer(("json.tool",), dict(os.environ), 1) as server:
+    with ForkServer(("json.tool",), dict(os.environ)) as server:
         assert server.is_ready(20)
         os.kill(server.pid, signal.SIGKILL)
-        with pytest.raises(RankError, match="the ranks did not start"), open(os.devnull) as file:
-            server.start({}, file.fileno(), file.fileno())
+        with pytest.raises(RankError, match="rank 3 did not start") as caught, open(os.devnull) as file:
+            server.start(3, {}, file.fileno(), file.fileno())
+        assert caught.value.ranks == (3,)
+
+
+def test_a_start_that_fails_half_way_leaves_nothing_and_says_why(tmp_path, monkeypatch):
+    real = ForkServer.start
+
+    def start(server, rank, *given):
+        if rank == 1:
+            raise OSError(24, "Too many open files")
+        return real(server, rank, *given)
+
+    monkeypatch.setattr(ForkServer, "start", start)
+    with pytest.raises(OSError, match="Too many open files"):
+        launch("signal_self", 7, 0, str(tmp_path), preload=("json.tool",), grace_s=1.0)
+    assert still_alive([int(path.name.rpartition(".")[2]) for path in tmp_path.iterdir()]) == []
+
+
+def test_a_server_that_is_stopped_goes_on():
+    assert launch("stop_the_server", preload=("json.tool",), timeout_s=30) == ["ended"] * 2
+
+
+@pytest.mark.parametrize("notice_s", [None, 30.0])
+def test_a_signal_while_modules_are_imported_ends_the_start(module, tmp_path, notice_s):
+    name = module(f"import os, time; open({str(tmp_path / 'begun')!r}, 'w').close(); time.sleep(60)")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nfrom shardwise.launch import launch_local\n"
+        f"launch_local({TARGETS + ':lineage'!r}, nproc=2, preload=({name!r},), notice_s={notice_s})\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": SOURCE})
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 143
+
+
+def test_a_signal_that_comes_before_a_rank_is_ready_for_it_is_kept(monkeypatch):
+    """A rank that is told to end before it has restored what its server blocks."""
+    real = ForkServer.start
+
+    def start(server, *given):
+        found = real(server, *given)
+        os.kill(found.pid, signal.SIGTERM)
+        return found
+
+    monkeypatch.setattr(ForkServer, "start", start)
+    with pytest.raises(RankError, match=r"killed by signal 15 \(SIGTERM\)"):
+        launch("lineage", preload=("json.tool",))
 
 
 def test_a_rank_ends_as_an_interpreter_does(tmp_path):

@@ -1,10 +1,12 @@
-"""Entry point of a rank: ``python -m shardwise.launch CONTROL EVENTS PARENT``; see :mod:`shardwise.launch.child`."""
+"""Entry point of a rank, ``python -m shardwise.launch CONTROL EVENTS PARENT``, see :mod:`shardwise.launch.child`; and of what
+ranks are forked from, ``python -m shardwise.launch --serve CONNECTION PARENT``, see :mod:`shardwise.launch.forkserver`."""
 
 import sys
 
-from shardwise.launch.child import main
+from shardwise.launch import child, forkserver
 
 __all__: list[str] = []
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    words = sys.argv[1:]
+    sys.exit(forkserver.main(words[1:]) if words[0] == "--serve" else child.main(words))

@@ -1,19 +1,28 @@
 """The process that imports what the ranks of one machine need, once, and is forked for each of them.
 
-Run as ``python -m shardwise.launch.forkserver CONNECTION PARENT``: a file descriptor and a process id. Over CONNECTION come
-a :class:`Preload`, to which the answer is whether this process may be forked, and one environment for each rank, with its
-file descriptors, to which the answer is a process id. Then it says how each of them ends, until nobody listens.
+Run as ``python -m shardwise.launch --serve CONNECTION PARENT``: a file descriptor and a process id. What goes over CONNECTION:
+
+======================================  ================================================================================
+a :class:`Preload`, first               ``("ready", output)`` or ``("unfit", output)``: whether this process may be forked
+an environment, and 4 file descriptors  ``("started", process id)`` or ``("failed", why)``
+(nothing)                               ``("ended", process id, exit code)``, whenever a rank has
+======================================  ================================================================================
+
+multiprocessing has a server like it; this one's children are ranks as :mod:`shardwise.launch.child` serves them, with streams,
+a group and an end of their own. That of the test pool, :mod:`shardwise.testing.zygote`, makes ranks that are used again.
 """
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing import reduction
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 
 from shardwise.launch import child
 from shardwise.launch.process import die_with_parent
@@ -31,96 +40,117 @@ class Preload:
     Args:
         modules: to be imported.
         path: ``sys.path`` of the parent, where the ranks would find them.
-        num_ranks: how many there will be.
     """
 
     modules: tuple[str, ...]
     path: tuple[str, ...]
-    num_ranks: int
 
 
 def main(argv: list[str]) -> int:
     """Returns in the ranks, with their exit status: they end as any interpreter does. The server ends by itself."""
     connection, parent = Connection(int(argv[0])), int(argv[1])
     die_with_parent(parent)
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _FOR_RANKS}
+    os.set_inheritable(connection.fileno(), False)
+    # Blocked, not ignored: what comes for a rank before it is ready for it is kept.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_RANKS)
+    given, rank_argv = dict(os.environ), None
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        preload = connection.recv()
-        said = [_caught(place) for place in (1, 2)]
-        ready = _import(preload)
-        connection.send(ready)
-        for _ in range(preload.num_ranks if ready else 0):
-            words = _fork(connection, said)
-            if words is not None:
-                for number, handler in handlers.items():
-                    signal.signal(number, handler)
-                return child.main(words)
-            said = []
-        _tell_ends(connection)
-    os._exit(0)  # nothing here is worth the time that torch takes to leave
+        _prepare(connection)
+        rank_argv = _serve(connection, given)
+    if rank_argv is None:
+        os._exit(0)  # nothing here is worth the time that torch takes to leave
+    sys.argv[1:] = rank_argv
+    return child.main(rank_argv)
 
 
-def _caught(place: int) -> int:
-    """Lets what is written to a file descriptor pile up: what imports print is for rank 0 to say."""
-    said = os.memfd_create("said")
-    os.dup2(said, place)
-    return said
-
-
-def _import(preload: Preload) -> bool:
-    """Whether the modules are there, and a fork would have all that they have started."""
+def _prepare(connection: Connection) -> None:
+    """Imports the modules, and says whether a fork would have all that they have started, and what they have printed."""
+    preload = connection.recv()
+    captured = [os.memfd_create("output") for _ in range(2)]
+    for place, descriptor in enumerate(captured, start=1):
+        os.dup2(descriptor, place)
     sys.path[:] = preload.path
     try:
         for name in preload.modules:
             importlib.import_module(name)
-        num_threads = len(os.listdir("/proc/self/task"))
+        os.close(os.pidfd_open(os.getpid()))  # Linux before 5.3 has none
+        fit = len(os.listdir("/proc/self/task")) == 1
     except Exception:  # a rank that imports them for itself says what is wrong
-        return False
+        fit = False
     gc.collect()
     gc.freeze()  # the collector would touch, and so copy, every page that the ranks share
-    return num_threads == 1
+    _flush()
+    output = []
+    for descriptor in captured:
+        with open(descriptor, "rb") as file:
+            file.seek(0)
+            output.append(file.read().decode("utf-8", "replace"))
+    connection.send(("ready" if fit else "unfit", output))
 
 
-def _fork(connection: Connection, said: list[int]) -> list[str] | None:
-    """The next rank: its words for :func:`shardwise.launch.child.main`; None in the server."""
-    env = connection.recv()
-    control, events, *outputs = [reduction.recv_handle(connection) for _ in range(4)]
+def _flush() -> None:
+    """What is left in a buffer would be written by every rank."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    server, pid = os.getpid(), os.fork()
-    if pid:
+    ctypes.CDLL(None).fflush(None)
+
+
+def _serve(connection: Connection, given: Mapping[str, str]) -> list[str]:
+    """Forks a rank whenever one is asked for, until the connection ends. Returns in each rank, with its words for
+    :func:`shardwise.launch.child.main`."""
+    alive: dict[int, int] = {}  # of each rank that runs, a descriptor that can be waited for -> its process id
+    while True:
+        for ready in wait([connection, *alive]):
+            if isinstance(ready, int):
+                pid = alive.pop(ready)
+                os.close(ready)
+                connection.send(("ended", pid, _exit_code(pid)))
+                continue
+            rank_argv = _fork(connection, given, alive)
+            if rank_argv is not None:
+                return rank_argv
+
+
+def _fork(connection: Connection, given: Mapping[str, str], alive: dict[int, int]) -> list[str] | None:
+    """The next rank: its words; None in the server, where the rank is in ``alive`` from then on."""
+    env = connection.recv()
+    control, events, *outputs = descriptors = [reduction.recv_handle(connection) for _ in range(4)]
+    server = os.getpid()
+    try:
+        pid = os.fork()
+    except OSError as error:
+        connection.send(("failed", str(error.strerror)))
+        pid = None
+    if pid == 0:
+        _become_a_rank(connection, outputs, {name: value for name, value in env.items() if given.get(name) != value})
+        return [str(control), str(events), str(server)]
+    if pid is not None:
         # Said by the rank too: whoever comes first, from here on it has a group, which its children will be in.
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpgid(pid, pid)
-        for descriptor in (control, events, *outputs, *said):
-            os.close(descriptor)
-        connection.send(pid)
-        return None
+        alive[os.pidfd_open(pid)] = pid
+    for descriptor in descriptors:
+        os.close(descriptor)
+    if pid is not None:
+        connection.send(("started", pid))
+    return None
+
+
+def _become_a_rank(connection: Connection, outputs: list[int], env: Mapping[str, str]) -> None:
     os.setpgid(0, 0)
     connection.close()
     for place, descriptor in enumerate(outputs, start=1):
         os.dup2(descriptor, place)
         os.close(descriptor)
-    for place, descriptor in enumerate(said, start=1):
-        with open(descriptor, "rb") as file:
-            file.seek(0)
-            os.write(place, file.read())
-    os.environ.clear()
     os.environ.update(env)
-    if "numpy" in sys.modules:
-        sys.modules[
-            "numpy"
-        ].random.seed()  # as Python does for its own generator: ranks do not draw the same by accident
-    return [str(control), str(events), str(server)]
+    if "numpy.random" in sys.modules:
+        # As Python does for its own generator: no two ranks draw the same by accident.
+        sys.modules["numpy.random"].seed()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_RANKS)
 
 
-def _tell_ends(connection: Connection) -> None:
-    with contextlib.suppress(ChildProcessError):  # there are no more
-        while True:
-            pid, status = os.wait()
-            connection.send((pid, os.waitstatus_to_exitcode(status)))
-    connection.recv()
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def _exit_code(pid: int) -> int:
+    """Below 0: a signal. The process stays a zombie, so that its id is nobody else's for as long as it may be signalled."""
+    end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert end is not None
+    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status

@@ -69,7 +69,8 @@ def launch_local(
         preload: modules to import once, in a process that is then forked for each rank, instead of once in each: "torch"
             takes seconds. For ranks on the CPU; where a module starts threads when it is imported, which a fork would lack,
             cannot be imported, or on systems other than Linux, each rank imports for itself, as without this. The parent
-            of a forked rank (``os.getppid()``) is that process, not this one.
+            of a forked rank (``os.getppid()``) is that process, not this one; and all ranks iterate over sets in the same
+            order, where ranks that are started for themselves do so only with a PYTHONHASHSEED.
 
     Raises:
         RankError: a rank failed; ``.ranks`` names it, the text holds its traceback.
@@ -90,8 +91,15 @@ def launch_local(
             "MASTER_PORT": str(port),
             **(env or {}),
         }
-        starter = _starter(stack, preload, base, nproc, timeout_s)
         watch = _Watch(guard, grace_s, timeout_s, stopped_s)
+
+        def overdue() -> None:
+            if notice.number is not None:
+                raise SystemExit(128 + notice.number)  # nothing has begun that could be saved
+            if watch.is_late:
+                raise _error([], [_not_begun(rank, timeout_s, preload) for rank in range(nproc)])
+
+        starter = _starter(stack, preload, base, callbacks, overdue)
         stack.callback(watch.close)
         for rank in range(nproc):
             watch.add(RankProcess(rank, job, {**base, **_rank_env(rank, nproc)}, callbacks, starter))
@@ -108,17 +116,19 @@ def launch_local(
 
 
 def _starter(
-    stack: ExitStack, modules: Sequence[str], env: Mapping[str, str], nproc: int, timeout_s: float | None
+    stack: ExitStack, modules: Sequence[str], env: Mapping[str, str], callbacks: Callbacks, overdue: Callable[[], None]
 ) -> Starter:
     """A server that is forked for each rank, which ``stack`` ends; where there is nothing to import or none can be forked,
-    what starts interpreters."""
+    what starts interpreters. While it waits it calls ``overdue``, which raises when that is no longer wanted."""
     if modules and sys.platform == "linux":
         with ExitStack() as attempt:
-            server = attempt.enter_context(ForkServer(modules, env, nproc))
-            ready = server.is_ready(timeout_s)
-            if ready is None and timeout_s is not None:
-                raise _error([], [_late(rank, timeout_s) for rank in range(nproc)])
+            server = attempt.enter_context(ForkServer(modules, env))
+            while (ready := server.is_ready(_TICK_S)) is None:
+                overdue()
             if ready:
+                for stream, text in zip(("stdout", "stderr"), server.output, strict=True):
+                    for line in text.splitlines():
+                        callbacks.on_line(0, stream, line)
                 stack.push(attempt.pop_all())
                 return server
     return Interpreters()
@@ -163,6 +173,11 @@ class _Watch:
                 return
         self._drain()
 
+    @property
+    def is_late(self) -> bool:
+        """Whether the time limit has passed."""
+        return self._timeout_s is not None and time.monotonic() - self._started > self._timeout_s
+
     def _alive(self) -> bool:
         return not all(rank.poll() for rank in self.ranks)
 
@@ -203,7 +218,7 @@ class _Watch:
         stopped = [rank for rank in running if rank.stopped_for() > self._stopped_s]
         if stopped:
             self.blamed = [_stopped(rank.rank, rank.pid, self._stopped_s) for rank in stopped]
-        elif self._timeout_s is not None and time.monotonic() - self._started > self._timeout_s:
+        elif self.is_late:
             self.blamed = [_late(rank.rank, self._timeout_s) for rank in running]
         return bool(self.blamed)
 
@@ -282,11 +297,20 @@ def _stopped(rank: int, pid: int, limit_s: float) -> Failure:
     )
 
 
-def _late(rank: int, timeout_s: float) -> Failure:
+def _late(rank: int, timeout_s: float | None) -> Failure:
     return Failure(
         rank=rank,
         what=f"did not finish within {timeout_s:g} s",
         detail="it was still running; the lines 'most recent call first' on its stderr show where",
+        fix="raise timeout_s if it was only slow",
+    )
+
+
+def _not_begun(rank: int, timeout_s: float | None, modules: Sequence[str]) -> Failure:
+    return Failure(
+        rank=rank,
+        what=f"did not begin within {timeout_s:g} s",
+        detail=f"the import of {', '.join(modules)}, for all ranks, had not ended",
         fix="raise timeout_s if it was only slow",
     )
 

@@ -45,7 +45,7 @@ class RankProcess:
         self._control, control = Pipe()
         self._events, events = os.pipe()
         try:
-            self._process = starter.start(env, control.fileno(), events)
+            self._process = starter.start(rank, env, control.fileno(), events)
         except BaseException:
             self._control.close()
             os.close(self._events)

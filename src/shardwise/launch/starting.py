@@ -1,5 +1,6 @@
 """How the process of a rank comes to be: as an interpreter of its own, or as a fork of one that has imported torch."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,11 +13,13 @@ from typing import IO, Any, Protocol, Self
 
 from shardwise.errors import RankError
 from shardwise.launch.forkserver import Preload
-from shardwise.launch.process import kill_group
+from shardwise.launch.process import is_stopped, kill_group
 
 __all__ = ["ForkServer", "Interpreters", "Started", "Starter"]
 
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+_TICK_S = 0.1
+_ANSWER_S = 30.0
 
 
 class Started(Protocol):
@@ -37,37 +40,41 @@ class Started(Protocol):
 class Starter(Protocol):
     """What starts ranks."""
 
-    def start(self, env: Mapping[str, str], control: int, events: int) -> Started:
+    def start(self, rank: int, env: Mapping[str, str], control: int, events: int) -> Started:
         """Starts one, with that environment and copies of the two file descriptors."""
 
 
 class Interpreters:
     """Starts a new interpreter for each rank."""
 
-    def start(self, env: Mapping[str, str], control: int, events: int) -> Started:
-        return _interpreter("shardwise.launch", env, control, events, output=subprocess.PIPE)
+    def start(self, rank: int, env: Mapping[str, str], control: int, events: int) -> Started:
+        return _interpreter(env, control, events, output=subprocess.PIPE)
 
 
 class ForkServer:
-    """Starts one interpreter, which imports ``modules`` and is forked for each rank: a context manager that ends it.
+    """Starts one interpreter, which imports ``modules`` and is forked for each rank: a context manager that ends it, and with
+    it the ranks that still run.
 
     Args:
         modules: what is imported.
         env: what the ranks' environments have in common, as some of it is read at import.
-        num_ranks: how many will be started; that many have to be.
+
+    Attributes:
+        output: what the imports wrote to stdout and to stderr.
     """
 
-    def __init__(self, modules: Sequence[str], env: Mapping[str, str], num_ranks: int):
-        self._modules, self._env, self._num_ranks = tuple(modules), env, num_ranks
+    def __init__(self, modules: Sequence[str], env: Mapping[str, str]):
+        self.output = ["", ""]
+        self._preload = Preload(modules=tuple(modules), path=tuple(sys.path))
+        self._env = env
         self._codes: dict[int, int] = {}
 
     def __enter__(self) -> Self:
         self._connection, theirs = Pipe()
-        self._process = _interpreter(
-            "shardwise.launch.forkserver", self._env, theirs.fileno(), output=subprocess.DEVNULL
-        )
+        self._process = _interpreter(self._env, "--serve", theirs.fileno(), output=subprocess.DEVNULL)
         theirs.close()
-        self._connection.send(Preload(modules=self._modules, path=tuple(sys.path), num_ranks=self._num_ranks))
+        with contextlib.suppress(OSError):  # it has ended, and is found not to be ready
+            self._connection.send(self._preload)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -80,42 +87,69 @@ class ForkServer:
         """Process id, and id of a group of its own."""
         return self._process.pid
 
-    def is_ready(self, wait_s: float | None) -> bool | None:
-        """Waits for the imports: whether it can be forked. None: it has not said within ``wait_s`` seconds."""
+    def is_ready(self, wait_s: float) -> bool | None:
+        """Whether it can be forked; None: the imports have not ended within ``wait_s``."""
         try:
-            return self._connection.recv() if self._connection.poll(wait_s) else None
+            if not self._has_message(wait_s):
+                return None
+            word, self.output = self._connection.recv()
         except (EOFError, ConnectionResetError):
             return False
+        return word == "ready"
 
-    def start(self, env: Mapping[str, str], control: int, events: int) -> Started:
-        (stdout, their_stdout), (stderr, their_stderr) = os.pipe(), os.pipe()
-        streams = os.fdopen(stdout, "rb", 0), os.fdopen(stderr, "rb", 0)
-        try:
-            self._connection.send(dict(env))
-            for descriptor in (control, events, their_stdout, their_stderr):
-                reduction.send_handle(self._connection, descriptor, self.pid)
-            return _Forked(self, self._connection.recv(), *streams)
-        except (EOFError, OSError) as error:
-            for stream in streams:
-                stream.close()
-            raise RankError(
-                "the ranks did not start",
-                why="the process that is forked for each of them has ended",
-                fix="look whether memory ran out (`dmesg`), and start fewer ranks",
-            ) from error
-        finally:
-            os.close(their_stdout)
-            os.close(their_stderr)
+    def start(self, rank: int, env: Mapping[str, str], control: int, events: int) -> Started:
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            pairs = [os.pipe() for _ in range(2)]
+            for _, writer in pairs:
+                theirs.callback(os.close, writer)
+            stdout, stderr = (ours.enter_context(os.fdopen(reader, "rb", 0)) for reader, _ in pairs)
+            answer: Any
+            try:
+                self._connection.send(dict(env))
+                for descriptor in (control, events, *(writer for _, writer in pairs)):
+                    reduction.send_handle(self._connection, descriptor, self.pid)
+                word, answer = self._answer()
+            except (EOFError, OSError) as error:
+                word, answer = "failed", f"{type(error).__name__} in speaking to the process that is forked: {error}"
+            if word != "started":
+                raise RankError(
+                    f"rank {rank} did not start",
+                    why=answer,
+                    fix="look whether memory, processes or open files are limited (`ulimit -a`), or start fewer ranks",
+                    ranks=(rank,),
+                )
+            ours.pop_all()
+            return _Forked(self, answer, stdout, stderr)
 
     def code_of(self, pid: int) -> int | None:
         """The exit code of a rank, None while it runs. Without their server ranks do not live: the system kills them."""
         try:
-            while pid not in self._codes and self._connection.poll():
-                ended, code = self._connection.recv()
-                self._codes[ended] = code
+            while pid not in self._codes and self._has_message(0.0):
+                self._note(self._connection.recv())
         except (EOFError, ConnectionResetError):
             return self._codes.setdefault(pid, -signal.SIGKILL)
         return self._codes.get(pid)
+
+    def _answer(self) -> tuple[str, Any]:
+        """To a request for a rank, of which the words on others that have ended do not say anything."""
+        for _ in range(round(_ANSWER_S / _TICK_S)):
+            if self._has_message(_TICK_S):
+                message = self._connection.recv()
+                if message[0] != "ended":
+                    return message
+                self._note(message)
+        return "failed", f"the process that is forked has not answered for {_ANSWER_S:g} s"
+
+    def _note(self, message: tuple[Any, ...]) -> None:
+        if message[0] == "ended":  # else the answer to a start that was interrupted
+            self._codes[message[1]] = message[2]
+
+    def _has_message(self, wait_s: float) -> bool:
+        if self._connection.poll(wait_s):
+            return True
+        if is_stopped(self.pid):
+            os.kill(self.pid, signal.SIGCONT)  # nobody is helped by ends that are not told
+        return False
 
 
 class _Forked:
@@ -130,15 +164,16 @@ class _Forked:
 
     def send_signal(self, number: int, /) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
 
-def _interpreter(module: str, env: Mapping[str, str], *descriptors: int, output: int) -> subprocess.Popen:
-    """``python -m module DESCRIPTOR ... PID-OF-THIS``, with this package where it is found."""
+def _interpreter(env: Mapping[str, str], *words: str | int, output: int) -> subprocess.Popen:
+    """``python -m shardwise.launch WORD ... PID``, of which the numbers are descriptors; with this package where it is found."""
     return subprocess.Popen(
-        [sys.executable, "-m", module, *map(str, descriptors), str(os.getpid())],
+        [sys.executable, "-m", "shardwise.launch", *map(str, words), str(os.getpid())],
         env={**env, "PYTHONPATH": os.pathsep.join(filter(None, [_PACKAGE_ROOT, env.get("PYTHONPATH")]))},
-        pass_fds=descriptors,
+        pass_fds=[word for word in words if isinstance(word, int)],
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
