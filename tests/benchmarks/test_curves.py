@@ -32,6 +32,7 @@ def _study(ranks, name, steps, timeout_s):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.soak  # a minute; step by step the same is seen in tests/verify/test_parity.py
 def test_curves_of_1_2_and_4_ranks_are_those_of_one_plain_process_to_1e_5(ranks):
     result = _study(ranks, "fp32", 10, 100)
     worst = load().check(result)

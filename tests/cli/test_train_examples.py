@@ -102,7 +102,7 @@ def test_the_command_line_fine_tunes_it_and_the_stock_library_measures_the_same_
     from shardwise.train.parts import open_data
 
     words = ["--train.steps=3", "--train.eval_every=0", f"--log.dir={tmp_path}", "--log.plot=false"]
-    words += [f"--model.hf={small}", "--data.val_fraction=0.02"]
+    words += [f"--model.hf={small}", "--data.val_fraction=0.005"]
     told = run("-m", "shardwise", "train", "examples/finetune.yaml", *words)
     assert re.search(r"^weights +\d+ tensors from", told, re.MULTILINE)
     rows = read_metrics(tmp_path / "metrics.jsonl")

@@ -472,8 +472,9 @@ def test_a_reader_that_left_is_no_traceback(tmp_path, text, closed):
     assert (done.returncode, done.stderr) == (141 if "head" in closed else 0, "")
 
 
+@pytest.mark.soak  # that its ranks save then is seen in test_train_resume.py
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_torchrun_that_is_ended_says_what_is_kept(tmp_path, text, number):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardwise")
     act = f"os.kill(os.getppid(), signal.{number.name}), time.sleep(0.2)\n"

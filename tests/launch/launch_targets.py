@@ -209,15 +209,23 @@ def numbers():
     return random.random(), float(np.random.random())
 
 
+def signal_its_server(number):
+    """Never the process of the tests, which is the parent of a rank that was not forked."""
+    assert "--serve" in Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0"), "this rank was not forked"
+    os.kill(os.getppid(), number)
+
+
 def end_the_server(directory):
     note_pid(directory)
+    while RANK == 1 and len(os.listdir(directory)) < 2:
+        time.sleep(0.01)
     if RANK == 1:
-        os.kill(os.getppid(), signal.SIGKILL)
+        signal_its_server(signal.SIGKILL)
     time.sleep(60)
 
 
 def signal_the_server(number):
-    os.kill(os.getppid(), number)
+    signal_its_server(number)
     time.sleep(0.3)
     return signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
 
@@ -233,5 +241,5 @@ def length(text):
 
 
 def stop_the_server():
-    os.kill(os.getppid(), signal.SIGSTOP)
+    signal_its_server(signal.SIGSTOP)
     return "ended"

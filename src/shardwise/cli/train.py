@@ -175,7 +175,7 @@ def _launch(loaded: "Loaded[RunConfig]") -> int:
             on_event=display.on_event,
             on_line=display.on_line,
             notice_s=config.launch.notice_s,
-            preload=("shardwise.cli.train_preload",) if is_cpu(config.launch.device) else (),
+            preload=("shardwise.verify.preload",) if is_cpu(config.launch.device) else (),
         )
         no_picture = folder.draw(unit_of(config))
     _report(folder, results[0], no_picture)
