@@ -83,7 +83,8 @@ def launch_local(
     callbacks = Callbacks(on_line or _print_line, on_event or _ignore_event)
     job = Job(target=target, args=pickle.dumps(tuple(args)), path=tuple(sys.path), pythonpath=_pythonpath(env))
     notice = Notice()
-    with held_port() as port, terminable() if notice_s is None else notice, Guard() as guard, ExitStack() as stack:
+    heard = terminable() if notice_s is None else notice
+    with held_port() as port, heard, Guard() as guard, ExitStack() as server, ExitStack() as ranks:
         base = {
             "OMP_NUM_THREADS": "1",
             **os.environ,
@@ -92,6 +93,7 @@ def launch_local(
             **(env or {}),
         }
         watch = _Watch(guard, grace_s, timeout_s, stopped_s)
+        ranks.callback(watch.close)  # before the server ends, with which they would
 
         def overdue() -> None:
             if notice.number is not None:
@@ -99,8 +101,7 @@ def launch_local(
             if watch.is_late:
                 raise _error([], [_not_begun(rank, timeout_s, preload) for rank in range(nproc)])
 
-        starter = _starter(stack, preload, base, callbacks, overdue)
-        stack.callback(watch.close)
+        starter = _starter(server, preload, base, callbacks, overdue)
         for rank in range(nproc):
             watch.add(RankProcess(rank, job, {**base, **_rank_env(rank, nproc)}, callbacks, starter))
         watch.run(notice, notice_s)
