@@ -243,3 +243,8 @@ def length(text):
 def stop_the_server():
     signal_its_server(signal.SIGSTOP)
     return "ended"
+
+
+def seen_by(module):
+    """What a module kept of the environment when it was imported; it was, before this."""
+    return sys.modules[module].SEEN

@@ -70,6 +70,7 @@ def test_environment_is_that_of_each_rank_and_known_at_import(module):
     name = module("import os\nSEEN = os.environ['MINE'], os.environ['OMP_NUM_THREADS'], os.environ.get('RANK')")
     words = ("RANK", "LOCAL_RANK", "MINE")
     assert launch("environment", *words, preload=(name,), env={"MINE": "5"}) == [["0", "0", "5"], ["1", "1", "5"]]
+    assert launch("seen_by", name, preload=(name,), env={"MINE": "5", "OMP_NUM_THREADS": "3"}) == [("5", "3", None)] * 2
 
 
 def test_ranks_draw_numbers_of_their_own():
