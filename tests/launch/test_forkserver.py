@@ -1,10 +1,13 @@
 """Ranks that are forked from one process that has imported what they need; all else of them is in test_launch_local.py."""
 
+import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from launch.test_launch_local import SOURCE, TARGETS, launch, noted, still_alive
@@ -117,6 +120,49 @@ def test_a_start_that_fails_half_way_leaves_nothing_and_says_why(tmp_path, monke
     with pytest.raises(OSError, match="Too many open files"):
         launch("signal_self", 7, 0, str(tmp_path), preload=("json.tool",), grace_s=1.0)
     assert still_alive([int(path.name.rpartition(".")[2]) for path in tmp_path.iterdir()]) == []
+
+
+def _open_files(pid):
+    return {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+
+
+def _children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_server_that_has_too_many_files_open_says_so_and_goes_on():
+    with ForkServer(("json",), dict(os.environ)) as server, open(os.devnull) as null:
+        assert server.is_ready(20)
+        before, limits = _open_files(server.pid), resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
+        free = [number for number in range(len(before) + 5) if number not in before]
+        # At 4 what a rank is given is let in, and what would tell of its end is not.
+        for room in range(5):
+            resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (free[room], limits[1]))
+            with pytest.raises(RankError, match=r"(?s)rank 3 did not start.*Too many open files"):
+                server.start(3, dict(os.environ), null.fileno(), null.fileno())
+            assert not _children(server.pid) and _open_files(server.pid) == before
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, limits)
+        rank = server.start(3, dict(os.environ), null.fileno(), null.fileno())
+        assert rank.pid in _children(server.pid)
+        rank.stdout.close()
+        rank.stderr.close()
+
+
+def test_pipes_that_cannot_be_made_are_an_error_of_ours_and_none_is_left(monkeypatch):
+    with ForkServer(("json",), dict(os.environ)) as server, open(os.devnull) as null:
+        assert server.is_ready(20)
+        before, pipe, made = _open_files(os.getpid()), os.pipe, []
+
+        def second_fails():
+            made.append(1)
+            if len(made) == 2:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return pipe()
+
+        monkeypatch.setattr(os, "pipe", second_fails)
+        with pytest.raises(RankError, match=r"(?s)rank 0 did not start.*Too many open files"):
+            server.start(0, dict(os.environ), null.fileno(), null.fileno())
+        assert len(made) == 2 and _open_files(os.getpid()) == before
 
 
 def test_a_server_that_is_stopped_goes_on():

@@ -14,20 +14,21 @@ a group and an end of their own. That of the test pool, :mod:`shardwise.testing.
 
 import contextlib
 import ctypes
+import errno
 import gc
 import importlib
 import os
 import signal
+import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 
 from shardwise.launch import child
-from shardwise.launch.process import die_with_parent
+from shardwise.launch.process import die_with_parent, kill_group
 
-__all__ = ["Preload", "main"]
+__all__ = ["Preload", "main", "send_descriptors"]
 
 # Sent to whole jobs, and meant for the ranks, which may have something to save: without this process they would end.
 _FOR_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -114,26 +115,63 @@ def _serve(connection: Connection, given: Mapping[str, str]) -> list[str]:
 def _fork(connection: Connection, given: Mapping[str, str], alive: dict[int, int]) -> list[str] | None:
     """The next rank: its words; None in the server, where the rank is in ``alive`` from then on."""
     env = connection.recv()
-    control, events, *outputs = descriptors = [reduction.recv_handle(connection) for _ in range(4)]
-    server = os.getpid()
+    descriptors = _receive_descriptors(connection, 4)
+    server, pid = os.getpid(), None
     try:
+        if len(descriptors) < 4:  # the system leaves out those for which there is no room
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         pid = os.fork()
+        if pid:
+            alive[_watched(pid)] = pid
+        answer = "started", pid
     except OSError as error:
-        connection.send(("failed", str(error.strerror)))
-        pid = None
+        answer = "failed", str(error.strerror)
     if pid == 0:
+        control, events, *outputs = descriptors
         _become_a_rank(connection, outputs, {name: value for name, value in env.items() if given.get(name) != value})
         return [str(control), str(events), str(server)]
-    if pid is not None:
-        # Said by the rank too: whoever comes first, from here on it has a group, which its children will be in.
-        with contextlib.suppress(PermissionError, ProcessLookupError):
-            os.setpgid(pid, pid)
-        alive[os.pidfd_open(pid)] = pid
     for descriptor in descriptors:
         os.close(descriptor)
-    if pid is not None:
-        connection.send(("started", pid))
+    connection.send(answer)
     return None
+
+
+def send_descriptors(connection: Connection, descriptors: Sequence[int]) -> None:
+    """Sends copies of file descriptors, all at once: what has no room is left out there, and what follows is understood."""
+    with _socket_of(connection) as sender:
+        socket.send_fds(sender, [b"+"], descriptors)
+
+
+def _receive_descriptors(connection: Connection, count: int) -> list[int]:
+    with _socket_of(connection) as receiver:
+        return socket.recv_fds(receiver, 1, count)[1]
+
+
+@contextlib.contextmanager
+def _socket_of(connection: Connection) -> Iterator[socket.socket]:
+    """The connection itself, not a copy, for which there may be no room."""
+    found = socket.socket(fileno=connection.fileno())
+    try:
+        yield found
+    finally:
+        found.detach()
+
+
+def _watched(pid: int) -> int:
+    """A descriptor that tells when the new rank has ended.
+
+    Raises:
+        OSError: there are too many; the rank has been ended.
+    """
+    # Said by the rank too: whoever comes first, from here on it has a group, which its children will be in.
+    with contextlib.suppress(PermissionError, ProcessLookupError):
+        os.setpgid(pid, pid)
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        kill_group(pid)
+        os.waitpid(pid, 0)
+        raise
 
 
 def _become_a_rank(connection: Connection, outputs: list[int], env: Mapping[str, str]) -> None:

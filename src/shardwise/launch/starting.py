@@ -6,13 +6,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from multiprocessing import Pipe, reduction
+from multiprocessing import Pipe
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Protocol, Self
 
 from shardwise.errors import RankError
-from shardwise.launch.forkserver import Preload
+from shardwise.launch.forkserver import Preload, send_descriptors
 from shardwise.launch.process import is_stopped, kill_group
 
 __all__ = ["ForkServer", "Interpreters", "Started", "Starter"]
@@ -99,18 +99,20 @@ class ForkServer:
 
     def start(self, rank: int, env: Mapping[str, str], control: int, events: int) -> Started:
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
-            pairs = [os.pipe() for _ in range(2)]
-            for _, writer in pairs:
-                theirs.callback(os.close, writer)
-            stdout, stderr = (ours.enter_context(os.fdopen(reader, "rb", 0)) for reader, _ in pairs)
+            readers: list[IO[bytes]] = []
+            writers: list[int] = []
             answer: Any
             try:
+                for _ in range(2):
+                    reader, writer = os.pipe()
+                    theirs.callback(os.close, writer)
+                    readers.append(ours.enter_context(os.fdopen(reader, "rb", 0)))
+                    writers.append(writer)
                 self._connection.send(dict(env))
-                for descriptor in (control, events, *(writer for _, writer in pairs)):
-                    reduction.send_handle(self._connection, descriptor, self.pid)
+                send_descriptors(self._connection, [control, events, *writers])
                 word, answer = self._answer()
             except (EOFError, OSError) as error:
-                word, answer = "failed", f"{type(error).__name__} in speaking to the process that is forked: {error}"
+                word, answer = "failed", f"speaking to the process that is forked: {type(error).__name__}: {error}"
             if word != "started":
                 raise RankError(
                     f"rank {rank} did not start",
@@ -119,7 +121,7 @@ class ForkServer:
                     ranks=(rank,),
                 )
             ours.pop_all()
-            return _Forked(self, answer, stdout, stderr)
+            return _Forked(self, answer, *readers)
 
     def code_of(self, pid: int) -> int | None:
         """The exit code of a rank, None while it runs. Without their server ranks do not live: the system kills them."""
