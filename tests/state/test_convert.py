@@ -1,5 +1,7 @@
 """Weights of any kind become any other, bit for bit; a conversion that is killed goes on; nothing half-made is seen."""
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -489,8 +491,20 @@ def test_a_full_disk_leaves_nothing_behind(good, tmp_path):
 def test_two_at_one_destination_are_refused(good, tmp_path):
     from shardwise.state.journal import Workplace
 
-    with Workplace(tmp_path / "out", "x", fresh=False), pytest.raises(CheckpointError, match="another process"):
+    with (
+        Workplace(tmp_path / "out", "x", fresh=False),
+        pytest.raises(CheckpointError, match=f"another process is at it: {os.getpid()} on "),
+    ):
         convert(Conversion(source=good.file, dest=tmp_path / "out", to="hf"))
+
+
+def test_a_file_system_without_locks_is_told(good, tmp_path):
+    with patch.object(fcntl, "flock", side_effect=OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))):
+        done = convert(Conversion(source=good.file, dest=tmp_path / "out", to="hf"))
+    assert any("lies on a file system without locks" in note for note in done.notes)
+    assert os.listdir(tmp_path) == ["out"]
+    again = convert(Conversion(source=good.file, dest=tmp_path / "again", to="hf"))
+    assert not any("locks" in note for note in again.notes)
 
 
 def test_a_difference_is_found_before_anything_is_moved(good, tmp_path):

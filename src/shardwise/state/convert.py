@@ -34,8 +34,6 @@ from shardwise.state.vouched.reading import VerifiedFiles, Vouched
 
 __all__ = ["Conversion", "Converted", "convert"]
 
-_ANEW = "an earlier attempt was of another source or had other options; it was started anew"
-
 
 @dataclass(frozen=True)
 class Converted:
@@ -103,7 +101,7 @@ def _put_together(job: Conversion, todo: "_Todo", progress: Progress) -> tuple[i
             forget_pages(work.files / name for name in todo.plan.files)
             compare(work.files / (single or ""), todo.items, reader, progress)
         work.commit(single)
-        return resumed, [_ANEW] if work.outdated else []
+        return resumed, work.notes
 
 
 @dataclass(frozen=True)

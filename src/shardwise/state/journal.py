@@ -5,7 +5,6 @@ it was: one with another source or other options has another fingerprint, and st
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import CheckpointError
+from shardwise.launch.lock import let_go, try_lock
 from shardwise.state.staging import exchange, sync_folder
 
 __all__ = ["Workplace", "fingerprint_of"]
@@ -41,7 +41,7 @@ class Workplace:
     Attributes:
         files: where the result is put together.
         done: piece -> checksum, of an earlier attempt.
-        outdated: an earlier attempt was there, of another source or with other options.
+        notes: what the user should know.
     """
 
     def __init__(self, dest: Path, fingerprint: str, *, fresh: bool):
@@ -49,7 +49,7 @@ class Workplace:
         self.folder = self.dest.with_name(f".{self.dest.name}.converting")
         self.files = self.folder / "files"
         self.done: dict[int, int] = {}
-        self.outdated = False
+        self.notes: list[str] = []
         self._fingerprint, self._fresh = fingerprint, fresh
         self._waiting: list[tuple[int, int]] = []
         self._unsynced: set[int] = set()
@@ -57,23 +57,26 @@ class Workplace:
 
     def __enter__(self) -> "Workplace":
         self.files.mkdir(parents=True, exist_ok=True)
-        self._journal = os.open(self.folder / "journal", os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._journal)
+        lock = try_lock(self.folder / "lock")
+        if lock.held is None:
             raise CheckpointError(
                 f"the conversion to {self.dest}",
-                why="another process is at it",
+                why=f"another process is at it: {lock.owner}",
                 fix="wait for that one, or name another destination",
-            ) from None
-        except OSError:  # a file system without locks
-            pass
-        self._read()
+            )
+        with contextlib.ExitStack() as opened:
+            opened.callback(let_go, lock.held)
+            flags = os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC
+            self._journal = os.open(self.folder / "journal", flags, 0o666)
+            opened.callback(os.close, self._journal)
+            if lock.note is not None:
+                self.notes.append(lock.note)
+            self._read()
+            self._opened = opened.pop_all()
         return self
 
     def __exit__(self, kind: type | None, *rest: object) -> None:
-        os.close(self._journal)
+        self._opened.close()
 
     def close_files(self, descriptors: Iterable[int]) -> None:
         """Closes the files of the result; what was written to them counts as done."""
@@ -92,7 +95,8 @@ class Workplace:
                     piece, checksum = json.loads(line)
                     self.done[int(piece)] = int(checksum)
             return
-        self.outdated = bool(head) and not self._fresh
+        if head and not self._fresh:
+            self.notes.append("an earlier attempt was of another source or had other options; it was started anew")
         shutil.rmtree(self.files)
         self.files.mkdir()
         self._begin()
