@@ -3,7 +3,7 @@
 import copy
 import functools
 import math
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -60,8 +60,8 @@ class Engine(Protocol):
 class Pending(Protocol):
     """Where the values of a model come from that is waiting to be loaded, as far as loading does not bring them."""
 
-    def write_rest(self, runtime: "Runtime", names: Container[str]) -> None:
-        """Writes the tensors of those names."""
+    def write_rest(self, runtime: "Runtime", local: Mapping[str, Tensor]) -> None:
+        """Writes those tensors: canonical name -> this rank's part of it."""
 
 
 class Runtime:
@@ -89,7 +89,9 @@ class Runtime:
     def local_tensors(self) -> dict[str, Tensor]:
         """Name -> what this rank stores: local shards of parameters, whole buffers, whole plain tensor attributes."""
         found = {name: local_tensor(param).detach() for name, param in self.parameters.items()}
-        for name, tensor in (*tensors_of(self.module, "_buffers").items(), *loose_tensors(self.module).items()):
+        buffers = tensors_of(self.module, "_buffers")
+        registered = (*self.parameters.values(), *buffers.values())
+        for name, tensor in (*buffers.items(), *loose_tensors(self.module, registered).items()):
             found.setdefault(name, local_tensor(tensor).detach())
         return found
 
@@ -100,9 +102,14 @@ class Runtime:
     def pieces(self, name: str, tensor: Tensor, coord: Coord | None = None) -> tuple[Slice, ...]:
         """The pieces of ``name`` held at ``coord`` (None: by this rank); one whole piece for what is not a parameter."""
         if name in self.recipe.params:
-            return extents(self.recipe.params[name], coord or self.view.coord)
+            return self.view.extents(name) if coord is None else extents(self.recipe.params[name], coord)
         zeros = (0,) * tensor.dim()
         return (Slice(zeros, tuple(tensor.shape), zeros),)
+
+    def parts(self, name: str, local: Tensor) -> list[tuple[Slice, Tensor]]:
+        """The pieces of ``name`` that this rank holds, each with its part of ``local``, a view."""
+        pieces = self.pieces(name, local)
+        return [(piece, local if len(pieces) == 1 else local[piece.local_index]) for piece in pieces]
 
     def owned(self, name: str, local: Tensor) -> list[Tensor]:
         """The pieces of ``local`` that this rank counts when something is summed over the whole parameter: those of

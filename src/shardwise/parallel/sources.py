@@ -7,7 +7,7 @@ makes its own values from it. Otherwise, and for a module that has values alread
 import contextlib
 import random
 import weakref
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -62,9 +62,9 @@ class ForLoading(FromTape):
             )
         )
 
-    def write_rest(self, runtime: Runtime, names: Container[str]) -> None:
-        """Writes the values of ``names``: what was loaded does not hold them."""
-        write_from_tape(runtime, self.tape, self.on_meta, names)
+    def write_rest(self, runtime: Runtime, local: Mapping[str, Tensor]) -> None:
+        """Writes the tensors of ``local``: what is loaded does not hold them."""
+        write_from_tape(runtime, self.tape, self.on_meta, local)
 
 
 class FromRank0:

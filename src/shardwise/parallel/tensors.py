@@ -2,7 +2,7 @@
 
 import functools
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,10 +49,9 @@ def hidden_tensors(module: nn.Module) -> Iterator[Hidden]:
     """All of them, under names such as ``blocks.0.tables.cos``; one that is registered as well comes up here too."""
     seen: set[int] = set()
     for prefix, owner in canonical_modules(module):
-        for attr, value in list(vars(owner).items()):
-            if attr not in _OF_MODULES and not attr.startswith("_shardwise"):
-                put = functools.partial(object.__setattr__, owner, attr)
-                yield from _hidden_in(f"{prefix}.{attr}" if prefix else attr, value, put, seen)
+        for attr in [attr for attr in vars(owner) if attr not in _OF_MODULES and not attr.startswith("_shardwise")]:
+            put = functools.partial(object.__setattr__, owner, attr)
+            yield from _hidden_in(f"{prefix}.{attr}" if prefix else attr, vars(owner)[attr], put, seen)
 
 
 _OF_MODULES = frozenset(vars(nn.Module()))  # parameters, children, hooks: not the user's own attributes
@@ -99,12 +98,19 @@ def _is_users(value: Any) -> bool:
     }
 
 
-def loose_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Name -> tensor of the hidden ones that are not registered anywhere, each under its first name."""
-    registered = {id(t) for kind in ("_parameters", "_buffers") for t in tensors_of(module, kind).values()}
+def loose_tensors(module: nn.Module, registered: Iterable[Tensor] | None = None) -> dict[str, Tensor]:
+    """Name -> tensor of the hidden ones that are not registered anywhere, each under its first name.
+
+    Args:
+        module: where to look.
+        registered: its parameters and buffers, if they are known; None: they are looked for.
+    """
+    if registered is None:
+        registered = [t for kind in ("_parameters", "_buffers") for t in tensors_of(module, kind).values()]
+    known = {id(tensor) for tensor in registered}
     found: dict[int, tuple[str, Tensor]] = {}
     for hidden in hidden_tensors(module):
-        if id(hidden.tensor) not in registered:
+        if id(hidden.tensor) not in known:
             found.setdefault(id(hidden.tensor), (hidden.name, hidden.tensor))
     return dict(found.values())
 

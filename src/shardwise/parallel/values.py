@@ -5,7 +5,7 @@ nobody wrote is an error with its name instead of garbage in the model.
 """
 
 import math
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ _MESSAGE_BYTES = 64 << 20  # rank 0 packs about this much at a time: bounds host
 
 
 def write_from_tape(
-    runtime: Runtime, tape: Tape, on_meta: Mapping[str, Tensor], names: Container[str] | None = None
+    runtime: Runtime, tape: Tape, on_meta: Mapping[str, Tensor], local: Mapping[str, Tensor] | None = None
 ) -> None:
     """Each rank makes the full values of one tensor at a time and keeps its pieces: no communication.
 
@@ -33,12 +33,10 @@ def write_from_tape(
         runtime: of the sharded module, whose tensors are written.
         tape: of the module's construction.
         on_meta: canonical name -> the meta tensor of that construction.
-        names: the tensors to write; None: all.
+        local: canonical name -> what is written: this rank's part of it; None: all that the module has.
     """
     tape.name_draws(on_meta)
-    for name, local in runtime.local_tensors().items():
-        if names is not None and name not in names:
-            continue
+    for name, tensor in (runtime.local_tensors() if local is None else local).items():
         values = tape.values(on_meta[name])
         missing = tape.num_unwritten(on_meta[name], values)
         if missing:
@@ -48,10 +46,10 @@ def write_from_tape(
                 fix="initialise it in the constructor, or build the module with real values and pass the module",
                 name=name,
             )
-        mark_unwritten(local)
-        full = values.to(local.dtype)
+        mark_unwritten(tensor)
+        full = values.to(tensor.dtype)
         for piece in runtime.pieces(name, full):
-            local[piece.local_index] = full[piece.full_index].to(local.device)
+            tensor[piece.local_index] = full[piece.full_index].to(tensor.device)
 
 
 def scatter_values(runtime: Runtime, source: Mapping[str, Any], local: Mapping[str, Tensor] | None = None) -> None:

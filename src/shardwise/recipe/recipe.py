@@ -85,14 +85,21 @@ class RankView:
 
     def __init__(self, recipe: Recipe, coord: Coord):
         self.recipe, self.coord = recipe, coord
+        # Asked for every tensor of every load, save and norm, and to look up a cut and a layout takes longer than these.
+        self._extents: dict[str, tuple[Slice, ...]] = {}
+        self._owners: dict[str, tuple[tuple[int, ...], ...]] = {}
 
     def extents(self, name: str) -> tuple[Slice, ...]:
         """Pieces of parameter ``name`` this rank holds (see :func:`shardwise.recipe.cuts.extents`)."""
-        return extents(self.recipe.params[name], self.coord)
+        if name not in self._extents:
+            self._extents[name] = extents(self.recipe.params[name], self.coord)
+        return self._extents[name]
 
     def owners(self, name: str) -> tuple[tuple[int, ...], ...]:
         """For each piece this rank holds, the ranks that hold the same one."""
-        return owners(self.recipe.params[name], self.coord)
+        if name not in self._owners:
+            self._owners[name] = owners(self.recipe.params[name], self.coord)
+        return self._owners[name]
 
     def num_bytes(self) -> int:
         """Bytes of parameter storage on this rank, at rest."""

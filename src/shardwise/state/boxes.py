@@ -3,12 +3,13 @@
 A box is ``(starts, sizes)``, in elements, one entry per dim.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["Box", "blocks", "common", "index_of", "row_strides", "runs", "whole"]
+__all__ = ["Box", "blocks", "common", "index_of", "row_strides", "run_length", "runs", "whole"]
 
 
 class Box(NamedTuple):
@@ -44,6 +45,7 @@ def index_of(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(*box, strict=True))
 
 
+@functools.lru_cache(maxsize=4096)
 def row_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides, in elements, of a row-major tensor of ``shape``."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
@@ -54,14 +56,23 @@ def runs(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     order of the box's own elements; as long as they can be."""
     if not box.numel:
         return
-    strides, dim = row_strides(shape), len(shape)
-    while dim and box.sizes[dim - 1] == shape[dim - 1]:  # a dim that is covered whole continues in the next row
-        dim -= 1
-    inner = max(dim - 1, 0)  # a run goes along this dim, and all of those after it
-    length = math.prod(box.sizes[inner:])
+    strides, inner, length = row_strides(shape), _dim_of_runs(box, shape), run_length(box, shape)
     first = sum(start * stride for start, stride in zip(box.starts, strides, strict=True))
     for steps in itertools.product(*(range(size) for size in box.sizes[:inner])):
         yield first + sum(step * stride for step, stride in zip(steps, strides, strict=False)), length
+
+
+def run_length(box: Box, shape: tuple[int, ...]) -> int:
+    """Length, in elements, of each of those stretches."""
+    return math.prod(box.sizes[_dim_of_runs(box, shape) :])
+
+
+def _dim_of_runs(box: Box, shape: tuple[int, ...]) -> int:
+    """The dim along which a run goes; all of those after it are covered whole."""
+    dim = len(shape)
+    while dim and box.sizes[dim - 1] == shape[dim - 1]:  # it continues in the next row
+        dim -= 1
+    return max(dim - 1, 0)
 
 
 def blocks(box: Box, max_numel: int) -> Iterator[Box]:

@@ -1,7 +1,9 @@
 """While a model's values are being written: it cannot be used, and if that fails half way, not until they are whole again."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from types import TracebackType
+
+from torch import Tensor
 
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.parallel import Runtime
@@ -12,10 +14,17 @@ __all__ = ["Filling", "refuse_left_half"]
 
 class Filling:
     """Within, the tensors of ``names`` are written; what a model that was built for loading has besides takes its
-    constructor's values. After an exception the model refuses to be used: it is neither old nor new."""
+    constructor's values. After an exception the model refuses to be used: it is neither old nor new.
 
-    def __init__(self, runtime: Runtime, names: Collection[str]):
+    Args:
+        runtime: of the model.
+        local: its ``local_tensors()``.
+        names: those of them that the caller writes.
+    """
+
+    def __init__(self, runtime: Runtime, local: Mapping[str, Tensor], names: Collection[str]):
         self.runtime, self.names = runtime, set(names)
+        self.rest = {name: tensor for name, tensor in local.items() if name not in self.names}
 
     def __enter__(self) -> None:
         runtime = self.runtime
@@ -34,8 +43,8 @@ class Filling:
                 fix="load it again; until then it cannot be used",
             )
         )
-        if runtime.pending is not None:
-            runtime.pending.write_rest(runtime, [name for name in runtime.local_tensors() if name not in self.names])
+        if runtime.pending is not None and self.rest:
+            runtime.pending.write_rest(runtime, self.rest)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:

@@ -82,7 +82,7 @@ def load_state_dict(
     tensors = _tensors(runtime)
     place = f"load_state_dict ({kind.value}), checking"
     pairs = together(runtime.world, place, lambda: _pairs(runtime, tensors, state, kind))
-    with Filling(runtime, pairs), torch.no_grad():
+    with Filling(runtime, runtime.local_tensors(), pairs), torch.no_grad():
         for name, value in pairs.items():
             local_tensor(tensors[name]).copy_(local_tensor(value))
     set_extra_states(model, state)

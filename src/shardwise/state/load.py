@@ -98,11 +98,11 @@ def _load_own_pieces(runtime: Runtime, source: Any, rules: Rules, files: Verifie
 
     def read() -> None:
         for name, stored in plan.tensors.items():
-            for piece in runtime.pieces(name, local[name]):
-                stored.read(Box(piece.starts, piece.sizes), local[name][piece.local_index], files)
+            for piece, part in runtime.parts(name, local[name]):
+                stored.read(Box(piece.starts, piece.sizes), part, files)
 
     before = files.num_bytes
-    with Filling(runtime, plan.tensors):
+    with Filling(runtime, local, plan.tensors):
         together(world, "load_weights, reading", read)
         _refuse_other_values(runtime, {name: local[name] for name in plan.tensors})
     _after(runtime, plan.extra, plan.folder)
@@ -122,7 +122,7 @@ def _load_from_rank0(runtime: Runtime, source: Any, rules: Rules, files: Verifie
     refuse_left_half(runtime, report.place, report.missing)
     pieces = _Pieces(plan.tensors if plan is not None else {}, files)
     local = runtime.local_tensors()
-    with Filling(runtime, names):
+    with Filling(runtime, local, names):
         scatter_values(runtime, pieces, {name: local[name] for name in names})
         together(world, "load_weights, after rank 0 has sent", pieces.check, on_main=True)
     _after(runtime, extra, folder)
@@ -184,12 +184,8 @@ def _refuse_other_values(runtime: Runtime, local: Mapping[str, Tensor]) -> None:
     sums: dict[tuple[int, ...], int] = {}
     everyone = tuple(range(world.size))
     for name, tensor in local.items():
-        if name in runtime.recipe.params:
-            held = zip(runtime.view.extents(name), runtime.view.owners(name), strict=True)
-            parts = [(holders, tensor[piece.local_index]) for piece, holders in held]
-        else:
-            parts = [(everyone, tensor)]
-        for holders, part in parts:
+        owners = runtime.view.owners(name) if name in runtime.recipe.params else (everyone,)
+        for (_, part), holders in zip(runtime.parts(name, tensor), owners, strict=True):
             if len(holders) > 1:
                 sums[holders] = (sums.get(holders, 0) * 31 + _sum_of_bits(part)) % (1 << 61)
     told = world.gather(sums)

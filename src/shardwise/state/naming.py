@@ -65,7 +65,8 @@ def _naming(module: nn.Module, prefix: str, shapes: Shapes) -> Naming | None:
     """None if a tensor outside of ``module`` has the name of one of its own."""
     own = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
     views = stored_views(module, own) or {name: view_of_all(name, shape) for name, shape in own.items()}
-    views = {name: replace(view, name=prefix + view.name) for name, view in views.items()}
+    if prefix:
+        views = {name: replace(view, name=prefix + view.name) for name, view in views.items()}
     beside = {n: view_of_all(n, shape) for n, shape in shapes.items() if not n.startswith(prefix)}
     return None if beside.keys() & (views.keys() | own.keys()) else Naming(module, prefix, {**views, **beside})
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwise.anatomy import dtype_name, dtype_of
 from shardwise.recipe.dtypes import FLOATING
-from shardwise.state.boxes import Box, blocks, common, index_of, row_strides, runs, whole
+from shardwise.state.boxes import Box, blocks, common, index_of, row_strides, run_length, runs, whole
 from shardwise.state.files import BUFFER, OpenFiles
 from shardwise.state.vouched.reading import Vouched
 
@@ -88,6 +88,9 @@ class FileTensor(Stored):
     chunks: tuple[Chunk, ...]
 
     def read(self, box: Box, out: Tensor, files: OpenFiles) -> None:
+        if len(self.chunks) == 1:  # most are stored so, and there are many
+            _read_chunk(self.chunks[0], box, out, self.dtype, files)
+            return
         for chunk in self.chunks:
             part = common(box, chunk.box)
             if part is not None:
@@ -139,7 +142,7 @@ def _read_chunk(chunk: Chunk, box: Box, out: Tensor, dtype: str, files: OpenFile
         _read_strided(chunk, box, out, kind, files)
         return
     shape = chunk.box.sizes
-    length = next((length for _, length in runs(box, shape)), 0) * kind.itemsize
+    length = run_length(box, shape) * kind.itemsize
     if length < SHORT_RUN and length < box.numel * kind.itemsize:
         _read_strided(chunk, box, out, kind, files)
         return

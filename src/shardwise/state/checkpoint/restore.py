@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.parallel import Runtime, runtime_of
-from shardwise.recipe import extents
 from shardwise.state.boxes import Box
 from shardwise.state.checkpoint.contents import EXTRA, held_extra, is_sharded
 from shardwise.state.checkpoint.opened import SavedRun
@@ -216,8 +215,8 @@ class _Reading:
             self._values[prefix] = {}
             for name, stored in plan.tensors.items():
                 fresh = torch.empty(local[name].shape, dtype=local[name].dtype)
-                for piece in runtime.pieces(name, local[name]):
-                    stored.read(Box(piece.starts, piece.sizes), fresh[piece.local_index], files)
+                for piece, part in runtime.parts(name, fresh):
+                    stored.read(Box(piece.starts, piece.sizes), part, files)
                 self._values[prefix][name] = fresh
         if self.optim is None:
             return
@@ -231,15 +230,15 @@ class _Reading:
         local = self.runtime.local_tensors_of(name)
         stored: FileTensor = self._moments[f"{name}/{key}"]
         fresh = torch.empty(local.shape, dtype=dtype)
-        for piece in extents(self.runtime.recipe.params[name], self.runtime.view.coord):
-            stored.read(Box(piece.starts, piece.sizes), fresh[piece.local_index], files)
+        for piece, part in self.runtime.parts(name, fresh):
+            stored.read(Box(piece.starts, piece.sizes), part, files)
         return fresh
 
     def place(self) -> None:
         """Into the run: from here on nothing can fail that depends on the checkpoint."""
         for prefix, (runtime, plan) in self._models.items():
             local = runtime.local_tensors()
-            with Filling(runtime, plan.tensors):
+            with Filling(runtime, local, plan.tensors):
                 for name, value in self._values[prefix].items():
                     local[name].copy_(value)
             runtime.loaded_from = (self.saved.folder / prefix).resolve()
