@@ -77,9 +77,18 @@ def all_cells() -> Iterator[Cell]:
         yield Cell(*cell)
 
 
+KINDS = {  # of techniques; layouts of one kind differ in how many ranks an axis has
+    "replicas": ("ddp-2", "ddp-4"),
+    "shards": ("fsdp-4", "fsdp-2"),
+    "both": ("hsdp-2x2", "hsdp-1x2", "fsdp2-2x1", "one"),
+}
+
+
 def sample_cells() -> Iterator[Cell]:
-    """Every pair (model, layout), with the other choices dealt so that every pair of values of any two occurs."""
+    """Every model with one layout of each kind (all of them: :func:`all_cells`), with the other choices dealt so that every pair
+    of values of any two occurs."""
     for i, case in enumerate(CASES):
-        for j, layout in enumerate(LAYOUTS):
-            k = (i + 3 * j) % 8 if j % 2 else (3 * i + j) % 8
+        for j, layouts in enumerate(KINDS.values()):
+            k = (i + 3 * j + i // 3) % 8
+            layout = layouts[i % len(layouts)]
             yield Cell(case, layout, 3 if k & 1 else 1, bool(k & 2), 0 if k & 4 else DEFAULT_UNIT)

@@ -24,7 +24,7 @@ def _all_layouts(size: int):
         yield Layout(**dict(zip(AXES, degrees, strict=True)))
 
 
-@pytest.mark.parametrize("size", range(1, 65))
+@pytest.mark.parametrize("size", [pytest.param(n, marks=() if n <= 16 else pytest.mark.soak) for n in range(1, 65)])
 def test_grid_is_a_bijection_and_groups_partition_the_ranks(size):
     for layout in _all_layouts(size):
         assert layout.size == size

@@ -49,6 +49,7 @@ def test_all_ways_to_load_give_the_same_shards_and_ours_holds_a_shard_and_sends_
     assert all(answer["seconds"] > 0 < answer["again"] for answer in timed)
 
 
+@pytest.mark.soak
 def test_all_ways_to_gather_give_the_same_tensors_and_the_other_ranks_hold_nothing(ranks, folder):
     found = {name: ranks.run(call, 2, "run_gather", name, 48, str(folder), True) for name in contenders("GATHERERS")}
     ours, *others = found.values()
@@ -59,6 +60,7 @@ def test_all_ways_to_gather_give_the_same_tensors_and_the_other_ranks_hold_nothi
     assert all(answer["seconds"] > 0 < answer["again"] for answer in timed)
 
 
+@pytest.mark.soak
 def test_all_ways_to_save_give_the_same_files_and_ours_gathers_nothing(ranks, folder, tmp_path):
     digests = []
     for number, name in enumerate(contenders("SAVERS")):

@@ -26,7 +26,7 @@ def _measure(contender, size):
             dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("size", [8, 8192])
+@pytest.mark.parametrize("size", [8, pytest.param(8192, marks=pytest.mark.soak)])
 def test_both_sides_hold_the_same(ranks, size):
     found = {name: ranks.run(_measure, 1, name, size)[0] for name in load().CONTENDERS}
     (_, by_hand), (_, ours) = found.values()

@@ -8,20 +8,21 @@ from pathlib import Path
 from shardwise.cli import main as cli
 from shardwise.testing import RankPool
 
-__all__ = ["on_ranks"]
+__all__ = ["on_ranks", "run_command"]
 
 
 def on_ranks(ranks: RankPool, *words: str, folder: Path, num_ranks: int = 2, status: int = 0) -> str:
     """Runs the command in ``folder`` on so many ranks, each of which has to end with ``status``; rank 0's stdout, or where
     it refuses its stderr, its lines as one."""
-    done = ranks.run(_run, num_ranks, str(folder), words, timeout_s=100)
+    done = ranks.run(run_command, num_ranks, str(folder), words, timeout_s=100)
     assert {code for code, _, _ in done} == {status}, done
     _, out, err = done[0]
     assert "Traceback" not in err
     return " ".join((err if status in (1, 2) else out).split())
 
 
-def _run(folder: str, words: tuple[str, ...]) -> tuple[int, str, str]:
+def run_command(folder: str, words: tuple[str, ...]) -> tuple[int, str, str]:
+    """On a rank: exit status, what it wrote to stdout and to stderr."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

@@ -1,12 +1,10 @@
 """Ranks that another launcher started with different commands: named before training, with every key that differs."""
 
 import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from cli.commands import run_command
 
 from shardwise.cli.train_rank import _facts
 from shardwise.config import load_config
@@ -22,39 +20,24 @@ TINY = (
 )
 
 
-def start_nodes(folder: Path, *commands: tuple[str, ...]) -> list[tuple[int, str]]:
+def start_nodes(ranks, folder: Path, *commands: tuple[str, ...]) -> list[tuple[int, str]]:
     """One rank a command, as a launcher on as many nodes would start them: (exit code, what it wrote) of each."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    started = []
-    for rank, words in enumerate(commands):
-        place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": len(commands), "LOCAL_WORLD_SIZE": 1}
-        env = {key: str(value) for key, value in (place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}).items()}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "shardwise", "train", *TINY, *words],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1", **env},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        started.append(process)
-    try:
-        texts = [process.communicate(timeout=90)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return [(process.returncode, text) for process, text in zip(started, texts, strict=True)]
+    return ranks.run(_on_a_node, len(commands), str(folder), commands, timeout_s=90)
+
+
+def _on_a_node(folder: str, commands: tuple[tuple[str, ...], ...]) -> tuple[int, str]:
+    os.environ.update({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+    code, out, err = run_command(folder, ("train", *TINY, *commands[int(os.environ["RANK"])]))
+    return code, out + err
 
 
 @pytest.mark.timeout(100)
-def test_nodes_with_other_overrides_are_named_before_training_with_every_key(tmp_path):
+def test_nodes_with_other_overrides_are_named_before_training_with_every_key(ranks, tmp_path):
     (tmp_path / "a.txt").write_text("one two three. " * 40)
     (tmp_path / "b.txt").write_text("one two three! " * 40)
     ours = ("--data.path=a.txt", "--data.global_batch=16", "--optim.lr=1e-3", "--train.steps=3")
     theirs = ("--data.path=b.txt", "--data.global_batch=32", "--optim.lr=2e-3", "--train.steps=4")
-    for code, text in start_nodes(tmp_path, ours, theirs):
+    for code, text in start_nodes(ranks, tmp_path, ours, theirs):
         assert code == 1 and "Traceback" not in text, text
         keys = "data.path, data.global_batch, optim.lr, train.steps"
         assert f"RankError: the ranks' configurations differ between ranks: {keys}\n" in text
@@ -67,14 +50,14 @@ def test_nodes_with_other_overrides_are_named_before_training_with_every_key(tmp
 
 
 @pytest.mark.timeout(100)
-def test_nodes_may_have_their_own_folders_and_their_own_copy_of_the_data(tmp_path):
+def test_nodes_may_have_their_own_folders_and_their_own_copy_of_the_data(ranks, tmp_path):
     commands = []
     for node in ("a", "b"):
         (tmp_path / node).mkdir()
         (tmp_path / node / "text.txt").write_text("one two three. " * 100)
         folder = (f"--data.path={node}/text.txt", f"--log.dir={node}/run", f"--log.every={len(commands) + 1}")
         commands.append((*folder, "--train.steps=1"))
-    results = start_nodes(tmp_path, *commands)
+    results = start_nodes(ranks, tmp_path, *commands)
     assert [code for code, _ in results] == [0, 0], results
     assert (tmp_path / "a/run/metrics.jsonl").exists() and not (tmp_path / "b/run").exists()
 

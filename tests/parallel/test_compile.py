@@ -23,11 +23,15 @@ def on(ranks, layout: str, **options):
     return ranks.run(train, count, text, engine, timeout_s=110, **options)
 
 
-_HALF = {(layout, remat) for layout in ("ddp-2", "fsdp-2") for remat in (None, "full", "selective")}
-_HALF |= {("one", "full"), ("ddp-4", "full"), ("fsdp-4", None)}
+# Each takes seconds to compile: every way of remat and every kind of technique once, the others in soak.
+_ONCE = {("fsdp-2", remat) for remat in (None, "full", "selective")} | {("ddp-2", None), ("one", "full")}
+_OTHERS = {("ddp-2", "full"), ("ddp-2", "selective"), ("ddp-4", "full"), ("fsdp-4", None)}
 
 
-@pytest.mark.parametrize(("layout", "remat"), sorted(_HALF, key=str))  # each takes seconds to compile
+@pytest.mark.parametrize(
+    ("layout", "remat"),
+    [*sorted(_ONCE, key=str), *(pytest.param(*pair, marks=pytest.mark.soak) for pair in sorted(_OTHERS, key=str))],
+)
 def test_gradients_with_dropout_are_one_processs(ranks, layout, remat):
     want = one_process()
     for answer in on(ranks, layout, compile=Compile(backend="aot_eager", fullgraph=True), remat=remat):
@@ -120,7 +124,7 @@ def budgets(layout: str):
     ]
 
 
-@pytest.mark.parametrize("layout", ["dp_shard=2", "dp_replicate=2"])
+@pytest.mark.parametrize("layout", ["dp_shard=2", pytest.param("dp_replicate=2", marks=pytest.mark.soak)])
 def test_a_memory_budget_keeps_less_and_the_same_dropout(ranks, layout):
     """torch ran bernoulli again with new numbers: gradients of other masks than forward's."""
     want = one_process()

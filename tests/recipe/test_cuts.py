@@ -43,14 +43,14 @@ SHAPES = st.lists(st.integers(1, 9), min_size=1, max_size=3)
 
 
 @given(LAYOUTS, SHAPES, st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_one_uneven_cut_tiles(layout, shape, data):
     dim = data.draw(st.integers(0, len(shape) - 1))
     assert_tiles(_param(shape, Cut(axis="fsdp", dim=dim)), layout)
 
 
 @given(LAYOUTS, SHAPES, st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_two_cuts_tile_on_one_dim_or_two(layout, shape, data):
     dims = [data.draw(st.integers(0, len(shape) - 1)) for _ in range(2)]
     param = _param(shape, Cut(axis="tp", dim=dims[0]), Cut(axis="fsdp", dim=dims[1]))
@@ -59,7 +59,7 @@ def test_two_cuts_tile_on_one_dim_or_two(layout, shape, data):
 
 
 @given(st.integers(1, 3), st.integers(1, 4), st.sampled_from([1, 2, 4]), st.integers(1, 3), st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_parts_with_replicas_tile_and_may_be_cut_again(dp_replicate, dp_shard, tp, head, data):
     """Fused q|k|v whose k and v have fewer heads than ranks, then FSDP on the same dim."""
     layout = Layout(dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp)
@@ -72,7 +72,7 @@ def test_parts_with_replicas_tile_and_may_be_cut_again(dp_replicate, dp_shard, t
 
 
 @given(st.integers(1, 4), st.lists(st.integers(1, 7), min_size=1, max_size=3))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_uneven_parts_tile(tp, sizes):
     parts = tuple(Part(size=size) for size in sizes)
     assert_tiles(_param((sum(sizes),), Cut(axis="tp", dim=0, parts=parts)), Layout(tp=tp))

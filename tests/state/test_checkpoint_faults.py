@@ -51,9 +51,16 @@ def failing(layout, root, fault, rank, mode):
         return errors, state(model, step.optim)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("fault", "rank", "mode"),
+    [
+        # Each fault on each rank and in each mode, all of these together in soak.
+        pytest.param(fault, rank, mode, marks=() if (number + rank + (mode == "sync")) % 2 else pytest.mark.soak)
+        for number, fault in enumerate(FAULTS)
+        for rank in (0, 1)
+        for mode in ("sync", "async")
+    ],
+)
 def test_a_fault_on_one_rank_is_told_on_all_and_costs_one_save(ranks, tmp_path, fault, rank, mode):
     root = tmp_path / "run"
     answers = ranks.run(failing, 2, "dp_shard=2", str(root), fault, rank, mode)

@@ -92,8 +92,14 @@ def test_state_goes_from_any_layout_to_any_other_to_the_last_bit(ranks, tmp_path
         assert equal(saved, again)
 
 
-@pytest.mark.parametrize(("kind", "local"), [*((kind, False) for kind in OPTIMIZERS), ("adamw", True)])
-@pytest.mark.parametrize("layout", ["ddp-2", "fsdp-2", "hsdp"])
+@pytest.mark.parametrize(
+    ("layout", "kind", "local"),
+    [
+        pytest.param(layout, kind, local, marks=pytest.mark.soak if layout == "hsdp" and kind != "adamw" else ())
+        for layout in ("ddp-2", "fsdp-2", "hsdp")
+        for kind, local in (*((kind, False) for kind in OPTIMIZERS), ("adamw", True))
+    ],
+)
 def test_a_fresh_optimizer_goes_on_exactly_where_the_other_stood(ranks, layout, kind, local):
     text, num_ranks = LAYOUTS[layout]
     whole = ranks.run(train, num_ranks, "conv", text, kind, (1, 2, 3), None, local)[0]

@@ -56,7 +56,7 @@ def ended():
     process.stdout.close()
 
 
-@pytest.mark.parametrize("name", ["out_of_memory", "out_of_memory_in_with"])
+@pytest.mark.parametrize("name", [pytest.param("out_of_memory", marks=pytest.mark.soak), "out_of_memory_in_with"])
 def test_out_of_memory_on_one_rank_ends_all(ended, name):
     codes, (other, own) = ended(name)
     assert codes[0] in LOST and codes[1] in FAILED
@@ -90,7 +90,13 @@ def test_a_stopped_keeper_of_the_store_is_named(ended):
     assert "rank 0 was lost" in other and "the store kept by rank 0 has not answered for 2 s" in other
 
 
-@pytest.mark.parametrize("name", endings.BARE)
+# One of shards and one of replicas, the other places in soak.
+_PLACES = ("bare dp_shard=2 backward", "bare dp_replicate=2 forward in with")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in _PLACES else pytest.mark.soak) for name in endings.BARE]
+)
 def test_a_rank_that_fails_in_a_loop_of_ones_own_is_named(ended, name):
     codes, (other, own) = ended(name)
     assert codes[0] in LOST and codes[1] in FAILED
@@ -101,7 +107,9 @@ def test_a_rank_that_fails_in_a_loop_of_ones_own_is_named(ended, name):
     )
 
 
-@pytest.mark.parametrize(("name", "who"), [("left_by_exit", 1), ("left_by_exit_keeper", 0)])
+@pytest.mark.parametrize(
+    ("name", "who"), [pytest.param("left_by_exit", 1, marks=pytest.mark.soak), ("left_by_exit_keeper", 0)]
+)
 def test_a_rank_whose_program_ended_is_named(ended, name, who):
     codes, texts = ended(name)
     assert codes[who] == 0 and codes[1 - who] in FAILED
