@@ -2,6 +2,7 @@
 
 import os
 import random
+import select
 import signal
 import time
 from dataclasses import dataclass
@@ -286,7 +287,10 @@ def test_aborted_rank_points_at_collectives(ranks):
 
 def test_rank_killed_between_runs_is_replaced(ranks):
     before = ranks.run(os_getpid, 2)
+    ended = os.pidfd_open(before[1])
     os.kill(before[1], signal.SIGKILL)
+    assert select.select([ended], [], [], 5)[0]  # with all of its threads, some time after the signal
+    os.close(ended)
     after = ranks.run(os_getpid, 2)
     assert before[0] in after
     assert before[1] not in after

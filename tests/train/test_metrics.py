@@ -1,5 +1,6 @@
 """Metrics that survive a crash, speed and time left, memory of a rank, words of a completion, the picture."""
 
+import gc
 import json
 import os
 import signal
@@ -121,9 +122,10 @@ def test_memory_counts_parameters_gradients_and_state():
 
 
 def test_memory_of_a_process_is_that_of_the_process():
+    gc.collect()  # or what earlier tests left goes meanwhile
     before = rss_bytes()
-    block = torch.ones(64 << 20, dtype=torch.uint8)
-    assert rss_bytes() - before > 48 << 20
+    block = torch.ones(256 << 20, dtype=torch.uint8)
+    assert rss_bytes() - before > 128 << 20
     del block
 
 

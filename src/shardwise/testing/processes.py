@@ -118,16 +118,15 @@ class Worker:
     def is_clean(self) -> bool:
         """Waits (bounded) for the rank to be ready for a run; False: it is not, and has to be replaced."""
         try:
-            # An idle rank has nothing to say: something readable is its end.
-            if not self._awaits_ready:
-                return not self.connection.poll(0)
-            if not self.connection.poll(_CLEAN_S) or self.connection.recv() != "ready":
-                return False
+            if self._awaits_ready:
+                if not self.connection.poll(_CLEAN_S) or self.connection.recv() != "ready":
+                    return False
+                self._awaits_ready = False
+                self._output.truncate(0)
+            # An idle rank has nothing more to say: something readable is its end.
+            return not self.connection.poll(0)
         except (EOFError, ConnectionResetError):
             return False
-        self._awaits_ready = False
-        self._output.truncate(0)
-        return True
 
     def answer(self, rank: int) -> bytes | Failure:
         """Reads the answer of a rank whose connection is readable: its pickled result, or how it failed."""
