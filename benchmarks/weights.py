@@ -392,7 +392,7 @@ def _settle(folder: str | Path, num_bytes: int) -> None:
     """One state of the machine for all: a file that left the page cache, or memory that the host of a virtual machine has taken
     back, would be charged to whoever comes next."""
     _settle_files(Path(folder).iterdir())
-    given = mmap.mmap(-1, num_bytes)
+    given = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(given, "madvise"):
         given.madvise(mmap.MADV_HUGEPAGE)  # so that it is in large blocks, which a host takes back first
     np.frombuffer(given, np.uint8).fill(1)

@@ -1,12 +1,15 @@
 """Techniques that shard a module, and the composer that applies them in order."""
 
 from shardwise.parallel.compose import apply_recipe, describe, parallelize, recipe_of, world_of
+from shardwise.parallel.pages import empty_in_large_pages, in_large_pages
 from shardwise.parallel.runtime import Runtime, norm_power_sum, runtime_of
 
 __all__ = [
     "Runtime",
     "apply_recipe",
     "describe",
+    "empty_in_large_pages",
+    "in_large_pages",
     "norm_power_sum",
     "parallelize",
     "recipe_of",

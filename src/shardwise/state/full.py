@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.anatomy import canonical_modules
-from shardwise.parallel import Runtime, runtime_of
+from shardwise.parallel import Runtime, empty_in_large_pages, runtime_of
 from shardwise.recipe import Slice, extents, owners
 from shardwise.state.extra import EXTRA_STATE, extra_states
 from shardwise.state.load import load_weights
@@ -135,7 +135,7 @@ def _send(runtime: Runtime, name: str, local: Tensor) -> _Gathering:
 
 def _receive(runtime: Runtime, name: str, local: Tensor) -> _Gathering:
     device = runtime.world.device
-    whole = torch.empty(runtime.recipe.params[name].shape, dtype=local.dtype)
+    whole = empty_in_large_pages(runtime.recipe.params[name].shape, local.dtype)
     found = _Gathering(whole)
     for rank in range(1, runtime.world.size):
         pieces = _pieces_to_send(runtime, name, rank)

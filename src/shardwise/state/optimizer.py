@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise._compat import local_tensor
 from shardwise.errors import CheckpointError, UnsupportedError, UsageError
-from shardwise.parallel import Runtime, runtime_of
+from shardwise.parallel import Runtime, in_large_pages, runtime_of
 from shardwise.parallel.tensors import like_parameter
 from shardwise.parallel.values import scatter_values
 from shardwise.state.full import gather_tensors
@@ -95,6 +95,7 @@ def load_full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimize
             for name, values in told.items()
             if isinstance(values.get(key), torch.dtype)
         }
+        in_large_pages(local.values())
         scatter_values(runtime, _Column(runtime, state, key) if world.is_main else {}, local)
         for name, tensor in local.items():
             made[name][key] = tensor

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import CheckpointError, ShardwiseError
-from shardwise.parallel import Runtime, runtime_of
+from shardwise.parallel import Runtime, empty_in_large_pages, runtime_of
 from shardwise.state.boxes import Box
 from shardwise.state.checkpoint.contents import EXTRA, held_extra, is_sharded
 from shardwise.state.checkpoint.opened import SavedRun
@@ -214,7 +214,7 @@ class _Reading:
             local = runtime.local_tensors()
             self._values[prefix] = {}
             for name, stored in plan.tensors.items():
-                fresh = torch.empty(local[name].shape, dtype=local[name].dtype)
+                fresh = empty_in_large_pages(local[name].shape, local[name].dtype)
                 for piece, part in runtime.parts(name, fresh):
                     stored.read(Box(piece.starts, piece.sizes), part, files)
                 self._values[prefix][name] = fresh
@@ -229,7 +229,7 @@ class _Reading:
     def _moment(self, name: str, key: str, dtype: torch.dtype, files: VerifiedFiles) -> Tensor:
         local = self.runtime.local_tensors_of(name)
         stored: FileTensor = self._moments[f"{name}/{key}"]
-        fresh = torch.empty(local.shape, dtype=dtype)
+        fresh = empty_in_large_pages(local.shape, dtype)
         for piece, part in self.runtime.parts(name, fresh):
             stored.read(Box(piece.starts, piece.sizes), part, files)
         return fresh

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise.parallel import empty_in_large_pages
 from shardwise.state.checkpoint.points import reach
 from shardwise.state.vouched.sums import BLOCK, Sums
 from shardwise.state.writing import send_off
@@ -134,7 +135,7 @@ def memory_in_line(like: Tensor, offset: int) -> Tensor:
     """New memory for a CPU tensor like this one, which lies in its page as byte ``offset`` of a file does: what is put there can
     be written as it lies."""
     size = like.numel() * like.element_size()
-    raw = torch.empty(size + PAGE, dtype=torch.uint8)
+    raw = empty_in_large_pages([size + PAGE], torch.uint8)
     begin = (offset - raw.data_ptr()) % PAGE
     if size < BLOCK or begin % like.element_size():
         return torch.empty(like.shape, dtype=like.dtype)
