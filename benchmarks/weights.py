@@ -161,11 +161,15 @@ def _whole_files(folder: str) -> dict[str, torch.Tensor]:
 LOADERS: dict[str, tuple[Callable[..., nn.Module], Callable[[nn.Module, str], None]]] = {
     "Shardwise `load_weights`": (ours, load_ours),
     "torch DCP, Hugging Face reader": (by_hand, load_dcp),
+    "the same, `THP_MEM_ALLOC_ENABLE=1`": (by_hand, load_dcp),
     "safetensors slices, by hand": (by_hand, load_slices),
     "torch `set_model_state_dict` from rank 0": (by_hand, load_torch_full),
     "torchtune's algorithm": (by_hand, load_torchtune),
     "accelerate `fsdp2_load_full_state_dict`": (by_hand, load_accelerate),
 }
+
+# What the processes of a contender find in their environment besides. With this torch asks for large pages as we do.
+ENVIRONMENTS = {"the same, `THP_MEM_ALLOC_ENABLE=1`": {"THP_MEM_ALLOC_ENABLE": "1"}}
 
 
 # ---- gathering ----------------------------------------------------------------------------------------------------------
@@ -392,7 +396,7 @@ def _settle(folder: str | Path, num_bytes: int) -> None:
     """One state of the machine for all: a file that left the page cache, or memory that the host of a virtual machine has taken
     back, would be charged to whoever comes next."""
     _settle_files(Path(folder).iterdir())
-    given = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    given = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # what is shared comes in small pages
     if hasattr(given, "madvise"):
         given.madvise(mmap.MADV_HUGEPAGE)  # so that it is in large blocks, which a host takes back first
     np.frombuffer(given, np.uint8).fill(1)
@@ -472,7 +476,7 @@ def _rounds(measure: Callable[..., Any], contenders: dict[str, Any], repeats: in
     each run, the first of which is of new processes."""
     runs: Runs = {contender: [] for contender in contenders}
     with contextlib.ExitStack() as stack:
-        pools = {contender: stack.enter_context(RankPool()) for contender in contenders}
+        pools = {name: stack.enter_context(RankPool(env=ENVIRONMENTS.get(name))) for name in contenders}
         for number in range(repeats):
             for contender in random.Random(number).sample(list(pools), len(pools)):
                 pool, arguments = pools[contender], given(contender)
