@@ -15,6 +15,7 @@ from shardwise.anatomy import canonical_modules, canonical_tensors
 
 __all__ = [
     "Hidden",
+    "bytes_of",
     "follow_parameters",
     "give_memory",
     "hidden_tensors",
@@ -174,6 +175,13 @@ def like_parameter(value: Any, param: nn.Parameter) -> Any:
     return DTensor.from_local(
         value, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
     )
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor in row-major order, flat: its own memory where it lies so, else that of a copy."""
+    tensor = tensor.detach().contiguous()
+    # Not reshape: a view of one element keeps a stride above 1, of which torch makes no bytes.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def to_meta(module: nn.Module) -> None:

@@ -15,10 +15,11 @@ from shardwise.errors import CheckpointError
 from shardwise.state.compare import compare, forget_pages
 from shardwise.state.copying import Copying, Progress
 from shardwise.state.destination import check_destination
+from shardwise.state.files import refuse_changed
 from shardwise.state.filing import SHARD_BYTES
 from shardwise.state.formats.folder import companions_of
 from shardwise.state.journal import Workplace, fingerprint_of
-from shardwise.state.outgoing import Outgoing, config_beside, files_of, outgoing, places_of, ties_among
+from shardwise.state.outgoing import Outgoing, config_beside, outgoing, places_of, ties_among
 from shardwise.state.source import open_source
 from shardwise.state.stored import Source
 from shardwise.state.targets import (
@@ -91,15 +92,11 @@ def _put_together(job: Conversion, todo: "_Todo", progress: Progress) -> tuple[i
         except OSError:
             work.discard_if_empty()
             raise
-        if todo.fingerprint(job) != fingerprint:
-            raise CheckpointError(
-                f"the source {job.source}",
-                why="it changed while it was being read",
-                fix="convert it again when it is at rest",
-            )
+        todo.refuse_changed_source()
         if job.verify:
             forget_pages(work.files / name for name in todo.plan.files)
             compare(work.files / (single or ""), todo.items, reader, progress)
+            todo.refuse_changed_source()
         work.commit(single)
         return resumed, work.notes
 
@@ -117,9 +114,14 @@ class _Todo:
     def fingerprint(self, job: Conversion) -> str:
         """Another one as soon as anything of this changes, or a file of the source."""
         tensors = [(item.source, item.name, places_of(item.stored)) for item in self.items]
-        files = set().union(*(files_of(item.stored) for item in self.items))
-        facts = (job.to, job.dest.name, sorted(self.plan.files.items()), self.plan.pieces, tensors)
-        return fingerprint_of((facts, sorted(self.beside.items())), files)
+        files = sorted(self.plan.files.items()), sorted(self.beside.items())
+        return fingerprint_of((job.to, job.dest.name, files, self.plan.pieces, tensors))
+
+    def refuse_changed_source(self) -> None:
+        """Raises:
+        CheckpointError: a file of the source is not what it was when its header was read.
+        """
+        refuse_changed((place.file, place.stamp) for item in self.items for place in item.stored.origins)
 
 
 def _planned(job: Conversion, source: Source) -> _Todo:

@@ -2,16 +2,50 @@
 
 import errno
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from shardwise.errors import CheckpointError
 
-__all__ = ["BUFFER", "OpenFiles", "unreadable"]
+__all__ = ["BUFFER", "OpenFiles", "Stamp", "refuse_changed", "stamp_of", "unreadable"]
 
 BUFFER = 8 << 20  # bytes that are in flight at most where values cannot go straight to their place
 _MAX_OPEN = 64
+
+
+# Size and time of the last change (ns): of a file as it was when its header was read. No inode: some network file systems number
+# a file anew while it stays what it was.
+Stamp = tuple[int, int]
+
+
+def stamp_of(path: Path) -> Stamp:
+    """Another one as soon as the file has changed, or another has taken its place.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return stat.st_size, stat.st_mtime_ns
+
+
+def refuse_changed(stamps: Iterable[tuple[Path, Stamp]]) -> None:
+    """For the end of reading: values at offsets of one version of a file may have been taken from another.
+
+    Raises:
+        CheckpointError: a file is no longer what it was.
+    """
+    for path, stamp in sorted(set(stamps)):
+        if stamp_of(path) != stamp:
+            raise CheckpointError(
+                f"the file {path}",
+                why="it changed while it was being read, or another took its place",
+                fix="begin again when it is at rest",
+            )
 
 
 class OpenFiles:

@@ -53,13 +53,18 @@ class Filling:
             self.runtime.release()
 
 
-def refuse_left_half(runtime: Runtime, place: str, missing: Collection[str]) -> None:
+def refuse_left_half(runtime: Runtime, place: str, names: Collection[str]) -> None:
     """After a load that failed half way, the next one has to bring all that the first had begun to write.
 
+    Args:
+        runtime: of the model.
+        place: where the weights come from, for messages.
+        names: canonical, of the tensors that will be written.
+
     Raises:
-        CheckpointError: it does not.
+        CheckpointError: they are not all of them.
     """
-    left = [name for name in missing if name in runtime.half_loaded]
+    left = sorted(runtime.half_loaded - set(names))
     if left:
         raise CheckpointError(
             f"weights from {place} without {len(left)} tensors that an earlier load left half written",

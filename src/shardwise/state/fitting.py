@@ -10,10 +10,10 @@ from torch import Tensor
 
 from shardwise.anatomy import dtype_of
 from shardwise.errors import CheckpointError
-from shardwise.parallel import Runtime
+from shardwise.parallel import Runtime, bytes_of
 from shardwise.state.boxes import Box, blocks, whole
 from shardwise.state.extra import extra_names
-from shardwise.state.files import BUFFER, OpenFiles
+from shardwise.state.files import BUFFER, OpenFiles, refuse_changed
 from shardwise.state.names import Matched, Rename, Wanted, match_names
 from shardwise.state.report import LoadReport, shortened
 from shardwise.state.source import open_source
@@ -41,6 +41,14 @@ class Plan:
     tensors: Mapping[str, Stored]
     extra: Mapping[str, Any]
     folder: Path | None
+    vouched: bool  # by checksums, which are compared as the values are read
+
+    def refuse_changed_files(self) -> None:
+        """Raises:
+        CheckpointError: a file is not what it was when its header was read.
+        """
+        if not self.vouched:
+            refuse_changed((place.file, place.stamp) for stored in self.tensors.values() for place in stored.origins)
 
     @property
     def digest(self) -> str:
@@ -96,15 +104,15 @@ def plan_of(runtime: Runtime, source: Any, rules: Rules, files: VerifiedFiles, b
         place=opened.place,
         num_tensors=len(matched.tensors),
         missing=matched.missing,
+        fresh=runtime.pending is not None,
         unexpected=matched.unexpected,
         ignored=matched.ignored,
         renamed=tuple(matched.renamed),
         cast=cast,
     )
     ordered = {name: matched.tensors[name] for name in wanted if name in matched.tensors}
-    return Plan(
-        report, ordered, {n: value for n, value in opened.extra.items() if n not in matched.unexpected}, opened.folder
-    )
+    extra = {name: value for name, value in opened.extra.items() if name not in matched.unexpected}
+    return Plan(report, ordered, extra, opened.folder, opened.vouched is not None)
 
 
 def _refuse_unfit(matched: Matched, wanted: Mapping[str, Wanted], source: Source, rules: Rules) -> None:
@@ -188,7 +196,7 @@ def _refuse_untied(matched: Matched, source: Source, files: OpenFiles, boxes: Bo
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     """NaN is equal to itself here: what went out comes in."""
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+    return torch.equal(bytes_of(a), bytes_of(b))
 
 
 def _refuse_nonfinite(matched: Matched, source: Source, files: OpenFiles, boxes: Boxes) -> None:

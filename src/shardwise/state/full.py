@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.anatomy import canonical_modules
-from shardwise.parallel import Runtime, empty_in_large_pages, runtime_of
+from shardwise.parallel import Runtime, bytes_of, empty_in_large_pages, runtime_of
 from shardwise.recipe import Slice, extents, owners
 from shardwise.state.extra import EXTRA_STATE, extra_states
 from shardwise.state.load import load_weights
@@ -130,7 +130,7 @@ def _send(runtime: Runtime, name: str, local: Tensor) -> _Gathering:
     parts = [local[piece.local_index] for piece in pieces]
     straight = len(parts) == 1 and parts[0].is_contiguous()
     wire = (parts[0] if straight else torch.cat([part.reshape(-1) for part in parts])).to(runtime.world.device)
-    return _Gathering(works=[dist.isend(_bytes_of(wire), dst=0)], num_bytes=wire.numel() * wire.itemsize)
+    return _Gathering(works=[dist.isend(bytes_of(wire), dst=0)], num_bytes=wire.numel() * wire.itemsize)
 
 
 def _receive(runtime: Runtime, name: str, local: Tensor) -> _Gathering:
@@ -147,15 +147,11 @@ def _receive(runtime: Runtime, name: str, local: Tensor) -> _Gathering:
         else:
             wire = torch.empty(sum(math.prod(piece.sizes) for piece in pieces), dtype=local.dtype, device=device)
             found.packed.append((wire, pieces))
-        found.works.append(dist.irecv(_bytes_of(wire), src=rank))
+        found.works.append(dist.irecv(bytes_of(wire), src=rank))
         found.num_bytes += wire.numel() * wire.itemsize
     for piece in runtime.view.extents(name):
         whole[piece.full_index] = local[piece.local_index].cpu()
     return found
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _pieces_to_send(runtime: Runtime, name: str, rank: int) -> list[Slice]:

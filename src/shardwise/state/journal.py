@@ -22,17 +22,9 @@ __all__ = ["Workplace", "fingerprint_of"]
 SYNC = 256 << 20  # bytes written between two syncs: what a kill can cost
 
 
-def fingerprint_of(facts: Any, files: Iterable[Path]) -> str:
-    """A text that is another one as soon as a file changes, or anything of what is to be done."""
-    return hashlib.sha256(repr((facts, [_stamp(file) for file in sorted(files)])).encode()).hexdigest()
-
-
-def _stamp(file: Path) -> tuple[str, int, int]:
-    try:
-        stat = file.stat()
-    except OSError:  # it has gone, which is a change
-        return str(file), -1, -1
-    return str(file), stat.st_size, stat.st_mtime_ns
+def fingerprint_of(facts: Any) -> str:
+    """A text that is another one as soon as anything of what is to be done is another."""
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 class Workplace:

@@ -12,21 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.errors import CheckpointError
-from shardwise.parallel import Runtime, runtime_of
+from shardwise.parallel import Runtime, bytes_of, runtime_of
 from shardwise.parallel.values import scatter_values
 from shardwise.state.boxes import Box
 from shardwise.state.extra import set_extra_states
 from shardwise.state.files import BUFFER
 from shardwise.state.filling import Filling, refuse_left_half
-from shardwise.state.fitting import Rules, all_of, own_boxes, plan_of
+from shardwise.state.fitting import Plan, Rules, all_of, own_boxes, plan_of
 from shardwise.state.names import Rename
 from shardwise.state.report import LoadReport
 from shardwise.state.stored import Stored
 from shardwise.state.together import together
 from shardwise.state.vouched.reading import VerifiedFiles
+from shardwise.world import World
 
 __all__ = ["load_weights"]
 
@@ -93,18 +95,19 @@ def _load_own_pieces(runtime: Runtime, source: Any, rules: Rules, files: Verifie
             fix="put the same files on every node, or pass shared_files=False where rank 0 alone has them",
         ),
     )
-    refuse_left_half(runtime, plan.report.place, plan.report.missing)
+    refuse_left_half(runtime, plan.report.place, plan.tensors)
     local = runtime.local_tensors()
 
-    def read() -> None:
+    def read() -> Sums:
         for name, stored in plan.tensors.items():
             for piece, part in runtime.parts(name, local[name]):
                 stored.read(Box(piece.starts, piece.sizes), part, files)
+        plan.refuse_changed_files()  # every rank has planned before: all have seen one version
+        return _sums_of_shared(runtime, {name: local[name] for name in plan.tensors})
 
     before = files.num_bytes
     with Filling(runtime, local, plan.tensors):
-        together(world, "load_weights, reading", read)
-        _refuse_other_values(runtime, {name: local[name] for name in plan.tensors})
+        _refuse_other_values(world, together(world, "load_weights, reading", read))
     _after(runtime, plan.extra, plan.folder)
     return replace(plan.report, num_bytes=files.num_bytes - before)
 
@@ -119,8 +122,8 @@ def _load_from_rank0(runtime: Runtime, source: Any, rules: Rules, files: Verifie
     )
     told = (plan.report, list(plan.tensors), plan.extra, plan.folder) if plan is not None else None
     report, names, extra, folder = world.broadcast(told)
-    refuse_left_half(runtime, report.place, report.missing)
-    pieces = _Pieces(plan.tensors if plan is not None else {}, files)
+    refuse_left_half(runtime, report.place, names)
+    pieces = _Pieces(plan, files)
     local = runtime.local_tensors()
     with Filling(runtime, local, names):
         scatter_values(runtime, pieces, {name: local[name] for name in names})
@@ -133,8 +136,9 @@ class _Pieces(Mapping[str, Any]):
     """Stored tensors that are indexed as tensors are; a read that fails gives zeros, so that the ranks that wait for it are
     served, and is told afterwards."""
 
-    def __init__(self, tensors: Mapping[str, Stored], files: VerifiedFiles):
-        self.tensors, self.files = tensors, files
+    def __init__(self, plan: Plan | None, files: VerifiedFiles):
+        self.plan, self.files = plan, files
+        self.tensors = plan.tensors if plan is not None else {}
         self.problem: Exception | None = None
 
     def __getitem__(self, name: str) -> "_Piece":
@@ -144,6 +148,8 @@ class _Pieces(Mapping[str, Any]):
         """Raises what went wrong, if anything did."""
         if self.problem is not None:
             raise self.problem
+        if self.plan is not None:
+            self.plan.refuse_changed_files()
 
     def __iter__(self) -> Any:
         return iter(self.tensors)
@@ -174,20 +180,26 @@ class _Piece:
         return torch.zeros(box.sizes)
 
 
-def _refuse_other_values(runtime: Runtime, local: Mapping[str, Tensor]) -> None:
+Sums = dict[tuple[int, ...], int]  # ranks that hold the same pieces -> a sum over what this one holds of them
+
+
+def _sums_of_shared(runtime: Runtime, local: Mapping[str, Tensor]) -> Sums:
+    sums: Sums = {}
+    everyone = tuple(range(runtime.world.size))
+    for name, tensor in local.items():
+        owners = runtime.view.owners(name) if name in runtime.recipe.params else (everyone,)
+        for (_, part), holders in zip(runtime.parts(name, tensor), owners, strict=True):
+            if len(holders) > 1:
+                sums[holders] = (sums.get(holders, 0) * _STEP + _sum_of_bits(part)) % (1 << 64)
+    return sums
+
+
+def _refuse_other_values(world: World, sums: Sums) -> None:
     """Ranks that hold the same piece must have read the same values: files of one name may differ from node to node.
 
     Raises:
         CheckpointError: they have not.
     """
-    world = runtime.world
-    sums: dict[tuple[int, ...], int] = {}
-    everyone = tuple(range(world.size))
-    for name, tensor in local.items():
-        owners = runtime.view.owners(name) if name in runtime.recipe.params else (everyone,)
-        for (_, part), holders in zip(runtime.parts(name, tensor), owners, strict=True):
-            if len(holders) > 1:
-                sums[holders] = (sums.get(holders, 0) * 31 + _sum_of_bits(part)) % (1 << 61)
     told = world.gather(sums)
     for holders in {holders for other in told for holders in other}:
         if len({told[rank].get(holders) for rank in holders}) > 1:
@@ -198,18 +210,26 @@ def _refuse_other_values(runtime: Runtime, local: Mapping[str, Tensor]) -> None:
             )
 
 
+_STEP = 0x9E3779B97F4A7C15  # any large odd number
+
+
 def _sum_of_bits(tensor: Tensor) -> int:
-    """A number that another bit anywhere changes: the sum of the tensor's bytes in words of 8, and of the rest."""
+    """A number that another bit anywhere changes, and another order of rows: words of 8 bytes, times an odd number that is
+    another one at each place, modulo 2^64. Summed where the tensor is."""
     total = 0
-    for part in tensor.detach().reshape(-1).view(torch.uint8).split(BUFFER):
-        words = part.numel() // 8 * 8
+    places = torch.empty(0, dtype=torch.int64)
+    for part in bytes_of(tensor).split(BUFFER):
         # A copy, since a tensor may begin anywhere, and words of 8 bytes may not.
-        total += int(part[:words].clone().view(torch.int64).sum()) + int(part[words:].sum(dtype=torch.int64))
+        words = F.pad(part, (0, -part.numel() % 8)).clone().view(torch.int64)
+        if len(places) < len(words):
+            places = torch.arange(1, 2 * len(words), 2, device=words.device)
+        total = (total * _STEP + int((words * places[: len(words)]).sum())) % (1 << 64)
     return total
 
 
 def _after(runtime: Runtime, extra: Mapping[str, Any], folder: Path | None) -> None:
     """What comes with weights besides tensors."""
-    runtime.loaded_from = folder.resolve() if folder is not None else None
+    if folder is not None:  # values that come without a directory are still those of the model that came from one
+        runtime.loaded_from = folder.resolve()
     if extra:
         set_extra_states(runtime.module, extra)

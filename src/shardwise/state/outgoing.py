@@ -15,10 +15,10 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.state.boxes import Box
 from shardwise.state.files import OpenFiles
-from shardwise.state.stored import FileTensor, Source, Stored, is_rounded
+from shardwise.state.stored import Chunk, Source, Stored, is_rounded
 from shardwise.state.targets import Fact
 
-__all__ = ["Outgoing", "Reordered", "config_beside", "files_of", "outgoing", "places_of", "ties_among"]
+__all__ = ["Outgoing", "Reordered", "config_beside", "outgoing", "places_of", "ties_among"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +29,10 @@ class Reordered(Stored):
     inner: Stored
     heads: int
     to_pairs: bool
+
+    @property
+    def origins(self) -> tuple[Chunk, ...]:
+        return self.inner.origins
 
     def read(self, box: Box, out: Tensor, files: OpenFiles) -> None:
         rows = self.shape[0] // self.heads
@@ -191,18 +195,10 @@ def config_beside(source: Source, path: Path | None) -> dict[str, Any]:
     return {}
 
 
-def files_of(stored: Stored) -> set[Path]:
-    """The files that a tensor is read from."""
-    if isinstance(stored, Reordered):
-        return files_of(stored.inner)
-    return {chunk.file for chunk in stored.chunks} if isinstance(stored, FileTensor) else set()
-
-
 def places_of(stored: Stored) -> tuple[Any, ...]:
     """Where a tensor's bytes are, and in which order they are taken."""
-    if isinstance(stored, Reordered):
-        return (stored.heads, stored.to_pairs, *places_of(stored.inner))
-    return (stored.shape, stored.dtype, *(stored.chunks if isinstance(stored, FileTensor) else ()))
+    order = (stored.heads, stored.to_pairs) if isinstance(stored, Reordered) else ()
+    return (*order, stored.shape, stored.dtype, *stored.origins)
 
 
 def ties_among(items: Sequence[Outgoing]) -> dict[str, str]:
@@ -210,8 +206,8 @@ def ties_among(items: Sequence[Outgoing]) -> dict[str, str]:
     first: dict[Any, str] = {}
     ties: dict[str, str] = {}
     for item in items:
-        if isinstance(item.stored, FileTensor) and item.stored.chunks and item.stored.num_bytes:
-            key = (item.stored.shape, item.dtype, item.stored.dtype, item.stored.chunks)
+        if item.stored.origins and item.stored.num_bytes:
+            key = (item.dtype, places_of(item.stored))
             if first.setdefault(key, item.name) != item.name:
                 ties[item.name] = first[key]
     return ties

@@ -19,7 +19,8 @@ class LoadReport:
         num_tensors: tensors of the model that were loaded; tied ones count once.
         num_bytes: bytes that this rank read or received.
         seconds: how long it took on this rank.
-        missing: names in the model that the source does not have; they are as they were (``strict=False``).
+        missing: names in the model that the source does not have; they are as they were, or ``fresh`` (``strict=False``).
+        fresh: the model had no values before (``init="load"``): what is missing took those of its constructor.
         unexpected: names in the source that the model does not have (``strict=False``).
         ignored: name in the source -> why it is not the model's to load.
         renamed: what was done to names, in words, with counts.
@@ -31,6 +32,7 @@ class LoadReport:
     num_bytes: int = 0
     seconds: float = 0.0
     missing: tuple[str, ...] = ()
+    fresh: bool = False
     unexpected: tuple[str, ...] = ()
     ignored: Mapping[str, str] = field(default_factory=dict)
     renamed: tuple[str, ...] = ()
@@ -47,7 +49,8 @@ class LoadReport:
             for pair in pairs
         ]
         if self.missing:
-            lines.append(f"  missing ({len(self.missing)}), left as they were: {shortened(self.missing)}")
+            now = "with their constructor's values" if self.fresh else "left as they were"
+            lines.append(f"  missing ({len(self.missing)}), {now}: {shortened(self.missing)}")
         if self.unexpected:
             lines.append(f"  not in the model ({len(self.unexpected)}): {shortened(self.unexpected)}")
         reasons = dict.fromkeys(self.ignored.values())

@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwise.anatomy import dtype_name
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.parallel import Runtime, runtime_of
+from shardwise.parallel import Runtime, bytes_of, runtime_of
 from shardwise.state.companions import companion_files
 from shardwise.state.extra import extra_states
 from shardwise.state.filing import SHARD_BYTES, Filing, Part, filing_of, parts_of, stored_dtypes
@@ -75,7 +75,6 @@ def save_weights(
     runtime = runtime_of(model)
     runtime.check_values()
     kind = _checked_dtype(dtype)
-    _refuse_file(Path(dest))
     if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ConfigError(
             f"max_shard_bytes={max_shard_bytes!r}",
@@ -108,7 +107,7 @@ def save_weights(
         _tell_extra_states(states)
         for note in saving.notes:
             warnings.warn(note, stacklevel=2)
-    return Path(dest) / filing.entry
+    return saving.dest / filing.entry
 
 
 def weights_bytes(model: nn.Module) -> int:
@@ -166,6 +165,7 @@ class _Saving:
     def make_files(self) -> None:
         """On rank 0: the files in their final size, with their headers. A full disk is found before a byte of the weights
         is written."""
+        _refuse_file(self.dest)
         try:
             dest = self.dest.resolve()
         except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a name that cannot be one
@@ -185,7 +185,7 @@ class _Saving:
         world, token = self.world, b""
         if self.staged is not None:
             self.folder, token = self.staged.path, os.urandom(8)
-        self.folder, token = world.broadcast((self.folder, token))
+        self.dest, self.folder, token = world.broadcast((self.dest, self.folder, token))
         place = "save_weights, leaving a token"
         together(world, place, lambda: (self.folder / TOKEN).write_bytes(token), on_main=True)
         seen = world.gather(sees_token(self.folder, token))
@@ -222,7 +222,7 @@ class _Saving:
         local = self.runtime.local_tensors()
         for part in parts_of(self.runtime, self.filing, self.world.rank):
             for _, values in stored_blocks(part, local[part.view.name][part.local]):
-                dist.send(values.reshape(-1).view(torch.uint8).to(self.world.device), dst=0)
+                dist.send(bytes_of(values).to(self.world.device), dst=0)
 
     def _receive(self, rank: int, path: Path, parts: list[Part], problem: OSError | None) -> OSError | None:
         """Takes what ``rank`` sends for one file; all of it even where it cannot be written, since the rank must not wait."""

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from shardwise.anatomy import dtype_name, dtype_of
+from shardwise.parallel import bytes_of
 from shardwise.recipe.dtypes import FLOATING
 from shardwise.state.boxes import Box, blocks, common, index_of, row_strides, run_length, runs, whole
-from shardwise.state.files import BUFFER, OpenFiles
+from shardwise.state.files import BUFFER, OpenFiles, Stamp
 from shardwise.state.vouched.reading import Vouched
 
 __all__ = ["Chunk", "FileTensor", "HeldTensor", "Source", "Stored", "is_rounded"]
@@ -55,6 +56,11 @@ class Stored(ABC):
         """
 
     @property
+    def origins(self) -> tuple["Chunk", ...]:
+        """All places in files that its values come from."""
+        return ()
+
+    @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
@@ -73,10 +79,11 @@ class Stored(ABC):
 @dataclass(frozen=True)
 class Chunk:
     """A box of a tensor and where its bytes are: at ``offset`` of ``file``, row-major, or with ``strides`` (in elements)
-    from there."""
+    from there. ``stamp`` is the file's, from before its header was read."""
 
     box: Box
     file: Path
+    stamp: Stamp
     offset: int
     strides: tuple[int, ...] | None = None
 
@@ -86,6 +93,10 @@ class FileTensor(Stored):
     """A tensor in files: in chunks that tile it."""
 
     chunks: tuple[Chunk, ...]
+
+    @property
+    def origins(self) -> tuple[Chunk, ...]:
+        return self.chunks
 
     def read(self, box: Box, out: Tensor, files: OpenFiles) -> None:
         if len(self.chunks) == 1:  # most are stored so, and there are many
@@ -148,7 +159,7 @@ def _read_chunk(chunk: Chunk, box: Box, out: Tensor, dtype: str, files: OpenFile
         return
     direct = out.dtype == kind and out.device.type == "cpu" and out.is_contiguous()
     if direct:
-        memory, position = _bytes_of(out), 0
+        memory, position = bytes_of(out).numpy().data, 0
         for start, count in runs(box, shape):
             num = count * kind.itemsize
             files.read(chunk.file, chunk.offset + start * kind.itemsize, memory[position : position + num])
@@ -194,10 +205,3 @@ def _parts_that_span(box: Box, strides: tuple[int, ...], max_span: int) -> Itera
         starts, sizes = list(box.starts), list(box.sizes)
         starts[dim], sizes[dim] = box.starts[dim] + start, size
         yield from _parts_that_span(Box(tuple(starts), tuple(sizes)), strides, max_span)
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
-    # Not reshape: a view of one element keeps a stride above 1, of which torch makes no bytes.
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-    return flat.view(torch.uint8).numpy().data

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from shardwise.state.boxes import Box, common, index_of, row_strides, whole
 from shardwise.state.files import OpenFiles
-from shardwise.state.stored import Stored
+from shardwise.state.stored import Chunk, Stored
 
 __all__ = ["Assembled", "View", "view_at", "view_of_all"]
 
@@ -72,6 +72,10 @@ class Assembled(Stored):
     """A tensor of the model that is stored in parts, which tile it."""
 
     parts: tuple[tuple[View, Stored], ...]
+
+    @property
+    def origins(self) -> tuple[Chunk, ...]:
+        return tuple(chunk for _, stored in self.parts for chunk in stored.origins)
 
     def read(self, box: Box, out: Tensor, files: OpenFiles) -> None:
         for view, stored in self.parts:

@@ -6,10 +6,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from shardwise.anatomy import dtype_name, dtype_of
+from shardwise.parallel import bytes_of
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.state.boxes import Box, blocks, index_of, runs
 from shardwise.state.files import BUFFER
@@ -73,14 +73,10 @@ def stretches(part: Part, values: Tensor) -> Iterator[tuple[int, memoryview]]:
     tensor = part.tensor
     straight = values.device.type == "cpu" and dtype_name(values.dtype) == tensor.dtype and values.is_contiguous()
     if straight and part.view.is_in_order:
-        yield from _stretches_of_box(part, part.stored, _memory_of(values))
+        yield from _stretches_of_box(part, part.stored, bytes_of(values).numpy().data)
         return
     for box, block in stored_blocks(part, values):
-        yield from _stretches_of_box(part, box, _memory_of(block))
-
-
-def _memory_of(values: Tensor) -> memoryview:
-    return values.reshape(-1).view(torch.uint8).numpy().data
+        yield from _stretches_of_box(part, box, bytes_of(block).numpy().data)
 
 
 def stored_boxes(part: Part) -> Iterator[tuple[Box, int]]:

@@ -20,9 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from shardwise.errors import CheckpointError
+from shardwise.parallel import bytes_of
 from shardwise.recipe import human_bytes
 from shardwise.state.checkpoint.contents import REST, Contents
 from shardwise.state.checkpoint.points import reach
@@ -157,7 +156,7 @@ class _Commit:
                     yield path, file.size, _in_order(heads.get(path), mine.get(path, [0])[1:])
         if self.peers.is_main:
             rest = self.contents.rest_file
-            values = ((t.offset, _bytes_of(self.contents.rest[t.name])) for t in rest.tensors)
+            values = ((t.offset, bytes_of(self.contents.rest[t.name]).numpy().data) for t in rest.tensors)
             yield REST, rest.size, itertools.chain([(0, memoryview(rest.head))], values)
             for path, text in self.contents.whole_texts.items():
                 yield path, sizes[path], iter([(0, memoryview(text))])
@@ -227,7 +226,3 @@ def _in_order(head: bytes | None, parts: list[Any]) -> Iterator[tuple[int, memor
         yield 0, memoryview(head)
     for part, values in parts:
         yield from stretches(part, values)
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data

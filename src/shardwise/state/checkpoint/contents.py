@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from shardwise._compat import local_tensor
 from shardwise.anatomy import dtype_name
 from shardwise.errors import ConfigError, UsageError
-from shardwise.parallel import Runtime, runtime_of
+from shardwise.parallel import Runtime, bytes_of, runtime_of
 from shardwise.parallel.runtime import has_runtime
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.state.checkpoint.plain import to_plain, to_text
@@ -343,10 +343,7 @@ def _digests(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[st
     found = {name: sum_of(to_text(value)) for name, value in parts.items()}
     for place, tensor in tensors.items():
         name = "/".join(place.split("/")[:2]) if place.startswith(f"{EXTRA}/") else place.split("/")[0]
-        values = (
-            f"{place} {tensor.dtype} {tuple(tensor.shape)}".encode()
-            + tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-        )
+        values = f"{place} {tensor.dtype} {tuple(tensor.shape)}".encode() + bytes_of(tensor).numpy().tobytes()
         found[name] = found.get(name, 0) ^ sum_of(values)
     return found
 

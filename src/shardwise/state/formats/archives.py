@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from shardwise.errors import CheckpointError
-from shardwise.state.files import unreadable
+from shardwise.state.files import Stamp, stamp_of, unreadable
 
 __all__ = ["Archive", "FileSlice", "Record", "open_archive"]
 
@@ -38,6 +38,7 @@ class Archive:
     """Name -> record of an archive, without the folder that all of its names begin with."""
 
     path: Path
+    stamp: Stamp
     records: dict[str, Record]
 
     def read(self, name: str) -> bytes:
@@ -95,8 +96,9 @@ def open_archive(path: Path, begin: int = 0, length: int | None = None) -> Archi
     Raises:
         CheckpointError: not a whole archive, or one that torch did not write.
     """
+    stamp = stamp_of(path)
     try:
-        length = path.stat().st_size if length is None else length
+        length = stamp[0] if length is None else length
         with FileSlice(path, begin, length) as file:
             buffered = io.BufferedReader(file, 1 << 14)
             with zipfile.ZipFile(buffered) as archive:
@@ -124,6 +126,7 @@ def open_archive(path: Path, begin: int = 0, length: int | None = None) -> Archi
         raise refusal(path, "its records", "they do not lie in one folder, as those of torch do")
     return Archive(
         path,
+        stamp,
         {
             name.partition("/")[2]: Record(begin + spans[name][1], entry.file_size, entry.CRC)
             for name, entry in zip(spans, entries, strict=True)

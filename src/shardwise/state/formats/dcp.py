@@ -7,6 +7,7 @@ that hold one after another what ``torch.save`` writes of each chunk (or one saf
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +208,7 @@ class _Blobs:
         if held.shape != box.sizes or held.dtype != dtype:
             given = f"{held.dtype} of shape {list(held.shape)}"
             raise _refusal(path, given, f"{METADATA} has {dtype} of shape {list(box.sizes)} there", name)
-        return Chunk(box, path, held.chunks[0].offset, held.chunks[0].strides)
+        return replace(held.chunks[0], box=box)
 
     def _stored(self, path: Path, offset: int, length: int, name: str, num_uses: int) -> FileTensor:
         try:

@@ -15,7 +15,7 @@ from typing import Any
 from shardwise.errors import CheckpointError
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.state.boxes import whole
-from shardwise.state.files import unreadable
+from shardwise.state.files import stamp_of, unreadable
 from shardwise.state.stored import Chunk, FileTensor, Source
 
 __all__ = ["DTYPES", "Placed", "header_of", "looks_like_safetensors", "open_safetensors", "place_tensors", "tensors_in"]
@@ -58,6 +58,7 @@ def tensors_in(path: Path, at: int = 0) -> dict[str, FileTensor]:
     Raises:
         CheckpointError: see :func:`open_safetensors`.
     """
+    stamp = stamp_of(path)
     size, header, begin = _read_header(path, at)
     found = {name: _entry(path, name, entry) for name, entry in header.items() if name != "__metadata__"}
     _check_metadata(path, header.get("__metadata__", {}))
@@ -85,7 +86,7 @@ def tensors_in(path: Path, at: int = 0) -> dict[str, FileTensor]:
         raise _refusal(path, f"{size - begin} bytes of tensors", f"its header names {position}", None)
     ordered = sorted(found.items(), key=lambda item: item[1][2:])
     return {
-        name: FileTensor(shape, dtype, (Chunk(whole(shape), path, at + begin + start),))
+        name: FileTensor(shape, dtype, (Chunk(whole(shape), path, stamp, at + begin + start),))
         for name, (dtype, shape, start, _) in ordered
     }
 

@@ -197,7 +197,9 @@ def _tensor(archive: Archive, value: Made, name: str) -> FileTensor:
         raise refusal(archive.path, f"{dtype} of shape {list(shape)}", "no machine could hold that", name)
     own = row_strides(shape)
     lies_in_rows = all(a == b or size <= 1 for a, b, size in zip(strides, own, shape, strict=True))
-    chunk = Chunk(whole(shape), archive.path, record.offset + told.start * width, None if lies_in_rows else strides)
+    chunk = Chunk(
+        whole(shape), archive.path, archive.stamp, record.offset + told.start * width, None if lies_in_rows else strides
+    )
     return FileTensor(shape, dtype, (chunk,))
 
 
