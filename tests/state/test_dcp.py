@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import shardwise as sw
 from shardwise.errors import CheckpointError
-from shardwise.state.boxes import Box
+from shardwise.recipe.boxes import Box
 from shardwise.state.files import OpenFiles
 from shardwise.state.source import open_source
 

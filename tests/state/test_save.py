@@ -413,7 +413,7 @@ def test_headers_end_at_a_multiple_of_8_and_tensors_at_one_of_their_element():
 
 
 def test_a_turned_view_reads_and_writes_what_lies_there():
-    from shardwise.state.boxes import Box, index_of
+    from shardwise.recipe.boxes import Box, index_of
     from shardwise.state.files import OpenFiles
     from shardwise.state.stored import HeldTensor
     from shardwise.state.views import Assembled, view_at

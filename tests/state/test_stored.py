@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.recipe.boxes import Box, blocks, common, index_of, row_strides, runs, whole
 from shardwise.state import stored as stored_module
-from shardwise.state.boxes import Box, blocks, common, index_of, row_strides, runs, whole
 from shardwise.state.files import OpenFiles
 from shardwise.state.stored import Chunk, FileTensor, HeldTensor
 

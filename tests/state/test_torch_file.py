@@ -13,7 +13,7 @@ from stored_subjects import Runs, loaded, same_bytes
 from torch import nn
 
 from shardwise.errors import CheckpointError
-from shardwise.state.boxes import Box
+from shardwise.recipe.boxes import Box
 from shardwise.state.files import OpenFiles
 from shardwise.state.source import open_source
 

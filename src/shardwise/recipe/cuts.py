@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.layout import AXES, Coord, Layout, mesh_axes
+from shardwise.recipe.boxes import Box
 from shardwise.recipe.records import Cut, Param, Part
 
 __all__ = ["Slice", "extents", "local_shape", "num_chunks", "owners"]
@@ -25,6 +26,11 @@ class Slice:
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
     local_starts: tuple[int, ...]
+
+    @property
+    def box(self) -> Box:
+        """The box of the full tensor."""
+        return Box(self.starts, self.sizes)
 
     @property
     def full_index(self) -> tuple[slice, ...]:

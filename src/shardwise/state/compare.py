@@ -9,7 +9,7 @@ import torch
 
 from shardwise.errors import VerifyError
 from shardwise.recipe import DTYPE_BYTES
-from shardwise.state.boxes import blocks, whole
+from shardwise.recipe.boxes import blocks, whole
 from shardwise.state.files import BUFFER
 from shardwise.state.outgoing import Outgoing
 from shardwise.state.source import open_source

@@ -11,7 +11,7 @@ import torch
 
 from shardwise.errors import CheckpointError
 from shardwise.recipe import DTYPE_BYTES
-from shardwise.state.boxes import blocks
+from shardwise.recipe.boxes import blocks
 from shardwise.state.files import BUFFER, OpenFiles
 from shardwise.state.journal import Workplace
 from shardwise.state.outgoing import Outgoing

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from shardwise.errors import UnsupportedError
 from shardwise.parallel import Runtime
 from shardwise.recipe import DTYPE_BYTES, extents, owners
-from shardwise.state.boxes import Box, blocks, common, whole
+from shardwise.recipe.boxes import Box, blocks, common, whole
 from shardwise.state.formats.folder import INDEX, WEIGHTS, index_of, lay_out
 from shardwise.state.formats.safetensors import CODES, Placed, place_tensors
 from shardwise.state.naming import naming_of, shapes_of
@@ -156,4 +156,4 @@ def _pieces(runtime: Runtime, view: View, rank: int) -> list[tuple[Box, tuple[in
         return [(whole(shape), (0,) * len(shape), (0,))]
     coord = runtime.recipe.grid.coord(rank)
     pieces = zip(extents(param, coord), owners(param, coord), strict=True)
-    return [(Box(piece.starts, piece.sizes), piece.local_starts, holders) for piece, holders in pieces]
+    return [(piece.box, piece.local_starts, holders) for piece, holders in pieces]

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.anatomy import dtype_of
 from shardwise.errors import CheckpointError
 from shardwise.parallel import Runtime, bytes_of
-from shardwise.state.boxes import Box, blocks, whole
+from shardwise.recipe.boxes import Box, blocks, whole
 from shardwise.state.extra import extra_names
 from shardwise.state.files import BUFFER, OpenFiles, refuse_changed
 from shardwise.state.names import Matched, Rename, Wanted, match_names
@@ -63,7 +63,7 @@ def own_boxes(runtime: Runtime, name: str, stored: Stored) -> list[Box]:
     """What this rank holds of the tensor."""
     if name not in runtime.recipe.params:
         return all_of(name, stored)
-    return [Box(piece.starts, piece.sizes) for piece in runtime.view.extents(name)]
+    return [piece.box for piece in runtime.view.extents(name)]
 
 
 def all_of(_: str, stored: Stored) -> list[Box]:

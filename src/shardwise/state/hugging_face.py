@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.anatomy import is_pretrained
 from shardwise.errors import UnsupportedError
-from shardwise.state.boxes import whole
+from shardwise.recipe.boxes import whole
 from shardwise.state.views import View, view_at
 
 __all__ = ["older_name", "stored_views", "turned_view"]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardwise.errors import CheckpointError
 from shardwise.parallel import Runtime, bytes_of, runtime_of
 from shardwise.parallel.values import scatter_values
-from shardwise.state.boxes import Box
+from shardwise.recipe.boxes import Box
 from shardwise.state.extra import set_extra_states
 from shardwise.state.files import BUFFER
 from shardwise.state.filling import Filling, refuse_left_half
@@ -101,7 +101,7 @@ def _load_own_pieces(runtime: Runtime, source: Any, rules: Rules, files: Verifie
     def read() -> Sums:
         for name, stored in plan.tensors.items():
             for piece, part in runtime.parts(name, local[name]):
-                stored.read(Box(piece.starts, piece.sizes), part, files)
+                stored.read(piece.box, part, files)
         plan.refuse_changed_files()  # every rank has planned before: all have seen one version
         return _sums_of_shared(runtime, {name: local[name] for name in plan.tensors})
 

@@ -13,7 +13,7 @@ from shardwise.anatomy import dtype_of
 from shardwise.config.keymap import Rule
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.recipe import DTYPE_BYTES
-from shardwise.state.boxes import Box
+from shardwise.recipe.boxes import Box
 from shardwise.state.files import OpenFiles
 from shardwise.state.stored import Chunk, Source, Stored, is_rounded
 from shardwise.state.targets import Fact

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from shardwise.anatomy import dtype_name, dtype_of
 from shardwise.parallel import bytes_of
+from shardwise.recipe.boxes import Box, blocks, common, index_of, row_strides, run_length, runs, whole
 from shardwise.recipe.dtypes import FLOATING
-from shardwise.state.boxes import Box, blocks, common, index_of, row_strides, run_length, runs, whole
 from shardwise.state.files import BUFFER, OpenFiles, Stamp
 from shardwise.state.vouched.reading import Vouched
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shardwise.state.boxes import Box, common, index_of, row_strides, whole
+from shardwise.recipe.boxes import Box, common, index_of, row_strides, whole
 from shardwise.state.files import OpenFiles
 from shardwise.state.stored import Chunk, Stored
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.anatomy import dtype_name, dtype_of
 from shardwise.parallel import bytes_of
 from shardwise.recipe import DTYPE_BYTES
-from shardwise.state.boxes import Box, blocks, index_of, runs
+from shardwise.recipe.boxes import Box, blocks, index_of, runs
 from shardwise.state.files import BUFFER
 from shardwise.state.filing import Part
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.parallel import Runtime, empty_in_large_pages, runtime_of
-from shardwise.state.boxes import Box
 from shardwise.state.checkpoint.contents import EXTRA, held_extra, is_sharded
 from shardwise.state.checkpoint.opened import SavedRun
 from shardwise.state.extra import set_extra_states
@@ -216,7 +215,7 @@ class _Reading:
             for name, stored in plan.tensors.items():
                 fresh = empty_in_large_pages(local[name].shape, local[name].dtype)
                 for piece, part in runtime.parts(name, fresh):
-                    stored.read(Box(piece.starts, piece.sizes), part, files)
+                    stored.read(piece.box, part, files)
                 self._values[prefix][name] = fresh
         if self.optim is None:
             return
@@ -231,7 +230,7 @@ class _Reading:
         stored: FileTensor = self._moments[f"{name}/{key}"]
         fresh = empty_in_large_pages(local.shape, dtype)
         for piece, part in self.runtime.parts(name, fresh):
-            stored.read(Box(piece.starts, piece.sizes), part, files)
+            stored.read(piece.box, part, files)
         return fresh
 
     def place(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from shardwise.errors import CheckpointError
 from shardwise.recipe import DTYPE_BYTES
-from shardwise.state.boxes import Box, common, whole
+from shardwise.recipe.boxes import Box, common, whole
 from shardwise.state.files import unreadable
 from shardwise.state.formats.paths import inside
 from shardwise.state.formats.pickles import Global, Made, read_pickle, shown

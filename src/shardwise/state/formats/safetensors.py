@@ -14,7 +14,7 @@ from typing import Any
 
 from shardwise.errors import CheckpointError
 from shardwise.recipe import DTYPE_BYTES
-from shardwise.state.boxes import whole
+from shardwise.recipe.boxes import whole
 from shardwise.state.files import stamp_of, unreadable
 from shardwise.state.stored import Chunk, FileTensor, Source
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from shardwise.errors import CheckpointError
 from shardwise.recipe import DTYPE_BYTES
-from shardwise.state.boxes import row_strides, whole
+from shardwise.recipe.boxes import row_strides, whole
 from shardwise.state.files import unreadable
 from shardwise.state.formats.archives import Archive, open_archive, refusal
 from shardwise.state.formats.pickles import Global, Made, Persistent, read_pickle, shown

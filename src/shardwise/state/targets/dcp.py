@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.recipe import DTYPE_BYTES
-from shardwise.state.boxes import Box, blocks, whole
+from shardwise.recipe.boxes import Box, blocks, whole
 from shardwise.state.formats.dcp import METADATA
 from shardwise.state.formats.pickles import Global, Made
 from shardwise.state.targets.archives import PlannedArchive

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardwise.recipe import DTYPE_BYTES
-from shardwise.state.boxes import Box
+from shardwise.recipe.boxes import Box
 from shardwise.state.vouched.sums import Sums
 
 __all__ = ["Fact", "Fixed", "Piece", "Plan"]

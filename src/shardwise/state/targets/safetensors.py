@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from shardwise.errors import UnsupportedError
-from shardwise.state.boxes import whole
+from shardwise.recipe.boxes import whole
 from shardwise.state.formats.folder import INDEX, index_of, lay_out
 from shardwise.state.formats.safetensors import CODES, place_tensors
 from shardwise.state.targets.plan import Fact, Fixed, Piece, Plan

@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 
 from shardwise.recipe import DTYPE_BYTES
-from shardwise.state.boxes import row_strides, whole
+from shardwise.recipe.boxes import row_strides, whole
 from shardwise.state.formats.pickles import Global, Made, Persistent
 from shardwise.state.formats.torch_file import STORAGES
 from shardwise.state.targets.archives import PlannedArchive
