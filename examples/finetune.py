@@ -68,4 +68,6 @@ if __name__ == "__main__":
     parser.add_argument("dest", help="the directory to write")
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps (40)")
     args = parser.parse_args()
+    if not Path(args.source).is_dir():
+        parser.error(f"{args.source} is no directory: python examples/small_model.py {args.source} makes one")
     main(args.source, args.dest, args.steps)

@@ -27,13 +27,15 @@ def main(dest: str, num_steps: int) -> float:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=256, bos_token_id=0, eos_token_id=0, **sizes))
     optim = torch.optim.AdamW(model.parameters(), lr=2e-3)
     tokens, loss = text(), torch.zeros(())
-    for _ in range(num_steps):
+    for step in range(1, num_steps + 1):
         starts = torch.randint(0, len(tokens) - CONTEXT - 1, (16,))
         batch = torch.stack([tokens[start : start + CONTEXT] for start in starts]).long()
         loss = model(batch, labels=batch).loss
         loss.backward()
         optim.step()
         optim.zero_grad()
+        if step % 50 == 0:
+            print(f"step {step} of {num_steps}: loss {loss.item():.3f}", flush=True)
     model.save_pretrained(dest)
     return loss.item()
 

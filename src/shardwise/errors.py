@@ -13,6 +13,9 @@ To add one: subclass :class:`ShardwiseError` and the standard type; ``docs/error
 and the build fails for a call that leaves ``given``, ``why`` or ``fix`` empty.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 __all__ = [
     "CheckpointError",
     "ConfigError",
@@ -25,6 +28,7 @@ __all__ = [
     "UnsupportedError",
     "UsageError",
     "VerifyError",
+    "errors_about",
 ]
 
 
@@ -48,6 +52,16 @@ class ShardwiseError(Exception):
 
     def __reduce__(self):
         return _rebuild, (type(self), self.__dict__.copy())
+
+
+@contextlib.contextmanager
+def errors_about(name: str) -> Iterator[None]:
+    """Within, errors of ours that name nothing are about ``name``."""
+    try:
+        yield
+    except ShardwiseError as error:
+        error.name = error.name or name
+        raise
 
 
 def _rebuild(cls: type[ShardwiseError], state: dict) -> ShardwiseError:

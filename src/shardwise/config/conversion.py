@@ -92,6 +92,12 @@ class Conversion:
                 why=f"{self.to} is a directory, and the name is one of a file",
                 fix=f"name a directory, or use --to {by_ending}",
             )
+        if self.to == "torch" and by_ending == "safetensors":
+            raise ConfigError(
+                f"--to torch {self.dest}",
+                why="readers take a file of that name for safetensors",
+                fix=f"use {self.dest.with_suffix('.pt')}, or leave --to out",
+            )
         if self.to == "safetensors" and by_ending != "safetensors":
             raise ConfigError(
                 f"--to safetensors {self.dest}",

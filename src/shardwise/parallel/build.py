@@ -109,6 +109,7 @@ def build_on_meta(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module 
         Exception
     ) as error:  # .item(), .numpy(), a library call: no values on meta. A fault of the constructor itself
         # shows again, and is raised, when it is run for real.
+        tape.fault = error if isinstance(error, OSError) else None  # a file, the network: not for want of values
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         tape.refused = f"it cannot be built on meta ({reason[:120]})"
     if not _same_state(numpy_before, np.random.get_state()):

@@ -131,6 +131,8 @@ def build_with_source(model: Any, world: World, init: str | None) -> tuple[nn.Mo
         kind = ForLoading if init == "load" else FromTape
         source = kind(module, tape) if module is not None else None
         refused = _refused_anywhere(source, tape, world)
+        if tape.fault is not None:
+            raise tape.fault
         if module is not None and source is not None and refused is None:
             return module, source
         reason = f"seeded values are not possible: {refused}"

@@ -64,6 +64,7 @@ class Tape:
     def __init__(self, seed: int):
         self.seed = seed
         self.refused: str | None = None  # why values cannot be replayed
+        self.fault: OSError | None = None  # of the constructor, which it would raise with real values too
         self._entries: list[_Entry] = []
         self._writers: dict[int, list[int]] = {}  # storage number -> positions of the entries that write it, ascending
         self._numbers: dict[int, int] = {}  # storage identity -> number

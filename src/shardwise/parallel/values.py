@@ -21,7 +21,7 @@ from shardwise.recipe import Slice
 
 __all__ = ["scatter_values", "write_from_tape"]
 
-_MESSAGE_BYTES = 64 << 20  # rank 0 packs about this much at a time: bounds host memory beside the model
+_MESSAGE_BYTES = 64 << 20  # travels at a time, and is held beside the model
 
 
 def write_from_tape(
@@ -72,8 +72,11 @@ def scatter_values(runtime: Runtime, source: Mapping[str, Any], local: Mapping[s
     for name, tensor in local.items():
         if isinstance(source[name], Tensor) and tensor.data_ptr() == source[name].data_ptr() and tensor.numel():
             continue  # DDP keeps the module's own tensors: rank 0's are in place
-        pieces = {piece: source[name][piece.full_index] for piece in runtime.pieces(name, source[name])}
-        _fill(name, tensor, pieces)
+        arriving = _Arriving(name, tensor)
+        for piece in runtime.pieces(name, source[name]):
+            for part in piece.blocks(_MESSAGE_BYTES // tensor.itemsize):
+                arriving.put(part, source[name][part.full_index])
+        arriving.check()
     for peer in range(1, world.size):
         _send(runtime, local, source, peer)
 
@@ -86,19 +89,15 @@ def _send(runtime: Runtime, local: Mapping[str, Tensor], source: Mapping[str, An
 
 
 def _receive(runtime: Runtime, local: Mapping[str, Tensor]) -> None:
-    arrived: dict[str, dict[Slice, Tensor]] = {name: {} for name in local}
-    left = {name: len(runtime.pieces(name, tensor)) for name, tensor in local.items()}
-    for name in [name for name, count in left.items() if not count]:
-        _fill(name, local[name], {})
+    arriving = {name: _Arriving(name, tensor) for name, tensor in local.items()}
     for message in _messages(runtime, local, runtime.world.rank):
         sizes = [math.prod(piece.sizes) for _, piece in message.pieces]
         packed = torch.empty(sum(sizes), dtype=message.dtype, device=runtime.world.device)
         dist.recv(packed.view(torch.uint8), src=0)
-        for (name, piece), part in zip(message.pieces, packed.split(sizes), strict=True):
-            arrived[name][piece] = part.view(piece.sizes)
-            left[name] -= 1
-            if not left[name]:
-                _fill(name, local[name], arrived.pop(name))
+        for (name, piece), values in zip(message.pieces, packed.split(sizes), strict=True):
+            arriving[name].put(piece, values.view(piece.sizes))
+    for tensor in arriving.values():
+        tensor.check()
 
 
 @dataclass
@@ -116,26 +115,38 @@ def _messages(runtime: Runtime, local: Mapping[str, Tensor], peer: int) -> Itera
     coord = runtime.recipe.grid.coord(peer)
     open_: dict[torch.dtype, _Message] = {}
     for name, tensor in local.items():
-        message = open_.setdefault(tensor.dtype, _Message(tensor.dtype))
         for piece in runtime.pieces(name, tensor, coord):
-            message.pieces.append((name, piece))
-            message.num_bytes += math.prod(piece.sizes) * tensor.itemsize
-        if message.num_bytes >= _MESSAGE_BYTES:
-            yield open_.pop(tensor.dtype)
+            for part in piece.blocks(_MESSAGE_BYTES // tensor.itemsize):
+                size = math.prod(part.sizes) * tensor.itemsize
+                message = open_.setdefault(tensor.dtype, _Message(tensor.dtype))
+                if message.num_bytes and message.num_bytes + size > _MESSAGE_BYTES:
+                    yield message
+                    message = open_[tensor.dtype] = _Message(tensor.dtype)
+                message.pieces.append((name, part))
+                message.num_bytes += size
     yield from (message for message in open_.values() if message.num_bytes)
 
 
-def _fill(name: str, tensor: Tensor, pieces: Mapping[Slice, Tensor]) -> None:
-    """Writes ``pieces`` into ``tensor``, and proves that they are all of it: marks that are left must have come along."""
-    mark_unwritten(tensor)
-    marks = 0
-    for piece, values in pieces.items():
-        tensor[piece.local_index] = values.to(tensor.device, tensor.dtype)
-        marks += num_marks(tensor[piece.local_index])
-    if num_marks(tensor) != marks or sum(math.prod(piece.sizes) for piece in pieces) != tensor.numel():
-        raise PlanError(
-            f"{num_marks(tensor) - marks} of {tensor.numel()} values were not written",
-            why="the pieces that rank 0 sent are not all of this rank's tensor",
-            fix="make the recipe from this module and layout: parallelize does",
-            name=name,
-        )
+class _Arriving:
+    """A tensor that is written piece by piece, and proves that they were all of it: marks that are left must have come along."""
+
+    def __init__(self, name: str, tensor: Tensor):
+        self.name, self.tensor = name, mark_unwritten(tensor)
+        self.num_marks = self.numel = 0
+
+    def put(self, piece: Slice, values: Tensor) -> None:
+        """Writes a piece."""
+        self.tensor[piece.local_index] = values.to(self.tensor.device, self.tensor.dtype)
+        self.num_marks += num_marks(self.tensor[piece.local_index])
+        self.numel += values.numel()
+
+    def check(self) -> None:
+        """Raises PlanError: a value was not written."""
+        unwritten = num_marks(self.tensor) - self.num_marks
+        if unwritten or self.numel != self.tensor.numel():
+            raise PlanError(
+                f"{unwritten} of {self.tensor.numel()} values were not written",
+                why="the pieces that rank 0 sent are not all of this rank's tensor",
+                fix="make the recipe from this module and layout: parallelize does",
+                name=self.name,
+            )

@@ -7,11 +7,12 @@ and with parts that neighbours hold whole.
 """
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.layout import AXES, Coord, Layout, mesh_axes
-from shardwise.recipe.boxes import Box
+from shardwise.recipe.boxes import Box, blocks, whole
 from shardwise.recipe.records import Cut, Param, Part
 
 __all__ = ["Slice", "extents", "local_shape", "num_chunks", "owners"]
@@ -41,6 +42,15 @@ class Slice:
     def local_index(self) -> tuple[slice, ...]:
         """Index into the local tensor."""
         return tuple(slice(a, a + n) for a, n in zip(self.local_starts, self.sizes, strict=True))
+
+    def blocks(self, max_numel: int) -> Iterator["Slice"]:
+        """The same in pieces of at most ``max_numel`` elements (at least one), in the order of its elements."""
+        for part in blocks(whole(self.sizes), max_numel):
+            starts, local_starts = (
+                tuple(a + b for a, b in zip(place, part.starts, strict=True))
+                for place in (self.starts, self.local_starts)
+            )
+            yield Slice(starts, part.sizes, local_starts)
 
 
 def extents(param: Param, coord: Coord) -> tuple[Slice, ...]:

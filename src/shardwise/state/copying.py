@@ -22,6 +22,8 @@ from shardwise.state.writing import reserve, write_at
 
 __all__ = ["Copying", "Progress"]
 
+_MAX_OPEN = 32  # files: a model may have hundreds, and a process may often have no more than 1024 of all kinds
+
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, the bytes of it that are done, and all of them."""
 
@@ -41,13 +43,13 @@ class Copying:
         self._items = {item.name: item for item in items}
         self._sums = dict(work.done)  # number of a piece -> the CRC-32 of its bytes so far
         self._vouching = Sums() if plan.manifest is not None else None
-        self._files = {name: self._open(name) for name in (*plan.files, *beside)}
+        self._open: dict[str, int] = {}  # the files that are open: descriptors
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._work.close_files(self._files.values())
+        self._work.close_files(self._open.values())
 
     def values(self, reader: VerifiedFiles, progress: Progress) -> None:
         """Every piece that is not there yet, on disk on return: a block is read into one buffer while the one before it is
@@ -59,7 +61,7 @@ class Copying:
         """
         plan = self._plan
         for name, size in plan.files.items():
-            reserve(self._files[name], size)
+            reserve(self._file(name), size)
         total = sum(piece.num_bytes for piece in plan.pieces)
         done = sum(plan.pieces[number].num_bytes for number in self._work.done)
         progress("converting", done, total)
@@ -89,9 +91,9 @@ class Copying:
             self._vouching.add_part(piece.file, self._plan.files[piece.file], piece.offset + position, memory)
         if self._plan.summed:
             self._sums[number] = zlib.crc32(memory, self._sums.get(number, 0))
-        write_at(self._files[piece.file], memory, piece.offset + position)
+        write_at(self._file(piece.file), memory, piece.offset + position)
         if position + len(memory) == piece.num_bytes:
-            self._work.note(number, self._sums.get(number, 0), self._files[piece.file], piece.num_bytes)
+            self._work.note(number, self._sums.get(number, 0), self._file(piece.file), piece.num_bytes)
 
     def rest(self) -> None:
         """Headers, lists and further files; a manifest last. All of it is on disk on return.
@@ -101,17 +103,16 @@ class Copying:
             OSError: a file cannot be written.
         """
         for name, data in self._beside.items():
-            os.ftruncate(self._files[name], len(data))
+            os.ftruncate(self._file(name), len(data))
         fixed = self._plan.finish([self._sums.get(number, 0) for number in range(len(self._plan.pieces))])
         fixed += [Fixed(name, 0, data) for name, data in self._beside.items()]
         for part in fixed:
-            write_at(self._files[part.file], memoryview(part.data), part.offset)
+            write_at(self._file(part.file), memoryview(part.data), part.offset)
         if self._plan.manifest is not None and self._vouching is not None:
             last = self._plan.manifest(*self._vouched_for(fixed, self._vouching))
-            self._files[last.file] = self._open(last.file, os.O_TRUNC)
-            write_at(self._files[last.file], memoryview(last.data), 0)
-        for descriptor in self._files.values():
-            os.fsync(descriptor)
+            write_at(self._file(last.file, os.O_TRUNC), memoryview(last.data), 0)
+        while self._open:
+            self._shut(next(iter(self._open)))
 
     def _vouched_for(self, fixed: Sequence[Fixed], sums: Sums) -> tuple[dict[str, int], Sums]:
         """Sizes and checksums of all that was written."""
@@ -140,5 +141,17 @@ class Copying:
                         name=piece.name,
                     )
 
-    def _open(self, name: str, flags: int = 0) -> int:
-        return os.open(self._work.files / name, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | flags, 0o666)
+    def _file(self, name: str, flags: int = 0) -> int:
+        """A descriptor of a file of the result, which is made; of those that are open the oldest gives way."""
+        if name not in self._open:
+            if len(self._open) >= _MAX_OPEN:
+                self._shut(next(iter(self._open)))
+            path = self._work.files / name
+            self._open[name] = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | flags, 0o666)
+        return self._open[name]
+
+    def _shut(self, name: str) -> None:
+        """Closes a file; what was written to it is on disk."""
+        self._work.sync()  # the journal knows files by their descriptors
+        os.fsync(self._open[name])
+        os.close(self._open.pop(name))

@@ -19,6 +19,7 @@ from shardwise.parallel import Runtime, bytes_of, empty_in_large_pages, runtime_
 from shardwise.recipe import Slice, extents, owners
 from shardwise.state.extra import EXTRA_STATE, extra_states
 from shardwise.state.load import load_weights
+from shardwise.state.names import Rename
 from shardwise.state.report import LoadReport
 
 __all__ = ["full_state_dict", "gather_tensors", "load_full_state_dict"]
@@ -58,7 +59,7 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[s
 
 
 def load_full_state_dict(
-    model: nn.Module, state: Mapping[str, Any], *, strict: bool = True, cast: bool = False
+    model: nn.Module, state: Mapping[str, Any], *, strict: bool = True, rename: Rename = (), cast: bool = False
 ) -> LoadReport:
     """Loads rank 0's whole ``state`` into the shards of all ranks. All ranks must call it; what the others give is not read.
 
@@ -68,12 +69,13 @@ def load_full_state_dict(
         model: from ``parallelize``.
         state: name -> tensor, as :func:`full_state_dict` or an unsharded module's ``state_dict()`` gives it.
         strict: False: what is missing or not the model's is left out, and told.
+        rename: as :func:`load_weights` takes it.
         cast: True: floating values of another dtype than the model stores are converted.
 
     Raises:
         CheckpointError: on every rank; names, shapes or dtypes that do not fit. Nothing has changed then.
     """
-    return load_weights(model, state, strict=strict, cast=cast, shared_files=False)
+    return load_weights(model, state, strict=strict, rename=rename, cast=cast, shared_files=False)
 
 
 def gather_tensors(runtime: Runtime, items: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor | None]:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, errors_about
 from shardwise.parallel import Runtime, bytes_of, runtime_of
 from shardwise.parallel.values import scatter_values
 from shardwise.recipe.boxes import Box
@@ -100,8 +100,9 @@ def _load_own_pieces(runtime: Runtime, source: Any, rules: Rules, files: Verifie
 
     def read() -> Sums:
         for name, stored in plan.tensors.items():
-            for piece, part in runtime.parts(name, local[name]):
-                stored.read(piece.box, part, files)
+            with errors_about(name):
+                for piece, part in runtime.parts(name, local[name]):
+                    stored.read(piece.box, part, files)
         plan.refuse_changed_files()  # every rank has planned before: all have seen one version
         return _sums_of_shared(runtime, {name: local[name] for name in plan.tensors})
 
@@ -123,8 +124,8 @@ def _load_from_rank0(runtime: Runtime, source: Any, rules: Rules, files: Verifie
     told = (plan.report, list(plan.tensors), plan.extra, plan.folder) if plan is not None else None
     report, names, extra, folder = world.broadcast(told)
     refuse_left_half(runtime, report.place, names)
-    pieces = _Pieces(plan, files)
     local = runtime.local_tensors()
+    pieces = _Pieces(plan, {name: local[name].dtype for name in names}, files)
     with Filling(runtime, local, names):
         scatter_values(runtime, pieces, {name: local[name] for name in names})
         together(world, "load_weights, after rank 0 has sent", pieces.check, on_main=True)
@@ -136,13 +137,13 @@ class _Pieces(Mapping[str, Any]):
     """Stored tensors that are indexed as tensors are; a read that fails gives zeros, so that the ranks that wait for it are
     served, and is told afterwards."""
 
-    def __init__(self, plan: Plan | None, files: VerifiedFiles):
-        self.plan, self.files = plan, files
+    def __init__(self, plan: Plan | None, dtypes: Mapping[str, torch.dtype], files: VerifiedFiles):
+        self.plan, self.dtypes, self.files = plan, dtypes, files
         self.tensors = plan.tensors if plan is not None else {}
         self.problem: Exception | None = None
 
     def __getitem__(self, name: str) -> "_Piece":
-        return _Piece(self, self.tensors[name])
+        return _Piece(self, name, self.tensors[name])
 
     def check(self) -> None:
         """Raises what went wrong, if anything did."""
@@ -161,6 +162,7 @@ class _Pieces(Mapping[str, Any]):
 @dataclass(frozen=True)
 class _Piece:
     pieces: _Pieces
+    name: str
     stored: Stored
 
     @property
@@ -172,12 +174,14 @@ class _Piece:
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
         box = Box(tuple(part.start for part in index), tuple(part.stop - part.start for part in index))
+        values = torch.zeros(box.sizes, dtype=self.pieces.dtypes[self.name])
         if self.pieces.problem is None:
             try:
-                return self.stored.load(self.pieces.files, box)
+                with errors_about(self.name):
+                    self.stored.read(box, values, self.pieces.files)
             except Exception as error:  # whatever it is: the ranks wait for what comes
                 self.pieces.problem = error
-        return torch.zeros(box.sizes)
+        return values
 
 
 Sums = dict[tuple[int, ...], int]  # ranks that hold the same pieces -> a sum over what this one holds of them

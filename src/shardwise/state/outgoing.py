@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.anatomy import dtype_of
 from shardwise.config.keymap import Rule
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.errors import CheckpointError, ConfigError, errors_about
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.recipe.boxes import Box
 from shardwise.state.files import OpenFiles
@@ -70,7 +70,8 @@ class Outgoing:
     def block(self, box: Box, buffer: Tensor, files: OpenFiles) -> Tensor:
         """The bytes of ``box`` as they are written, in ``buffer``."""
         memory = buffer[: box.numel * DTYPE_BYTES[self.dtype]]
-        self.stored.read(box, memory.view(dtype_of(self.dtype)).view(box.sizes), files)
+        with errors_about(self.source):
+            self.stored.read(box, memory.view(dtype_of(self.dtype)).view(box.sizes), files)
         return memory
 
 

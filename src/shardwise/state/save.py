@@ -15,13 +15,16 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.anatomy import dtype_name
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.config.conversion import ENDINGS
+from shardwise.config.precision import DTYPE_WORDS
+from shardwise.errors import CheckpointError, ConfigError, errors_about
 from shardwise.parallel import Runtime, bytes_of, runtime_of
 from shardwise.state.companions import companion_files
 from shardwise.state.extra import extra_states
 from shardwise.state.filing import SHARD_BYTES, Filing, Part, filing_of, parts_of, stored_dtypes
 from shardwise.state.formats.folder import INDEX
 from shardwise.state.formats.safetensors import CODES
+from shardwise.state.rounding import refuse_overflow
 from shardwise.state.staging import Staged, check_place
 from shardwise.state.stored import is_rounded
 from shardwise.state.together import together
@@ -122,18 +125,19 @@ def check_dtypes(model: nn.Module) -> None:
 
 
 def _checked_dtype(dtype: str | torch.dtype | None) -> str | None:
-    name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
+    name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else DTYPE_WORDS.get(dtype or "", dtype)
     if name is not None and not is_rounded(name):
         raise ConfigError(
             f"dtype={dtype!r}",
-            why="weights are written in a floating dtype; one of a byte wants a scale beside each tensor, which nobody has computed",
+            why="weights are written in a floating dtype of two bytes or more: one of a byte wants a scale beside each tensor, "
+            "which nobody has computed",
             fix=f"use one of {', '.join(kind for kind in CODES if is_rounded(kind))}",
         )
     return name
 
 
 def _refuse_file(dest: Path) -> None:
-    if dest.suffix == ".safetensors" and not dest.is_dir():
+    if dest.suffix in ENDINGS and not dest.is_dir():
         raise ConfigError(
             f"weights to {dest}",
             why="a model directory is written, with its configuration and an index, and this is the name of a file",
@@ -220,9 +224,17 @@ class _Saving:
 
     def _send(self) -> None:
         local = self.runtime.local_tensors()
+        problem: CheckpointError | None = None
         for part in parts_of(self.runtime, self.filing, self.world.rank):
-            for _, values in stored_blocks(part, local[part.view.name][part.local]):
-                dist.send(bytes_of(values).to(self.world.device), dst=0)
+            for _, block, rounded in stored_blocks(part, local[part.view.name][part.local]):
+                dist.send(bytes_of(rounded).to(self.world.device), dst=0)
+                try:
+                    with errors_about(part.view.name):
+                        refuse_overflow(rounded, block, f"to be written in {part.tensor.dtype}")
+                except CheckpointError as error:  # told when rank 0 waits for nothing any more
+                    problem = problem or error
+        if problem is not None:
+            raise problem
 
     def _receive(self, rank: int, path: Path, parts: list[Part], problem: OSError | None) -> OSError | None:
         """Takes what ``rank`` sends for one file; all of it even where it cannot be written, since the rank must not wait."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -21,6 +22,7 @@ from shardwise.state.formats import (
     open_safetensors,
     open_torch_file,
 )
+from shardwise.state.formats.trees import flatten, root_of, weights_in
 from shardwise.state.stored import HeldTensor, Source
 from shardwise.state.vouched.weights import home_of, newest_in, open_weights
 
@@ -78,11 +80,24 @@ def _open_folder(path: Path) -> Source:
             fix=f"name {below}, whose newest is meant then, or one of them",
         )
     newest = None if weights or any(path.glob("pytorch_model.bin*")) else newest_in(path)
-    return open_folder(path) if newest is None else open_weights(newest, newest)
+    if newest is not None:
+        return open_weights(newest, newest)
+    exported = path / "weights"
+    if not any(path.glob("pytorch_model*")) and not weights and exported.is_dir():
+        raise CheckpointError(
+            f"weights from {path}",
+            why="it is the folder of a run, whose weights lie one deeper",
+            fix=f"name {exported}",
+        )
+    return open_folder(path)
 
 
 def _open_file(path: Path) -> Source:
     """One file: by its beginning, since names say little; the endings of other kinds are known, and say much."""
+    if path.suffix == ".distcp":
+        raise CheckpointError(
+            f"weights from {path}", why="it is one file of a DCP directory", fix=f"name the directory: {path.parent}"
+        )
     foreign = FOREIGN.get(path.suffix.lower())
     if path.suffix != ".safetensors" and foreign is None:
         if looks_like_torch(path):
@@ -100,7 +115,8 @@ def _open_file(path: Path) -> Source:
 
 
 def _open_mapping(state: Mapping[str, Any]) -> Source:
-    extra = {name: value for name, value in state.items() if name.rpartition(".")[2] == EXTRA_STATE}
+    state, beside = _model_in(state)
+    extra = {name: value for name, value in state.items() if _is_extra(name)}
     rest = {name: value for name, value in state.items() if name not in extra}
     for name, value in rest.items():
         if isinstance(value, DTensor):
@@ -124,9 +140,37 @@ def _open_mapping(state: Mapping[str, Any]) -> Source:
         place="a state dict",
         kind="a state dict",
         tensors={name: HeldTensor.of(value) for name, value in rest.items() if isinstance(value, Tensor)},
-        left_out={name: f"a {type(value).__name__}" for name, value in rest.items() if not isinstance(value, Tensor)},
+        left_out={n: f"a {type(value).__name__}" for n, value in rest.items() if not isinstance(value, Tensor)}
+        | beside,
         extra=extra,
     )
+
+
+def _model_in(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Name -> value of the model's, which may stand under a key (``{"model": ..., "epoch": 3}``), and name -> why not, of what
+    stands beside it: as in files by ``torch.save``."""
+    if not any(isinstance(value, Mapping) for value in state.values()):
+        arrays = [name for name, value in state.items() if isinstance(value, np.ndarray)]
+        if arrays and not any(isinstance(value, Tensor) for value in state.values()):
+            raise UsageError(
+                f"a state dict of {len(arrays)} NumPy arrays",
+                why="weights are tensors",
+                fix="{name: torch.from_numpy(array) for name, array in state.items()}",
+                name=arrays[0],
+            )
+        return dict(state), {}
+    leaves = flatten(state, "a state dict", max_entries=1 << 24)
+    extra = [path for path in leaves if any(_is_extra(part) for part in path)]  # it may be a mapping too
+    tensors = {path: leaf for path, leaf in leaves.items() if path not in extra}
+    found, beside = weights_in(tensors, "a state dict", lambda leaf: isinstance(leaf, Tensor))
+    inner: Mapping[str, Any] = state
+    for key in root_of([path for path, leaf in tensors.items() if isinstance(leaf, Tensor)], "a state dict"):
+        inner = next(value for name, value in inner.items() if str(name) == key)
+    return found | {name: value for name, value in inner.items() if _is_extra(str(name))}, beside
+
+
+def _is_extra(name: str) -> bool:
+    return name.rpartition(".")[2] == EXTRA_STATE
 
 
 def _what_it_is(tensor: Tensor) -> str:

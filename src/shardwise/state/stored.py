@@ -20,6 +20,7 @@ from shardwise.parallel import bytes_of
 from shardwise.recipe.boxes import Box, blocks, common, index_of, row_strides, run_length, runs, whole
 from shardwise.recipe.dtypes import FLOATING
 from shardwise.state.files import BUFFER, OpenFiles, Stamp
+from shardwise.state.rounding import put
 from shardwise.state.vouched.reading import Vouched
 
 __all__ = ["Chunk", "FileTensor", "HeldTensor", "Source", "Stored", "is_rounded"]
@@ -52,7 +53,7 @@ class Stored(ABC):
         """Writes the values of ``box`` to ``out``, of the box's sizes, in any dtype and on any device.
 
         Raises:
-            CheckpointError: a file that cannot be read, by name.
+            CheckpointError: a file that cannot be read, by name; a finite value that ``out`` cannot hold.
         """
 
     @property
@@ -119,7 +120,7 @@ class HeldTensor(Stored):
         return cls(tuple(tensor.shape), dtype_name(tensor.dtype), tensor.detach())
 
     def read(self, box: Box, out: Tensor, files: OpenFiles) -> None:
-        out.copy_(self.tensor[index_of(box)])
+        put(out, self.tensor[index_of(box)], "a state dict")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +173,7 @@ def _read_chunk(chunk: Chunk, box: Box, out: Tensor, dtype: str, files: OpenFile
             num = count * kind.itemsize
             files.read(chunk.file, chunk.offset + start * kind.itemsize, scratch[position : position + num])
             position += num
-        out[index_of(part.within(box))] = values.to(out.device) if out.device.type != "cpu" else values
+        put(out[index_of(part.within(box))], values, str(chunk.file))
 
 
 def _read_strided(chunk: Chunk, box: Box, out: Tensor, kind: torch.dtype, files: OpenFiles) -> None:
@@ -184,7 +185,7 @@ def _read_strided(chunk: Chunk, box: Box, out: Tensor, kind: torch.dtype, files:
         scratch = files.scratch(span * kind.itemsize)
         files.read(chunk.file, chunk.offset + first * kind.itemsize, scratch)
         values = torch.frombuffer(scratch, dtype=kind).as_strided(part.sizes, strides)
-        out[index_of(part.within(box))] = values.to(out.device) if out.device.type != "cpu" else values
+        put(out[index_of(part.within(box))], values, str(chunk.file))
 
 
 def _span(box: Box, strides: tuple[int, ...]) -> int:

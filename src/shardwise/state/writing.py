@@ -9,11 +9,13 @@ from pathlib import Path
 from torch import Tensor
 
 from shardwise.anatomy import dtype_name, dtype_of
+from shardwise.errors import errors_about
 from shardwise.parallel import bytes_of
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.recipe.boxes import Box, blocks, index_of, runs
 from shardwise.state.files import BUFFER
 from shardwise.state.filing import Part
+from shardwise.state.rounding import refuse_overflow
 
 __all__ = [
     "by_file",
@@ -75,8 +77,10 @@ def stretches(part: Part, values: Tensor) -> Iterator[tuple[int, memoryview]]:
     if straight and part.view.is_in_order:
         yield from _stretches_of_box(part, part.stored, bytes_of(values).numpy().data)
         return
-    for box, block in stored_blocks(part, values):
-        yield from _stretches_of_box(part, box, bytes_of(block).numpy().data)
+    for box, block, rounded in stored_blocks(part, values):
+        with errors_about(part.view.name):
+            refuse_overflow(rounded, block, f"to be written in {tensor.dtype}")
+        yield from _stretches_of_box(part, box, bytes_of(rounded).numpy().data)
 
 
 def stored_boxes(part: Part) -> Iterator[tuple[Box, int]]:
@@ -86,12 +90,12 @@ def stored_boxes(part: Part) -> Iterator[tuple[Box, int]]:
         yield box, box.numel * itemsize
 
 
-def stored_blocks(part: Part, values: Tensor) -> Iterator[tuple[Box, Tensor]]:
-    """``values`` block by block, as they will lie in the file, on the CPU."""
+def stored_blocks(part: Part, values: Tensor) -> Iterator[tuple[Box, Tensor, Tensor]]:
+    """``values`` block by block: each as it is, and as it will lie in the file, on the CPU."""
     turned = part.view.turned(values)
     for box, _ in stored_boxes(part):
         block = turned[index_of(box.within(part.stored))]
-        yield box, block.to("cpu", dtype_of(part.tensor.dtype)).contiguous()
+        yield box, block, block.to("cpu", dtype_of(part.tensor.dtype)).contiguous()
 
 
 def write_box(descriptor: int, part: Part, box: Box, memory: memoryview) -> None:

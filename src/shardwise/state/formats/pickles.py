@@ -161,6 +161,13 @@ class _Machine:
             raise ValueError("a name that is no text")
         found = Global(module, name)
         if not self.allowed(found):
+            if found.module.startswith("torch.distributed"):
+                raise CheckpointError(
+                    f"{self.place}: {shown(found)}",
+                    why="torch.save was given sharded tensors, of which this file has one rank's shards",
+                    fix="sw.save_weights(model, folder) or torch.distributed.checkpoint on every rank, or torch.save what "
+                    "sw.full_state_dict(model) gives",
+                )
             raise CheckpointError(
                 f"{self.place}: it calls {shown(found)}",
                 why="a file of weights has no use for that, so nothing of it was run",

@@ -46,7 +46,7 @@ _VALUES = {  # what stands beside weights, and is only told
 }  # fmt: skip
 _KNOWN = _REBUILD | _WRAP | {_SUBCLASS} | _PLAIN | _BYTES | _VALUES
 
-_LEGACY = (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", b"\x80")
+_PICKLE = b"\x80"
 MAX_TENSOR = 1 << 48  # bytes: of a tensor that is a few values, repeated
 
 
@@ -138,11 +138,12 @@ def _refuse_other_formats(path: Path) -> None:
             head = file.read(16)
     except OSError as error:
         raise unreadable(path, error) from error
-    if head.startswith(_LEGACY):
+    if head.startswith(_PICKLE):
         raise CheckpointError(
             f"the file {path}",
-            why="it is of torch's format before 1.6, or a bare pickle: tensors lie at no place that could be told",
-            fix=f"torch.save(torch.load({str(path)!r}, weights_only=True), other_path), and give that one",
+            why="it is a bare pickle, or of torch's format before 1.6: tensors lie at no place that could be told",
+            fix="open it with what wrote it, and torch.save a mapping of names to tensors; if torch wrote it: "
+            f"torch.save(torch.load({str(path)!r}, weights_only=True), other_path)",
         )
 
 

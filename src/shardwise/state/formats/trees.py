@@ -66,7 +66,7 @@ def weights_in(
     Raises:
         CheckpointError: several mappings any of which could be the model's, or one name for two entries.
     """
-    root = _root([path for path, leaf in leaves.items() if is_weight(leaf)], place)
+    root = root_of([path for path, leaf in leaves.items() if is_weight(leaf)], place)
     found: dict[str, Any] = {}
     left_out: dict[str, str] = {}
     for path, leaf in leaves.items():
@@ -92,7 +92,7 @@ def weights_in(
     return found, left_out
 
 
-def _root(paths: list[Path], place: str) -> Path:
+def root_of(paths: list[Path], place: str) -> Path:
     """Where the mapping of the model stands: at ``model``, or ``app.model``; else everything is the model's."""
     roots = {path[:1] for path in paths if len(path) > 1 and path[0] in MODELS}
     homes = {path[0] for path in paths if len(path) > 1 and path[0] not in BESIDE}
