@@ -13,7 +13,8 @@ from shardwise import errors
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "tools" / "error_index.py"
-TYPES = [kind for name in errors.__all__ if issubclass(kind := getattr(errors, name), errors.ShardwiseError)]
+PUBLIC = [getattr(errors, name) for name in errors.__all__]
+TYPES = [kind for kind in PUBLIC if isinstance(kind, type) and issubclass(kind, errors.ShardwiseError)]
 
 spec = importlib.util.spec_from_file_location("error_index", SCRIPT)
 error_index = importlib.util.module_from_spec(spec)

@@ -87,6 +87,7 @@ def test_rank_0_sends_each_rank_its_pieces_and_nothing_else(ranks, layout, messa
         sent, received, *_ = answers[rank]
         assert sent == []
         assert sum(received) == bytes_held(recipe, rank, others)
+        assert message_bytes is None or max(received) <= message_bytes, "larger tensors come in several messages"
     assert answers[0][1] == []
     assert sum(answers[0][0]) == sum(sum(answers[rank][1]) for rank in range(1, count))
     dtypes = 6  # float32, bfloat16, int64, bool, uint8, float64
@@ -133,3 +134,24 @@ def test_what_is_no_module_with_values_is_refused(ranks):
         "kind": ("a int", None),
         "gave": ("a callable that gave a int", None),
     }
+
+
+def build_from_nowhere(init_word):
+    """How often a constructor is called that cannot read its file."""
+    calls = []
+
+    def build():
+        calls.append(1)
+        raise FileNotFoundError(2, "No such file or directory", "nowhere")
+
+    with init("dp_shard=2", device="cpu", timeout_s=30) as world:
+        with pytest.raises(FileNotFoundError):
+            parallelize(build, world, init=init_word)
+        return len(calls)
+
+
+@pytest.mark.parametrize("init_word", [None, "load", "rank0"])
+def test_a_constructor_that_cannot_read_its_file_is_not_tried_again(ranks, init_word):
+    """It may have waited for the network for a minute."""
+    first, second = ranks.run(build_from_nowhere, 2, init_word)
+    assert first == 1 and second <= 2

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -590,3 +591,48 @@ def test_what_cannot_be_done_is_told_to_python_as_to_the_command_line(tmp_path, 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "step.1000", "out"])
 def test_a_directory_may_have_a_dot_in_its_name(tmp_path, name):
     assert Conversion(source=tmp_path / "a.pt", dest=tmp_path / name).to == "hf"
+
+
+def test_hundreds_of_files_are_never_open_at_once(tmp_path):
+    tensors = {f"w{number}": torch.full((4,), float(number)) for number in range(150)}
+    save_file(tensors, tmp_path / "s.safetensors")
+    before = len(os.listdir("/proc/self/fd"))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 80, limits[1]))
+    try:
+        job = Conversion(source=tmp_path / "s.safetensors", dest=tmp_path / "out", max_shard_bytes=16, verify=True)
+        done = convert(job)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert done.num_files == 151 and len(os.listdir("/proc/self/fd")) == before
+    check(tmp_path / "out", tensors)
+
+
+def test_values_that_a_dtype_cannot_hold_are_refused_by_name(tmp_path):
+    tensors = {"fine": torch.tensor([6e4, float("inf")]), "large": torch.tensor([1.0, 1e5, -1e6])}
+    torch.save(tensors, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match=r"large: .*x\.pt: 2 values beyond what float16 can hold") as caught:
+        convert(Conversion(source=tmp_path / "x.pt", dest=tmp_path / "y.pt", dtype="fp16"))
+    assert "up to 1e+06" in caught.value.why and not (tmp_path / "y.pt").exists()
+    kept = convert(Conversion(source=tmp_path / "x.pt", dest=tmp_path / "y.pt", dtype="fp16", keep=("large",)))
+    assert kept.num_tensors == 2
+    convert(Conversion(source=tmp_path / "x.pt", dest=tmp_path / "z.pt", dtype="bf16", verify=True))
+
+
+def test_ties_stay_ties_where_a_map_reorders_their_rows(tmp_path):
+    shared = torch.arange(8.0)
+    torch.save({"q": shared, "head": shared, "k": shared}, tmp_path / "t.pt")
+    (tmp_path / "map.yaml").write_text(
+        "- {from: 'q', to: 'wq', permute: halves-to-pairs, heads: 2}\n"
+        "- {from: 'head', to: 'out', permute: halves-to-pairs, heads: 2}\n"
+    )
+    rules = load_map(tmp_path / "map.yaml")
+    convert(Conversion(source=tmp_path / "t.pt", dest=tmp_path / "u.pt", rules=rules))
+    found = torch.load(tmp_path / "u.pt", weights_only=True)
+    places = {name: tensor.untyped_storage().data_ptr() for name, tensor in found.items()}
+    assert places["wq"] == places["out"] != places["k"] and found["wq"].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+def test_a_torch_file_is_not_called_as_a_safetensors_file(tmp_path):
+    with pytest.raises(ConfigError, match="readers take a file of that name for safetensors"):
+        Conversion(source=tmp_path / "a.pt", dest=tmp_path / "b.safetensors", to="torch")

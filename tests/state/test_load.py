@@ -1,6 +1,8 @@
 """Weights in: bit-exact under every layout, each rank reading its own bytes, and nothing changed where anything is wrong."""
 
+import pickle
 import re
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ import shardwise as sw
 from shardwise.parallel import runtime_of
 from shardwise.state import files as files_module
 from shardwise.state import stored
+from shardwise.state.load import _sum_of_bits
+from shardwise.state.source import open_source
 
 MODELS = {"odd": Odd, "conv": ConvNet}
 EVERY = sw.Sharding(min_unit_bytes=0)
@@ -583,8 +587,6 @@ def test_head_and_base_of_a_model_in_a_wrapper(ranks, tmp_path):
 def test_the_sum_that_ranks_compare_takes_a_buffer_and_no_second_tensor():
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from shardwise.state.load import _sum_of_bits
-
     tensor = torch.arange(3 * files_module.BUFFER // 4 + 3, dtype=torch.int32)
 
     class Sizes(TorchDispatchMode):
@@ -604,3 +606,214 @@ def test_the_sum_that_ranks_compare_takes_a_buffer_and_no_second_tensor():
     tensor[-1] ^= 1
     tensor[5] ^= 1 << 30
     assert _sum_of_bits(tensor) != found
+
+
+class Headed(nn.Module):
+    """Its class allows weights without the head, as Hugging Face's do."""
+
+    _keys_to_ignore_on_load_missing = (r"head\.",)
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def load_the_body_after_failing(folder):
+    with sw.init("dp_shard=1", device="cpu") as world:
+        model = sw.parallelize(Headed(), world, sharding=EVERY)
+        kept, calls = files_module.OpenFiles.read, [0]
+
+        def broken(self, path, offset, memory):
+            calls[0] += 1
+            if calls[0] == 4:
+                raise OSError("gone")
+            kept(self, path, offset, memory)
+
+        with patch.object(files_module.OpenFiles, "read", broken), pytest.raises(sw.CheckpointError, match="gone"):
+            sw.load_weights(model, f"{folder}/new.safetensors")
+        with pytest.raises(sw.CheckpointError, match=r"without 2 tensors that an earlier load left half written"):
+            sw.load_weights(model, f"{folder}/body.safetensors")
+        with pytest.raises(sw.UsageError, match="not loaded whole"):
+            model(torch.ones(1, 4))
+
+
+def test_what_a_class_excuses_has_to_come_too_where_it_was_left_half_written(ranks, tmp_path):
+    new = {name: torch.full_like(tensor, 7.0) for name, tensor in Headed().state_dict().items()}
+    save_file(new, tmp_path / "new.safetensors")
+    save_file({name: value for name, value in new.items() if "body" in name}, tmp_path / "body.safetensors")
+    ranks.run(load_the_body_after_failing, 1, str(tmp_path))
+
+
+def load_large(source, layout, shared):
+    with sw.init(layout, device="cpu") as world:
+        model = sw.parallelize(nn.Linear(2, 4, bias=False).to(torch.float16), world, sharding=EVERY)
+        try:
+            sw.load_weights(model, source if source else {}, cast=True, shared_files=shared)
+        except sw.CheckpointError as error:
+            return error.name, str(error)
+        return sw.full_state_dict(model)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("held", [True, False])
+def test_a_cast_that_would_make_values_infinite_is_refused(ranks, tmp_path, held, shared):
+    weight = torch.ones(4, 2)
+    weight[0, 0], weight[1, 1] = 1e5, float("inf")  # one that is infinite already is nobody's loss
+    save_file({"weight": weight}, tmp_path / "w.safetensors")
+    source = {"weight": weight} if held else str(tmp_path / "w.safetensors")
+    for name, told in ranks.run(load_large, 2, source, "dp_shard=2", shared):
+        assert name == "weight" and "1 values beyond what float16 can hold" in told and "up to 1e+05" in told
+    weight[0, 0] = 6e4
+    save_file({"weight": weight}, tmp_path / "w.safetensors")
+    found = ranks.run(load_large, 2, str(tmp_path / "w.safetensors"), "dp_shard=2", shared)[0]
+    assert torch.equal(found["weight"], weight.half())
+
+
+def test_the_sum_that_ranks_compare_sees_the_order_of_rows():
+    rows = torch.randn(8, 64)
+    assert _sum_of_bits(rows) != _sum_of_bits(rows.flip(0)) and _sum_of_bits(rows) == _sum_of_bits(rows.clone())
+    flags = torch.zeros(7, dtype=torch.bool)
+    assert _sum_of_bits(flags) != _sum_of_bits(torch.ones_like(flags))
+
+
+def load_permuted(folder):
+    with sw.init("dp_replicate=2", device="cpu") as world:
+        model = sw.parallelize(nn.Linear(8, 8, bias=False), world)
+        with pytest.raises(sw.CheckpointError, match="different values under the same names"):
+            sw.load_weights(model, f"{folder}/{world.rank}.safetensors")
+
+
+def test_nodes_that_hold_rows_in_another_order_are_told(ranks, tmp_path):
+    weight = torch.randn(8, 8)
+    for rank, values in enumerate((weight, weight.roll(4, 0))):
+        save_file({"weight": values}, tmp_path / f"{rank}.safetensors")
+    ranks.run(load_permuted, 2, str(tmp_path))
+
+
+def load_forms(layout):
+    """A mapping is taken as a file by ``torch.save`` of it would be."""
+    with sw.init(layout, device="cpu") as world:
+        model = sw.parallelize(nn.Linear(4, 4), world, sharding=EVERY)
+        want = {"weight": torch.eye(4), "bias": torch.ones(4)}
+        forms = {
+            "under a key": {"model": want, "epoch": 3, "optimizer": {"state": {0: torch.ones(2)}}},
+            "in a module": {"app": {"net": want}},
+            "deeper": {"net": {"weight": want["weight"]}, "net.bias": want["bias"]},
+        }
+        found = {}
+        for kind, form in forms.items():
+            sw.load_weights(model, {"weight": torch.zeros(4, 4), "bias": torch.zeros(4)})
+            report = sw.load_weights(model, form if world.is_main else {}, shared_files=False)
+            found[kind] = report.num_tensors, sw.full_state_dict(model)
+        with pytest.raises(sw.UsageError, match="2 NumPy arrays") as caught:
+            sw.load_full_state_dict(model, {name: tensor.numpy() for name, tensor in want.items()})
+        with pytest.raises(sw.CheckpointError, match="each of them could be the model's weights"):
+            sw.load_weights(model, {"model": want, "state_dict": want})
+        report = sw.load_full_state_dict(model, {f"old.{n}": t for n, t in want.items()}, rename=[(r"^old\.", "")])
+        return found, caught.value.fix, report.num_tensors
+
+
+def test_mappings_within_a_mapping_are_looked_through_as_those_in_a_file(ranks):
+    (found, fix, num_renamed), *_ = ranks.run(load_forms, 2, "dp_shard=2")
+    for num_tensors, state in found.values():
+        assert num_tensors == 2 and torch.equal(state["weight"], torch.eye(4))
+    assert "from_numpy" in fix and num_renamed == 2
+
+
+def load_part(source):
+    with sw.init("dp_shard=2", device="cpu") as world:
+        reports = []
+        for init in ("load", None):
+            model = sw.parallelize(lambda: nn.Linear(4, 4), world, init=init, sharding=EVERY)
+            reports.append(str(sw.load_weights(model, source, strict=False)))
+        return reports
+
+
+def test_the_report_says_which_values_the_missing_ones_have(ranks, tmp_path):
+    save_file({"weight": torch.eye(4)}, tmp_path / "part.safetensors")
+    fresh, used = ranks.run(load_part, 2, str(tmp_path / "part.safetensors"))[0]
+    assert "missing (1), with their constructor's values: bias" in fresh
+    assert "missing (1), left as they were: bias" in used
+
+
+def forget_the_directory(folder):
+    with sw.init("dp_shard=2", device="cpu") as world:
+        model = sw.parallelize(nn.Linear(4, 4), world, sharding=EVERY)
+        sw.load_weights(model, f"{folder}/model")
+        best = sw.full_state_dict(model)
+        sw.load_full_state_dict(model, best)
+        sw.save_weights(model, f"{folder}/out")
+
+
+def test_values_from_memory_leave_the_model_the_directory_it_came_from(ranks, tmp_path):
+    (tmp_path / "model").mkdir()
+    save_file(nn.Linear(4, 4).state_dict(), tmp_path / "model" / "model.safetensors")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    ranks.run(forget_the_directory, 2, str(tmp_path))
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+
+
+class Single(nn.Module):
+    """A parameter of one element whose stride is 2: contiguous, and not to be seen as bytes by ``view``."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(1, 2)[:, 0])
+
+    def forward(self, x):
+        return self.lin(x) * self.scale
+
+
+def in_and_out(layout, folder):
+    with sw.init(layout, device="cpu") as world:
+        model = sw.parallelize(Single(), world)
+        optim = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 4)).sum().backward()
+        optim.step()
+        state = sw.full_state_dict(model)
+        sw.load_full_state_dict(model, state)
+        sw.load_full_optimizer_state_dict(model, optim, sw.full_optimizer_state_dict(model, optim))
+        sw.save_weights(model, f"{folder}/{layout}")
+        sw.load_weights(model, f"{folder}/{layout}")
+        again = sw.full_state_dict(model)
+        return all(torch.equal(state[name], again[name]) for name in state), list(state)
+
+
+@pytest.mark.parametrize(("layout", "num_ranks"), [("dp_shard=1", 1), ("dp_replicate=2", 2)])
+def test_one_element_with_a_wide_stride_goes_every_way(ranks, tmp_path, layout, num_ranks):
+    same, names = ranks.run(in_and_out, num_ranks, layout, str(tmp_path))[0]
+    assert same and "scale" in names
+
+
+def save_shards(path):
+    with sw.init("dp_shard=2", device="cpu") as world:
+        model = sw.parallelize(nn.Linear(4, 4), world, sharding=EVERY)
+        if world.is_main:
+            torch.save(model.state_dict(), path)
+
+
+SLIPS = {
+    "__0_0.distcp": ("one file of a DCP directory", "name the directory"),
+    "run": ("whose weights lie one deeper", "name .*run/weights"),
+    "sharded.pt": ("has one rank's shards", "sw.save_weights"),
+    "bare.pkl": ("a bare pickle", "open it with what wrote it"),
+}
+
+
+@pytest.mark.parametrize("name", SLIPS)
+def test_common_slips_are_told_with_what_was_meant(ranks, tmp_path, name):
+    path = tmp_path / name
+    if name == "run":
+        (path / "weights").mkdir(parents=True)
+        save_file({"a": torch.ones(1)}, path / "weights" / "model.safetensors")
+    elif name == "sharded.pt":
+        ranks.run(save_shards, 2, str(path))
+    else:
+        path.write_bytes(pickle.dumps({"a": [1.0]}))
+    why, fix = SLIPS[name]
+    with pytest.raises(sw.CheckpointError) as caught:
+        open_source(path)
+    assert why in caught.value.why and re.search(fix, caught.value.fix)

@@ -164,7 +164,7 @@ def test_a_cast_is_of_parameters_in_the_file_only(ranks, tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    [({"dtype": "int8"}, "floating"), ({"dtype": "half"}, "floating"), ({"max_shard_bytes": 0}, "1 or more")],
+    [({"dtype": "int8"}, "floating"), ({"dtype": "quarter"}, "floating"), ({"max_shard_bytes": 0}, "1 or more")],
 )
 def test_options_that_cannot_be_are_refused_before_anything_is_written(ranks, tmp_path, options, text):
     for error in ranks.run(save, 2, "conv", "dp_shard=2", str(tmp_path / "w"), **options):
@@ -483,3 +483,49 @@ def test_what_would_be_a_wrong_name_or_lose_a_scale_is_refused(ranks, tmp_path):
     )
     assert "dtype float8_e4m3fn" in narrow
     assert os.listdir(tmp_path) == ["here"]
+
+
+def save_to_different_names(folder):
+    with sw.init("dp_shard=2", device="cpu") as world:
+        model = sw.parallelize(lambda: nn.Linear(4, 4), world, sharding=EVERY)
+        mine = f"{folder}/w" if world.is_main else f"{folder}/other.safetensors"
+        found = [str(sw.save_weights(model, mine))]
+        for name in ("w.safetensors", "w.pt"):
+            try:
+                sw.save_weights(model, f"{folder}/{name}" if world.is_main else f"{folder}/x")
+            except sw.ConfigError as error:
+                found.append(str(error))
+        return found
+
+
+def test_the_name_that_counts_is_rank_0s(ranks, tmp_path):
+    for path, *told in ranks.run(save_to_different_names, 2, str(tmp_path)):
+        assert path == str(tmp_path / "w" / "model.safetensors")
+        assert len(told) == 2 and all("this is the name of a file" in text for text in told)
+    assert os.listdir(tmp_path) == ["w"]
+
+
+def save_large(folder, absent):
+    with sw.init("dp_shard=2", device="cpu") as world:
+        module = nn.Linear(2, 4, bias=False)
+        nn.init.constant_(module.weight, 1.0)
+        model = sw.parallelize(module, world, sharding=EVERY)
+        sw.save_weights(model, folder, dtype="bf16")
+        with torch.no_grad():
+            model.weight.mul_(1e5)
+        kept = save_module.sees_token
+        save_module.sees_token = lambda *given: world.rank not in absent and kept(*given)
+        try:
+            sw.save_weights(model, folder, dtype="fp16")
+        except sw.CheckpointError as error:
+            return error.name, str(error)
+        finally:
+            save_module.sees_token = kept
+
+
+@pytest.mark.parametrize("absent", [(), (1,)])
+def test_a_dtype_that_cannot_hold_the_values_is_refused_and_the_older_weights_stay(ranks, tmp_path, absent):
+    for name, told in ranks.run(save_large, 2, str(tmp_path / "w"), absent):
+        assert name == "weight" and "beyond what float16 can hold" in told
+    assert os.listdir(tmp_path) == ["w"]
+    assert torch.equal(stored(tmp_path / "w")["weight"], torch.ones(4, 2, dtype=torch.bfloat16))

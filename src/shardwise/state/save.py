@@ -206,6 +206,8 @@ class _Saving:
                     for part in parts:
                         write_part(descriptor, part, local[part.view.name][part.local])
                     os.fsync(descriptor)
+        except CheckpointError:  # a value that the dtype cannot hold
+            raise
         except OSError as error:
             raise self._unwritten(error) from error
 
