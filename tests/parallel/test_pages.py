@@ -15,10 +15,7 @@ MIB = 1 << 20
 
 
 def asked_for(address: int) -> bool:
-    """Whether the system was asked for large pages at ``address``: "hg" among the flags of its mapping. A kernel that is built
-    without them has nothing to be asked."""
-    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
-        return True
+    """Whether the system was asked for large pages at ``address``: "hg" among the flags of its mapping."""
     within = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first = line.split(maxsplit=1)[0]
@@ -28,6 +25,11 @@ def asked_for(address: int) -> bool:
         elif within and first == "VmFlags:":
             return "hg" in line.split()
     raise AssertionError(f"{address:#x} is not mapped")
+
+
+LARGE_PAGES = pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel was built without large pages"
+)
 
 
 def middle(tensor: torch.Tensor) -> int:
@@ -52,6 +54,7 @@ def of_a_model(layout: str, init: str) -> list[bool]:
         return [asked_for(middle(tensor)) for tensor in local if tensor.nbytes >= 4 * MIB]
 
 
+@LARGE_PAGES
 @pytest.mark.parametrize(("layout", "num_tensors"), [("dp_shard=2", 3), ("dp_replicate=2", 3)])
 @pytest.mark.parametrize("init", ["load", "seeded"])
 def test_a_models_own_memory(ranks, layout, num_tensors, init):
@@ -65,14 +68,17 @@ def gathered() -> list[bool]:
         return [asked_for(middle(whole[name])) for name in ("one.weight", "two.weight") if name in whole]
 
 
+@LARGE_PAGES
 def test_whole_tensors_on_rank_0(ranks):
     assert ranks.run(gathered, 2) == [[True, True], []]
 
 
+@LARGE_PAGES
 def test_copies_for_saves_in_the_background():
     assert asked_for(middle(memory_in_line(torch.ones(4 * MIB), 0)))
 
 
+@LARGE_PAGES
 def test_values_that_are_there_stay():
     tensor = torch.arange(4 * MIB)
     in_large_pages([tensor, tensor, nn.Parameter(torch.ones(3))])
@@ -87,7 +93,7 @@ def calls(monkeypatch):
     return seen
 
 
-def test_neighbours_are_one_stretch(calls):
+def test_a_large_tensor_is_asked_for_in_whole_pages_and_others_are_left_alone(calls):
     block = torch.empty(8 * MIB, dtype=torch.uint8)
     in_large_pages([torch.empty(0), block, torch.ones(5).to_sparse(), torch.empty(9 * MIB, device="meta")])
     (begin, size, _), *others = calls
@@ -95,7 +101,7 @@ def test_neighbours_are_one_stretch(calls):
     assert begin % 4096 == size % 4096 == 0 and size <= block.nbytes + 8192
 
 
-def test_small_tensors_side_by_side_are_one_stretch(calls):
+def test_neighbours_are_one_stretch(calls):
     block = torch.empty(8 * MIB, dtype=torch.uint8)
     start = -block.data_ptr() % 4096
     with_gap = [part_of(block, start + at, num) for at, num in ((MIB, 2 * MIB), (64, MIB - 4096), (5 * MIB, MIB))]

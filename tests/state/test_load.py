@@ -433,9 +433,17 @@ def test_a_buffer_that_no_file_holds_is_computed_and_one_that_a_file_holds_too_i
 
 
 def small_buffer(name, layout, source):
+    kept, sizes = files_module.OpenFiles.scratch, []
+
+    def scratch(self, num_bytes):
+        memory = kept(self, num_bytes)
+        sizes.append(len(memory.obj))
+        return memory
+
     files_module.BUFFER = stored.BUFFER = 64
     try:
-        return load(name, layout, source, cast=True)
+        with patch.object(files_module.OpenFiles, "scratch", scratch):
+            return (*load(name, layout, source, cast=True), max(sizes))
     finally:
         files_module.BUFFER = stored.BUFFER = 8 << 20
 
@@ -444,7 +452,8 @@ def test_a_cast_goes_through_a_buffer_of_bounded_size(ranks, tmp_path):
     model = plain("odd", 1, torch.float32)
     state = untied(model.state_dict(), model)
     save_file(state, tmp_path / "model.safetensors")
-    _, found = ranks.run(small_buffer, 2, "odd", "dp_shard=2", str(tmp_path))[0]
+    _, found, largest = ranks.run(small_buffer, 2, "odd", "dp_shard=2", str(tmp_path))[0]
+    assert largest <= 64 < max(tensor.nbytes for tensor in state.values())
     assert all(torch.equal(found[n], t.to(found[n].dtype)) for n, t in state.items())
 
 

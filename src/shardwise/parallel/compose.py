@@ -27,9 +27,10 @@ from shardwise.config.options import (
 from shardwise.errors import ConfigError, PlanError, UsageError
 from shardwise.parallel.ddp import apply_ddp
 from shardwise.parallel.fsdp2 import apply_fsdp2
+from shardwise.parallel.pages import in_large_pages
 from shardwise.parallel.refuse import refuse_unfit_parts, refuse_whole_values
 from shardwise.parallel.runtime import Runtime, attach, has_runtime, runtime_of
-from shardwise.parallel.sources import build_with_source
+from shardwise.parallel.sources import all_tensors, build_with_source
 from shardwise.parallel.stale import mark_stale
 from shardwise.parallel.techniques import EXPLAINERS, check_edits, edit_after_engine, edit_before_engine
 from shardwise.parallel.tensors import follow_parameters, give_memory, tensors_of
@@ -114,8 +115,10 @@ def parallelize(
     refuse_unfit_parts(module, recipe, world)
     _agree_on_recipe(recipe, world)
     source.release(module, recipe)
-    apply_recipe(module, recipe, world)
-    source.write(runtime_of(module))
+    without_memory = {name for name, tensor in all_tensors(module).items() if tensor.device.type == "meta"}
+    runtime = apply_recipe(module, recipe, world)
+    in_large_pages(tensor for name, tensor in runtime.local_tensors().items() if name in without_memory)
+    source.write(runtime)
     return module  # type: ignore[return-value]
 
 

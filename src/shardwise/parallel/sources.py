@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from shardwise.anatomy import refuse_lazy
 from shardwise.errors import UsageError
 from shardwise.parallel.build import build_on_meta
-from shardwise.parallel.pages import in_large_pages
 from shardwise.parallel.runtime import Runtime
 from shardwise.parallel.stale import mark_stale
 from shardwise.parallel.tape import Tape
@@ -45,7 +44,6 @@ class FromTape:
         pass  # the module is on meta
 
     def write(self, runtime: Runtime) -> None:
-        in_large_pages(runtime.local_tensors().values())
         write_from_tape(runtime, self.tape, self.on_meta)
 
 
@@ -55,7 +53,6 @@ class ForLoading(FromTape):
     note = Note(name="init", why="load: memory without values, until load_weights")
 
     def write(self, runtime: Runtime) -> None:
-        in_large_pages(runtime.local_tensors().values())
         runtime.pending = self
         runtime.withhold(
             UsageError(
@@ -88,8 +85,6 @@ class FromRank0:
             mark_stale({name: tensor for name, ref in held.items() if (tensor := ref()) is not None}, {})
 
     def write(self, runtime: Runtime) -> None:
-        if runtime.recipe.engine == "fsdp2" or not runtime.world.is_main:  # else they are written
-            in_large_pages(runtime.local_tensors().values())
         scatter_values(runtime, self.values)
         self.values = {}
 
