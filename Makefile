@@ -3,8 +3,9 @@
 
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-# Processes that share the tests of `make test`, each with its own warm ranks; many tests wait for programs they start. 0: none.
-WORKERS ?= 2
+# Processes that share the tests of `make test`, each with its own warm ranks: one more than two cores, as many tests wait for
+# programs they start. 0: none.
+WORKERS ?= 3
 # More words for the command behind a target: make demo ARGS=--train.steps=50, make test ARGS="-k layout"
 ARGS ?=
 

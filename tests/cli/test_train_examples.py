@@ -2,34 +2,18 @@
 
 import contextlib
 import io
-import os
 import re
 import runpy
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
+from cli.commands import on_ranks
 
 from shardwise.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-
-
-def run(*words: str) -> str:
-    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=ROOT,
-        env={**clean, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr + done.stdout
-    return done.stdout
 
 
 def run_script(path: str) -> str:
@@ -94,7 +78,7 @@ def test_a_model_directory_is_fine_tuned_and_opened_by_the_stock_library(ranks, 
     assert "opened by transformers, outputs differ by" in two[1] and "tensors from" in two[1]
 
 
-def test_the_command_line_fine_tunes_it_and_the_stock_library_measures_the_same_loss(small, tmp_path):
+def test_the_command_line_fine_tunes_it_and_the_stock_library_measures_the_same_loss(ranks, small, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -103,8 +87,8 @@ def test_the_command_line_fine_tunes_it_and_the_stock_library_measures_the_same_
 
     words = ["--train.steps=3", "--train.eval_every=0", f"--log.dir={tmp_path}", "--log.plot=false"]
     words += [f"--model.hf={small}", "--data.val_fraction=0.005"]
-    told = run("-m", "shardwise", "train", "examples/finetune.yaml", *words)
-    assert re.search(r"^weights +\d+ tensors from", told, re.MULTILINE)
+    told = on_ranks(ranks, "train", "examples/finetune.yaml", *words, folder=ROOT)
+    assert re.search(r" weights \d+ tensors from", told)
     rows = read_metrics(tmp_path / "metrics.jsonl")
     (val,) = [row["loss"] for row in rows if row["kind"] == "val"]
     first = next(row["loss"] for row in rows if row["kind"] == "step")

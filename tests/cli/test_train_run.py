@@ -12,7 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from cli.commands import on_ranks
+from safetensors.torch import load_file
 
 from shardwise.cli import main as cli
 from shardwise.cli.train import NEXT, _started_by_others, next_commands
@@ -232,6 +234,28 @@ def test_torchrun_works_as_it_is(tmp_path, text):
     assert done.stdout.count("ranks      2, as the launcher of this environment started them") == 1
     assert done.stdout.count("\nresult ") == 1
     assert (tmp_path / "runs/latest/loss.png").exists()
+
+
+def test_a_new_head_is_drawn_where_the_weights_have_none(ranks, tmp_path, text):
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\ndef build():\n    return nn.Sequential(nn.Embedding(256, 16), nn.Linear(16, 256))\n"
+    )
+    torch.save({"0.weight": torch.zeros(256, 16), "old_head.weight": torch.ones(3)}, tmp_path / "body.pt")
+    words = [
+        "--model.build=mine.py:build",
+        f"--data.path={text}",
+        "--model.weights=body.pt",
+        "--optim.lr=1e-30",  # so that the body is seen in what comes out
+        "--optim.weight_decay=0",
+        "--log.plot=false",
+    ]
+    told = on_ranks(ranks, "train", *words, *TINY[1:], folder=tmp_path, status=1)
+    assert "--model.strict=false to load what fits and draw the rest" in told
+    told = on_ranks(ranks, "train", *words, *TINY[1:], "--model.strict=false", folder=tmp_path)
+    assert "missing (2), with their constructor's values: 1.weight, 1.bias" in told
+    assert "not in the model (1): old_head.weight" in told
+    found = load_file(tmp_path / "runs/latest/weights/model.safetensors")
+    assert found["0.weight"].abs().max() < 1e-20 and found["1.weight"].std() > 0.1
 
 
 # ---- told before any process starts ----------------------------------------------------------------------------------

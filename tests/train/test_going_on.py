@@ -87,7 +87,13 @@ def test_what_takes_effect_is_taken_and_named(since):
 
 
 def test_how_the_first_weights_came_may_be_left_out(since):
-    began = ["--model.weights=old", "--model.cast=true", "--model.rename={a: b}", "--parallel.init=load"]
+    began = [
+        "--model.weights=old",
+        "--model.cast=true",
+        "--model.strict=false",
+        "--model.rename={a: b}",
+        "--parallel.init=load",
+    ]
     assert since(began, []) == []
     with pytest.raises(ConfigError, match=r"model\.weights is new, and was old"):
         since(began, ["--model.weights=new"])

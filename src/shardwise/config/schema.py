@@ -52,6 +52,10 @@ class Model(Options, frozen=True, kw_only=True):
         doc("regex -> replacement, for the names in weights, in order; null: leave the tensor out"),
     ] = msgspec.field(default_factory=dict)
     cast: Annotated[bool, doc("weights of another floating dtype than the model stores are converted")] = False
+    strict: Annotated[
+        bool,
+        doc("false: what weights lack is drawn (a new head), what they have besides is left out; both are told"),
+    ] = True
 
     def check(self) -> None:
         if self.hf is not None and self.build is not None:
@@ -60,7 +64,7 @@ class Model(Options, frozen=True, kw_only=True):
                 why="each of them says which model is built",
                 fix="remove one; a function of your own can start from the weights: model.weights",
             )
-        for key, default in (("rename", {}), ("cast", False)):
+        for key, default in (("rename", {}), ("cast", False), ("strict", True)):
             if self.start is None and getattr(self, key) != default:
                 raise ConfigError(
                     f"model.{key}={getattr(self, key)!r} without model.weights or model.hf",

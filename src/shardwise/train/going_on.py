@@ -42,7 +42,7 @@ RESTORED = {
     "train.seed": "the order of samples and dropout go on with the seed they had",
     "train.scaler.": "the scale and its rules come with the checkpoint",
 }
-START = dict.fromkeys(("model.weights", "model.rename", "model.cast", "parallel.init"), _START)
+START = dict.fromkeys(("model.weights", "model.rename", "model.cast", "model.strict", "parallel.init"), _START)
 """How a run gets its first values: may be left out of the command that goes on."""
 FIXED = {
     "model.": _MODEL,

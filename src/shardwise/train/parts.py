@@ -123,11 +123,23 @@ def load_start(config: RunConfig, model: nn.Module) -> LoadReport | None:
     if given.start is None:
         return None
     try:
-        return load_weights(model, given.start, rename=list(given.rename.items()), cast=given.cast)
+        return load_weights(model, given.start, strict=given.strict, rename=list(given.rename.items()), cast=given.cast)
     except CheckpointError as error:  # its words are those of the call; a run has others
-        for call, key in (("rename=[", "--model.rename={pattern: replacement}"), ("cast=True", "--model.cast=true")):
+        for call, keys in (
+            (
+                "strict=False, rename=",
+                "--model.strict=false with --model.rename={pattern: null} leaves tensors out",
+            ),
+            (
+                "strict=False",
+                "--model.rename={pattern: replacement}, or --model.strict=false to load what fits and draw the rest",
+            ),
+            ("rename=[", "--model.rename={pattern: replacement}, with weights of the same model"),
+            ("cast=True", "--model.cast=true, with weights of the same model"),
+        ):
             if call in error.fix:
-                error.fix = f"in this run: {key}, with weights of the same model"
+                error.fix = f"in this run: {keys}"
+                break
         raise
 
 
