@@ -85,7 +85,10 @@ class FromRank0:
             mark_stale({name: tensor for name, ref in held.items() if (tensor := ref()) is not None}, {})
 
     def write(self, runtime: Runtime) -> None:
-        scatter_values(runtime, self.values)
+        local = runtime.local_tensors()
+        # DDP keeps the module's own tensors: rank 0's are in place.
+        in_place = {name for name, value in self.values.items() if value.data_ptr() == local[name].data_ptr()}
+        scatter_values(runtime, lambda name, piece: self.values[name][piece.full_index], local, in_place=in_place)
         self.values = {}
 
 

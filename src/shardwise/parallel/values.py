@@ -5,9 +5,8 @@ nobody wrote is an error with its name instead of garbage in the model.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,14 +51,25 @@ def write_from_tape(
             tensor[piece.local_index] = full[piece.full_index].to(tensor.device)
 
 
-def scatter_values(runtime: Runtime, source: Mapping[str, Any], local: Mapping[str, Tensor] | None = None) -> None:
+PartOf = Callable[[str, Slice], Tensor]
+
+
+def scatter_values(
+    runtime: Runtime,
+    part_of: PartOf,
+    local: Mapping[str, Tensor] | None = None,
+    *,
+    in_place: Collection[str] = (),
+) -> None:
     """Rank 0 sends every rank the pieces it holds, packed into messages of bounded size; nothing else travels.
 
     Args:
         runtime: of the sharded module, whose tensors are written. All ranks must call.
-        source: on rank 0, canonical name -> full values, a tensor or what is indexed as one; ignored elsewhere.
+        part_of: from a canonical name and a piece of that tensor to its values; called on rank 0 alone, once for each rank
+            that holds the piece.
         local: canonical name -> what is written: this rank's part of it, the same names on every rank; None: all that the
             module has.
+        in_place: names of which rank 0's own part has its values already.
 
     Raises:
         PlanError: a tensor that was not written whole.
@@ -70,21 +80,21 @@ def scatter_values(runtime: Runtime, source: Mapping[str, Any], local: Mapping[s
         _receive(runtime, local)
         return
     for name, tensor in local.items():
-        if isinstance(source[name], Tensor) and tensor.data_ptr() == source[name].data_ptr() and tensor.numel():
-            continue  # DDP keeps the module's own tensors: rank 0's are in place
+        if name in in_place:
+            continue
         arriving = _Arriving(name, tensor)
-        for piece in runtime.pieces(name, source[name]):
+        for piece in runtime.pieces(name, tensor):
             for part in piece.blocks(_MESSAGE_BYTES // tensor.itemsize):
-                arriving.put(part, source[name][part.full_index])
+                arriving.put(part, part_of(name, part))
         arriving.check()
     for peer in range(1, world.size):
-        _send(runtime, local, source, peer)
+        _send(runtime, local, part_of, peer)
 
 
-def _send(runtime: Runtime, local: Mapping[str, Tensor], source: Mapping[str, Any], peer: int) -> None:
+def _send(runtime: Runtime, local: Mapping[str, Tensor], part_of: PartOf, peer: int) -> None:
     device = runtime.world.device
     for message in _messages(runtime, local, peer):
-        parts = [source[name][piece.full_index].reshape(-1).to(device, message.dtype) for name, piece in message.pieces]
+        parts = [part_of(name, piece).reshape(-1).to(device, message.dtype) for name, piece in message.pieces]
         dist.send(torch.cat(parts).view(torch.uint8), dst=peer)
 
 

@@ -7,7 +7,7 @@ is copied. A read that fails after that leaves a model that refuses to be used u
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from shardwise.errors import CheckpointError, errors_about
 from shardwise.parallel import Runtime, bytes_of, runtime_of
 from shardwise.parallel.values import scatter_values
-from shardwise.recipe.boxes import Box
+from shardwise.recipe import Slice
 from shardwise.state.extra import set_extra_states
 from shardwise.state.files import BUFFER
 from shardwise.state.filling import Filling, refuse_left_half
-from shardwise.state.fitting import Plan, Rules, all_of, own_boxes, plan_of
+from shardwise.state.fitting import Rules, all_of, own_boxes, plan_of
 from shardwise.state.names import Rename
 from shardwise.state.report import LoadReport
-from shardwise.state.stored import Stored
 from shardwise.state.together import together
 from shardwise.state.vouched.reading import VerifiedFiles
 from shardwise.world import World
@@ -125,63 +124,31 @@ def _load_from_rank0(runtime: Runtime, source: Any, rules: Rules, files: Verifie
     report, names, extra, folder = world.broadcast(told)
     refuse_left_half(runtime, report.place, names)
     local = runtime.local_tensors()
-    pieces = _Pieces(plan, {name: local[name].dtype for name in names}, files)
+    problems: list[Exception] = []
+
+    def part_of(name: str, piece: Slice) -> Tensor:
+        """A read that fails gives zeros, so that the ranks that wait for it are served, and is told afterwards."""
+        assert plan is not None  # on rank 0
+        values = torch.zeros(piece.sizes, dtype=local[name].dtype)
+        if not problems:
+            try:
+                with errors_about(name):
+                    plan.tensors[name].read(piece.box, values, files)
+            except Exception as error:  # whatever it is: the ranks wait for what comes
+                problems.append(error)
+        return values
+
+    def check() -> None:
+        if problems:
+            raise problems[0]
+        if plan is not None:
+            plan.refuse_changed_files()
+
     with Filling(runtime, local, names):
-        scatter_values(runtime, pieces, {name: local[name] for name in names})
-        together(world, "load_weights, after rank 0 has sent", pieces.check, on_main=True)
+        scatter_values(runtime, part_of, {name: local[name] for name in names})
+        together(world, "load_weights, after rank 0 has sent", check, on_main=True)
     _after(runtime, extra, folder)
     return replace(report, num_bytes=sum(local[name].numel() * local[name].itemsize for name in names))
-
-
-class _Pieces(Mapping[str, Any]):
-    """Stored tensors that are indexed as tensors are; a read that fails gives zeros, so that the ranks that wait for it are
-    served, and is told afterwards."""
-
-    def __init__(self, plan: Plan | None, dtypes: Mapping[str, torch.dtype], files: VerifiedFiles):
-        self.plan, self.dtypes, self.files = plan, dtypes, files
-        self.tensors = plan.tensors if plan is not None else {}
-        self.problem: Exception | None = None
-
-    def __getitem__(self, name: str) -> "_Piece":
-        return _Piece(self, name, self.tensors[name])
-
-    def check(self) -> None:
-        """Raises what went wrong, if anything did."""
-        if self.problem is not None:
-            raise self.problem
-        if self.plan is not None:
-            self.plan.refuse_changed_files()
-
-    def __iter__(self) -> Any:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-
-@dataclass(frozen=True)
-class _Piece:
-    pieces: _Pieces
-    name: str
-    stored: Stored
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stored.shape
-
-    def dim(self) -> int:
-        return len(self.stored.shape)
-
-    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
-        box = Box(tuple(part.start for part in index), tuple(part.stop - part.start for part in index))
-        values = torch.zeros(box.sizes, dtype=self.pieces.dtypes[self.name])
-        if self.pieces.problem is None:
-            try:
-                with errors_about(self.name):
-                    self.stored.read(box, values, self.pieces.files)
-            except Exception as error:  # whatever it is: the ranks wait for what comes
-                self.pieces.problem = error
-        return values
 
 
 Sums = dict[tuple[int, ...], int]  # ranks that hold the same pieces -> a sum over what this one holds of them

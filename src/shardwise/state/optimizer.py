@@ -89,6 +89,7 @@ def load_full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimize
     told, settings = world.broadcast(told)
     made: dict[str, dict[str, Any]] = {name: dict(values) for name, values in told.items()}
     cut = {key for values in told.values() for key, value in values.items() if isinstance(value, torch.dtype)}
+    values_of = _by_canonical_name(runtime, state["state"]) if world.is_main else {}
     for key in sorted(cut):
         local = {
             name: torch.empty_like(runtime.local_tensors_of(name), dtype=values[key])
@@ -96,7 +97,7 @@ def load_full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimize
             if isinstance(values.get(key), torch.dtype)
         }
         in_large_pages(local.values())
-        scatter_values(runtime, _Column(runtime, state, key) if world.is_main else {}, local)
+        scatter_values(runtime, lambda name, piece, key=key: values_of[name][key][piece.full_index], local)
         for name, tensor in local.items():
             made[name][key] = tensor
     install_state(runtime, optim, made, settings)
@@ -117,23 +118,6 @@ def install_state(
         param = runtime.parameters[name]
         group = next(group for group in optim.param_groups if any(other is param for other in group["params"]))
         optim.state[param] = {key: _placed(key, value, param, group) for key, value in values.items()}
-
-
-class _Column(Mapping[str, Tensor]):
-    """One key of rank 0's state, over all parameters."""
-
-    def __init__(self, runtime: Runtime, state: Mapping[str, Any], key: str):
-        self.values_of = _by_canonical_name(runtime, state["state"])
-        self.key = key
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.values_of[name][self.key]
-
-    def __iter__(self) -> Any:
-        return iter(self.values_of)
-
-    def __len__(self) -> int:
-        return len(self.values_of)
 
 
 def names_of(runtime: Runtime, optim: torch.optim.Optimizer) -> list[str]:
