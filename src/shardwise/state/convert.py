@@ -19,7 +19,7 @@ from shardwise.state.files import refuse_changed
 from shardwise.state.filing import SHARD_BYTES
 from shardwise.state.formats.folder import companions_of
 from shardwise.state.journal import Workplace, fingerprint_of
-from shardwise.state.outgoing import Outgoing, config_beside, outgoing, places_of, ties_among
+from shardwise.state.outgoing import Outgoing, config_of, outgoing, places_of, ties_among
 from shardwise.state.source import open_source
 from shardwise.state.stored import Source
 from shardwise.state.targets import (
@@ -125,7 +125,8 @@ class _Todo:
 
 
 def _planned(job: Conversion, source: Source) -> _Todo:
-    config = config_beside(source, job.config) if job.rules else {}
+    home = source.folder or (job.source if job.source.is_dir() else job.source.parent)
+    config = config_of(home, job.config) if job.rules else {}
     items, notes = outgoing(source, job.rules, config, job.dtype, job.keep)
     notes = [*(f"left out: {name}: {why}" for name, why in source.left_out.items()), *notes]
     ties = ties_among(items)

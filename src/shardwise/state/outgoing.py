@@ -18,7 +18,7 @@ from shardwise.state.files import OpenFiles
 from shardwise.state.stored import Chunk, Source, Stored, is_rounded
 from shardwise.state.targets import Fact
 
-__all__ = ["Outgoing", "Reordered", "config_beside", "outgoing", "places_of", "ties_among"]
+__all__ = ["Outgoing", "Reordered", "config_of", "outgoing", "places_of", "ties_among"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,13 +172,12 @@ def _some(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def config_beside(source: Source, path: Path | None) -> dict[str, Any]:
-    """The model's configuration: of ``path``, else ``config.json`` or ``params.json`` beside the weights, else nothing.
+def config_of(home: Path, path: Path | None) -> dict[str, Any]:
+    """The model's configuration: of ``path``, else ``config.json`` or ``params.json`` in ``home``, else nothing.
 
     Raises:
         ConfigError: a file that is no JSON object.
     """
-    home = Path(source.place) if Path(source.place).is_dir() else Path(source.place).parent
     places = [path] if path is not None else [home / "config.json", home / "params.json"]
     for place in places:
         if path is None and not place.is_file():

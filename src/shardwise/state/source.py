@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.config.conversion import FOREIGN
 from shardwise.errors import CheckpointError, UsageError
+from shardwise.state.checkpoint_weights import home_of, newest_in, open_weights
 from shardwise.state.extra import EXTRA_STATE
 from shardwise.state.formats import (
     METADATA,
@@ -24,7 +25,6 @@ from shardwise.state.formats import (
 )
 from shardwise.state.formats.trees import flatten, root_of, weights_in
 from shardwise.state.stored import HeldTensor, Source
-from shardwise.state.vouched.weights import home_of, newest_in, open_weights
 
 __all__ = ["open_source"]
 
