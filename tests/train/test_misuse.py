@@ -152,6 +152,23 @@ def test_a_call_of_rank_0_alone_names_the_ranks_that_left(ranks, tmp_path, call,
     assert f"rank 1 left while rank 0 waited at {place}" in str(caught.value)
 
 
+def both_ends():
+    try:
+        with sw.init("dp_shard=2", device="cpu", timeout_s=60) as world:
+            model = sw.parallelize(build, world)
+            if world.is_main:
+                sw.full_state_dict(model)
+    except sw.RankError as error:
+        return str(error)
+
+
+def test_the_rank_that_did_not_come_is_not_told_that_it_is_lost(ranks):
+    first, second = ranks.run(both_ends, 2, timeout_s=25)
+    assert "rank 1 left while rank 0 waited" in first and "none of them for rank 0 alone" in first
+    assert "rank 1 was given up by the others while it was at the end" in second
+    assert "rank 0 failed at full_state_dict" in second
+
+
 def other_call():
     with sw.init("dp_shard=2", device="cpu", timeout_s=60) as world:
         model = sw.parallelize(build, world)

@@ -28,6 +28,9 @@ _SMALLEST = 64  # numbers on the wire: small exchanges have one size, since rank
 _LEFT_S = 2.0  # how long an exchange that all ranks have joined may still take after one of them has left
 
 
+_SAME_CALLS = "let every rank make the same calls, none of them for rank 0 alone, and give each the same number of windows"
+
+
 class Agreement:
     """Exchanges over the ranks of one world. Every rank must call :meth:`sum` in the same order."""
 
@@ -177,7 +180,7 @@ class Agreement:
         return RankError(
             f"rank {self.rank} waited {waited:.0f} s at {place}",
             why=f"not every rank came there: {where}",
-            fix="give every rank the same number of windows, and let every rank make the same calls",
+            fix=_SAME_CALLS,
             ranks=late,
         )
 
@@ -187,7 +190,7 @@ class Agreement:
         return RankError(
             f"rank {', '.join(map(str, gone))} left while rank {self.rank} waited {where}",
             why="it closed its world, or its program ended, and will not come any more",
-            fix="give every rank the same number of windows, and let every rank make the same calls",
+            fix=_SAME_CALLS,
             ranks=gone,
         )
 

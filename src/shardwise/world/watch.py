@@ -246,6 +246,8 @@ class Watch:
             return
         who = f"rank {', '.join(map(str, ranks))}" if ranks else "the launcher"
         given = f"{who} was lost while rank {self.rank} was {self.place}"
+        if self.rank in ranks:  # it did not come where they waited, or was silent for too long
+            given = f"rank {self.rank} was given up by the others while it was {self.place}"
         self._fatal = fatal
         self.alarm = RankError(given, why=why, fix=_FIX_LOST, ranks=tuple(ranks))
 
