@@ -1,5 +1,7 @@
 """Rank 0's values, scattered bit for bit, and nothing else sent."""
 
+import os
+
 import parallel.constructors as make
 import pytest
 import torch
@@ -134,6 +136,32 @@ def test_what_is_no_module_with_values_is_refused(ranks):
         "kind": ("a int", None),
         "gave": ("a callable that gave a int", None),
     }
+
+
+def build_where_some_fail(how):
+    """Constructors that fail once, or for want of values, and are right when they run for real."""
+    calls = []
+
+    def build():
+        calls.append(1)
+        if how == "once on one rank" and len(calls) == 1 and int(os.environ["RANK"]) == 1:
+            raise FileExistsError(17, "File exists", "cache")
+        module = nn.Linear(2, 2)
+        if how == "for want of values":
+            try:
+                module.weight.tolist()
+            except Exception as error:
+                raise OSError("Unable to load weights") from error
+        return module
+
+    with init("dp_shard=2", device="cpu", timeout_s=30) as world:
+        parallelize(build, world)
+        return len(calls)
+
+
+@pytest.mark.parametrize("how", ["once on one rank", "for want of values"])
+def test_a_constructor_that_fails_on_meta_alone_is_run_for_real(ranks, how):
+    assert ranks.run(build_where_some_fail, 2, how)[0] == 2
 
 
 def build_from_nowhere(init_word):

@@ -16,6 +16,9 @@ from shardwise.errors import CheckpointError
 from shardwise.state import convert as convert_module
 from shardwise.state import files as files_module
 from shardwise.state import load as load_module
+from shardwise.state.outgoing import Reordered
+from shardwise.state.source import open_source
+from shardwise.state.views import Assembled, view_of_all
 
 NAMES = [f"{number}.weight" for number in range(4)]
 
@@ -25,11 +28,12 @@ def build():
 
 
 def write(folder, value):
-    """One file a tensor, and an index; where they are there already, each is replaced."""
+    """One file a tensor, and an index; where they are there already, each is replaced. Times are kept, as by ``cp -p``."""
     os.makedirs(folder, exist_ok=True)
     homes = {name: f"model-{number:05}-of-00004.safetensors" for number, name in enumerate(NAMES, start=1)}
     for name, file in homes.items():
         save_file({name: torch.full((8, 8), value)}, f"{folder}/new")
+        os.utime(f"{folder}/new", (1, 1))
         os.replace(f"{folder}/new", f"{folder}/{file}")
     with open(f"{folder}/model.safetensors.index.json", "w") as file:
         json.dump({"weight_map": homes}, file)
@@ -119,6 +123,29 @@ def test_a_source_that_is_replaced_before_its_values_are_converted(tmp_path):
     assert not job.dest.exists()
     assert convert_module.convert(job).num_resumed == 0  # what was taken from the other version is not believed
     assert torch.equal(load_file(job.dest)["b"], torch.zeros(4))
+
+
+def test_a_source_that_is_replaced_while_it_is_compared(tmp_path):
+    source, compare = tmp_path / "s.safetensors", convert_module.compare
+    save_file({"a": torch.zeros(4), "b": torch.ones(4)}, source)
+
+    def late(*args):
+        compare(*args)
+        crossed(source)
+
+    job = Conversion(source=source, dest=tmp_path / "o.safetensors", verify=True)
+    with patch.object(convert_module, "compare", late), pytest.raises(CheckpointError, match="it changed while"):
+        convert_module.convert(job)
+    assert not job.dest.exists()
+
+
+def test_parts_that_are_put_together_and_rows_in_another_order_say_where_they_come_from(tmp_path):
+    save_file({"a": torch.zeros(4, 2)}, tmp_path / "s.safetensors")
+    part = open_source(tmp_path / "s.safetensors").tensors["a"]
+    (chunk,) = part.origins
+    view = view_of_all("a", (4, 2))
+    assert Assembled((4, 2), "float32", ((view, part), (view, part))).origins == (chunk, chunk)
+    assert Reordered((4, 2), "float32", part, 1, True).origins == (chunk,)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -599,12 +599,25 @@ def test_hundreds_of_files_are_never_open_at_once(tmp_path):
     before = len(os.listdir("/proc/self/fd"))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 80, limits[1]))
+    shut, synced = copying.Copying._shut, set()
+
+    def seen(self, name):
+        shut(self, name)
+        assert self._work._unsynced <= set(self._open.values()), "a descriptor may soon be another file's"
+
+    def fsync(descriptor):
+        synced.add(os.fstat(descriptor).st_ino)
+        os_fsync(descriptor)
+
+    os_fsync = os.fsync
     try:
         job = Conversion(source=tmp_path / "s.safetensors", dest=tmp_path / "out", max_shard_bytes=16, verify=True)
-        done = convert(job)
+        with patch.object(copying.Copying, "_shut", seen), patch.object(copying.os, "fsync", fsync):
+            done = convert(job)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert done.num_files == 151 and len(os.listdir("/proc/self/fd")) == before
+    assert {path.stat().st_ino for path in (tmp_path / "out").iterdir()} <= synced, "on disk before it appears"
     check(tmp_path / "out", tensors)
 
 

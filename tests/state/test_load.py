@@ -2,6 +2,7 @@
 
 import pickle
 import re
+import time
 from unittest.mock import patch
 
 import pytest
@@ -13,9 +14,14 @@ from zoo import ConvNet, Odd
 
 import shardwise as sw
 from shardwise.parallel import runtime_of
+from shardwise.parallel.values import _Arriving
+from shardwise.recipe import Slice
+from shardwise.recipe.boxes import whole
 from shardwise.state import files as files_module
 from shardwise.state import stored
+from shardwise.state.files import OpenFiles
 from shardwise.state.load import _sum_of_bits
+from shardwise.state.rounding import put
 from shardwise.state.source import open_source
 
 MODELS = {"odd": Odd, "conv": ConvNet}
@@ -593,7 +599,7 @@ def test_head_and_base_of_a_model_in_a_wrapper(ranks, tmp_path):
     assert len(report.renamed) == 2
 
 
-def test_the_sum_that_ranks_compare_takes_a_buffer_and_no_second_tensor():
+def test_the_sum_that_ranks_compare_takes_no_second_tensor():
     from torch.utils._python_dispatch import TorchDispatchMode
 
     tensor = torch.arange(3 * files_module.BUFFER // 4 + 3, dtype=torch.int32)
@@ -609,7 +615,7 @@ def test_the_sum_that_ranks_compare_takes_a_buffer_and_no_second_tensor():
 
     with Sizes() as sizes:
         found = _sum_of_bits(tensor)
-    assert 0 < sizes.largest <= files_module.BUFFER
+    assert sizes.largest == 0
     tensor[-1] ^= 1
     assert _sum_of_bits(tensor) != found
     tensor[-1] ^= 1
@@ -666,6 +672,31 @@ def load_large(source, layout, shared):
         return sw.full_state_dict(model)
 
 
+def load_marks(source):
+    with sw.init("dp_shard=2", device="cpu") as world:
+        model = sw.parallelize(nn.Linear(2, 4, bias=False).to(torch.bfloat16), world, sharding=EVERY)
+        sw.load_weights(model, source, cast=True)
+        return sw.full_state_dict(model)
+
+
+def test_what_stands_for_infinite_in_float32_does_in_bfloat16(ranks, tmp_path):
+    save_file({"weight": torch.full((4, 2), torch.finfo(torch.float32).min)}, tmp_path / "w.safetensors")
+    found = ranks.run(load_marks, 2, str(tmp_path / "w.safetensors"))[0]
+    assert found["weight"].eq(float("-inf")).all()
+
+
+def test_values_beyond_a_dtype_are_seen_in_every_kind_of_tensor(tmp_path):
+    wide = torch.full((3, 3), 1e300, dtype=torch.complex128)
+    with pytest.raises(sw.CheckpointError, match="9 values beyond what complex64"):
+        put(torch.empty(3, 3, dtype=torch.complex64), wide, "x")
+    torch.save({"w": torch.full((4, 3), 1e5).t()}, tmp_path / "w.pt")  # strided in the file
+    with OpenFiles() as files, pytest.raises(sw.CheckpointError, match="12 values beyond what float16"):
+        open_source(tmp_path / "w.pt").tensors["w"].read(whole((3, 4)), torch.empty(3, 4, dtype=torch.float16), files)
+    put(torch.empty(2, dtype=torch.float16), torch.tensor([float("nan"), 1.0]), "x")
+    put(torch.empty(0, dtype=torch.float16), torch.empty(0), "x")
+    put(torch.empty(1, dtype=torch.float8_e4m3fn), torch.ones(1), "x")
+
+
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("held", [True, False])
 def test_a_cast_that_would_make_values_infinite_is_refused(ranks, tmp_path, held, shared):
@@ -684,6 +715,11 @@ def test_a_cast_that_would_make_values_infinite_is_refused(ranks, tmp_path, held
 def test_the_sum_that_ranks_compare_sees_the_order_of_rows():
     rows = torch.randn(8, 64)
     assert _sum_of_bits(rows) != _sum_of_bits(rows.flip(0)) and _sum_of_bits(rows) == _sum_of_bits(rows.clone())
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):  # signs are the top bits of words
+        values = torch.randn(8, 8).to(dtype)
+        signs = values.clone()
+        signs[:, [1, 3]] *= -1
+        assert len({_sum_of_bits(tensor) for tensor in (values, signs, -values)}) == 3
     flags = torch.zeros(7, dtype=torch.bool)
     assert _sum_of_bits(flags) != _sum_of_bits(torch.ones_like(flags))
 
@@ -711,6 +747,7 @@ def load_forms(layout):
             "under a key": {"model": want, "epoch": 3, "optimizer": {"state": {0: torch.ones(2)}}},
             "in a module": {"app": {"net": want}},
             "deeper": {"net": {"weight": want["weight"]}, "net.bias": want["bias"]},
+            "a number as a key": {**want, 3: {"epoch": 1}},
         }
         found = {}
         for kind, form in forms.items():
@@ -721,6 +758,8 @@ def load_forms(layout):
             sw.load_full_state_dict(model, {name: tensor.numpy() for name, tensor in want.items()})
         with pytest.raises(sw.CheckpointError, match="each of them could be the model's weights"):
             sw.load_weights(model, {"model": want, "state_dict": want})
+        with pytest.raises(sw.CheckpointError, match="weight: a state dict: it is there, and in 'model' too"):
+            sw.load_weights(model, {"model": want, "weight": want["weight"]})
         report = sw.load_full_state_dict(model, {f"old.{n}": t for n, t in want.items()}, rename=[(r"^old\.", "")])
         return found, caught.value.fix, report.num_tensors
 
@@ -826,3 +865,47 @@ def test_common_slips_are_told_with_what_was_meant(ranks, tmp_path, name):
     with pytest.raises(sw.CheckpointError) as caught:
         open_source(path)
     assert why in caught.value.why and re.search(fix, caught.value.fix)
+
+
+class Remembering(nn.Module):
+    """Extra states of every form: none of them is a place for weights."""
+
+    def __init__(self, extra):
+        super().__init__()
+        self.lin, self.extra = nn.Linear(2, 2), extra
+
+    def forward(self, x):
+        return self.lin(x)
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+def load_own(form):
+    within = {"weight": torch.ones(1)}
+    within["itself"] = within
+    extra = {"same": {1: "a", "1": "b"}, "itself": within, "many": {str(n): n for n in range(20_000)}}[form]
+    with sw.init("dp_shard=1", device="cpu") as world:
+        model = sw.parallelize(Remembering(extra), world, sharding=EVERY)
+        start = time.perf_counter()
+        sw.load_full_state_dict(model, sw.full_state_dict(model))
+        sw.load_full_state_dict(model, {"model": sw.full_state_dict(model), "epoch": 1})
+        return model.extra is not None and model.extra.keys() == extra.keys(), time.perf_counter() - start
+
+
+@pytest.mark.parametrize("form", ["same", "itself", "many"])
+def test_extra_states_are_taken_as_they_are(ranks, form):
+    same, seconds = ranks.run(load_own, 1, form)[0]
+    assert same and seconds < 20  # it took the square of the entries
+
+
+def test_a_piece_that_does_not_come_is_missed_in_types_without_a_mark():
+    arriving = _Arriving("codes", torch.zeros(4, dtype=torch.uint8))
+    arriving.put(Slice((0,), (3,), (0,)), torch.ones(3, dtype=torch.uint8))
+    with pytest.raises(sw.PlanError, match="codes"):
+        arriving.check()
+    arriving.put(Slice((3,), (1,), (3,)), torch.ones(1, dtype=torch.uint8))
+    arriving.check()

@@ -507,7 +507,7 @@ def test_the_name_that_counts_is_rank_0s(ranks, tmp_path):
 
 def save_large(folder, absent):
     with sw.init("dp_shard=2", device="cpu") as world:
-        module = nn.Linear(2, 4, bias=False)
+        module = nn.Linear(2, 4)  # the first of two tensors is too large: rank 0 waits for the second one
         nn.init.constant_(module.weight, 1.0)
         model = sw.parallelize(module, world, sharding=EVERY)
         sw.save_weights(model, folder, dtype="bf16")

@@ -108,7 +108,7 @@ def write(folder: Path, tensor: torch.Tensor, placed) -> FileTensor:
         for at, dim in enumerate(order):
             strides[dim] = own[at] * (step if at == len(order) - 1 else 1)
         in_rows = tuple(strides) == row_strides(box.sizes)
-        chunks.append(Chunk(box, folder / str(number), (0, 0), offset, None if in_rows else tuple(strides)))
+        chunks.append(Chunk(box, folder / str(number), (0, 0, 0), offset, None if in_rows else tuple(strides)))
     for number, data in enumerate(files):
         (folder / str(number)).write_bytes(data)
     return FileTensor(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tuple(chunks))

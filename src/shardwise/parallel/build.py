@@ -94,6 +94,15 @@ def _caller_in(module: str) -> types.FrameType | None:
     return frame if frame is not None and frame.f_globals.get("__name__") == module else None
 
 
+def _for_want_of_values(error: BaseException) -> bool:
+    """Whether torch, or what took its answer, may be behind a file or a network that failed."""
+    links, link = [], error.__cause__ or error.__context__
+    while link is not None and link not in links:
+        links.append(link)
+        link = link.__cause__ or link.__context__
+    return any(isinstance(link, RuntimeError | TypeError | ValueError) for link in links)
+
+
 def build_on_meta(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module | None, Tape]:
     """Runs ``build`` with every new tensor on meta. Returns the module, or None with ``tape.refused`` saying why it
     cannot be built there."""
@@ -109,7 +118,7 @@ def build_on_meta(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module 
         Exception
     ) as error:  # .item(), .numpy(), a library call: no values on meta. A fault of the constructor itself
         # shows again, and is raised, when it is run for real.
-        tape.fault = error if isinstance(error, OSError) else None  # a file, the network: not for want of values
+        tape.fault = error if isinstance(error, OSError) and not _for_want_of_values(error) else None
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         tape.refused = f"it cannot be built on meta ({reason[:120]})"
     if not _same_state(numpy_before, np.random.get_state()):

@@ -129,8 +129,6 @@ def build_with_source(model: Any, world: World, init: str | None) -> tuple[nn.Mo
         kind = ForLoading if init == "load" else FromTape
         source = kind(module, tape) if module is not None else None
         refused = _refused_anywhere(source, tape, world)
-        if tape.fault is not None:
-            raise tape.fault
         if module is not None and source is not None and refused is None:
             return module, source
         reason = f"seeded values are not possible: {refused}"
@@ -138,11 +136,18 @@ def build_with_source(model: Any, world: World, init: str | None) -> tuple[nn.Mo
 
 
 def _refused_anywhere(source: "FromTape | None", tape: Tape, world: World) -> str | None:
-    """Why some rank cannot replay its tape, or why tapes are not to be trusted: all ranks must take the same way."""
+    """Why some rank cannot replay its tape, or why tapes are not to be trusted: all ranks must take the same way.
+
+    Raises:
+        OSError: the constructor's own, where it has met one on every rank: with real values it would meet it again.
+    """
     refused = tape.refused or (None if source is not None else "the callable gave no module")
-    seen = world.gather((refused, tape.digest(source.on_meta) if source is not None else ""))
-    first = next((reason for reason, _ in seen if reason is not None), None)
-    if first is None and len({digest for _, digest in seen}) > 1:
+    digest = tape.digest(source.on_meta) if source is not None else ""
+    seen = world.gather((refused, digest, tape.fault is not None))
+    if tape.fault is not None and all(faulty for *_, faulty in seen):
+        raise tape.fault
+    first = next((reason for reason, *_ in seen if reason is not None), None)
+    if first is None and len({digest for _, digest, _ in seen}) > 1:
         return "its constructor does not do the same on every rank (a generator of its own, the time, the rank?)"
     return first
 

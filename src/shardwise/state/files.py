@@ -15,9 +15,9 @@ BUFFER = 8 << 20  # bytes that are in flight at most where values cannot go stra
 _MAX_OPEN = 64
 
 
-# Size and time of the last change (ns): of a file as it was when its header was read. No inode: some network file systems number
-# a file anew while it stays what it was.
-Stamp = tuple[int, int]
+# Size, and the times of the last change of its bytes and of what is said about it (ns): of a file as it was when its header was
+# read. The second cannot be set, as by a copy that keeps times. No inode: some network file systems number a file anew.
+Stamp = tuple[int, int, int]
 
 
 def stamp_of(path: Path) -> Stamp:
@@ -30,7 +30,7 @@ def stamp_of(path: Path) -> Stamp:
         stat = path.stat()
     except OSError as error:
         raise unreadable(path, error) from error
-    return stat.st_size, stat.st_mtime_ns
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 def refuse_changed(stamps: Iterable[tuple[Path, Stamp]]) -> None:

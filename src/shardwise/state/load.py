@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import crc32c
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.errors import CheckpointError, errors_about
@@ -161,7 +161,7 @@ def _sums_of_shared(runtime: Runtime, local: Mapping[str, Tensor]) -> Sums:
         owners = runtime.view.owners(name) if name in runtime.recipe.params else (everyone,)
         for (_, part), holders in zip(runtime.parts(name, tensor), owners, strict=True):
             if len(holders) > 1:
-                sums[holders] = (sums.get(holders, 0) * _STEP + _sum_of_bits(part)) % (1 << 64)
+                sums[holders] = _sum_of_bits(part, sums.get(holders, 0))
     return sums
 
 
@@ -181,21 +181,11 @@ def _refuse_other_values(world: World, sums: Sums) -> None:
             )
 
 
-_STEP = 0x9E3779B97F4A7C15  # any large odd number
-
-
-def _sum_of_bits(tensor: Tensor) -> int:
-    """A number that another bit anywhere changes, and another order of rows: words of 8 bytes, times an odd number that is
-    another one at each place, modulo 2^64. Summed where the tensor is."""
-    total = 0
-    places = torch.empty(0, dtype=torch.int64)
+def _sum_of_bits(tensor: Tensor, before: int = 0) -> int:
+    """The CRC-32C of the tensor's bytes, behind others whose sum is ``before``."""
     for part in bytes_of(tensor).split(BUFFER):
-        # A copy, since a tensor may begin anywhere, and words of 8 bytes may not.
-        words = F.pad(part, (0, -part.numel() % 8)).clone().view(torch.int64)
-        if len(places) < len(words):
-            places = torch.arange(1, 2 * len(words), 2, device=words.device)
-        total = (total * _STEP + int((words * places[: len(words)]).sum())) % (1 << 64)
-    return total
+        before = crc32c.crc32c(part.cpu().numpy().data, before)
+    return before
 
 
 def _after(runtime: Runtime, extra: Mapping[str, Any], folder: Path | None) -> None:

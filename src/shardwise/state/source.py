@@ -149,24 +149,25 @@ def _open_mapping(state: Mapping[str, Any]) -> Source:
 def _model_in(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Name -> value of the model's, which may stand under a key (``{"model": ..., "epoch": 3}``), and name -> why not, of what
     stands beside it: as in files by ``torch.save``."""
-    if not any(isinstance(value, Mapping) for value in state.values()):
-        arrays = [name for name, value in state.items() if isinstance(value, np.ndarray)]
-        if arrays and not any(isinstance(value, Tensor) for value in state.values()):
-            raise UsageError(
-                f"a state dict of {len(arrays)} NumPy arrays",
-                why="weights are tensors",
-                fix="{name: torch.from_numpy(array) for name, array in state.items()}",
-                name=arrays[0],
-            )
+    arrays = [name for name, value in state.items() if isinstance(value, np.ndarray)]
+    if arrays and not any(isinstance(value, Tensor | Mapping) for value in state.values()):
+        raise UsageError(
+            f"a state dict of {len(arrays)} NumPy arrays",
+            why="weights are tensors",
+            fix="{name: torch.from_numpy(array) for name, array in state.items()}",
+            name=str(arrays[0]),
+        )
+    if all(
+        isinstance(name, str) and (_is_extra(name) or not isinstance(value, Mapping)) for name, value in state.items()
+    ):
         return dict(state), {}
-    leaves = flatten(state, "a state dict", max_entries=1 << 24)
-    extra = [path for path in leaves if any(_is_extra(part) for part in path)]  # it may be a mapping too
-    tensors = {path: leaf for path, leaf in leaves.items() if path not in extra}
-    found, beside = weights_in(tensors, "a state dict", lambda leaf: isinstance(leaf, Tensor))
-    inner: Mapping[str, Any] = state
-    for key in root_of([path for path, leaf in tensors.items() if isinstance(leaf, Tensor)], "a state dict"):
-        inner = next(value for name, value in inner.items() if str(name) == key)
-    return found | {name: value for name, value in inner.items() if _is_extra(str(name))}, beside
+    leaves = flatten(state, "a state dict", max_entries=1 << 24, is_leaf=_is_extra)
+    extra = {path: leaf for path, leaf in leaves.items() if _is_extra(path[-1])}
+    rest = {path: leaf for path, leaf in leaves.items() if path not in extra}
+    root = root_of([path for path, leaf in rest.items() if isinstance(leaf, Tensor)], "a state dict")
+    found, beside = weights_in(rest, "a state dict", lambda leaf: isinstance(leaf, Tensor))
+    inner = {path[len(root) :]: leaf for path, leaf in extra.items() if path[: len(root)] == root}
+    return found | {".".join(path): leaf for path, leaf in inner.items()}, beside
 
 
 def _is_extra(name: str) -> bool:

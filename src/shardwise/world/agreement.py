@@ -28,7 +28,9 @@ _SMALLEST = 64  # numbers on the wire: small exchanges have one size, since rank
 _LEFT_S = 2.0  # how long an exchange that all ranks have joined may still take after one of them has left
 
 
-_SAME_CALLS = "let every rank make the same calls, none of them for rank 0 alone, and give each the same number of windows"
+_SAME_CALLS = (
+    "let every rank make the same calls, none of them for rank 0 alone, and give each the same number of windows"
+)
 
 
 class Agreement:

@@ -24,13 +24,16 @@ BESIDE = {
 MAX_DEPTH = 32
 
 
-def flatten(value: Mapping[Any, Any], place: str, max_entries: int) -> dict[Path, Any]:
+def flatten(
+    value: Mapping[Any, Any], place: str, max_entries: int, is_leaf: Callable[[str], bool] = lambda key: False
+) -> dict[Path, Any]:
     """A nested mapping as path -> what is no mapping.
 
     Args:
         value: the mapping; parts of it may be shared, or contain themselves.
         place: what it is, for messages.
         max_entries: more than that, and shared parts are being counted over and over.
+        is_leaf: of keys whose values are taken as they are, be they mappings.
 
     Raises:
         CheckpointError: deeper or larger than any mapping of weights.
@@ -45,7 +48,7 @@ def flatten(value: Mapping[Any, Any], place: str, max_entries: int) -> dict[Path
                 why="its entries do not come to an end",
                 fix="do not trust this file; if it is yours, save the model's state_dict() again",
             )
-        if isinstance(entry, Mapping):
+        if isinstance(entry, Mapping) and not (path and is_leaf(path[-1])):
             waiting += [((*path, str(key)), part) for key, part in reversed(list(entry.items()))]
         elif path in found:
             raise CheckpointError(
@@ -89,6 +92,14 @@ def weights_in(
             found[name] = leaf
         else:
             left_out[name] = "it is no tensor"
+    twice = next((path for path in leaves if root and ".".join(path) in found and is_weight(leaves[path])), None)
+    if twice is not None:
+        raise CheckpointError(
+            f"{place}: it is there, and in {'.'.join(root)!r} too",
+            why="each of them could be the model's",
+            fix="save the one you mean alone",
+            name=".".join(twice),
+        )
     return found, left_out
 
 
