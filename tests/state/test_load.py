@@ -2,7 +2,6 @@
 
 import pickle
 import re
-import time
 from unittest.mock import patch
 
 import pytest
@@ -20,6 +19,7 @@ from shardwise.recipe.boxes import whole
 from shardwise.state import files as files_module
 from shardwise.state import stored
 from shardwise.state.files import OpenFiles
+from shardwise.state.formats.trees import flatten
 from shardwise.state.load import _sum_of_bits
 from shardwise.state.rounding import put
 from shardwise.state.source import open_source
@@ -687,7 +687,9 @@ def test_what_stands_for_infinite_in_float32_does_in_bfloat16(ranks, tmp_path):
 
 def test_values_beyond_a_dtype_are_seen_in_every_kind_of_tensor(tmp_path):
     wide = torch.full((3, 3), 1e300, dtype=torch.complex128)
-    with pytest.raises(sw.CheckpointError, match="9 values beyond what complex64"):
+    with pytest.raises(
+        sw.CheckpointError, match=r"9 values beyond what complex64(?s:.)*fix: let this tensor keep its dtype"
+    ):
         put(torch.empty(3, 3, dtype=torch.complex64), wide, "x")
     torch.save({"w": torch.full((4, 3), 1e5).t()}, tmp_path / "w.pt")  # strided in the file
     with OpenFiles() as files, pytest.raises(sw.CheckpointError, match="12 values beyond what float16"):
@@ -887,19 +889,27 @@ class Remembering(nn.Module):
 def load_own(form):
     within = {"weight": torch.ones(1)}
     within["itself"] = within
-    extra = {"same": {1: "a", "1": "b"}, "itself": within, "many": {str(n): n for n in range(20_000)}}[form]
+    extra = {"same": {1: "a", "1": "b"}, "itself": within}[form]
     with sw.init("dp_shard=1", device="cpu") as world:
         model = sw.parallelize(Remembering(extra), world, sharding=EVERY)
-        start = time.perf_counter()
         sw.load_full_state_dict(model, sw.full_state_dict(model))
         sw.load_full_state_dict(model, {"model": sw.full_state_dict(model), "epoch": 1})
-        return model.extra is not None and model.extra.keys() == extra.keys(), time.perf_counter() - start
+        return model.extra is not None and model.extra.keys() == extra.keys()
 
 
-@pytest.mark.parametrize("form", ["same", "itself", "many"])
+@pytest.mark.parametrize("form", ["same", "itself"])
 def test_extra_states_are_taken_as_they_are(ranks, form):
-    same, seconds = ranks.run(load_own, 1, form)[0]
-    assert same and seconds < 20  # it took the square of the entries
+    assert ranks.run(load_own, 1, form) == [True]
+
+
+def test_entries_of_an_extra_state_are_not_walked_over():
+    """A vocabulary has many, and time went by their square."""
+    words = {str(number): number for number in range(20_000)}
+    state = {"model": {"lin.weight": 1, "_extra_state": words}}
+    found = flatten(state, "x", max_entries=4, is_leaf=lambda key: key == "_extra_state")
+    assert found == {("model", "lin.weight"): 1, ("model", "_extra_state"): words}
+    with pytest.raises(sw.CheckpointError, match="a mapping within itself"):
+        flatten(state, "x", max_entries=4)
 
 
 def test_a_piece_that_does_not_come_is_missed_in_types_without_a_mark():

@@ -15,13 +15,12 @@ from shardwise.errors import CheckpointError
 from shardwise.state.compare import compare, forget_pages
 from shardwise.state.copying import Copying, Progress
 from shardwise.state.destination import check_destination
-from shardwise.state.files import refuse_changed
 from shardwise.state.filing import SHARD_BYTES
 from shardwise.state.formats.folder import companions_of
 from shardwise.state.journal import Workplace, fingerprint_of
 from shardwise.state.outgoing import Outgoing, config_of, outgoing, places_of, ties_among
 from shardwise.state.source import open_source
-from shardwise.state.stored import Source
+from shardwise.state.stored import Source, refuse_changed
 from shardwise.state.targets import (
     Plan,
     plan_checkpoint,
@@ -92,11 +91,11 @@ def _put_together(job: Conversion, todo: "_Todo", progress: Progress) -> tuple[i
         except OSError:
             work.discard_if_empty()
             raise
-        todo.refuse_changed_source()
+        refuse_changed(item.stored for item in todo.items)
         if job.verify:
             forget_pages(work.files / name for name in todo.plan.files)
             compare(work.files / (single or ""), todo.items, reader, progress)
-            todo.refuse_changed_source()
+            refuse_changed(item.stored for item in todo.items)
         work.commit(single)
         return resumed, work.notes
 
@@ -116,12 +115,6 @@ class _Todo:
         tensors = [(item.source, item.name, places_of(item.stored)) for item in self.items]
         files = sorted(self.plan.files.items()), sorted(self.beside.items())
         return fingerprint_of((job.to, job.dest.name, files, self.plan.pieces, tensors))
-
-    def refuse_changed_source(self) -> None:
-        """Raises:
-        CheckpointError: a file of the source is not what it was when its header was read.
-        """
-        refuse_changed((place.file, place.stamp) for item in self.items for place in item.stored.origins)
 
 
 def _planned(job: Conversion, source: Source) -> _Todo:

@@ -2,14 +2,13 @@
 
 import errno
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from shardwise.errors import CheckpointError
 
-__all__ = ["BUFFER", "OpenFiles", "Stamp", "refuse_changed", "stamp_of", "unreadable"]
+__all__ = ["BUFFER", "OpenFiles", "Stamp", "stamp_of", "unreadable"]
 
 BUFFER = 8 << 20  # bytes that are in flight at most where values cannot go straight to their place
 _MAX_OPEN = 64
@@ -31,21 +30,6 @@ def stamp_of(path: Path) -> Stamp:
     except OSError as error:
         raise unreadable(path, error) from error
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
-
-
-def refuse_changed(stamps: Iterable[tuple[Path, Stamp]]) -> None:
-    """For the end of reading: values at offsets of one version of a file may have been taken from another.
-
-    Raises:
-        CheckpointError: a file is no longer what it was.
-    """
-    for path, stamp in sorted(set(stamps)):
-        if stamp_of(path) != stamp:
-            raise CheckpointError(
-                f"the file {path}",
-                why="it changed while it was being read, or another took its place",
-                fix="begin again when it is at rest",
-            )
 
 
 class OpenFiles:

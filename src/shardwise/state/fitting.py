@@ -13,11 +13,11 @@ from shardwise.errors import CheckpointError
 from shardwise.parallel import Runtime, bytes_of
 from shardwise.recipe.boxes import Box, blocks, whole
 from shardwise.state.extra import extra_names
-from shardwise.state.files import BUFFER, OpenFiles, refuse_changed
+from shardwise.state.files import BUFFER, OpenFiles
 from shardwise.state.names import Matched, Rename, Wanted, match_names
 from shardwise.state.report import LoadReport, shortened
 from shardwise.state.source import open_source
-from shardwise.state.stored import Source, Stored, is_rounded
+from shardwise.state.stored import Source, Stored, is_rounded, refuse_changed
 from shardwise.state.vouched.reading import VerifiedFiles
 
 __all__ = ["Plan", "Rules", "all_of", "own_boxes", "plan_of"]
@@ -48,7 +48,7 @@ class Plan:
         CheckpointError: a file is not what it was when its header was read.
         """
         if not self.vouched:
-            refuse_changed((place.file, place.stamp) for stored in self.tensors.values() for place in stored.origins)
+            refuse_changed(self.tensors.values())
 
     @property
     def digest(self) -> str:

@@ -35,12 +35,12 @@ def refuse_overflow(rounded: Tensor, values: Tensor, place: str) -> None:
         return
     num = int(rounded.isinf().sum()) - int(numbers.isinf().sum())
     if num:
-        finite = numbers[numbers.isfinite()].abs()
+        largest = float(numbers[numbers.isfinite()].abs().max())
+        wider = "take bfloat16, which has float32's range; or " if largest <= torch.finfo(torch.bfloat16).max else ""
         raise CheckpointError(
             f"{place}: {num} values beyond what {kind} can hold",
-            why=f"they are up to {float(finite.max()):.3g} and would become infinite; it ends at {end:.3g}",
-            fix="take bfloat16, which has float32's range; or let this tensor keep its dtype (shardwise convert --keep), or "
-            "leave it out (rename)",
+            why=f"they are up to {largest:.3g} and would become infinite; it ends at {end:.3g}",
+            fix=f"{wider}let this tensor keep its dtype (shardwise convert --keep), or leave it out (rename)",
         )
 
 

@@ -7,7 +7,7 @@ the memory that the values are for where dtype and order allow it, else through 
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 
 from shardwise.anatomy import dtype_name, dtype_of
+from shardwise.errors import CheckpointError
 from shardwise.parallel import bytes_of
 from shardwise.recipe.boxes import Box, blocks, common, index_of, row_strides, run_length, runs, whole
 from shardwise.recipe.dtypes import FLOATING
-from shardwise.state.files import BUFFER, OpenFiles, Stamp
+from shardwise.state.files import BUFFER, OpenFiles, Stamp, stamp_of
 from shardwise.state.rounding import put
 from shardwise.state.vouched.reading import Vouched
 
-__all__ = ["Chunk", "FileTensor", "HeldTensor", "Source", "Stored", "is_rounded"]
+__all__ = ["Chunk", "FileTensor", "HeldTensor", "Source", "Stored", "is_rounded", "refuse_changed"]
 
 SHORT_RUN = 4096  # bytes, a page: to read what lies between shorter runs costs less than another call
 
@@ -145,6 +146,21 @@ class Source:
     extra: Mapping[str, Any] = field(default_factory=dict)
     folder: Path | None = None
     vouched: Vouched | None = None
+
+
+def refuse_changed(tensors: Iterable[Stored]) -> None:
+    """For the end of reading: values at offsets of one version of a file may have been taken from another.
+
+    Raises:
+        CheckpointError: a file is no longer what it was when its header was read.
+    """
+    for path, stamp in sorted({(chunk.file, chunk.stamp) for stored in tensors for chunk in stored.origins}):
+        if stamp_of(path) != stamp:
+            raise CheckpointError(
+                f"the file {path}",
+                why="it changed while it was being read, or another took its place",
+                fix="begin again when it is at rest",
+            )
 
 
 def _read_chunk(chunk: Chunk, box: Box, out: Tensor, dtype: str, files: OpenFiles) -> None:
