@@ -5,26 +5,30 @@ with nothing around it that a launcher would add; torch is imported once for all
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.launch import held_port
+from shardwise.world import connections, guard
 
 RANK = 0
 _LIMIT_S = 40.0
 
 
 def _world(timeout_s=8):
-    return sw.init("dp_shard=2", device="cpu", timeout_s=timeout_s)  # silence of a quarter of it is an alarm: of 2 s
+    return sw.init("dp_shard=2", device="cpu", timeout_s=timeout_s)  # a wait of a quarter of it is reported: of 2 s
 
 
 def _patient_world(layout="dp_shard=2"):
@@ -99,9 +103,109 @@ def killed():
     world.barrier()
 
 
+def killed_keeper():
+    world = _patient_world()
+    if RANK == 0:
+        world.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.barrier()
+    dist.all_reduce(torch.ones(1))  # a collective of its own
+
+
+def exits():
+    """Without a word, as if all were well."""
+    world = _patient_world()
+    if RANK == 1:
+        os._exit(0)
+    world.barrier()
+
+
+def killed_beside_a_child():
+    """A process that was forked, as a loader's workers are, has copies of its rank's connections."""
+    world = _patient_world()
+    if RANK == 1:
+        if os.fork() == 0:
+            time.sleep(1.1 * _LIMIT_S)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.barrier()
+
+
+def _block(world, seconds):
+    """In C++ code that no handler of a signal can interrupt, while a timer sends SIGTERM."""
+    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    with contextlib.suppress(RuntimeError):
+        dist.distributed_c10d._get_default_store().wait(["nobody sets this"], timedelta(seconds=60))
+
+
+def sigterm_after_a_loss():
+    world = _patient_world()
+    guard._GRACE_S = 1e6  # nothing but the signal ends it
+    world.barrier()
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    _block(world, 1.0)
+
+
+def sigterm_while_all_is_well():
+    world = _patient_world()
+    world.barrier()
+    if RANK == 0:
+        _block(world, 0.2)
+    world.barrier()
+
+
+def killed_without_connections():
+    """As behind a firewall."""
+
+    def refuse(master):
+        raise OSError("the firewall says no")
+
+    connections._own_address = refuse
+    world = _world(12)
+    world.barrier()
+    if RANK == 1:
+        time.sleep(2.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.barrier()
+
+
+def sigterm_to_all():
+    """As when a job is cancelled."""
+    world = _patient_world()
+    world.barrier()
+    _block(world, 0.2 + 0.3 * RANK)
+
+
+def caught():
+    """Rank 1 goes on after an exception of its own, for longer than the others wait without a word."""
+    world = _world(12)
+    step = _train_step(_model(world), lambda output, batch: output.sum())
+    step([{"x": torch.ones(2, 4)}])
+    with contextlib.suppress(ValueError):
+        if RANK == 1:
+            raise ValueError("a label out of range")
+        step([{"x": torch.ones(2, 4)}])
+    if RANK == 1:
+        time.sleep(4.5)
+        step([{"x": torch.ones(2, 4)}])
+    print("done")
+
+
+def lock_held():
+    """Longer than the others wait without a word: no thread of rank 1 runs."""
+    world = _world()
+    for _ in range(2):
+        world.barrier()
+        if RANK == 1:
+            ctypes.PyDLL(None).usleep(2_500_000)  # unlike CDLL it keeps the interpreter's lock
+    world.barrier()
+    print("done")
+
+
 def stopped():
     """While rank 0 is inside a collective of its own, which nobody can interrupt."""
-    _world()
+    _world(5)
     if RANK == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     dist.all_reduce(torch.ones(1))
@@ -109,7 +213,7 @@ def stopped():
 
 def stopped_keeper():
     """The process that keeps the store does not answer any more."""
-    world = _world()
+    world = _world(5)
     if RANK == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     world.barrier()

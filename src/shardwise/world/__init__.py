@@ -3,7 +3,7 @@
 from shardwise.world.agreement import Agreement
 from shardwise.world.axis import Axis
 from shardwise.world.env import Env, is_distributed, read_env
-from shardwise.world.fingerprint import agree_on, package_versions
+from shardwise.world.fingerprint import agree_on, described, package_versions
 from shardwise.world.init import World, init
 from shardwise.world.rng import derive_seed, forked_rng, forked_streams, is_generator, seed_all, snapshot
 from shardwise.world.watch import EXIT_PEER_LOST, Watch
@@ -17,6 +17,7 @@ __all__ = [
     "World",
     "agree_on",
     "derive_seed",
+    "described",
     "forked_rng",
     "forked_streams",
     "init",

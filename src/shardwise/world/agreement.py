@@ -25,6 +25,7 @@ __all__ = ["Agreement", "digest_of"]
 
 _HASH_BITS = 20  # sums of squares of 8192 such numbers are still exact in float64 (2^53)
 _SMALLEST = 64  # numbers on the wire: small exchanges have one size, since ranks that come with two are aborted by gloo
+_WORD_S = 3.0  # in which word of a lost rank reaches all
 _LEFT_S = 2.0  # how long an exchange that all ranks have joined may still take after one of them has left
 
 
@@ -103,7 +104,12 @@ class Agreement:
             return [value] * self.size
         self._at(place)
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.group)
+        try:
+            dist.all_gather_object(found, value, group=self.group)
+        except BaseException:
+            if self.watch is not None:
+                self.watch.waits = None
+            raise
         if self.watch is not None:
             self.watch.past(place)
         return found
@@ -148,8 +154,10 @@ class Agreement:
         try:
             for work in start():
                 self._wait(work, place)
-        except RuntimeError as error:
-            if isinstance(error, RankError):
+        except BaseException as error:
+            if self.watch is not None:
+                self.watch.waits = None
+            if isinstance(error, RankError) or not isinstance(error, RuntimeError):
                 raise
             raise self.explain(error, f"at {place}") from error
         if self.watch is not None:
@@ -176,9 +184,7 @@ class Agreement:
 
     def _late(self, place: str, waited: float) -> RankError:
         assert self.watch is not None
-        places = self.watch.places()
-        late = tuple(rank for rank, where in places.items() if where != f"at {place}")
-        where = "; ".join(f"rank {rank} is {places[rank]}" for rank in late) or "no rank says otherwise"
+        late, where = self.watch.missing(f"at {place}")
         return RankError(
             f"rank {self.rank} waited {waited:.0f} s at {place}",
             why=f"not every rank came there: {where}",
@@ -212,15 +218,34 @@ class Agreement:
 
     def explain(self, error: BaseException, where: str) -> RankError:
         """The RankError behind a collective that broke: names the lost rank if word of it arrives in time."""
-        if self.watch is not None:
-            alarm = self.watch.wait_for_alarm(self.watch.silent_s + 1.5)
-            if alarm is not None:
-                return alarm
-            if self.watch.left_since is not None:
-                return self._departed(where)
+        why = (str(error).strip().splitlines() or ["the collective failed"])[0][:200]
+        if self.watch is None:
+            return self._nameless(where, why)
+        self.watch.feels_loss()
+        if self.watch.alarm is None:
+            self.watch.missing(
+                self.watch.LOST
+            )  # reads the counts of all beats, to be compared with those after the wait
+        alarm = self.watch.wait_for_alarm(_WORD_S)
+        if alarm is not None:
+            self.watch.is_told = True
+            return alarm
+        if self.watch.left_since is not None:
+            return self._departed(where)
+        ranks, places = self.watch.missing(self.watch.LOST, silent_s=_WORD_S - 1.0)
+        if not ranks:
+            return self._nameless(where, why)
+        return RankError(
+            f"rank {self.rank} waited in vain for rank {', '.join(map(str, ranks))} {where}",
+            why=f"{places}; {why}",
+            fix="look at what that rank does, and at its output; if it is only slow, use a larger timeout_s",
+            ranks=ranks,
+        )
+
+    def _nameless(self, where: str, why: str) -> RankError:
         return RankError(
             f"rank {self.rank} lost a peer {where}",
-            why=(str(error).strip().splitlines() or ["the collective failed"])[0][:200],
+            why=why,
             fix="look at the other ranks' output: the first that failed is the cause",
         )
 

@@ -2,7 +2,9 @@
 
 import functools
 import hashlib
+import re
 import sys
+import types
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
@@ -12,9 +14,10 @@ import msgspec
 from shardwise.errors import RankError
 from shardwise.world.agreement import Agreement
 
-__all__ = ["agree_on", "package_versions"]
+__all__ = ["agree_on", "described", "package_versions"]
 
 _PACKAGES = ("shardwise", "torch", "numpy", "transformers")
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 @functools.cache
@@ -66,6 +69,20 @@ def agree_on(
         fix=fix,
         ranks=ranks,
     )
+
+
+def described(value: Any) -> str:
+    """``repr(value)`` as every process prints it: without addresses, which only processes that were forked from one have alike,
+    and with sets, and mappings, in the order of what is in them, since texts have another hash in each."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(sorted(f"{described(key)}: {described(item)}" for key, item in value.items())) + "}"
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(map(described, value))) + "}"
+    if type(value) in (list, tuple):
+        return "(" + ", ".join(map(described, value)) + ")"
+    if isinstance(value, types.FunctionType | types.BuiltinFunctionType):
+        return f"{value.__module__}.{value.__qualname__}"
+    return _ADDRESS.sub("", repr(value))
 
 
 def _differing(per_rank: list[dict[str, Any]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import weakref
 from datetime import timedelta
 
@@ -122,15 +123,17 @@ def _with_own_keys(store: dist.Store, rank: int) -> dist.Store:
     return dist.PrefixStore(f"shardwise/{number}", store)
 
 
-def start_watch(rank: int, size: int, timeout_s: float, source: str) -> Watch:
+def start_watch(env: Env, timeout_s: float) -> Watch:
     """The watch of this rank over the group that was just started, or found ("process group")."""
     group = weakref.ref(dist.group.WORLD)
-    served_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or source == "process group"
+    served_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or env.source == "process group"
     return Watch(
-        rank,
-        size,
-        store=_with_own_keys(default_store(), rank),
+        env.rank,
+        env.world_size,
+        store=_with_own_keys(default_store(), env.rank),
         timeout_s=timeout_s,
+        master=env.master_addr or os.environ.get("MASTER_ADDR") or socket.gethostname(),
+        is_one_host=env.local_world_size == env.world_size,
         keeper=None if served_by_launcher else 0,
         is_current=lambda: dist.is_initialized() and dist.group.WORLD is group(),
     )

@@ -31,6 +31,7 @@ from shardwise.world.group import (
 from shardwise.world.last_words import owe_last_words, owe_no_words
 from shardwise.world.rng import seed_all
 from shardwise.world.signals import StopRequest
+from shardwise.world.termination import listen, stop_listening
 from shardwise.world.watch import Watch
 
 __all__ = ["World", "init"]
@@ -109,11 +110,16 @@ class World:
         self.stop = StopRequest()
         self.before_close: list[weakref.WeakMethod[Callable[[], object]]] = []
         self._gradients: Any = None
-        self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.size)): dist.group.WORLD}
+        # Of gloo another group for the mesh than for exchanges: ranks of which one is in a gather and another in an exchange are
+        # aborted by gloo if both are of one group, and can be told so if not.
+        everyone = tuple(range(self.size))
+        is_shared = self.size == 1 or device.type != "cpu" or is_imagined()
+        self._groups: dict[tuple[int, ...], Any] = {everyone: dist.group.WORLD} if is_shared else {}
         self.watch: Watch | None = None
         imagined = is_imagined()
         if self.size > 1 and not imagined:
-            self.watch = start_watch(self.rank, self.size, timeout_s, self.source)
+            self.watch = start_watch(env, timeout_s)
+            listen(self.watch)
         try:
             small = torch.device("cpu") if has_cpu_backend() else device
             self.agreement = Agreement(
@@ -254,13 +260,14 @@ class World:
 
     def _stop_watch(self) -> None:
         if self.watch is not None:
+            stop_listening(self.watch)
             self.watch.stop()
 
     # ---- groups ----------------------------------------------------------------------------------------------
 
     def _group(self, ranks: tuple[int, ...]) -> Any:
-        """The process group of ``ranks``; only they take part in making it. The world's own is used again, since a
-        second group of all ranks would cost memory and would not have the world's timeout."""
+        """The process group of ``ranks``; only they take part in making it. On accelerators the world's own is used again, since a
+        second group of all ranks would cost their memory."""
         if ranks not in self._groups:
             self._groups[ranks] = self._new_group(ranks)
         return self._groups[ranks]

@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from shardwise.world.connections import LEFT
+from shardwise.world.termination import stop_listening
+
 if TYPE_CHECKING:
     from shardwise.world.init import World
 
@@ -32,8 +35,9 @@ def owe_last_words(world: "World") -> None:
                 lost = world.lost_peer(error)
                 if lost is not None:
                     shown(type(lost), lost, None)
-                world.closed = True
+                world.closed, world.watch.guard.is_shown = True, True
                 world.watch.failed(lost or error)
+                stop_listening(world.watch)
 
     sys.excepthook = tell
     atexit.register(_leave)
@@ -46,7 +50,11 @@ def owe_no_words(world: "World") -> None:
 
 def _leave() -> None:
     for world in list(_open):
-        if world.watch is not None and not world.closed and dist.is_initialized():
+        if world.watch is None:
+            continue
+        stop_listening(world.watch)  # should what follows hang, SIGTERM ends it
+        world.watch.connections.say(LEFT)
+        if not world.closed and dist.is_initialized():
             world.closed = True
             # The group first: a peer that waits in a collective for this rank is let go, and then reads why.
             if world.owns_group:

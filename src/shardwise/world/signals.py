@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.launch.notice import NOTICES, Insistence, leave
+from shardwise.world.termination import is_free
 
 __all__ = ["StopRequest"]
 
@@ -95,4 +96,4 @@ class StopRequest:
 def _handlers() -> dict[int, Any]:
     """The signals that are free for us, and what is there: nothing, or what only ends the process."""
     found = {number: signal.getsignal(number) for number in NOTICES}
-    return {number: handler for number, handler in found.items() if handler in (signal.SIG_DFL, leave)}
+    return {number: handler for number, handler in found.items() if is_free(handler)}

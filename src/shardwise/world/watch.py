@@ -1,39 +1,46 @@
-"""Every rank watches its neighbour, so that a lost, stopped or straying rank is named before the group times out.
+"""Every rank watches the others: one whose process has ended is named within seconds, one that does not come is reported.
 
-A thread per rank writes a *beat* into the store every interval: a counter, and where its main thread is ("at window
-12, before the step"). It reads its right neighbour's beat; one that stands still for ``silent_s`` belongs to a rank that is
-stopped or gone, and the reader raises an *alarm*: a key every rank reads. A rank that fails leaves word the same way, and
-the first word counts: what fails later is an echo. So word spreads in one interval, whatever the number of ranks, and
-no rank reads more than three keys per interval.
+Two kinds of evidence are kept apart. A process that *ended* closes its connections (:mod:`shardwise.world.connections`), and a rank
+that fails leaves word: either is an *alarm*, a key in the store that every rank reads, and ends the run. The first word
+counts: what fails later is an echo. *Silence* is no alarm, since a process may be stopped, held by a debugger or busy in C code, and
+go on: a rank that waits for such a one says so, and the run ends when the timeout of the group has passed.
 
-The main thread sees the alarm where it polls (the agreement). One that is blocked inside a collective cannot see it,
-and gloo cannot be aborted from outside, so after ``grace_s`` a second thread reports the error to whoever started
-this process (or prints it) and ends the process with :data:`EXIT_PEER_LOST`, as NCCL's own watchdog does. The same thread
-notices a store that does not answer: the process that keeps it is stopped, and no read of it would ever return.
+A thread per rank writes a *beat* into the store every interval: a counter, and where its main thread is ("at window 12, before the
+step"). It reads the alarm and its right neighbour's beat, and all beats when its main thread waits for long. So word spreads in
+one interval, whatever the number of ranks. The main thread sees the alarm where it polls (the agreement); one that cannot is
+ended by a second thread, :mod:`shardwise.world.guard`.
 """
 
 import contextlib
-import json
-import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
 
 import torch.distributed as dist
 
 from shardwise._compat import connection_to
 from shardwise.errors import RankError
-from shardwise.launch.events import report_failure
+from shardwise.world.beats import HAS_LEFT, Beat, Beats, Word, leave_beat, leave_word, read_word, within
+from shardwise.world.connections import LEFT
+from shardwise.world.guard import EXIT_PEER_LOST, Guard
+from shardwise.world.neighbours import connect
+from shardwise.world.waiting import Wait, WaitReport, missing
 
 __all__ = ["EXIT_PEER_LOST", "Watch"]
 
-EXIT_PEER_LOST = 71  # os.EX_OSERR: this process ended itself because a peer was lost
 _FIX_LOST = "look at that rank's output for the cause; start the run again"
+_FIX_CROSSED = (
+    "give every rank the same number of forwards and backwards, in the same order; within sw.gathered(model) each may run as many "
+    "forwards as it likes"
+)
+_KINDS = ("all_gather", "reduce_scatter")  # of collectives among partners alone
+_CROSSED_S = 4.0  # how long a rank is blocked before it looks whether its partners are elsewhere
 _HEARD_S = 2.0  # how long the keeper of the store stays after it failed, so that the others can read why
-_LEFT = -1  # the counter of a rank that has left on purpose
+_READ_S = 2.0  # how long the main thread waits for an answer of the store when it looks for who is missing
+_SILENT_S = 30.0  # after which a rank that nobody waits for is taken for gone
+_LEAVING = "for the others to leave"
 
 
 class Watch:
@@ -42,10 +49,14 @@ class Watch:
     Args:
         rank, size: this rank among how many.
         store: shared by all ranks, with keys of this world only.
-        timeout_s: of the group; silence of a quarter of it (2 to 30 s) is an alarm.
+        timeout_s: of the group.
+        master: the host by whose route this rank's address is found.
+        is_one_host: all ranks are on this host.
         keeper: the rank in whose process the store lives; None: in a launcher's, or unknown.
         is_current: whether the world still exists; False ends the threads (a group destroyed without a word).
     """
+
+    LOST = "for word of a lost rank"  # what a rank waits in whose collective has failed
 
     def __init__(
         self,
@@ -54,44 +65,51 @@ class Watch:
         *,
         store: dist.Store,
         timeout_s: float,
+        master: str,
+        is_one_host: bool,
         keeper: int | None = None,
         is_current: Callable[[], bool] = lambda: True,
     ):
-        self.rank, self.size = rank, size
-        self.silent_s = max(2.0, min(30.0, timeout_s / 4))
-        self.interval_s = min(max(0.5, size / 500), self.silent_s / 4)  # the store serves some thousand reads a second
-        self.grace_s = 3.0
+        self.rank, self.size, self.timeout_s, self.is_current = rank, size, timeout_s, is_current
+        self.report_s = max(2.0, min(9.0, timeout_s / 4))  # 9: said before 10 s are over, on a busy machine too
+        self.interval_s = max(0.5, size / 500)  # the store serves some thousand reads a second
         self.place = "at start-up"
         self.alarm: RankError | None = None
         self.left_since: float | None = None  # when this rank saw that some rank has left on purpose
-        self._keeper, self.is_current = keeper, is_current
-        self._fatal = True  # whether the alarm ends a main thread that does not see it
-        self._told = False  # the main thread has seen the alarm, or does not need to
-        self._left = False
-        self._turns = 0  # of the thread that talks to the store
-        self._stop = threading.Event()
+        self.is_told = False  # the main thread has seen the alarm, or does not need to
+        self.is_asked = False  # the alarm is of a rank that was sent SIGTERM
+        self.is_broken = False  # a collective has failed: whatever ends this process now, a lost peer is the cause
+        self.turns = 0  # of the thread that talks to the store
+        self.waits: Wait | None = None  # in an exchange
+        self.partners: tuple[int, ...] = ()  # ranks of the collectives that are no exchanges: gathers and sums of units
+        self.keeper, self._left = keeper, False
+        self.stopped = threading.Event()
         self._store, self._main_store = connection_to(store), connection_to(store)
-        self._threads = [
-            threading.Thread(target=run, name=f"shardwise-{name}", daemon=True)
-            for name, run in (("watch", self._talk), ("guard", self._guard))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self.open_store = lambda: connection_to(store)  # for threads that seldom need one: a read waits for its answer
+        self.guard = guard = Guard(self, threading.current_thread(), self.stopped)
+        self._crossed: object = None  # what was last seen of partners that are elsewhere
+        self.report = WaitReport(rank, self.report_s, timeout_s)
+        self.beats = Beats(self._store, rank, size, lambda: guard.awake_s)
+        self.connections = connect(self, self.open_store, master=master, is_one_host=is_one_host)
+        self._beat(self._main_store)
+        self._thread = threading.Thread(target=self._talk, name="shardwise-watch", daemon=True)
+        self._thread.start()
+        self.guard.start()
 
     # ---- for the main thread ---------------------------------------------------------------------------------
 
     def at(self, place: str) -> None:
-        """Says where the main thread is."""
-        self.place = f"at {place}"
+        """Says where the main thread is, and that it waits there for all ranks."""
+        self.place, self.waits = f"at {place}", Wait(f"at {place}", self.guard.awake_s)
 
     def past(self, place: str) -> None:
         """Says what the main thread has behind it: until it is somewhere else, it is in code that says nothing."""
-        self.place = f"after {place}"
+        self.place, self.waits = f"after {place}", None
 
     def check(self) -> None:
         """Raises the alarm, if there is one."""
         if self.alarm is not None:
-            self._told = True
+            self.is_told = True
             raise self.alarm
 
     def wait_for_alarm(self, seconds: float) -> RankError | None:
@@ -100,28 +118,45 @@ class Watch:
         end = time.monotonic() + seconds
         while self.alarm is None and self.left_since is None and time.monotonic() < end:
             time.sleep(0.02)
-        self._told = self._told or self.alarm is not None
         return self.alarm
 
-    def places(self) -> dict[int, str]:
-        """Where every rank's main thread says it is (its last beat); unknown ranks are left out."""
-        beats = {rank: self._read(self._main_store, f"beat/{rank}") for rank in range(self.size)}
-        return {rank: beat["place"] for rank, beat in beats.items() if beat is not None}
+    def feels_loss(self) -> None:
+        """A collective has failed: until a rank is named, this one waits for word of it."""
+        self.is_broken, self.waits = True, Wait(self.LOST, self.guard.awake_s)
+
+    def missing(self, what: str, *, silent_s: float | None = None) -> tuple[tuple[int, ...], str]:
+        """The ranks that do not wait in ``what``, and where they are, in words.
+
+        Args:
+            what: what this rank waits in, as :attr:`Wait.what` says it.
+            silent_s: seconds without a beat that are silence; None: half the time after which a wait is reported.
+        """
+        found = within(_READ_S, lambda: self._missing(what, silent_s))
+        if found is None:
+            word = self.store_lost(f"has not answered for {max(self.guard.stalled_s, _READ_S):.0f} s")
+            return tuple(word.ranks), word.why
+        return found
 
     def gone(self) -> tuple[int, ...]:
         """The ranks that have left on purpose."""
-        beats = {rank: self._read(self._main_store, f"beat/{rank}") for rank in range(self.size)}
-        return tuple(rank for rank, beat in beats.items() if beat is not None and beat["count"] == _LEFT)
+        beats = within(_READ_S, self.beats.read) or {}
+        return tuple(rank for rank, beat in beats.items() if beat.has_left)
 
     def failed(self, error: BaseException) -> None:
         """Leaves word that this rank ends with ``error``, so that peers name it at once. The first word counts."""
         if self.alarm is None:  # else there is a word already, or a store that does not take one
             what = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
             blamed = list(error.ranks) if isinstance(error, RankError) else []
-            self._raise_alarm(blamed or [self.rank], f"rank {self.rank} failed {self.place}: {what}")
-        if self._keeper == self.rank:
+            word = Word(blamed or [self.rank], f"rank {self.rank} failed {self.place}: {what}")
+            try:
+                leave_word(self._main_store, word)
+            except RuntimeError as problem:
+                print(
+                    f"shardwise: rank {self.rank} could not leave word ({_line(problem)}): {word.why}", file=sys.stderr
+                )
+        if self.keeper == self.rank:
             self._wait_until_heard()
-        self._told = True  # last: should the store hang, the guard still ends this process
+        self.is_told = True  # last: should the store hang, the guard still ends this process
 
     def leave(self, patience_s: float) -> None:
         """Leaves word that this rank is done, and waits until every rank is.
@@ -130,46 +165,45 @@ class Watch:
             RankError: a peer failed or was lost meanwhile, or did not come within ``patience_s``.
         """
         self.check()
+        self.waits = Wait(_LEAVING, self.guard.awake_s)
         self._say_left()
         self._wait_for_all("left", self.size, patience_s)
         # The store's keeper goes last: the others have then read the number they waited for.
         with contextlib.suppress(RuntimeError):
             self._main_store.add("gone", 1)
-            if self._keeper == self.rank:
-                self._wait_for_all("gone", self.size, min(patience_s, self.silent_s))
+            if self.keeper == self.rank:
+                self._wait_for_all("gone", self.size, min(patience_s, _SILENT_S))
 
     def leave_unannounced(self) -> None:
         """For a program that ends without closing its world: leaves word, never raises. The store's keeper stays while
         others are alive and need it."""
-        self._told = True
+        self.is_told = True
         if self.alarm is not None:
             return
         with contextlib.suppress(RuntimeError):
             self._say_left()
-            beats, still = "", 0.0
-            while self._keeper == self.rank and self._main_store.add("left", 0) < self.size and self.alarm is None:
-                now = str(self._beats())
+            beats, still = None, 0.0
+            while self.keeper == self.rank and self._main_store.add("left", 0) < self.size:
+                now = self.beats.read()
                 beats, still = now, (still + 0.1 if now == beats else 0.0)
-                if still > self.silent_s:
+                if read_word(self._main_store) is not None or still > min(_SILENT_S, self.timeout_s / 4):
                     return
                 time.sleep(0.1)
 
-    def _beats(self) -> list[dict[str, Any] | None]:
-        """The last beat of every other rank."""
-        return [self._read(self._main_store, f"beat/{rank}") for rank in range(self.size) if rank != self.rank]
-
     def stop(self) -> None:
         """Ends the threads."""
-        self._stop.set()
-        self._told = True
-        for thread in self._threads:
+        self.stopped.set()
+        self.is_told, self.waits = True, None
+        self.connections.close()
+        for thread in (self._thread, self.guard):
             thread.join(timeout=1.0)  # one that waits for a store that does not answer is left behind: a daemon
 
     # ---- words -----------------------------------------------------------------------------------------------
 
     def _say_left(self) -> None:
+        self.connections.say(LEFT)
         self.place, self._left = "at the end: it has left", True
-        self._beat(self._main_store, _LEFT)
+        self._beat(self._main_store)
         self._main_store.add("left", 1)
 
     def _wait_for_all(self, key: str, wanted: int, patience_s: float) -> None:
@@ -177,99 +211,112 @@ class Watch:
         while self._main_store.add(key, 0) < wanted:
             self.check()
             if time.monotonic() - start > patience_s:
-                late = {rank: place for rank, place in self.places().items() if rank not in self.gone()}
+                ranks, where = self.missing(_LEAVING)
                 raise RankError(
                     f"rank {self.rank} waited {patience_s:.0f} s for the others to leave",
-                    why="; ".join(f"rank {rank} is {place}" for rank, place in late.items()),
+                    why=where,
                     fix="close the world on every rank, after the same number of windows",
-                    ranks=tuple(late),
+                    ranks=ranks,
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
 
     def _wait_until_heard(self) -> None:
-        end = time.monotonic() + _HEARD_S
+        end, ended = time.monotonic() + _HEARD_S, self.connections.ended()
         with contextlib.suppress(RuntimeError):
-            while self._main_store.add("heard", 0) < self.size - 1 and time.monotonic() < end:
+            while self._main_store.add("heard", 0) < self.size - 1 - len(ended) and time.monotonic() < end:
                 time.sleep(0.02)
 
-    def _beat(self, store: dist.Store, count: int) -> None:
-        store.set(f"beat/{self.rank}", json.dumps({"count": count, "place": self.place}))
+    def _beat(self, store: dist.Store) -> None:
+        wait = self.waits or self.guard.blocked
+        count = HAS_LEFT if self._left else self.turns
+        beat = Beat(count, self.place, self.guard.main.line(), wait.what if wait else "")
+        leave_beat(store, self.rank, beat)
 
-    @staticmethod
-    def _read(store: dist.Store, key: str) -> dict[str, Any] | None:
-        return json.loads(store.get(key)) if store.check([key]) else None
-
-    def _raise_alarm(self, ranks: list[int], why: str) -> None:
-        try:
-            self._main_store.compare_set("alarm", "", json.dumps({"ranks": ranks, "why": why}))
-        except RuntimeError as error:
-            print(f"shardwise: rank {self.rank} could not leave word ({_first_line(error)}): {why}", file=sys.stderr)
+    def _missing(self, what: str, silent_s: float | None) -> tuple[tuple[int, ...], str]:
+        beats, limit = self.beats.read(), self.report_s / 2 if silent_s is None else silent_s
+        silent = {rank: seconds for rank in beats if (seconds := self.beats.silent_for(rank)) > limit}
+        unseen = tuple(rank for rank in range(self.size) if rank != self.rank and rank not in beats)
+        return missing(what, beats, silent, unseen=unseen)
 
     # ---- the thread that talks to the store ------------------------------------------------------------------
 
     def _talk(self) -> None:
-        neighbour = (self.rank + 1) % self.size
-        last, unchanged = None, 0
-        while not self._stop.wait(self.interval_s) and self.is_current():
+        neighbour, looked_at = (self.rank + 1) % self.size, None
+        while not self.stopped.wait(self.interval_s) and self.is_current():
             try:
-                self._beat(self._store, _LEFT if self._left else self._turns)
-                word, beat = self._read(self._store, "alarm"), self._read(self._store, f"beat/{neighbour}")
+                self._beat(self._store)
+                word = read_word(self._store)
                 if word is not None:
                     self._store.add("heard", 1)
                 elif self.left_since is None and self._store.add("left", 0) > self._left:
                     self.left_since = time.monotonic()
+                wait, now = self.waits or self.guard.blocked, self.guard.awake_s
+                is_long = wait is not None and wait != looked_at and now - wait.since > 2 * self.interval_s
+                self.beats.read(None if is_long else [neighbour])  # whose counts are compared with what comes later
+                looked_at = wait if is_long else looked_at
             except RuntimeError as error:
-                # Its keeper has ended, and so have its connections: nobody can be stuck waiting for it.
-                self._on_alarm(*self._store_lost(f"is gone ({_first_line(error)})"), fatal=False)
+                is_expected = self.keeper is None or self.left_since is not None
+                self.on_alarm(self.store_lost(f"is gone ({_line(error)})"), fatal=not is_expected)
                 return
-            self._turns += 1
+            self.turns += 1
             if word is not None:
-                self._on_alarm(word["ranks"], word["why"])
+                self.on_alarm(word)
                 return
-            # Counted in turns, not in seconds: after a stop of the whole job nobody has been silent.
-            unchanged = unchanged + 1 if beat == last and (beat is None or beat["count"] != _LEFT) else 0
-            last = beat
-            if unchanged * self.interval_s > self.silent_s:
-                where = beat["place"] if beat else "at start-up"
-                why = f"rank {neighbour} gave no sign of life for {self.silent_s:.0f} s; it was last {where}"
-                self._raise_alarm([neighbour], why)
-                unchanged = 0  # the alarm is read at the next turn: another rank's word may have come first
+            if wait is not None and self.waits is None and now - wait.since > _CROSSED_S:
+                self._look_for_crossed(wait)
+            if wait is not None and wait.what != self.LOST and self.report.is_due(wait, now):
+                self.report.say(wait, now, self._missing(wait.what, None)[1])
 
-    def _store_lost(self, what: str) -> tuple[list[int], str]:
-        if self._keeper is None:
-            return [], f"the store that the launcher keeps for the ranks {what}"
-        return [self._keeper], f"the store kept by rank {self._keeper} {what}"
-
-    def _on_alarm(self, ranks: list[int], why: str, *, fatal: bool = True) -> None:
-        if self._stop.is_set() or not self.is_current():
+    def _look_for_crossed(self, wait: Wait) -> None:
+        """A partner that waits in an exchange, has left, or reduces where this rank gathers, will not come to the collective that blocks
+        this rank, and cannot go on without it. That is certain, unlike silence; seen twice, since a beat is older than what it tells."""
+        beats = self.beats.read([rank for rank in self.partners if rank != self.rank])
+        own = next((kind for kind in _KINDS if kind in wait.what), "")
+        crossing = tuple(kind for kind in _KINDS if kind != own) if own else ()
+        found = {
+            rank: beat
+            for rank, beat in beats.items()
+            if beat.has_left or beat.waits.startswith("at ") or any(kind in beat.waits for kind in crossing)
+        }
+        state = (wait, tuple((rank, beat.place, beat.line) for rank, beat in found.items()))
+        if not found or state != self._crossed:
+            self._crossed = state
             return
-        who = f"rank {', '.join(map(str, ranks))}" if ranks else "the launcher"
+        where = "; ".join(f"rank {rank} {_elsewhere(beat)}" for rank, beat in found.items())
+        here = f"{self.place} ({line})" if (line := self.guard.main.line()) else self.place
+        why = f"rank {self.rank} waits {wait.what} ({here}), and {where}: they run other forwards or backwards, or in another order"
+        leave_word(self._store, Word(sorted({self.rank, *found}), why, is_crossed=True))
+
+    def store_lost(self, what: str) -> Word:
+        """What to say of a store that does ``what``."""
+        if self.keeper is None:
+            return Word([], f"the store that the launcher keeps for the ranks {what}")
+        return Word([self.keeper], f"the store kept by rank {self.keeper} {what}")
+
+    def on_alarm(self, word: Word, *, fatal: bool = True) -> None:
+        """Takes in a word; the first one counts. A fatal one ends a main thread that does not look."""
+        if self.stopped.is_set() or not self.is_current():
+            return
+        self.guard.is_fatal = self.guard.is_fatal or fatal
+        if self.alarm is not None:
+            return
+        who = f"rank {', '.join(map(str, word.ranks))}" if word.ranks else "the launcher"
         given = f"{who} was lost while rank {self.rank} was {self.place}"
-        if self.rank in ranks:  # it did not come where they waited, or was silent for too long
+        if self.rank in word.ranks:  # it did not come where they waited
             given = f"rank {self.rank} was given up by the others while it was {self.place}"
-        self._fatal = fatal
-        self.alarm = RankError(given, why=why, fix=_FIX_LOST, ranks=tuple(ranks))
-
-    # ---- the thread that ends a process nobody else can --------------------------------------------------------
-
-    def _guard(self) -> None:
-        tick = min(0.1, self.interval_s)
-        turns, stalled, since_alarm = 0, 0.0, 0.0
-        while not self._stop.wait(tick) and self.is_current() and not (self.alarm and not self._fatal):
-            stalled = 0.0 if turns != self._turns else stalled + tick
-            turns = self._turns
-            if self.alarm is None and stalled > self.silent_s + self.interval_s:
-                self._on_alarm(*self._store_lost(f"has not answered for {self.silent_s:.0f} s"))
-            since_alarm = since_alarm + tick if self.alarm is not None and not self._told else 0.0
-            if since_alarm > self.grace_s and self.alarm is not None:
-                self._end_process(self.alarm)
-
-    def _end_process(self, alarm: RankError) -> None:
-        if not report_failure(alarm):
-            print(f"shardwise: rank {self.rank} ends itself.\nRankError: {alarm}", file=sys.stderr, flush=True)
-        os._exit(EXIT_PEER_LOST)
+        if word.is_crossed:
+            given = f"ranks {', '.join(map(str, word.ranks))} wait for each other in different collectives"
+        self.is_asked = word.is_asked
+        fix = _FIX_CROSSED if word.is_crossed else _FIX_LOST
+        self.alarm = RankError(given, why=word.why, fix=fix, ranks=tuple(word.ranks))
 
 
-def _first_line(error: BaseException) -> str:
+def _elsewhere(beat: Beat) -> str:
+    if beat.has_left:
+        return "has left"
+    return f"waits {beat.where}" if beat.waits.startswith("at ") else f"waits {beat.waits}, {beat.where}"
+
+
+def _line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or ["no message"])[0][:120]

@@ -1,0 +1,93 @@
+"""What a rank does when a connection to a neighbour ends, or cannot be made."""
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from shardwise.world.beats import Word, leave_word, within
+from shardwise.world.connections import RESET, TERMINATED, PeerConnections
+from shardwise.world.guard import ended_word
+
+if TYPE_CHECKING:
+    from shardwise.world.watch import Watch
+
+__all__ = ["connect"]
+
+_ALL_ASKED_S = 1.0  # until a SIGTERM that was sent to all ranks of a job has reached this one, too
+_UNSURE_S = 2.0  # a beat in that time shows that a connection was lost, and not its rank
+
+
+def connect(watch: "Watch", store: Callable[[], dist.Store], *, master: str, is_one_host: bool) -> PeerConnections:
+    """The connections of a watch, which hears of their ends."""
+    told = _Told(watch)
+    return PeerConnections(
+        watch.rank,
+        watch.size,
+        store=store,
+        master=master,
+        is_one_host=is_one_host,
+        is_current=watch.is_current,
+        on_end=told.of_an_end,
+        on_problem=told.of_a_problem,
+    )
+
+
+class _Told:
+    """What the thread of the connections calls."""
+
+    def __init__(self, watch: "Watch"):
+        self._watch = weakref.ref(watch)  # which has these connections: no ring of references, that would keep them
+
+    def of_an_end(self, rank: int, how: bytes) -> None:
+        """A neighbour's connection has ended without its word that it leaves."""
+        watch, word = self._watch(), ended_word([rank])
+        if watch is None:
+            return
+        if how != TERMINATED and _has_left(watch, rank):
+            watch.connections.closed.discard(rank)
+            return
+        if how == TERMINATED:
+            word = Word([rank], f"rank {rank} was ended by SIGTERM", is_asked=True)
+            watch.stopped.wait(_ALL_ASKED_S)
+        if how == RESET and _is_alive(watch, rank):
+            print(f"shardwise: rank {watch.rank} lost its connection to rank {rank}, which lives", file=sys.stderr)
+            return
+        if rank != watch.keeper:  # else the store has ended with it
+            with contextlib.suppress(RuntimeError):
+                word = leave_word(watch.open_store(), word)
+        watch.on_alarm(word)
+
+    def of_a_problem(self, problem: str) -> None:
+        """This rank cannot connect to its right neighbour: the first of all ranks says so, unless one of them has ended."""
+        watch = self._watch()
+        if watch is None or watch.alarm is not None:
+            return
+        with contextlib.suppress(RuntimeError):
+            who = f"rank {watch.rank}"
+            if watch.open_store().compare_set("unconnected", "", who) != who.encode():
+                return
+        print(
+            f"shardwise: rank {watch.rank} cannot connect to rank {(watch.rank + 1) % watch.size} ({problem}): a rank that ends "
+            "without a word will be noticed by its silence only, which takes longer; let the ranks' hosts connect to each other "
+            "on any port",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _has_left(watch: "Watch", rank: int) -> bool:
+    """Whether a rank has left on purpose, as its last beat says: the word of it on the connection may be lost where both leave at once."""
+    beats = within(_UNSURE_S, lambda: watch.beats.read([rank])) or {}
+    return rank in beats and beats[rank].has_left
+
+
+def _is_alive(watch: "Watch", rank: int) -> bool:
+    with contextlib.suppress(RuntimeError):
+        before = watch.beats.read([rank])
+        watch.stopped.wait(max(_UNSURE_S, 4 * watch.interval_s))
+        return watch.beats.read([rank]) != before
+    return False

@@ -1,0 +1,141 @@
+"""SIGTERM while a world is open: a rank that has lost a peer names it before it ends, and ends at once.
+
+torchrun sends SIGTERM to the ranks that are left within 0.1 s of a rank's death. Python runs a signal's handler in the main thread,
+which may be blocked in a collective, so a thread hears of the signal too (``signal.set_wakeup_fd``). Where no peer is lost, everything is
+as it was without this: the process ends by the signal, or does what its own handler says, or saves and stops.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from shardwise.launch.notice import leave
+from shardwise.world.connections import TERMINATED
+
+if TYPE_CHECKING:
+    from shardwise.world.watch import Watch
+
+__all__ = ["is_free", "listen", "stop_listening"]
+
+_PATIENCE_S = 1.0  # for a main thread that ends by itself: it raises the error, or says what is kept
+
+_listener: "_Listener | None" = None
+
+
+def listen(watch: "Watch") -> None:
+    """From now on ``watch`` is asked when SIGTERM comes. Not where the application has a handler of its own, nor off the main
+    thread, where Python allows none."""
+    global _listener
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if _listener is None:
+        before = signal.getsignal(signal.SIGTERM)
+        if before not in (signal.SIG_DFL, leave):
+            return
+        _listener = _Listener(before)
+    _listener.watches.append(watch)
+
+
+def stop_listening(watch: "Watch") -> None:
+    """``watch`` has nothing to say any more: its world is closed, or the program ends. Idempotent."""
+    global _listener
+    if _listener is None or watch not in _listener.watches:
+        return
+    _listener.watches.remove(watch)
+    if not _listener.watches and threading.current_thread() is threading.main_thread():
+        _listener.close()
+        _listener = None
+
+
+def is_free(handler: Any) -> bool:
+    """Whether a handler of SIGTERM only ends the process, so that another may take its place for a while."""
+    return handler in (signal.SIG_DFL, leave) or (_listener is not None and handler == _listener.handle)
+
+
+class _Listener:
+    """The handler, the descriptor that the signal wakes, and the thread that reads it; one per process."""
+
+    def __init__(self, before: Any):
+        self.watches: list[Watch] = []
+        self._before = before
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._is_woken = self._take_wakeup()
+        self._thread = threading.Thread(target=self._run, name="shardwise-sigterm", daemon=True)
+        self._thread.start()
+        signal.signal(signal.SIGTERM, self.handle)
+
+    def _take_wakeup(self) -> bool:
+        other = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        if other != -1:  # an event loop's: then only the handler wakes the thread
+            signal.set_wakeup_fd(other)
+        return other == -1
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """The handler, in the main thread: what is to be done is done by the other one, which hears of it even if this is blocked."""
+        if not self.watches:
+            self._end_by_signal()
+        elif not self._is_woken:
+            os.write(self._write, bytes([number]))
+        if self._before is leave:
+            leave(number, frame)
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            while data := os.read(self._read, 64):
+                if signal.SIGTERM in data:
+                    self._on_sigterm()
+        os.close(self._read)
+
+    def _on_sigterm(self) -> None:
+        handler = signal.getsignal(signal.SIGTERM)
+        if not str(getattr(handler, "__module__", "")).startswith("shardwise."):
+            return
+        for watch in list(self.watches):
+            lost = watch.guard.loss()
+            if lost is not None:
+                watch.guard.end(lost, _PATIENCE_S if watch.is_told or self._before is leave else 0.0)
+        if handler == self.handle and self._before == signal.SIG_DFL:
+            self._end_by_signal()
+
+    def _end_by_signal(self) -> None:
+        for watch in list(self.watches):
+            watch.connections.say(TERMINATED)
+        # Python lets only the main thread set a handler, and that may be blocked.
+        libc = ctypes.CDLL(None)
+        libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+        libc.signal(signal.SIGTERM, None)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def close(self) -> None:
+        """Gives the signal back; in the main thread."""
+        if signal.getsignal(signal.SIGTERM) == self.handle:
+            signal.signal(signal.SIGTERM, self._before)
+        if self._is_woken:
+            other = signal.set_wakeup_fd(-1)
+            if other != self._write:
+                signal.set_wakeup_fd(other)
+        os.close(self._write)  # the thread reads the end of it
+
+    def forget(self) -> None:
+        """In a process that was forked: nothing of this is its own."""
+        if signal.getsignal(signal.SIGTERM) == self.handle:
+            signal.signal(signal.SIGTERM, self._before)
+        if self._is_woken:
+            signal.set_wakeup_fd(-1)
+        os.close(self._write)
+        os.close(self._read)
+
+
+def _forget_in_child() -> None:
+    global _listener
+    if _listener is not None and threading.current_thread() is threading.main_thread():
+        _listener.forget()
+    _listener = None
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

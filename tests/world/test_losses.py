@@ -1,0 +1,48 @@
+"""Whole runs that lose a peer, or seem to, as users start them: what is said, when, and what is left.
+
+``tools/loss_table.py`` measures the same and writes the table."""
+
+import pytest
+from world.loss_runs import LAUNCHERS, names, run
+from world.losses import CAUSES, ONLY_SLOW
+
+# Seconds from the loss: to the message, and to the end of all. The limits hold on a machine that is busy with other things.
+SAID_S = {"killed": 5.0, "exits": 5.0, "stopped": 12.0, "caught": 12.0}
+
+
+def check(cause, lost, found):
+    """One run that has lost a peer: named in time, nobody else named, ended where it ends, nothing left."""
+    said = found.seconds_to(names(lost))
+    assert said is not None and said < SAID_S[cause], f"{said}\n{found.text[-3000:]}"
+    assert found.seconds_to(names(1 - lost)) is None, found.text[-3000:]
+    if cause in ("killed", "exits"):
+        assert found.seconds_to_end < 20.0 and found.left == 0 and any(found.codes), found.text[-3000:]
+
+
+def lose(cause, lost, launcher, blocked):
+    """A run that does so; one that would go on until its timeout is ended when it has said what it waits for."""
+    until = names(lost) if cause in ("stopped", "caught") else None
+    return run(cause, lost, launcher, seconds=30.0, timeout_s=300.0, blocked=blocked, until=until)
+
+
+def test_torchrun_does_not_end_the_survivor_before_it_names_a_killed_rank():
+    check("killed", 1, lose("killed", 1, "torchrun", True))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("turn", range(10))
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("cause", CAUSES)
+def test_every_cause_under_every_launcher(cause, launcher, lost, turn):
+    check(cause, lost, lose(cause, lost, launcher, turn % 2 == 1))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("cause", "seconds"), list(ONLY_SLOW.items()))
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_what_only_takes_long_is_no_alarm(cause, seconds, launcher, lost):
+    found = run(cause, lost, launcher, seconds=seconds, timeout_s=300.0)
+    assert found.text.count("DONE ") == 2 and "RankError" not in found.text, found.text[-3000:]
+    assert not any(found.codes)
