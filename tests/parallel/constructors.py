@@ -171,6 +171,53 @@ def initialisers():
     )
 
 
+def further_initialisers():
+    init = nn.init
+    return Holder(
+        xavier_uniform=parameter(init.xavier_uniform_, D, D),
+        kaiming_normal=parameter(functools.partial(init.kaiming_normal_, mode="fan_out", nonlinearity="relu"), D, D),
+        spread=parameter(functools.partial(init.trunc_normal_, std=10.0), D, D),
+        grouped=parameter(functools.partial(init.dirac_, groups=2), 8, 4, 3, 3),
+        turned=parameter(lambda weight: init.orthogonal_(weight.data.t()), D, 2 * D),
+    )
+
+
+def _small_(weight: Tensor, scale: float) -> None:
+    with torch.no_grad():
+        weight.copy_(torch.randn_like(weight).clamp_(-2, 2) * scale)
+
+
+class OwnInit(nn.Module):
+    """A user's own functions: by ``apply`` of a closure, and one kept in a table by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(D, D), nn.Linear(D, D), nn.LayerNorm(D)
+        ways = {"first": functools.partial(_small_, scale=0.3), "second": lambda w: trunc_normal_(w, std=0.01)}
+        scale = 0.1
+
+        def each(module: nn.Module) -> None:
+            if isinstance(module, nn.Linear):
+                nn.init.orthogonal_(module.weight, gain=scale)
+
+        self.apply(each)
+        for name, way in ways.items():
+            way(getattr(self, name).weight)
+
+
+class Key:
+    """A key that prints as its address."""
+
+
+class ByObject(nn.Module):
+    """Tensors in a dict whose keys have no names."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.tables = {Key(): torch.randn(3), Key(): torch.randn(3), "last": torch.ones(2)}
+
+
 def dtypes():
     model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D).double(), nn.Linear(D, D).to(torch.bfloat16))
     before = torch.get_default_dtype()

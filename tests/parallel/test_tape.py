@@ -114,6 +114,11 @@ def test_tensors_in_lists_dicts_tuples_and_objects():
     ]  # fmt: skip
 
 
+def test_keys_without_a_name_are_counted():
+    values = assert_like_the_constructor(make.ByObject, {"linear.weight", "linear.bias", "tables.0", "tables.1"})
+    assert not torch.equal(values["tables.0"], values["tables.1"]) and "tables.last" in values
+
+
 def test_copies_between_parameters_stay_copies():
     values = assert_like_the_constructor(make.Copies)
     assert torch.equal(values["online.weight"], values["target.weight"])

@@ -148,7 +148,7 @@ def _refused_anywhere(source: "FromTape | None", tape: Tape, world: World) -> st
         raise tape.fault
     first = next((reason for reason, *_ in seen if reason is not None), None)
     if first is None and len({digest for _, digest, _ in seen}) > 1:
-        return "its constructor does not do the same on every rank (a generator of its own, the time, the rank?)"
+        return "its constructor does not do the same on every rank (a generator of its own, the time, the rank, the order of a set?)"
     return first
 
 

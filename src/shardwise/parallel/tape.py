@@ -28,6 +28,7 @@ from torch import Tensor
 
 from shardwise._compat import tree_any, tree_map
 from shardwise.parallel.marks import mark_unwritten, num_marks
+from shardwise.world.fingerprint import described
 from shardwise.world.rng import derive_seed, forked_rng
 
 __all__ = ["Tape", "is_draw"]
@@ -137,7 +138,7 @@ class Tape:
         ``targets`` (name -> tensor) that came of them."""
         found = hashlib.sha256()
         for entry in self._entries:
-            found.update(repr((str(entry.op), entry.args, entry.kwargs, entry.outputs)).encode())
+            found.update(described((entry.op, entry.args, entry.kwargs, entry.outputs, entry.default_dtype)).encode())
         for number, storage in sorted(self._constants.items()):
             found.update(f"{number}:".encode() + _bytes_of(storage))
         for name, tensor in targets.items():
