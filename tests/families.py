@@ -220,7 +220,6 @@ FAMILIES = {
                 "pad_token_id": 0,
                 **_IDS,
             },
-            units=("OPTDecoderLayer",),
         ),
         _family(
             "phi",
@@ -304,7 +303,6 @@ FAMILIES = {
             "three ties of one embedding, a buffer on the root",
             {**_HALVES, "max_position_embeddings": 16},
             pairs,
-            units=("BartEncoderLayer", "BartDecoderLayer"),
         ),
         _family(
             "whisper",
@@ -320,7 +318,6 @@ FAMILIES = {
                 "apply_spec_augment": False,
             },
             speech,
-            units=("WhisperEncoderLayer", "WhisperDecoderLayer"),
         ),
         _family(
             "convnext",
@@ -421,14 +418,12 @@ FAMILIES = {
             "multimodal",
             "LlavaForConditionalGeneration",
             "a model of vision before a model of language",
-            units=("CLIPEncoderLayer", "LlamaDecoderLayer"),
         ),
         Subject(
             Case("qwen3-vl-moe", qwen3_vl_moe, seen_turns),
             "multimodal",
             "Qwen3VLMoeForConditionalGeneration",
             "vision that reaches into several layers of language, experts that lie turned in published files",
-            units=("Qwen3VLMoeVisionBlock", "Qwen3VLMoeTextDecoderLayer"),
         ),
     )
 }

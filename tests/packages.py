@@ -124,7 +124,6 @@ def _built(
     return Subject(Case(name, build, batch, **contract), kind, model, hard, package, units)
 
 
-_X_UNITS = ("Attention", "FeedForward")
 _CLASSES = {"loss": class_loss}
 _VALUES = {"loss": squared_error, "count": all_values}
 _2D = {"spatial_dims": 2, "in_channels": 1}
@@ -141,7 +140,6 @@ PACKAGES = {
             "lists of lists, rotary positions, gated feed-forward",
             tokens,
             functools.partial(language_model, "Decoder", rotary_pos_emb=True, ff_glu=True),
-            units=_X_UNITS,
         ),
         _built(
             "x-encoder",
@@ -151,7 +149,6 @@ PACKAGES = {
             "RMS norms of its own, one table of relative positions for every block",
             tokens,
             functools.partial(language_model, "Encoder", use_rmsnorm=True, rel_pos_bias=True),
-            units=_X_UNITS,
         ),
         _built(
             "conformer",
@@ -197,7 +194,6 @@ PACKAGES = {
                 "num_heads": (1, 1, 2, 2),
                 "window_size": 4,
             },
-            units=("SwinTransformerBlock",),
             **_CLASSES,
         ),
         _package(
@@ -271,7 +267,6 @@ PACKAGES = {
                 "dim_head": 6,
                 "heads": 2,
             },
-            units=("HyperConnections",),
             **_VALUES,
         ),
     )

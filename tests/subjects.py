@@ -133,7 +133,8 @@ def unlike(found: dict[str, Tensor], *made: dict[str, Tensor]) -> list[str]:
     """What is not as constructors that drew apart have it: empty if all is well.
 
     Where those agree nothing was drawn, and ``found`` must be equal to the bit; elsewhere mean and spread are theirs
-    within six times the error of a sample of that size, and the largest value within a factor of two and a half.
+    within six times the error of a sample of that size, and the largest value within a factor of two and a half. Rows that
+    are zero in all of them (of the padding) are zero.
     """
     faults = [f"{name} is missing" for name in made[0].keys() - found.keys()]
     for name, value in found.items():
@@ -145,6 +146,13 @@ def unlike(found: dict[str, Tensor], *made: dict[str, Tensor]) -> list[str]:
             if not torch.equal(value, first):
                 faults.append(f"{name}: not the constant of the constructor")
         elif value.numel() >= 12:
+            empty = (
+                (torch.stack(wanted).flatten(2) == 0).all(2).all(0)
+                if value.dim() > 1
+                else torch.zeros(len(value), dtype=bool)
+            )
+            if value[empty].any():
+                faults.append(f"{name}: not the zero rows of the constructor")
             faults += [f"{name}: {text}" for text in _unlike_samples(value.double(), torch.stack(wanted).double())]
     return faults
 

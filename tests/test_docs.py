@@ -268,6 +268,10 @@ def _shortened(command: str, folder: Path) -> str | None:
             return f"python {ROOT / 'tools' / 'draw_pages.py'} --draw --to ."
         case ["python", "tools/hostile_table.py"]:
             return f"python {ROOT / 'tools' / 'hostile_table.py'} --num 1 --print"
+        case ["python", "tools/units_table.py", *_]:
+            return f"python {ROOT / 'tools' / 'units_table.py'} LlamaForCausalLM OPTForCausalLM"
+        case ["python", "tools/loss_table.py"]:
+            return f"python {ROOT / 'tools' / 'loss_table.py'} --help"
         case ["make", "demo"]:
             words = f"{SHORT} {SMALL_DATA} --log.dir={folder / 'run'}"
             return f"{_make('demo')} ARGS={shlex.quote(words)}"

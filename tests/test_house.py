@@ -66,10 +66,22 @@ def build(tmp_path, file, text):
         ("launch/a.py", "try:\n    from torch import nn\nexcept ImportError:\n    nn = None\n", "at module level"),
         ("plan/a.py", "class A:\n    import torch.nn\n", "at module level"),
         ("cli/a.py", "import numpy as np\n", "at module level"),
-        ("world/a.py", "from torch.distributed import _functional_collectives\n", "belong in _compat.py"),
-        ("world/a.py", "import torch.distributed._tensor\n", "belong in _compat.py"),
-        ("world/a.py", "import torch.distributed as dist\ndist._get_default_group()\n", "belong in _compat.py"),
-        ("world/a.py", "import torch\ndef f():\n    return torch.distributed.fsdp._x.y\n", "belong in _compat.py"),
+        (
+            "world/a.py",
+            "from torch.distributed import _functional_collectives\n",
+            "private names of torch belong in _torch/",
+        ),
+        ("world/a.py", "import torch.distributed._tensor\n", "private names of torch belong in _torch/"),
+        (
+            "world/a.py",
+            "import torch.distributed as dist\ndist._get_default_group()\n",
+            "private names of torch belong in _torch/",
+        ),
+        (
+            "world/a.py",
+            "import torch\ndef f():\n    return torch.distributed.fsdp._x.y\n",
+            "private names of torch belong in _torch/",
+        ),
         ("attic/a.py", "", "has no place in the order"),
     ],
 )

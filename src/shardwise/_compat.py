@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.distributed._composable.replicate import DDP as DDPModule  # noqa: N811 - a class: replicate() puts it over a module's own
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
 from torch.distributed.tensor import DTensor
@@ -34,7 +35,6 @@ __all__ = [
     "checkpointed",
     "connection_to",
     "default_store",
-    "drop_partial_gradients",
     "foreach_norms",
     "foreach_scale",
     "forget_failed_group",
@@ -44,7 +44,6 @@ __all__ = [
     "is_spectral_norm",
     "is_taken_apart",
     "is_unscaled",
-    "kept_whole",
     "lazy_chunks",
     "local_tensor",
     "look_in_graph",
@@ -53,7 +52,7 @@ __all__ = [
     "materialise",
     "memory_budget",
     "num_hooks",
-    "on_unit_backward",
+    "on_scalar_read",
     "operator_names",
     "parameter_groups",
     "reset_iteration",
@@ -63,7 +62,6 @@ __all__ = [
     "tree_flatten",
     "tree_map",
     "tree_unflatten",
-    "unit_gradients",
     "unit_groups",
     "unit_reshard",
     "unseen",
@@ -202,24 +200,6 @@ def unit_groups(module: nn.Module) -> list[Any]:
     return list(module._get_fsdp_state()._fsdp_param_groups)
 
 
-@contextlib.contextmanager
-def kept_whole(units: list[Any]) -> Iterator[None]:
-    """Within: the parameters of FSDP2's ``units`` are whole, also after a forward."""
-    groups = [group for unit in units for group in unit_groups(unit)]
-    after = [group.post_forward_mesh_info for group in groups]
-    for group in groups:
-        group.post_forward_mesh_info = None
-    try:
-        for unit in units:
-            unit.unshard()
-        yield
-    finally:
-        for group, info in zip(groups, after, strict=True):
-            group.post_forward_mesh_info = info
-        for unit in units:
-            unit.reshard()
-
-
 def unit_reshard(module: nn.Module) -> bool | int:
     """``reshard_after_forward`` of one unit, as ``fully_shard`` was given it."""
     group = unit_groups(module)[0]
@@ -227,51 +207,6 @@ def unit_reshard(module: nn.Module) -> bool | int:
         return False
     size = group.post_forward_mesh_info.shard_mesh_size
     return True if size == group.mesh_info.shard_mesh_size else size
-
-
-def on_unit_backward(group: Any, seen: Callable[[list[int], bool], None], before: Callable[[], None]) -> None:
-    """Calls ``before`` when a backward of ``group`` begins, and ``seen`` when it ends, with the positions of its
-    parameters that got a gradient in it (after reduction FSDP2 can no longer tell 'used, zero' from 'not used') and
-    whether it reduces now."""
-    pre_backward, post_backward = group.pre_backward, group.post_backward
-
-    def wrapped_before(*args: Any) -> None:
-        before()
-        pre_backward(*args)
-
-    def wrapped(*args: Any) -> None:
-        used = []
-        for i, param in enumerate(group.fsdp_params):
-            full = getattr(param, "_unsharded_param", None)
-            if full is not None and full.grad is not None:
-                used.append(i)
-        seen(used, group.reduce_grads)
-        if group.reduce_grads:
-            _agree_on_dtype(group)
-        post_backward(*args)
-
-    group.pre_backward, group.post_backward = wrapped_before, wrapped
-
-
-def _agree_on_dtype(group: Any) -> None:
-    """Gradients of earlier micro-batches are kept in the dtype they are reduced in, and FSDP2 refuses to reduce them beside
-    those of the last one alone, or the zeros of a parameter that was not used, in the dtype of compute."""
-    params = [param for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
-    if all(param.unsharded_accumulated_grad is None for param in params):
-        return
-    for param in params:
-        if param.unsharded_accumulated_grad is not None or not param.unsharded_param.requires_grad:
-            continue
-        if param.unsharded_param.grad is None:
-            param.unsharded_param.grad = torch.zeros_like(param.unsharded_param)
-        param.to_accumulated_grad_if_needed()
-
-
-def unit_gradients(group: Any) -> Iterator[tuple[nn.Parameter, nn.Module, str]]:
-    """``(sharded parameter, owning module, attribute)`` of a group, in the order :func:`on_unit_backward` counts."""
-    for param in group.fsdp_params:
-        info = param._module_info
-        yield param.sharded_param, info.module, info.param_name
 
 
 def reset_iteration(module: nn.Module) -> None:
@@ -289,16 +224,6 @@ def gathered_parameters(module: nn.Module) -> Iterator[tuple[Tensor, nn.Paramete
             whole = getattr(param, "_unsharded_param", None)
             if whole is not None:
                 yield whole, param.sharded_param
-
-
-def drop_partial_gradients(group: Any) -> None:
-    """Forgets gradients of micro-batches whose reduction never came (a window that ended in an exception)."""
-    group._partial_reduce_output = None
-    for param in group.fsdp_params:
-        param.unsharded_accumulated_grad = None
-        full = getattr(param, "_unsharded_param", None)
-        if full is not None:
-            full.grad = None
 
 
 def looked_at_on_meta(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -421,3 +346,33 @@ def memory_budget(budget: float) -> Iterator[None]:
             yield
     finally:
         partitioners.choose_saved_values_set = choose
+
+
+_on_scalar_read = WeakIdKeyDictionary()  # root of a mesh -> what is called
+
+
+def on_scalar_read(mesh: DeviceMesh, call: Callable[[DTensor], None]) -> None:
+    """Before a Python number is taken from a DTensor over ``mesh``, or a part of that mesh, calls ``call`` with the DTensor:
+    ``item()``, ``float()``, ``bool()``, a scalar argument of an operator. torch itself takes it from this rank's piece. DTensors
+    over other meshes are read as before."""
+    handlers, read = DTensor._op_dispatcher._custom_op_handlers, torch.ops.aten._local_scalar_dense.default
+    if not _on_scalar_read:
+        handlers[read] = _scalar_reader(handlers.get(read))
+    _on_scalar_read[mesh._get_root_mesh()] = call
+
+
+def _scalar_reader(before: Callable[..., Any] | None) -> Callable[..., Any]:
+    if getattr(before, "is_ours", False):
+        return before  # type: ignore[return-value]
+
+    def read(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor = args[0]
+        call = _on_scalar_read.get(tensor.device_mesh._get_root_mesh())
+        if call is not None:
+            call(tensor)
+        if before is not None:
+            return before(op, args, kwargs)
+        return op(tensor._local_tensor) if tensor.device_mesh.get_coordinate() is not None else None
+
+    read.is_ours = True  # type: ignore[attr-defined]
+    return read

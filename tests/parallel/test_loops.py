@@ -203,7 +203,9 @@ def a_gradient_taken_before_the_step(layout: str) -> tuple[dict, dict]:
             for each in w:
                 (sharded(each["x"]).sum() / w.num_tokens).backward()
         before = {name: None if grad is None else grad.clone() for name, grad in whole(sharded).items()}
-        torch.autograd.grad(sharded(given["x"]).sum(), list(sharded.text.parameters()))
+        x = given["x"].clone().requires_grad_()  # shards are in no graph
+        wanted = [x] if layout == "dp_shard=2" else [x, *sharded.text.parameters()]
+        torch.autograd.grad(sharded(x).sum(), wanted)
         return before, whole(sharded)
 
 

@@ -206,4 +206,4 @@ def sharding_keeps_meaning():
 
 def test_the_class_and_the_units_stay(ranks):
     same, units = ranks.run(sharding_keeps_meaning, 1)[0]
-    assert same and units == ["blocks.0", "blocks.1", "blocks.2", ""]
+    assert same and units == ["blocks.0", "blocks.1", "blocks.2", "experts.0", "experts.1", ""]

@@ -10,7 +10,7 @@ def fact(*shape: int, dtype: str = "float32", trainable: bool = True, aliases: t
     return TensorFact(shape=shape, dtype=dtype, trainable=trainable, aliases=aliases)
 
 
-def tower(count: int = 4, rows: int = 256, entered: bool = True, **more: TensorFact) -> Anatomy:
+def tower(count: int = 4, rows: int = 256, **more: TensorFact) -> Anatomy:
     """``count`` blocks of ``rows`` KiB each, an embedding and a head; ``more`` parameters, ``__`` for dots."""
     blocks = [f"blocks.{i}" for i in range(count)]
     params = {"embed.weight": fact(100, 8)}
@@ -19,6 +19,5 @@ def tower(count: int = 4, rows: int = 256, entered: bool = True, **more: TensorF
     params |= {name.replace("__", "."): value for name, value in more.items()}
     classes = {"": "Tower", "embed": "Embedding", "blocks": "ModuleList", "head": "Linear"}
     classes |= dict.fromkeys(blocks, "Block")
-    why = "blocks of an outermost list, entered in every forward" if entered else "`if x.sum() > 0` decides at run time"
-    lists = (BlockList(name="blocks", blocks=tuple(blocks), always_entered=entered, why=why),)
+    lists = (BlockList(name="blocks", blocks=tuple(blocks)),)
     return Anatomy(module_class="Tower", params=params, buffers={}, lists=lists, classes=classes)

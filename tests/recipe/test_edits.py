@@ -52,7 +52,7 @@ def test_targets(options, found):
 
 
 def test_blocks_that_may_be_skipped_are_meant_too():
-    assert len(modules(make(tower(3, entered=False), remat=Remat()))) == 3
+    assert len(modules(make(tower(3), remat=Remat()))) == 3
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_order_json_and_text():
 def test_blocks_of_two_lists_are_counted_each_for_itself():
     anatomy = tower(3)
     names = ("other.0", "other.1")
-    lists = (*anatomy.lists, BlockList(name="other", blocks=names, always_entered=True, why=""))
+    lists = (*anatomy.lists, BlockList(name="other", blocks=names))
     classes = {**anatomy.classes, "other": "ModuleList", **dict.fromkeys(names, "Block")}
     both = msgspec.structs.replace(anatomy, lists=lists, classes=classes)
     assert modules(make(both, remat=Remat(every=2))) == ["blocks.0", "blocks.2", "other.0"]

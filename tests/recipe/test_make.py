@@ -241,7 +241,7 @@ def test_a_ranks_bytes_add_up():
     assert recipe.at(1).num_bytes() < recipe.at(0).num_bytes()  # one row of three
 
 
-ENTERED = "blocks of an outermost list, entered in every forward"
+ENTERED = "blocks of an outermost list"
 GOLDEN = f"""\
 Tower on layout dp_replicate=2,dp_shard=2 (4 ranks), engine fsdp2
 parameters: 1.02 MiB in one process, at most 522.07 KiB per rank at rest

@@ -70,18 +70,19 @@ def test_the_default_is_sixteen_mib():
     assert [len(m) for m in units_of(recipe_for(tower(4, rows=8 << 10)))] == [2, 2]  # blocks of 8 MiB
 
 
-def test_lists_that_may_be_skipped_stay_with_their_parent_and_it_is_said():
-    recipe = recipe_for(tower(4, entered=False), min_unit_bytes=0)
-    assert units_of(recipe) == []
-    assert why(recipe, "blocks") == "kept in its parent's unit: `if x.sum() > 0` decides at run time"
+@pytest.mark.parametrize(("rows", "warns"), [(300 << 10, True), (1 << 10, False)])
+def test_a_unit_that_is_most_of_a_large_model_is_warned_of(rows, warns):
+    """Without a list of blocks a model of 1.2 GiB is whole on every rank at once, and nobody said so."""
+    anatomy = msgspec.structs.replace(tower(4, rows=rows), lists=())
+    text = [note.why for note in recipe_for(anatomy).notes if note.why.startswith("warning")]
+    assert [("are in this unit, and whole on every rank at once" in why) for why in text] == [True] * warns
+    blocks = recipe_for(tower(4, rows=rows))
+    assert not any(note.why.startswith("warning") for note in blocks.notes)
 
 
 def test_blocks_are_not_merged_across_lists():
     anatomy = tower(4)
-    lists = tuple(
-        BlockList(name=f"half{i}", blocks=(f"blocks.{2 * i}", f"blocks.{2 * i + 1}"), always_entered=True, why="w")
-        for i in range(2)
-    )
+    lists = tuple(BlockList(name=f"half{i}", blocks=(f"blocks.{2 * i}", f"blocks.{2 * i + 1}")) for i in range(2))
     recipe = recipe_for(msgspec.structs.replace(anatomy, lists=lists), min_unit_bytes=300 << 10)
     assert units_of(recipe) == [("blocks.0", "blocks.1"), ("blocks.2", "blocks.3")]
 
@@ -128,7 +129,7 @@ def test_and_so_is_every_block_that_shares_a_tensor_with_that_block():
     ],
 )
 def test_patterns_name_modules_or_classes(patterns, expected):
-    recipe = recipe_for(tower(4, entered=False), units=patterns)
+    recipe = recipe_for(tower(4), units=patterns)
     assert len(units_of(recipe)) == expected
     assert all("named by units=" in unit.why for unit in recipe.units[:-1])
 

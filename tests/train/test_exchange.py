@@ -95,7 +95,7 @@ def test_a_rank_that_does_not_come_to_make_buffers_equal_is_named(ranks, policy,
     text, who = ranks.run(_never_comes, 2, policy, absent, timeout_s=30)[1 - absent]
     assert who == (absent,)
     assert f"rank {1 - absent} waited 3 s at window 1, making buffers equal" in text
-    assert f"rank {absent} is at a long lunch" in text
+    assert f"rank {absent} waits at a long lunch" in text
 
 
 class Rotor(nn.Module):

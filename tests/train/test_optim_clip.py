@@ -125,7 +125,7 @@ def test_a_rank_that_does_not_come_to_clip_is_named(ranks, norm_type):
     text, who = ranks.run(_one_does_not_clip, 2, norm_type, timeout_s=30)[0]
     assert who == (1,)
     assert f"rank 0 waited 3 s at clipping (max_norm=1.0, norm_type={norm_type})" in text
-    assert "rank 1 is at a long lunch" in text
+    assert "rank 1 waits at a long lunch" in text
 
 
 def _clip_differently(arguments):

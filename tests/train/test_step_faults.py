@@ -358,6 +358,9 @@ def _two_exchanges(layout, engine):
     world, model = shard(layout, engine=engine, build=build_normed)
     with world:
         found = []
+        _step(model)[1](
+            mine([batch(i) for i in range(2)], world)
+        )  # ranks agree on the order of units in the first window
         for options in (
             {},
             {"max_grad_norm": 0.1},

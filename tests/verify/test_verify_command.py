@@ -92,7 +92,8 @@ def test_a_model_with_dropout_is_compared_in_eval_mode_and_it_says_so(model_file
     assert done.returncode == 0, done.stderr
     assert "in eval mode: in training, random numbers are drawn in layers.1.1, others" in done.stdout
     said = [line for line in done.stdout.splitlines() if line.startswith("... ")]
-    assert said[:2] == ["... loading the model", "... one plain process: 3 steps"] and len(said) == 5
+    assert said[:2] == ["... loading the model", "... one plain process: 3 steps"] and len(said) == 10
+    assert said[5] == "... once more, with every block a unit"  # first the units of training
 
 
 def test_a_model_nothing_can_be_guessed_for(model_file):

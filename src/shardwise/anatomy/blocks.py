@@ -1,35 +1,40 @@
-"""Outermost lists of blocks, and whether every rank is sure to enter each block."""
+"""Outermost lists of blocks: the repeated parts of a model, by its structure alone."""
+
+from collections.abc import Mapping
 
 from torch import nn
 
-from shardwise.anatomy.code import Entries, read_entries, unwrap_module
-from shardwise.anatomy.names import canonical_children, canonical_modules
+from shardwise.anatomy.names import canonical_children, unwrap_module
 from shardwise.recipe.records import BlockList
 
-__all__ = ["find_block_lists"]
+__all__ = ["find_block_lists", "has_no_forward"]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-
-_ITERATION = ("__iter__", "__getitem__", "__len__", "values", "items", "keys", "children", "named_children")
 
 Found = list[tuple[str, list[tuple[str, nn.Module]]]]  # (name of the list, (name, block) of each block)
 
 
-def find_block_lists(root: nn.Module, skipped: dict[str, str] | None = None) -> tuple[BlockList, ...]:
+def find_block_lists(root: nn.Module, run: Mapping[str, int] | None = None) -> tuple[BlockList, ...]:
     """The outermost block lists of ``root``, in registration order.
 
     Args:
         root: any module, on any device.
-        skipped: modules seen not to be entered when an example was run, with what was seen; None = no example run.
-            An example can show that a block is skipped; that it never is, only the code can show, or, where there is
-            no code to read, an example in which each block ran.
+        run: module name -> when an example entered it first; blocks and lists stand in that order then, those that it did not
+            enter last.
     """
-    root = unwrap_module(root)
     found: Found = []
-    _find(root, "", found, set())
-    entries = read_entries(root, {id(block): block for _, blocks in found for _, block in blocks})
-    containers = dict(canonical_modules(root))
-    return tuple(_judged(name, containers[name], blocks, entries, skipped) for name, blocks in found)
+    _find(unwrap_module(root), "", found, set())
+    lists = [BlockList(name=name, blocks=tuple(full for full, _ in blocks)) for name, blocks in found]
+    if run is None:
+        return tuple(lists)
+    at = {name: run.get(name, len(run)) for found in lists for name in found.blocks}
+    ordered = [BlockList(name=item.name, blocks=tuple(sorted(item.blocks, key=at.__getitem__))) for item in lists]
+    return tuple(sorted(ordered, key=lambda item: at[item.blocks[0]]))
+
+
+def has_no_forward(module: nn.Module) -> bool:
+    """Whether nobody can call ``module``: a plain list, a holder of parameters."""
+    return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 
 def _find(module: nn.Module, name: str, found: Found, seen: set[int]) -> None:
@@ -39,10 +44,11 @@ def _find(module: nn.Module, name: str, found: Found, seen: set[int]) -> None:
     seen.add(id(module))
     children = [(f"{name}.{key}" if name else key, child) for key, child in canonical_children(module)]
     if isinstance(module, _CONTAINERS):
-        blocks = [(full, child) for full, child in children if _has_parameters(child) and id(child) not in seen]
-        # A ModuleDict of embeddings, blocks and a norm, or a list of pairs: the lists in it hold the blocks.
-        holds_lists = any(_is_plain_list(block) for _, block in blocks)
-        if len(blocks) > 1 and not holds_lists:
+        # Of a list of lists the parts that are called. A ModuleDict of embeddings, blocks and a norm has its blocks in a list.
+        is_list = isinstance(module, nn.ModuleList)
+        blocks = [block for full, child in children for block in (_called(full, child) if is_list else [(full, child)])]
+        blocks = [(full, child) for full, child in blocks if _has_parameters(child) and id(child) not in seen]
+        if len(blocks) > 1 and not any(has_no_forward(block) for _, block in blocks):
             unique = {id(block): (full, block) for full, block in reversed(blocks)}
             seen.update(unique)
             found.append((name, list(unique.values())[::-1]))
@@ -51,47 +57,11 @@ def _find(module: nn.Module, name: str, found: Found, seen: set[int]) -> None:
         _find(child, full, found, seen)
 
 
-def _is_plain_list(module: nn.Module) -> bool:
-    """A list that nobody can call, so that only its elements are entered."""
-    return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
-
-
-def _judged(
-    name: str,
-    container: nn.Module,
-    blocks: list[tuple[str, nn.Module]],
-    entries: Entries,
-    skipped: dict[str, str] | None,
-) -> BlockList:
-    own = [
-        n
-        for n in _ITERATION
-        if not getattr(getattr(type(container), n, None), "__module__", "torch").startswith("torch")
-    ]
-    doubts = (_doubt(full, block, entries, skipped) for full, block in blocks)
-    doubt = next((doubt for doubt in doubts if doubt is not None), None)
-    doubt = doubt or (
-        f"{type(container).__name__}.{own[0]} may give its elements in an order of its own" if own else None
-    )
-    return BlockList(
-        name=name,
-        blocks=tuple(full for full, _ in blocks),
-        always_entered=doubt is None,
-        why=doubt or "blocks of an outermost list, entered in every forward",
-    )
-
-
-def _doubt(name: str, block: nn.Module, entries: Entries, skipped: dict[str, str] | None) -> str | None:
-    """Why ``block`` may be skipped; None if every rank is sure to enter it."""
-    if id(block) in entries.maybe:
-        return entries.maybe[id(block)]
-    if skipped is not None and name in skipped:
-        return f"{name} {skipped[name]}"
-    if id(block) in entries.unread:
-        if skipped is not None:
-            return None  # no source, but the example entered it
-        return f"{entries.unread[id(block)]}; pass example= or units= to say which modules are entered in every forward"
-    return None if id(block) in entries.sure else "its parent's forward does not plainly iterate over it or call it"
+def _called(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """What a loop over a list calls: of an element that is a plain list (a norm, attention, a feed-forward), what is in it."""
+    if not isinstance(module, nn.ModuleList) or not has_no_forward(module):
+        return [(name, module)]
+    return [block for key, child in canonical_children(module) for block in _called(f"{name}.{key}", child)]
 
 
 def _has_parameters(module: nn.Module) -> bool:

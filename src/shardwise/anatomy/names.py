@@ -12,6 +12,7 @@ __all__ = [
     "canonical_tensors",
     "inner_module",
     "module_of_error",
+    "unwrap_module",
 ]
 
 # Attribute under which a wrapper of torch's keeps what it wraps, by class name: torch.compile, activation checkpointing,
@@ -30,21 +31,25 @@ def inner_module(module: nn.Module) -> nn.Module | None:
     return module._modules.get(_WRAPPERS.get(kind.__name__, "")) if kind.__module__.startswith("torch.") else None
 
 
+def unwrap_module(module: nn.Module) -> nn.Module:
+    """The user's module inside a compile or activation-checkpointing wrapper."""
+    while (inner := inner_module(module)) is not None:
+        module = inner
+    return module
+
+
 def canonical_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """``(attribute, child)`` of the direct children, wrappers around them left out; each child once per attribute."""
     for name, child in module._modules.items():
-        while child is not None and (inner := inner_module(child)) is not None:
-            child = inner
         if child is not None:
-            yield name, child
+            yield name, unwrap_module(child)
 
 
 def canonical_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module under its canonical name, wrappers left out, each (name, module) pair once per name."""
 
     def walk(module: nn.Module, prefix: str, above: tuple[int, ...]) -> Iterator[tuple[str, nn.Module]]:
-        while (inner := inner_module(module)) is not None:
-            module = inner
+        module = unwrap_module(module)
         yield prefix, module
         for name, child in canonical_children(module):
             if id(child) not in above:

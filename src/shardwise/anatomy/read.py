@@ -7,10 +7,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
-from shardwise.anatomy.blocks import find_block_lists
-from shardwise.anatomy.code import unwrap_module
-from shardwise.anatomy.names import canonical_modules, canonical_tensors
-from shardwise.errors import UnsupportedError
+from shardwise.anatomy.blocks import find_block_lists, has_no_forward
+from shardwise.anatomy.names import canonical_modules, canonical_tensors, unwrap_module
+from shardwise.errors import UnsupportedError, UsageError
 from shardwise.recipe.records import Anatomy, TensorFact
 
 __all__ = ["dtype_name", "dtype_of", "is_pretrained", "read_anatomy", "refuse_lazy", "user_class"]
@@ -21,24 +20,27 @@ def read_anatomy(module: nn.Module, *, example: Mapping[str, Tensor] | None = No
 
     Args:
         module: any module; parameters may be on meta.
-        example: one micro-batch (``str -> Tensor``), run once without gradients to see which blocks are entered.
+        example: one micro-batch (``str -> Tensor``), run once without gradients to see in which order blocks are entered; None:
+            the order of their lists.
 
     Raises:
         UnsupportedError: a lazy parameter that has no shape yet.
+        UsageError: an example that the module cannot be run with.
     """
     refuse_lazy(module)
     params = _tensors(module, "_parameters")
     buffers = _tensors(module, "_buffers")
-    skipped = _skipped_by(module, example) if example is not None else None
+    run = _entered(module, example) if example is not None else None
     classes = {name: user_class(child) for name, child in canonical_modules(module)}
     return Anatomy(
         module_class=user_class(unwrap_module(module)).__name__,
         params=params,
         buffers=buffers,
-        lists=find_block_lists(module, skipped),
+        lists=find_block_lists(module, run),
         classes={name: cls.__name__ for name, cls in classes.items()},
         class_paths={name: f"{cls.__module__}.{cls.__qualname__}" for name, cls in classes.items()},
-        containers=tuple(name for name, child in canonical_modules(module) if _has_no_forward(child)),
+        module_aliases=_module_aliases(module),
+        containers=tuple(name for name, child in canonical_modules(module) if has_no_forward(child)),
     )
 
 
@@ -85,10 +87,6 @@ def _tensors(root: nn.Module, kind: str) -> dict[str, TensorFact]:
     }
 
 
-def _has_no_forward(module: nn.Module) -> bool:
-    return type(module).forward is nn.Module.forward and "forward" not in vars(module)
-
-
 def is_pretrained(model: nn.Module) -> bool:
     """Whether ``model`` is one of transformers' own. Told by name: transformers need not be there."""
     return any(
@@ -103,13 +101,22 @@ def user_class(module: nn.Module) -> type:
     return cls.__mro__[1] if is_parametrized(module) and cls.__name__.startswith("Parametrized") else cls
 
 
-def _skipped_by(module: nn.Module, example: Mapping[str, Tensor]) -> dict[str, str] | None:
-    """Modules that a run of ``example`` did not enter. None if the example cannot be run (on meta, most branches that
-    depend on values cannot): then only the code is believed."""
-    entered: set[str] = set()
+def _module_aliases(root: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    return {
+        name: first[id(child)] for name, child in canonical_modules(root) if first.setdefault(id(child), name) != name
+    }
+
+
+def _entered(module: nn.Module, example: Mapping[str, Tensor]) -> dict[str, int]:
+    """Module name -> place in the order in which a run of ``example`` entered them first."""
+    entered: dict[str, int] = {}
+
+    def note(name: str) -> None:
+        entered.setdefault(name, len(entered))
+
     handles = [
-        child.register_forward_pre_hook(lambda _m, _a, name=name: entered.add(name))
-        for name, child in canonical_modules(module)
+        child.register_forward_pre_hook(lambda *_, name=name: note(name)) for name, child in canonical_modules(module)
     ]
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
@@ -117,12 +124,14 @@ def _skipped_by(module: nn.Module, example: Mapping[str, Tensor]) -> dict[str, s
     try:
         with torch.no_grad():
             module(**{k: v.to(device) for k, v in example.items() if k != "labels"})
-    except NotImplementedError:
-        return None  # a value was asked for on meta
-    except RuntimeError:
-        if device.type == "meta":
-            return None
-        raise
+    except Exception as error:
+        raise UsageError(
+            f"example={{{', '.join(example)}}} for {type(module).__name__}",
+            why=f"the model does not run with it{' on meta, without values' if device.type == 'meta' else ''}: "
+            f"{(str(error).splitlines() or [type(error).__name__])[0]}",
+            fix="give the tensors that forward takes, by its names; or leave it out: the order of blocks is then seen when the "
+            "model first runs",
+        ) from error
     finally:
         for handle in handles:
             handle.remove()
@@ -130,5 +139,4 @@ def _skipped_by(module: nn.Module, example: Mapping[str, Tensor]) -> dict[str, s
         for name, buffer in module.named_buffers():
             if name in before and buffer.device.type != "meta":
                 buffer.copy_(before[name])
-    names = [name for name, child in canonical_modules(module) if next(child.parameters(), None) is not None]
-    return {name: "was skipped when the example was run" for name in names if name not in entered}
+    return entered

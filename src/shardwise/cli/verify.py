@@ -48,8 +48,8 @@ def more_help() -> str:
     keys = [key for key in dotted_keys(RunConfig) if key.startswith("parallel.") and _section(key) not in _ELSEWHERE]
     lines = textwrap.wrap(", ".join(keys), 100, break_on_hyphens=False)
     return (
-        "keys, as `shardwise train` takes them; without one of parallel.sharding every block is a unit:\n  "
-        + "\n  ".join(lines)
+        "keys, as `shardwise train` takes them; without one of parallel.sharding the units are those of training, and then\n"
+        "every block is one:\n  " + "\n  ".join(lines)
     )
 
 
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
             f"--layout {args.layout}", why="-1 needs to know how many ranks there are", fix='give numbers: "dp_shard=2"'
         )
     layout_of(degrees, math.prod(degrees.values()))
-    parallel = _parallel(args.overrides)
+    parallel, is_default = _parallel(args.overrides)
     return importlib.import_module("shardwise.verify.job").main(
         args.model,
         args.layout,
@@ -81,11 +81,12 @@ def run(args: argparse.Namespace) -> int:
         steps=args.steps,
         accumulate=args.accumulate,
         parallel=parallel,
+        small_units=is_default,
     )
 
 
-def _parallel(overrides: list[str]) -> "Parallel":
-    """The techniques asked for; where nothing is said of sharding, every block is a unit: the hardest case."""
+def _parallel(overrides: list[str]) -> tuple["Parallel", bool]:
+    """The techniques asked for, and whether nothing is said of sharding."""
     from shardwise.cli.train import check_transforms
     from shardwise.config.loader import load_config
     from shardwise.errors import ConfigError
@@ -100,11 +101,9 @@ def _parallel(overrides: list[str]) -> "Parallel":
                 why="verify runs a few steps of its own, and reads keys of parallel only",
                 fix="options and keys: shardwise verify --help",
             )
-    if not any(key.startswith("parallel.sharding") for key in keys):
-        overrides = [*overrides, "--parallel.sharding.min_unit_bytes=0"]
     loaded = load_config(None, overrides)
     check_transforms(loaded.config.parallel.transforms, loaded.origins)
-    return loaded.config.parallel
+    return loaded.config.parallel, not any(key.startswith("parallel.sharding") for key in keys)
 
 
 def _section(key: str) -> str:

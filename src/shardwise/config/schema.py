@@ -179,7 +179,9 @@ class Train(Options, frozen=True, kw_only=True):
         Literal["raise", "skip"], doc("a NaN or infinite gradient: raise ends the run, skip leaves out the step")
     ] = "raise"
     scaler: Annotated[Scaler, doc("how the loss is scaled where precision is fp16")] = Scaler()
-    timeout_s: Annotated[AboveZero, doc("seconds a rank waits for the others before it gives up")] = 600.0
+    timeout_s: Annotated[
+        AboveZero, doc("seconds a rank waits for the others before it gives up; after 10 it says whom for")
+    ] = 600.0
 
 
 class Checkpoint(Options, frozen=True, kw_only=True):

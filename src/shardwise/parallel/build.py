@@ -61,6 +61,8 @@ class _Literals(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in self._FROM_VALUES and kwargs.get("device") is None:
             given = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+            if _asks_whether_to_initialise():
+                return func(*args, **(kwargs | {"device": "cpu"}))
             if not isinstance(given, Tensor):
                 return self._made(func, args, kwargs)
         elif func == torch.Tensor.new_tensor:
@@ -86,12 +88,28 @@ class _Literals(TorchFunctionMode):
         return self._made(torch.tensor, (index,), {}) if isinstance(index, list) else index
 
 
-def _caller_in(module: str) -> types.FrameType | None:
-    """The frame that asked, if it is code of ``module``: the first above this file."""
+def _caller() -> types.FrameType | None:
+    """The frame that asked: the first above this file."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") == __name__:
         frame = frame.f_back
+    return frame
+
+
+def _caller_in(module: str) -> types.FrameType | None:
+    """The frame that asked, if it is code of ``module``."""
+    frame = _caller()
     return frame if frame is not None and frame.f_globals.get("__name__") == module else None
+
+
+def _asks_whether_to_initialise() -> bool:
+    """Whether a Hugging Face constructor makes a tensor to see if new ones go to meta, where it would leave its initialisation
+    out. That comes before weights are tied: made up for at the end, the head would draw its own numbers over the embedding's,
+    with another spread, and over the zeros of its padding."""
+    frame = _caller()
+    if frame is None or frame.f_back is None or frame.f_code.co_name != "get_torch_context_manager_or_global_device":
+        return False
+    return frame.f_back.f_code.co_name == "init_weights"
 
 
 def _for_want_of_values(error: BaseException) -> bool:
@@ -129,7 +147,8 @@ def build_on_meta(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module 
 
 
 def _initialise_late(module: Any) -> None:
-    """Hugging Face models leave out their initialisation on meta; on the tape it costs nothing."""
+    """What a Hugging Face model has left uninitialised on meta, because it asked in another way than is known here; what has been
+    initialised is left alone."""
     if not isinstance(module, nn.Module):
         return
     if is_pretrained(module):

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from shardwise._compat import DDPModule
 from shardwise.anatomy import dtype_of, read_anatomy
@@ -28,10 +29,11 @@ from shardwise.errors import ConfigError, PlanError, UsageError
 from shardwise.parallel.ddp import apply_ddp
 from shardwise.parallel.fsdp2 import apply_fsdp2
 from shardwise.parallel.pages import in_large_pages
-from shardwise.parallel.refuse import refuse_unfit_parts, refuse_whole_values
+from shardwise.parallel.refuse import refuse_numbers_of_parts, refuse_unfit_parts, refuse_whole_values
 from shardwise.parallel.runtime import Runtime, attach, has_runtime, runtime_of
 from shardwise.parallel.sources import all_tensors, build_with_source
 from shardwise.parallel.stale import mark_stale
+from shardwise.parallel.step_checks import watch_steps
 from shardwise.parallel.techniques import EXPLAINERS, check_edits, edit_after_engine, edit_before_engine
 from shardwise.parallel.tensors import follow_parameters, give_memory, tensors_of
 from shardwise.parallel.transforms import Chosen, Given, choose, notes_of, transformed
@@ -65,8 +67,8 @@ def parallelize(
     Args:
         model: a callable that builds the module (built on meta: no rank ever holds it whole), or a module.
         world: from :func:`shardwise.init`.
-        example: one micro-batch, run once to see which blocks are entered. Needed only where the code of a module
-            cannot be read.
+        example: one micro-batch, run once to see in which order blocks are entered: neighbours in it are merged into units. Without
+            it they are taken in the order of their lists, and gathered in the one in which the model first runs.
         init: ``"seeded"``: values are functions of (world.seed, name), made by each rank for itself, the same under
             every layout; default for a callable. ``"rank0"``: rank 0's values, scattered; default for a module, and what
             seeded falls back to where a constructor cannot be recorded (the recipe's notes say why). ``"load"``: memory only;
@@ -113,7 +115,7 @@ def parallelize(
     if source.note is not None:
         recipe = _with_note(recipe, source.note)
     refuse_unfit_parts(module, recipe, world)
-    _agree_on_recipe(recipe, world)
+    _agree_on_recipe(module, recipe, world)
     source.release(module, recipe)
     without_memory = {name for name, tensor in all_tensors(module).items() if tensor.device.type == "meta"}
     runtime = apply_recipe(module, recipe, world)
@@ -146,11 +148,13 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
     else:
         engine = apply_fsdp2(module, recipe, world)
         refuse_whole_values(module)
+        refuse_numbers_of_parts(world)
     edit_after_engine(module, recipe, world)
     runtime = Runtime(module, recipe, world, engine)
     runtime.explainers += EXPLAINERS
     follow_parameters(module, before, runtime.parameters)
     mark_stale(before, runtime.parameters)
+    watch_steps(runtime)
     attach(module, runtime)
     return runtime
 
@@ -220,6 +224,14 @@ def _refuse_wrapped(module: nn.Module) -> None:
                 fix="pass the plain module, before any fully_shard, DDP or FSDP call",
                 name=name or None,
             )
+    for name, param in module.named_parameters():
+        if isinstance(param, DTensor):
+            raise UsageError(
+                "a module with a parameter that is sharded already",
+                why="a model that was sharded before holds it too, and sharding twice would cut its shards again",
+                fix="build modules of its own for each model; one that two models share belongs into a module that holds both",
+                name=name,
+            )
 
 
 def _cast_storage(module: nn.Module, anatomy: Anatomy, precision: Precision) -> Anatomy:
@@ -242,7 +254,7 @@ def _first_difference(anatomy: Anatomy, recipe: Recipe) -> str | None:
     return next((name for name in (*theirs, *ours) if ours.get(name) != theirs.get(name)), None)
 
 
-def _agree_on_recipe(recipe: Recipe, world: World) -> None:
+def _agree_on_recipe(module: nn.Module, recipe: Recipe, world: World) -> None:
     facts: dict[str, Any] = {"module class": recipe.module_class, "engine": recipe.engine}
     facts |= {
         f"parameter {n}": f"{p.shape} {p.dtype} {'trained' if p.trainable else 'frozen'}"
@@ -261,6 +273,8 @@ def _agree_on_recipe(recipe: Recipe, world: World) -> None:
     }
     facts |= {"sync_every_microbatch": recipe.sync_every_microbatch}
     facts |= {f"{e.technique} of {e.module}": [e.action, e.args] for e in recipe.edits}
+    # Values and gradients travel in this order. A constructor that iterates over a set makes another one in each process.
+    facts["the order of tensors"] = list(all_tensors(module))
     facts |= {f"dtypes of {n}": [p.storage, p.compute, p.reduce] for n, p in recipe.params.items()}
     agree_on(
         world.agreement,

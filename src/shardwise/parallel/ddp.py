@@ -18,6 +18,7 @@ unused: two backwards in one micro-batch left gradients 0.5 off without a word, 
 itself, or a loss on a block's attribute ended in errors.
 """
 
+import contextlib
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,6 +32,7 @@ from shardwise.anatomy import canonical_tensors
 from shardwise.config.options import DDP
 from shardwise.errors import RankError
 from shardwise.parallel.buckets import Bucket, make_buckets
+from shardwise.parallel.edges import zero_of_padding
 from shardwise.recipe import Recipe
 from shardwise.world import World
 
@@ -56,6 +58,8 @@ class DDPEngine:
         self._summed: set[int] = set()  # parameters whose .grad is a sum over the ranks already
         self._done: dict[int, Tensor] = {}  # such sums, put aside while new parts are summed
         self._sync: bool | None = None  # as set_sync says
+        self.summed: Callable[[], None] = lambda: None  # called when a backward outside of windows was summed
+        self._pads = self._zeroes = False  # a micro-batch that does not count; hooks see to it
         self._forget()
         if not self._is_alone:
             world.gradient_group()  # made now, by all ranks
@@ -74,6 +78,17 @@ class DDPEngine:
 
     def set_sync(self, sync: bool | None) -> None:
         self._sync = sync
+
+    def set_padding(self, padding: bool) -> None:
+        self._pads = padding
+        if padding and not self._zeroes:
+            self._zeroes = True
+            engine = weakref.ref(self)
+            for param in self.params:
+                param.register_hook(zero_of_padding(lambda: (found := engine()) is not None and found._pads))
+
+    def tell_sums(self, call: Callable[[], None]) -> None:
+        self.summed = call
 
     def complete(self, place: str) -> None:
         self._sync = None
@@ -103,6 +118,9 @@ class DDPEngine:
 
     def drop_gathered(self) -> None:
         pass  # parameters are whole, and what forward computes with
+
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def explain(self, error: BaseException) -> None:
         return None
@@ -156,6 +174,7 @@ class DDPEngine:
         def end() -> None:
             self._queued = None
             self.complete("a backward outside a window")
+            self.summed()
 
         self._queued = weakref.ref(end)  # torch holds it until the backward ends, one way or the other
         at_end_of_backward(end)

@@ -1,4 +1,4 @@
-"""What runs at the edges of a unit, beside FSDP2's own hooks: at what goes in, at what comes out, at a whole parameter's gradient."""
+"""What runs at the edges of a unit: at what goes in, at what comes out, at a whole parameter's gradient."""
 
 import weakref
 from collections.abc import Callable
@@ -9,10 +9,23 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise._compat import is_accumulated
-from shardwise.errors import UsageError
-from shardwise.parallel.trees import leaves_of, map_leaves
+from shardwise.errors import UnsupportedError, UsageError
+from shardwise.parallel.trees import map_leaves, tensors_within
 
-__all__ = ["anchor_inputs", "before_accumulation", "mark_used", "refuse_ungathered", "whole_outputs"]
+__all__ = [
+    "GATHERS",
+    "before_accumulation",
+    "gather_parts",
+    "hand_out",
+    "mark_used",
+    "refuse_changed",
+    "refuse_ungathered",
+    "when_left",
+    "zero_of_padding",
+]
+
+GATHERS = "_shardwise_gathers"
+"""Attribute of a module with cut parameters: what to call before its forward runs in a backward, past its hooks."""
 
 
 class _NotAView(torch.autograd.Function):
@@ -27,41 +40,71 @@ class _NotAView(torch.autograd.Function):
         return grad
 
 
-class _Anchor(torch.autograd.Function):
-    """Identity whose result requires a gradient and sends none back."""
+class _WhenLeft(torch.autograd.Function):
+    """Identity that calls when the gradients of all its results have come."""
 
     @staticmethod
-    def forward(_ctx: Any, tensor: Tensor, _anchor: Tensor) -> Tensor:
-        return tensor.detach()
+    def forward(ctx: Any, call: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)  # a tensor that nobody used gets none, and what made it either
+        return tensors
 
     @staticmethod
-    def backward(_ctx: Any, _grad: Tensor) -> tuple[None, None]:  # type: ignore[override]
-        return None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        ctx.call()
+        return (None, *grads)
 
 
-def anchor_inputs(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """FSDP2 reduces a unit when backward reaches its inputs; where none of them requires a gradient it reduces last, after
-    the root. So a branch before the first block that only some ranks take changed the order of reductions on those ranks,
-    and with units of one size gradients crossed without a word. With an input that requires one, the order is fixed."""
-    tensors = [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor)]
-    if not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in tensors):
-        return None
-    first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
-    if first is None:
-        return None
-    anchored = _Anchor.apply(first, torch.zeros((), requires_grad=True))
-    return map_leaves(lambda x: anchored if x is first else x, (args, kwargs))
+def when_left(args: Any, kwargs: Any, call: Callable[[], None]) -> tuple[Any, Any]:
+    """``(args, kwargs)`` of a forward, of which the gradients call ``call`` when backward has left the module."""
+    tensors: list[Tensor] = []
+    map_leaves(lambda x: tensors.append(x) if isinstance(x, Tensor) and x.requires_grad else None, (args, kwargs))
+    if not tensors:
+        return args, kwargs
+    left = iter(_WhenLeft.apply(call, *tensors))
+    return map_leaves(lambda x: next(left) if isinstance(x, Tensor) and x.requires_grad else x, (args, kwargs))
 
 
-def whole_outputs(_module: nn.Module, _args: Any, output: Any) -> Any:
-    """FSDP2 gathers a unit for backward from a hook on its outputs, and an in-place operation on a view throws that hook
-    away: backward then fails, or reduces nothing without a word. A Linear on 3-D input returns a view, and
-    ``y = block(x); y += x`` is common, so units hand out tensors that are not views; nothing is copied."""
-    if not torch.is_grad_enabled():
-        return output
-    return map_leaves(
-        lambda t: _NotAView.apply(t) if isinstance(t, Tensor) and t.requires_grad and t._is_view() else t, output
-    )
+Views = list[tuple["weakref.ref[Tensor]", int]]
+"""Tensors in the place of which others were handed out, and their versions then."""
+
+
+def refuse_changed(views: Views) -> None:
+    """Raises UnsupportedError for a tensor that was handed out as another one, changed there in place, and is still held by somebody: it has
+    the values of the change and not its history, so that a loss taken from it would have other gradients, without an error."""
+    for view, version in views:
+        tensor = view()
+        if tensor is not None and tensor._version != version:
+            raise UnsupportedError(
+                f"a block's output of shape {tuple(tensor.shape)} that is kept (an attribute, a hook) and changed in place by others",
+                why="what the block returned is a view, which is handed on as a tensor of its own: the one that is kept does not know "
+                "of the change, and gradients through it would be wrong",
+                fix="keep a copy (output.clone()), or let the change make a new tensor: x = x * y and not x *= y",
+            )
+
+
+def hand_out(output: Any, reached: Callable[[Tensor], None], views: Views) -> tuple[Any, bool]:
+    """``output`` of a forward, whose tensors call ``reached`` when a gradient comes to them; and whether something in it may hold
+    tensors that cannot be found (a closure, a generator).
+
+    Views are handed out as tensors that are not: an in-place operation on a view throws its hooks away, a Linear on 3-D input
+    returns one, and ``y = block(x); y += x`` is common. Nothing is copied; ``views`` remembers each, for :func:`refuse_changed`.
+    """
+
+    def each(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(reached)
+            if leaf._is_view():
+                views.append((weakref.ref(leaf), leaf._version))
+                return _NotAView.apply(leaf)
+        return leaf
+
+    output = map_leaves(each, output)
+    others, is_complete = tensors_within(output)
+    for tensor in others:
+        if tensor.requires_grad:
+            tensor.register_hook(reached)
+    return output, not is_complete
 
 
 def mark_used(used: Tensor, position: int) -> Callable[[Tensor], None]:
@@ -86,17 +129,41 @@ def before_accumulation(param: Tensor, method: Callable[[], None]) -> Callable[[
     return hook
 
 
-def refuse_ungathered(name: str) -> Any:
+def zero_of_padding(pads: Callable[[], bool]) -> Callable[[Tensor], Tensor | None]:
+    """A hook on a parameter by which the gradient of a micro-batch counts as 0 while ``pads()``, which must keep nothing alive."""
+
+    def hook(grad: Tensor) -> Tensor | None:
+        return torch.zeros_like(grad) if pads() and grad is not None else None
+
+    return hook
+
+
+def refuse_ungathered(name: str, gathers: Callable[[nn.Module], None]) -> Any:
     """Before a module inside a unit: refuses a call that did not come through the unit, by which its parameters are
-    gathered. (torch's own error speaks of mixed tensors in an operator.)"""
+    gathered (torch's own error speaks of mixed tensors in an operator), unless ``gathers`` can gather them now."""
 
     def before(module: nn.Module, _args: Any) -> None:
-        if any(isinstance(param, DTensor) for param in module._parameters.values()):
-            raise UsageError(
-                f"a call of a part of the model, {type(module).__name__}, by itself",
-                why="its parameters are cut over the ranks, and gathered only while the model's own forward runs",
-                fix="call model(...); what else is to run belongs into its forward",
-                name=name,
-            )
+        if _is_cut(module):
+            gathers(module)
+            if _is_cut(module):
+                raise UsageError(
+                    f"a call of a part of the model, {type(module).__name__}, by itself",
+                    why="its parameters are cut over the ranks, and gathered only while the model's own forward runs",
+                    fix="call model(...); what else is to run belongs into its forward",
+                    name=name,
+                )
 
     return before
+
+
+def gather_parts(module: nn.Module) -> None:
+    """Before code of ``module`` runs again in a backward past its hooks: gathers what its parameters lie in, where nothing has yet (the
+    forward returned nothing that a gradient could come to first)."""
+    for child in module.modules():
+        gathers = child.__dict__.get(GATHERS)
+        if gathers is not None and _is_cut(child):
+            gathers(child)
+
+
+def _is_cut(module: nn.Module) -> bool:
+    return any(isinstance(param, DTensor) for param in module._parameters.values())

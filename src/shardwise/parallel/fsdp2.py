@@ -5,6 +5,11 @@ plain sums; gloo has no pre-multiplied sum), and a parameter that this rank did 
 ranks always reduce the same tensors. Which parameters were used at all is recorded before the reduction.
 """
 
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,20 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from shardwise._compat import (
-    drop_partial_gradients,
-    lazy_chunks,
-    materialise,
-    on_unit_backward,
-    parameter_groups,
-    reset_iteration,
-    unit_gradients,
-    unit_groups,
-)
+from shardwise._compat import lazy_chunks, materialise, parameter_groups
+from shardwise._torch.fsdp2 import Unit, take_over
 from shardwise.anatomy import canonical_modules, canonical_tensors, dtype_of, module_of_error
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
-from shardwise.parallel.edges import anchor_inputs, before_accumulation, mark_used, refuse_ungathered, whole_outputs
+from shardwise.parallel.edges import GATHERS, before_accumulation, mark_used, refuse_ungathered, zero_of_padding
+from shardwise.parallel.order import Order
 from shardwise.parallel.outside import Outside
+from shardwise.parallel.passes import Units
 from shardwise.parallel.tensors import give_memory, tensors_of
 from shardwise.recipe import ROOT, Cut, Recipe, dtype_groups
 from shardwise.world import World
@@ -48,8 +47,6 @@ def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine
     for unit in (*(unit for unit in recipe.units if unit.name != ROOT), _root_unit(recipe)):
         targets = list({id(modules[name]): modules[name] for name in unit.modules}.values())  # one may have two names
         _refuse_containers(modules, unit.modules)
-        for target in targets:
-            target.register_forward_hook(whole_outputs)  # before FSDP2's own hook, which is added next
         with lazy_chunks(), parameter_groups(_policies(recipe, unit.name, parameters)):
             fully_shard(  # type: ignore[call-overload]
                 targets if len(targets) > 1 else targets[0],
@@ -64,9 +61,22 @@ def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine
             child.set_gradient_divide_factor(1.0)
             child.set_force_sum_reduction_for_comms(True)
             child.set_reduce_scatter_unused_params(True, recurse=False)
-    _set_prefetch(modules, recipe)
     materialise(module, world.device, cut=torch.device("cpu") if recipe.offload else world.device)
+    _leave_unflattened(module)
     return FSDP2Engine(module, recipe, world)
+
+
+def _leave_unflattened(module: nn.Module) -> None:
+    """cuDNN wants the weights of a recurrent layer in one stretch of memory. Its forward moves gathered ones there once, by their
+    ``.data``, and what is gathered later never reaches it: from the second step on the first step's weights computed."""
+    for child in module.modules():
+        if isinstance(child, nn.RNNBase) and any(isinstance(param, DTensor) for param in child.parameters()):
+            child.__dict__["flatten_parameters"] = _nothing
+            warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk of memory")
+
+
+def _nothing() -> None:
+    pass
 
 
 def _offload(recipe: Recipe, world: World) -> OffloadPolicy:
@@ -74,17 +84,6 @@ def _offload(recipe: Recipe, world: World) -> OffloadPolicy:
         return OffloadPolicy()
     # Page-locked memory is the accelerator's; without one torch fails at the first shard ("Cannot access accelerator device").
     return CPUOffloadPolicy(pin_memory=recipe.pin_memory and world.device.type != "cpu")
-
-
-def _set_prefetch(modules: dict[str, nn.Module], recipe: Recipe) -> None:
-    """Of the modules of a unit the first one entered stands for it: FSDP2 has one state for them all."""
-    heads: dict[str, Any] = {unit.name: modules[unit.modules[0]] for unit in recipe.units}
-    for unit in recipe.units:
-        if unit.prefetch_forward:
-            heads[unit.name].set_modules_to_forward_prefetch([heads[name] for name in unit.prefetch_forward])
-        if unit.prefetch_backward is not None:  # an empty list would mean FSDP2's own choice; itself: nothing more
-            behind = [heads[name] for name in unit.prefetch_backward] or [heads[unit.name]]
-            heads[unit.name].set_modules_to_backward_prefetch(behind)
 
 
 def _root_unit(recipe: Recipe) -> Any:
@@ -132,24 +131,50 @@ def _policies(recipe: Recipe, unit: str, parameters: dict[str, Any]) -> list[tup
     ]
 
 
+@dataclass
+class _Taken:
+    """Units of all models of a world that were gathered and reduced in windows: the same on every rank, or their collectives crossed."""
+
+    entries: list[str] = field(default_factory=list)
+    num_windows: int = 0  # that are open now
+    num_models: int = 0
+
+
+_taken: "weakref.WeakKeyDictionary[World, _Taken]" = weakref.WeakKeyDictionary()
+
+
 class FSDP2Engine:
     """Handles on a module sharded by :func:`apply_fsdp2`."""
 
     def __init__(self, module: nn.Module, recipe: Recipe, world: World):
-        self.root, self.recipe = module, recipe
+        self.root, self.recipe, self.world = module, recipe, world
         trainable = [name for name, param in recipe.params.items() if param.trainable]
         self._position = {name: i for i, name in enumerate(trainable)}
         self._used = torch.zeros(len(trainable), dtype=torch.uint8)
-        self._entered: list[str] = []
-        self._groups: list[Any] = []
-        self._anchored: set[int] = set()
-        self._in_forward = self._in_window = False
+        self._taken = _taken.setdefault(world, _Taken())
+        self._number = self._taken.num_models  # of this model among those of the world
+        self._taken.num_models += 1
+        self._in_window = False
+        self._pads = False  # a micro-batch that does not count
+        self._zeroes: Callable[[Tensor], Tensor | None] | None = None  # the hook that makes its gradients 0
+        self._waits = False  # gradients were accumulated that no backward has summed since
         self._sync: bool | None = None  # as set_sync says
         parameters: dict[str, Any] = tensors_of(module, "_parameters")
         whole = [self._position[name] for name in trainable if recipe.params[name].shape == ()]
         self._outside = Outside([parameters[name] for name in trainable], whole, self._used, world)
-        self._watch_units(module)
-        self._watch_replicated(module, recipe)
+        take_over(module)
+        units = _units_of(module, recipe, parameters)
+        self._positions = {
+            unit.name: [self._position.get(units.names[id(shard)], -1) for shard, _, _ in unit.shards()]
+            for unit in units.all()
+        }
+        self.order = Order(module, units, world, self)
+        self._watch_parts(module, units)
+        if world.watch is not None:
+            world.watch.partners = world.axis("fsdp").ranks
+        self._replicated = self._watch_replicated(module, recipe)
+
+    # ---- what a window calls ---------------------------------------------------------------------------------
 
     def set_sync(self, sync: bool | None) -> None:
         if sync is not None and not self._in_window:
@@ -161,10 +186,25 @@ class FSDP2Engine:
         if each == "reduce_scatter":
             self.root.set_requires_all_reduce(sync)  # type: ignore[operator]
 
+    def set_padding(self, padding: bool) -> None:
+        self._pads = padding
+        if padding and self._zeroes is None:
+            engine = weakref.ref(self)  # hooks are held in C++
+            self._zeroes = zero_of_padding(lambda: (found := engine()) is not None and found._pads)
+            for param in self._replicated:
+                param.register_hook(self._zeroes)
+
+    def tell_sums(self, call: Callable[[], None]) -> None:
+        self._outside.summed = call
+
     def complete(self, place: str) -> None:
         self.set_sync(None)
+        if self._waits:  # the last micro-batch had no backward
+            self.world.agreement.sum({}, f"{place}, summing gradients of the micro-batches before")
+            self.order.flush()
+            self._waits = False
         if self._in_window:
-            self._in_window = False  # the exchange before the step does the rest
+            self._leave_window()  # the exchange before the step does the rest
         else:
             self._outside.end(place)
 
@@ -175,35 +215,60 @@ class FSDP2Engine:
         return self._used
 
     def entered(self) -> list[str]:
-        return self._entered
+        return self._taken.entries
 
     def begin(self) -> None:
         self._outside.abandon()
+        self._leave_window()
         self._in_window = True
         self._used.zero_()
-        self._entered = []
+        if not self._taken.num_windows:
+            self._taken.entries = []
+        self._taken.num_windows += 1
 
     def abandon(self) -> None:
         self.set_sync(None)
-        self._in_window = False
+        self._leave_window()
+        self._waits = False
         self._outside.abandon()
-        reset_iteration(self.root)
-        for group in self._groups:
-            drop_partial_gradients(group)
+        self.order.abandon()
 
     def drop_gathered(self) -> None:
-        for module in self.root.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        self.order.free()
+
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        return self.order.whole()
 
     def explain(self, error: BaseException) -> ShardwiseError | None:
         if "setStorage" in str(error) and "storage of size 0" in str(error):
             return UnsupportedError(
                 "a backward that reaches a unit whose parameters are not gathered",
-                why="FSDP2 gathers a unit when backward comes to the tensors it returned; it finds none in an object of "
-                "one's own, and a gradient of a gradient (create_graph=True) comes after the unit was freed",
-                fix="return tensors, tuples, dicts or dataclasses from each block; for a gradient penalty keep parameters "
+                why="a unit is gathered when a gradient comes to what it returned; it comes from inside it here (a feature that a "
+                "hook has caught), or a second time after the unit was freed (create_graph=True)",
+                fix="let the block return what the loss needs; for a gradient penalty keep parameters "
                 'whole on every rank: sw.init("dp_replicate=-1")',
+                name=module_of_error(self.root, error),
+            )
+        if "_WhenLeftBackward is a view" in str(error):
+            return UnsupportedError(
+                "a block that changes what it is given in place",
+                why="its inputs tell when backward has left it, and torch cannot follow a change of them",
+                fix="let it make a new tensor: x = x + y and not x += y; or keep parameters whole on every rank: "
+                'sw.init("dp_replicate=-1")',
+                name=module_of_error(self.root, error),
+            )
+        if "appears to not have been used in the graph" in str(error):
+            return UnsupportedError(
+                "torch.autograd.grad of the model's parameters",
+                why="forward computes with gathered copies, and the parameters that the model shows are shards outside of it",
+                fix="call backward() and read param.grad; or keep parameters whole on every rank: "
+                'sw.init("dp_replicate=-1")',
+            )
+        if "vmap" in str(error) or "functorch" in str(error):
+            return UnsupportedError(
+                "a transform of torch.func over a sharded model",
+                why="units are gathered and reduced by hooks, which run once for all that is mapped over",
+                fix='keep parameters whole on every rank: sw.init("dp_replicate=-1")',
                 name=module_of_error(self.root, error),
             )
         if "got mixed torch.Tensor and DTensor" not in str(error):
@@ -211,72 +276,92 @@ class FSDP2Engine:
         return UsageError(
             "a parameter of one unit used by code outside that unit",
             why="it is cut over the ranks there: parameters are gathered only while the module of their unit runs",
-            fix='let both be in one unit: leave units at "auto", or Sharding(units="none")',
+            fix='let both be in one unit: Sharding(units="none"), or units= with the names of modules that hold both; within '
+            "sw.gathered(model) every parameter is whole, for reading",
             name=module_of_error(self.root, error),
         )
 
-    def _watch_units(self, root: nn.Module) -> None:
-        names = {
-            id(t): n for n, o, a in reversed(list(canonical_tensors(root, "_parameters"))) for t in [o._parameters[a]]
-        }
-        for prefix, child in canonical_modules(root):
-            for group in unit_groups(child):
-                if any(group is known for known in self._groups):
-                    continue
-                self._groups.append(group)
-                positions = [self._position.get(names[id(param)], -1) for param, _, _ in unit_gradients(group)]
-                on_unit_backward(group, self._recorder(positions, prefix), self._refuse_inner_backward(prefix))
-                if prefix and any(position >= 0 for position in positions):
-                    self._anchored.add(id(group))
-            if unit_groups(child):
-                child.register_forward_pre_hook(self._entry_recorder(prefix))
-                if any(id(group) in self._anchored for group in unit_groups(child)):
-                    child.register_forward_pre_hook(anchor_inputs, with_kwargs=True, prepend=True)
-            elif any(isinstance(param, DTensor) for param in child._parameters.values()):
-                child.register_forward_pre_hook(refuse_ungathered(prefix))
-        root.register_forward_pre_hook(lambda *_: self._set_in_forward(True), prepend=True)
-        root.register_forward_hook(lambda *_: self._set_in_forward(False), always_call=True)
+    # ---- what the order of units tells -----------------------------------------------------------------------
 
-    def _set_in_forward(self, value: bool) -> None:
-        self._in_forward = value
-
-    def _refuse_inner_backward(self, name: str) -> Any:
-        def before() -> None:
-            if self._in_forward:
-                raise UnsupportedError(
-                    "a gradient taken inside the model's own forward",
-                    why="FSDP2 frees a unit's parameters when its backward ends, and here forward still needs them",
-                    fix='keep the parameters whole on every rank: sw.init("dp_replicate=-1")',
-                    name=name or None,
-                )
-            self._begin_backward()
-
-        return before
-
-    def _begin_backward(self) -> None:
+    def begins_backward(self) -> None:
+        self._waits = self._waits or self._sync is False
         if not self._in_window:
             self._outside.begin_backward(ends=self._sync is None)
 
-    def _recorder(self, positions: list[int], unit: str) -> Any:
-        def seen(used: list[int], reduces: bool = False) -> None:
-            for i in used:
-                self._used[positions[i]] = 1
-            if reduces:  # the order of reductions is the same on every rank, or gradients cross
-                self._entered.append(f"{unit} (backward)" if unit else "(root) (backward)")
+    def takes(self, unit: Unit, *, backward: bool) -> None:
+        if not backward:
+            if self._pads and self._zeroes is not None:
+                unit.hook_before_gradients(self._zeroes)
+            self._note(unit.name)
+            return
+        positions = self._positions[unit.name]
+        for i in unit.positions_with_gradient():
+            self._used[positions[i]] = 1
+        if unit.reduces:  # the order of reductions is the same on every rank, or gradients cross
+            self._note(f"{unit.name} (backward)" if unit.name else "(root) (backward)")
+            if unit.name == ROOT and self._sync is not False:
+                self._waits = False
 
-        return seen
+    def _note(self, entry: str) -> None:
+        """Also what is gathered without gradients: another rank may take the same unit in passing, where it records them. Outside of
+        windows nobody compares, and the list would grow for good."""
+        if self._taken.num_windows:
+            self._taken.entries.append(f"model {self._number}: {entry}" if self._number else entry)
 
-    def _entry_recorder(self, name: str) -> Any:
-        def entered(_module: nn.Module, _args: Any) -> None:
-            if torch.is_grad_enabled():
-                self._entered.append(name)
+    def _leave_window(self) -> None:
+        self._taken.num_windows -= self._in_window
+        self._in_window = False
 
-        return entered
+    def _watch_parts(self, root: nn.Module, units: Units) -> None:
+        numbers = {id(shard): number for number, unit in units.numbered() for shard, _, _ in unit.shards()}
+        heads = {id(module) for unit in units.all() for module in unit.modules}
+        for prefix, child in canonical_modules(root):
+            cut = [param for param in child._parameters.values() if isinstance(param, DTensor)]
+            if cut:
+                gathers = self.order.gathers(numbers[id(cut[0])])
+                child.__dict__[GATHERS] = gathers
+                if id(child) not in heads:
+                    child.register_forward_pre_hook(refuse_ungathered(prefix, gathers))
 
-    def _watch_replicated(self, root: nn.Module, recipe: Recipe) -> None:
+    def _watch_replicated(self, root: nn.Module, recipe: Recipe) -> list[nn.Parameter]:
+        found = []
         for name, owner, attr in canonical_tensors(root, "_parameters"):
             position = self._position.get(name)
             if position is not None and not recipe.params[name].cuts:
                 param = getattr(owner, attr)
-                param.register_hook(before_accumulation(param, self._begin_backward))
+                param.register_hook(before_accumulation(param, self.begins_backward))
                 param.register_post_accumulate_grad_hook(mark_used(self._used, position))
+                found.append(param)
+        return found
+
+
+def _units_of(module: nn.Module, recipe: Recipe, parameters: Mapping[str, Any]) -> Units:
+    modules = dict(canonical_modules(module))
+    records = [unit for unit in recipe.units if unit.name != ROOT]
+    inner = [
+        Unit(unit.name, list({id(m): m for m in map(modules.__getitem__, unit.modules)}.values())) for unit in records
+    ]
+    numbers: dict[str, int] = {unit.name: i for i, unit in enumerate(records)}
+    ahead: dict[int | None, list[int]] = {}
+    behind: dict[int | None, list[int]] = {}
+    for unit in recipe.units:
+        number = numbers.get(unit.name)
+        ahead[number] = [numbers[name] for name in unit.prefetch_forward]
+        if unit.prefetch_backward is not None:
+            behind[number] = [numbers[name] for name in unit.prefetch_backward]
+    names = {id(param): name for name, param in parameters.items()}
+    return Units(Unit(ROOT, [module]), inner, ahead, behind, names, _spanning(records, list(modules)))
+
+
+def _spanning(units: Sequence[Any], order: list[str]) -> set[int]:
+    """Numbers of the units with a module of another one between theirs."""
+    place = {name: i for i, name in enumerate(order)}
+    ends = [(min(map(place.__getitem__, u.modules)), max(map(place.__getitem__, u.modules))) for u in units]
+    between = (
+        (i, place[name])
+        for i, _ in enumerate(units)
+        for j, other in enumerate(units)
+        if i != j
+        for name in other.modules
+    )
+    return {i for i, at in between if ends[i][0] < at < ends[i][1]}

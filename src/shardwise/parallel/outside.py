@@ -2,7 +2,7 @@
 0-dim parameters, which it keeps whole, and leaving None what no rank used."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ class Outside:
 
     def __init__(self, params: list[nn.Parameter], whole: Iterable[int], used: Tensor, world: World):
         self.params, self.whole, self.used, self.world = params, list(whole), used, world
+        self.summed: Callable[[], None] = lambda: None  # called when one backward by itself was summed
         self._had: list[bool] | None = None  # which had a gradient before the round; None: no round runs
         self._done: dict[int, Tensor] = {}  # gradients that are sums over the ranks already
         self._queued: weakref.ref[Any] | None = None
@@ -50,6 +51,7 @@ class Outside:
         def end() -> None:
             self._queued = None
             self.end("a backward outside a window")
+            self.summed()
 
         def after_others() -> None:  # FSDP2 ends its root's backward in such a call of its own
             at_end_of_backward(end)

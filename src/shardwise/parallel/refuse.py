@@ -5,14 +5,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise._compat import num_hooks
+from shardwise._compat import num_hooks, on_scalar_read
 from shardwise.anatomy import canonical_modules
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.parallel.tensors import tensors_of
 from shardwise.recipe import Recipe
 from shardwise.world import World
 
-__all__ = ["refuse_unfit_parts", "refuse_whole_values"]
+__all__ = ["refuse_numbers_of_parts", "refuse_unfit_parts", "refuse_whole_values"]
 
 _WHOLE = 'keep parameters whole on every rank: sw.init("dp_replicate=-1")'
 
@@ -39,6 +39,13 @@ def refuse_unfit_parts(module: nn.Module, recipe: Recipe, world: World) -> None:
     if world.size == 1 and recipe.engine == "ddp":
         return
     for name, child in canonical_modules(module):
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
+            raise UnsupportedError(
+                f"a {type(child).__name__} with sparse=True",
+                why="its gradient is a sparse tensor, and gradients are summed over the ranks as dense ones",
+                fix="leave sparse out: rows that no rank looked up get a gradient of 0",
+                name=name or None,
+            )
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.max_norm is not None:
             raise UnsupportedError(
                 f"a {type(child).__name__} with max_norm={child.max_norm}",
@@ -65,3 +72,21 @@ def refuse_whole_values(module: nn.Module) -> None:
                 )
 
     module.register_load_state_dict_pre_hook(check)
+
+
+def refuse_numbers_of_parts(world: World) -> None:
+    """From now on a Python number read from a DTensor over the ranks of ``world`` raises UsageError, unless each rank has the
+    whole value. torch gives the number of this rank's part: a norm that is too small, another step size on each rank."""
+    on_scalar_read(world.mesh, _refuse_part)
+
+
+def _refuse_part(tensor: DTensor) -> None:
+    mesh = tensor.device_mesh
+    axes = zip(mesh.mesh_dim_names or map(str, range(mesh.ndim)), mesh.shape, tensor.placements, strict=True)
+    over = [f"{name}={size}" for name, size, placement in axes if size > 1 and not placement.is_replicate()]
+    if over:
+        raise UsageError(
+            f"a Python number (item(), float(), bool(), ...) of a tensor that is cut over {', '.join(over)}",
+            why="each rank would read the number of its own part, and go on with another one than the others",
+            fix="take the whole value first, on every rank: grad.norm().full_tensor().item(), (x > 0).any().full_tensor()",
+        )

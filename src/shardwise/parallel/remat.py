@@ -32,6 +32,7 @@ from shardwise._compat import (
 from shardwise.anatomy import canonical_modules
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
 from shardwise.parallel.alike import are_alike, digest_of_result
+from shardwise.parallel.edges import gather_parts
 from shardwise.parallel.operators import keep_policy
 from shardwise.parallel.trees import leaves_of
 from shardwise.recipe import Edit
@@ -176,6 +177,7 @@ class _Runs:
                 if not any(mode is other for other in active):
                     modes.enter_context(mode)
             try:
+                gather_parts(self.module)
                 output = run(*args, **kwargs)
                 if self.is_checked and not are_alike(self.digest, digest_of_result(output)):
                     raise RuntimeError("the two runs gave different results")

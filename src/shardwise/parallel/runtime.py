@@ -1,8 +1,10 @@
 """The one run-time object that hangs on a sharded module: its recipe, its world, and handles on the engine."""
 
+import contextlib
 import copy
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,6 +33,12 @@ class Engine(Protocol):
         """Whether the next backward's gradients are summed over the ranks: False: not yet; True: they are when
         :meth:`complete` is called; None: when each backward ends, as outside of windows."""
 
+    def set_padding(self, padding: bool) -> None:
+        """Whether gradients of the next backwards count as 0: of a micro-batch that is only there so that ranks have equally many."""
+
+    def tell_sums(self, call: Callable[[], None]) -> None:
+        """``call`` is called after each backward outside of windows and ``accumulate``, when its gradients are sums."""
+
     def complete(self, place: str) -> None:
         """After the last backward of a window: its gradients are final on return. ``place`` is for messages."""
 
@@ -56,6 +64,9 @@ class Engine(Protocol):
     def drop_gathered(self) -> None:
         """Shards are about to be written: copies of whole parameters that a forward has left must not be used again."""
 
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        """Within: the modules hold whole parameters, and forwards gather nothing. All ranks enter and leave it together."""
+
 
 class Pending(Protocol):
     """Where the values of a model come from that is waiting to be loaded, as far as loading does not bring them."""
@@ -76,10 +87,16 @@ class Runtime:
         self.replicated = [n for n in self.trainable if cut_engine and recipe.params[n].shape == ()]
         self.step = 0  # optimizer steps begun: part of every random stream's name
         self.in_window = False
+        self.is_checked = False  # the module was compared with the one that was sharded, since the last optimizer step
+        self.has_loose_sums: bool | None = (
+            False  # a backward outside of windows has summed gradients; None: it was told
+        )
+        self.paddings: list[bool] = []  # of micro-batches that were counted, and are run by ``accumulate``
         self.num_gathered = 0  # times that somebody is within ``sw.gathered``
         self.explainers: list[Callable[[BaseException], ShardwiseError | None]] = []  # of techniques
         self.pending: Pending | None = None  # who knows the values that loading will not bring
         self.loaded_from: Path | None = None  # the model directory that its weights came from
+        engine.tell_sums(functools.partial(_note_loose_sums, weakref.ref(self)))
         self._structure = Structure(module, num_ranks=world.size)
         self.half_loaded: set[str] = set()  # tensors that a load which failed had begun to write
         self._withheld: ShardwiseError | None = None
@@ -162,6 +179,14 @@ class Runtime:
     def check_unchanged(self) -> None:
         """Raises UsageError if the module is no longer the one that was sharded; see :class:`Structure`."""
         self._structure.check()
+        self.is_checked = True
+
+
+def _note_loose_sums(told: "weakref.ref[Runtime]") -> None:
+    """A backward outside of windows has summed gradients over the ranks."""
+    runtime = told()
+    if runtime is not None and runtime.has_loose_sums is False and runtime.world.axis("dp").size > 1:
+        runtime.has_loose_sums = True
 
 
 def attach(module: nn.Module, runtime: Runtime) -> None:

@@ -66,8 +66,9 @@ def _hidden_in(name: str, value: Any, put: Callable[[Any], None], seen: set[int]
         return
     seen.add(id(value))
     if isinstance(value, dict):
-        for key, item in list(value.items()):
-            yield from _hidden_in(f"{name}.{key}", item, functools.partial(value.__setitem__, key), seen, depth - 1)
+        for i, (key, item) in enumerate(list(value.items())):
+            text = str(i) if " at 0x" in str(key) else key  # an address is no name: it is another one in each process
+            yield from _hidden_in(f"{name}.{text}", item, functools.partial(value.__setitem__, key), seen, depth - 1)
     elif isinstance(value, list):
         for i, item in enumerate(value):
             yield from _hidden_in(f"{name}.{i}", item, functools.partial(value.__setitem__, i), seen, depth - 1)
@@ -149,14 +150,16 @@ def replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None
 
     def new(tensor: Tensor) -> Any:
         if id(tensor) not in made:
-            kept.append(tensor)
             value = make(tensor)
             if isinstance(tensor, nn.Parameter) and value is not tensor:
                 value = value.detach()
                 value = nn.Parameter(value, requires_grad=tensor.requires_grad)
                 value.__dict__.update(vars(tensor))  # marks a library left on a parameter, such as "no weight decay"
                 share_hooks(tensor, value)
-            made[id(tensor)] = value
+            # A module under two names comes up twice: what was put into it at first is not made anew, or it would leave
+            # the tensors tied to it behind.
+            made[id(tensor)] = made[id(value)] = value
+            kept.extend((tensor, value))
         return made[id(tensor)]
 
     for kind in ("_parameters", "_buffers"):

@@ -2,14 +2,21 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable
+import enum
+import functools
+import types
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch import Tensor
+import numpy as np
+import torch
+from torch import Tensor, nn
 
 from shardwise._compat import tree_flatten, tree_unflatten
 
-__all__ = ["leaves_of", "map_leaves"]
+__all__ = ["leaves_of", "map_leaves", "tensors_within"]
+
+_MOST = 2000  # objects looked at in one output
 
 
 def map_leaves(call: Callable[[Any], Any], value: Any) -> Any:
@@ -45,3 +52,54 @@ def _map_leaf(call: Callable[[Any], Any], leaf: Any) -> Any:
     for name, new in changed.items():
         object.__setattr__(leaf, name, new)  # also of a frozen one
     return leaf
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type, enum.Enum, np.ndarray, np.generic, range, slice)
+_PLAIN_TORCH = (torch.dtype, torch.device, torch.Size, torch.Generator, torch.layout, torch.memory_format)
+_MAY_HOLD = (
+    functools.partial,
+    types.FunctionType,
+    types.MethodType,
+    types.GeneratorType,
+    types.CoroutineType,
+    nn.Module,
+)
+
+
+def tensors_within(value: Any) -> tuple[list[Tensor], bool]:
+    """Tensors held by objects that :func:`map_leaves` hands on as they are, in their attributes and containers, and whether that
+    is all of them: a closure, a generator or a module may make others later, and an object without attributes hides its own."""
+    found: list[Tensor] = []
+    seen: set[int] = set()
+    todo = [leaf for leaf in leaves_of(value) if not isinstance(leaf, (Tensor, *_PLAIN, *_PLAIN_TORCH))]
+    is_complete = True
+    while todo and len(seen) < _MOST:
+        item = todo.pop()
+        if id(item) in seen or isinstance(item, (*_PLAIN, *_PLAIN_TORCH)):
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, Mapping):
+            todo += [*item.keys(), *item.values()]
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            todo += item
+        elif not isinstance(item, _MAY_HOLD) and (held := _attributes(item)) is not None:
+            todo += held
+        else:
+            is_complete = False
+    return found, is_complete and not todo
+
+
+def _attributes(item: Any) -> list[Any] | None:
+    """What an object holds, by attribute; None where that cannot be told."""
+    slots: Iterable[str] = (name for cls in type(item).__mro__ for name in _as_names(vars(cls).get("__slots__", ())))
+    held = [getattr(item, name) for name in slots if hasattr(item, name)]
+    attributes = getattr(item, "__dict__", None)
+    if attributes is None and not held:
+        return None
+    return [*held, *(attributes or {}).values()]
+
+
+def _as_names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)

@@ -59,12 +59,10 @@ class TensorFact(Record, frozen=True):
 
 
 class BlockList(Record, frozen=True):
-    """Modules that stand in a list, and whether every rank is sure to enter each of them in every forward."""
+    """Modules that stand in a list."""
 
     name: str
     blocks: tuple[str, ...]
-    always_entered: bool
-    why: str
 
 
 class Anatomy(Record, frozen=True):
@@ -78,6 +76,7 @@ class Anatomy(Record, frozen=True):
     class_paths: dict[
         str, str
     ] = {}  # module name -> class name with its package, as in "torch.nn.modules.linear.Linear"
+    module_aliases: dict[str, str] = {}  # other name of a module that has several -> its first
     containers: tuple[str, ...] = ()  # modules without a forward of their own, as a ModuleList
 
 

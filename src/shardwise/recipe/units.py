@@ -1,18 +1,20 @@
 """Which modules are gathered together: from the block lists of an anatomy to the units of a recipe.
 
-The rule: the blocks of outermost lists that every rank is sure to enter, neighbours merged until a unit holds
-``min_unit_bytes``; everything else belongs to the root unit. One collective per unit, so many tiny units cost time
+The rule: the blocks of outermost lists, neighbours merged until a unit holds ``min_unit_bytes``; everything else belongs to the root
+unit. A rank may skip units: they are taken in one order at run time. One collective per unit, so many tiny units cost time
 (a 24-block, d=64 model is 2.4x quicker as one group on gloo) and one huge unit costs memory.
 """
 
 from collections.abc import Sequence
 
 from shardwise.config.options import Sharding
-from shardwise.recipe.records import DTYPE_BYTES, ROOT, Anatomy, BlockList, Note, Unit, human_bytes
+from shardwise.recipe.records import DTYPE_BYTES, ROOT, Anatomy, BlockList, Note, TensorFact, Unit, human_bytes
 from shardwise.recipe.targets import innermost, modules_named, refuse_nested
 from shardwise.recipe.timing import with_timing
 
 __all__ = ["make_units", "unit_of_params"]
+
+_LARGE = 1 << 30  # bytes of a model of which one unit should not hold most
 
 
 def make_units(anatomy: Anatomy, sharding: Sharding, compute: str | None) -> tuple[tuple[Unit, ...], tuple[Note, ...]]:
@@ -27,24 +29,46 @@ def make_units(anatomy: Anatomy, sharding: Sharding, compute: str | None) -> tup
     elif units == "none":
         lists, notes = [], [Note(name=ROOT, why='one unit: units="none"')]
     else:
-        lists, notes = _splittable(anatomy)
-        if not sizes.is_full([ROOT]):
+        lists, notes = list(anatomy.lists), []
+        if not lists:
+            notes.append(Note(name=ROOT, why="one unit: no list of blocks was found"))
+        elif not sizes.is_full([ROOT]):
             small = f"one unit: the model's {sizes.in_words([ROOT])} are below {sizes.goal}"
             lists, notes = [], [Note(name=ROOT, why=small)]
     made: list[Unit] = []
     for block_list in lists:
         groups = _merge(_free_of_outside_ties(anatomy, block_list.blocks, notes), sizes)
         groups = _join_tied(anatomy, groups, notes)
-        made += [_unit(block_list, group, sizes) for group in groups]
+        why = "named by units=" if isinstance(units, tuple) else "blocks of an outermost list"
+        made += [_unit(why, group, sizes) for group in groups]
     rest = "what no other unit holds; stays gathered from forward to backward, which starts with it"
     root = Unit(name=ROOT, modules=(ROOT,), reshard=False, why=rest)
-    return with_timing(anatomy, (*made, root), sharding), tuple(notes)
+    found = (*made, root)
+    return with_timing(anatomy, found, sharding), (*notes, *_large(anatomy, found, sizes))
 
 
 def unit_of_params(anatomy: Anatomy, units: tuple[Unit, ...]) -> dict[str, str]:
     """The unit of every parameter: the one that holds its first owner, else the root."""
     home = {module: unit.name for unit in units for module in unit.modules if module != ROOT}
     return {name: home.get(innermost(name, home) or ROOT, ROOT) for name in anatomy.params}
+
+
+def _large(anatomy: Anatomy, units: tuple[Unit, ...], sizes: "_Sizes") -> list[Note]:
+    """A warning of a unit that is most of a large model: as much is whole on each rank at once."""
+    homes = unit_of_params(anatomy, units)
+    held: dict[str, int] = {}
+    for name, fact in anatomy.params.items():
+        held[homes[name]] = held.get(homes[name], 0) + sizes.num_bytes(fact)
+    total = sum(held.values())
+    return [
+        Note(
+            name=unit,
+            why=f"warning: {human_bytes(size)} of {human_bytes(total)} are in this unit, and whole on every rank at once; "
+            "name smaller ones: Sharding(units=(...))",
+        )
+        for unit, size in held.items()
+        if total > _LARGE and 2 * size > total
+    ]
 
 
 class _Sizes:
@@ -57,9 +81,13 @@ class _Sizes:
         self._least = 0 if isinstance(sharding.units, tuple) else least
         self._below: dict[str, int] = {ROOT: 0}  # module name -> bytes or number
         for name, fact in anatomy.params.items():
-            size = fact.numel * (1 if self.by_number else DTYPE_BYTES[compute or fact.dtype])
+            size = fact.numel if self.by_number else self.num_bytes(fact)
             for module in (ROOT, *(name[:end] for end, letter in enumerate(name) if letter == ".")):
                 self._below[module] = self._below.get(module, 0) + size
+
+    def num_bytes(self, fact: TensorFact) -> int:
+        """Of a tensor when it is gathered."""
+        return fact.numel * DTYPE_BYTES[self.dtype or fact.dtype]
 
     @property
     def goal(self) -> str:
@@ -78,23 +106,11 @@ class _Sizes:
         return sum(self._below.get(module, 0) for module in modules)
 
 
-def _splittable(anatomy: Anatomy) -> tuple[list[BlockList], list[Note]]:
-    kept = [block_list for block_list in anatomy.lists if block_list.always_entered]
-    notes = [
-        Note(name=block_list.name, why=f"kept in its parent's unit: {block_list.why}")
-        for block_list in anatomy.lists
-        if not block_list.always_entered
-    ]
-    if not anatomy.lists:
-        notes.append(Note(name=ROOT, why="one unit: no list of blocks was found"))
-    return kept, notes
-
-
 def _named_blocks(anatomy: Anatomy, patterns: tuple[str, ...]) -> BlockList:
     blocks = {name for pattern in patterns for name in modules_named(anatomy, pattern, f"units={pattern!r}")}
     order = [name for name in anatomy.classes if name in blocks]
     refuse_nested(order, f"units={patterns!r}", "a unit inside a unit would be gathered twice")
-    return BlockList(name=", ".join(patterns), blocks=tuple(order), always_entered=True, why="named by units=")
+    return BlockList(name=", ".join(patterns), blocks=tuple(order))
 
 
 def _free_of_outside_ties(anatomy: Anatomy, blocks: tuple[str, ...], notes: list[Note]) -> tuple[str, ...]:
@@ -113,10 +129,19 @@ def _free_of_outside_ties(anatomy: Anatomy, blocks: tuple[str, ...], notes: list
 def _tied_outside(anatomy: Anatomy, block: str, blocks: tuple[str, ...]) -> str | None:
     held = set(blocks)
     for name, fact in anatomy.params.items():
-        owners = {innermost(owner, held) for owner in (name, *fact.aliases)} if fact.aliases else ()
+        owners = {innermost(owner, held) for owner in _owners(anatomy, name)} if fact.aliases else ()
         if block in owners and None in owners:
             return name
     return None
+
+
+def _owners(anatomy: Anatomy, name: str) -> set[str]:
+    """The names of a parameter, without those that it has because a module has several."""
+    found = set()
+    for owner in (name, *anatomy.params[name].aliases):
+        other = innermost(owner, anatomy.module_aliases)
+        found.add(owner if other is None else anatomy.module_aliases[other] + owner[len(other) :])
+    return found
 
 
 def _merge(blocks: tuple[str, ...], sizes: _Sizes) -> list[list[str]]:
@@ -146,9 +171,9 @@ def _join_tied(anatomy: Anatomy, groups: list[list[str]], notes: list[Note]) -> 
     return groups
 
 
-def _unit(block_list: BlockList, group: list[str], sizes: _Sizes) -> Unit:
+def _unit(source: str, group: list[str], sizes: _Sizes) -> Unit:
     size = sizes.in_words(group) + (f" in {sizes.dtype}" if sizes.dtype and not sizes.by_number else "")
     if len(group) == 1:
-        return Unit(name=group[0], modules=tuple(group), reshard=True, why=f"{size}; {block_list.why}")
-    why = f"{len(group)} neighbours merged to reach {sizes.goal}: {size}; {block_list.why}"
+        return Unit(name=group[0], modules=tuple(group), reshard=True, why=f"{size}; {source}")
+    why = f"{len(group)} neighbours merged to reach {sizes.goal}: {size}; {source}"
     return Unit(name=f"{group[0]}..{group[-1]}", modules=tuple(group), reshard=True, why=why)

@@ -4,9 +4,8 @@ import contextlib
 from collections.abc import Iterator
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
-from shardwise._compat import gathered_parameters, kept_whole
+from shardwise._compat import gathered_parameters
 from shardwise.errors import UsageError
 from shardwise.parallel import Runtime, runtime_of
 
@@ -32,12 +31,10 @@ def gathered(model: nn.Module) -> Iterator[nn.Module]:
     runtime = runtime_of(model)
     runtime.check_values()
     runtime.world.agreement.sum({}, "gathered, before it is gathered")
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    outermost = runtime.num_gathered == 0
     runtime.num_gathered += 1
     written: list[str] = []
     try:
-        with kept_whole(units) if outermost else contextlib.nullcontext():
+        with runtime.engine.whole():
             versions = {name: tensor._version for name, tensor in _whole(runtime).items()}
             yield model
             written = [name for name, tensor in _whole(runtime).items() if tensor._version != versions.get(name)]

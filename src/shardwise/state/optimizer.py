@@ -20,6 +20,7 @@ from shardwise.parallel.values import scatter_values
 from shardwise.state.full import gather_tensors
 from shardwise.state.report import shortened
 from shardwise.state.together import together
+from shardwise.world import described
 
 __all__ = [
     "agreed_kinds",
@@ -300,7 +301,7 @@ def _group_settings(
             fix="build the optimizer from the same parameters as when it was saved",
             name=lost[0],
         )
-    if any(repr(other) != repr(found[0]) for other in found):
+    if any(described(other) != described(found[0]) for other in found):
         raise CheckpointError(
             f"group {number} of {type(optim).__name__}",
             why="its parameters were in groups with different settings when the state was saved",

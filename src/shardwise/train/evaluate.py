@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from shardwise.errors import ShardwiseError, UsageError
 from shardwise.parallel import Runtime, runtime_of
@@ -134,8 +133,6 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-        if isinstance(model, FSDPModule):
-            model.reshard()  # the root stays gathered after a forward that no backward follows
 
 
 def _flat(loader: Iterable[Any]) -> Iterator[tuple[Batch, bool]]:

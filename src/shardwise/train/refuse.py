@@ -20,6 +20,7 @@ __all__ = [
     "refuse_other_state",
     "refuse_parameters",
     "refuse_unfit",
+    "refuse_unused",
 ]
 
 
@@ -185,6 +186,25 @@ def no_gradient(runtime: Runtime) -> UsageError:
         why="it has no gradient: a .detach(), torch.no_grad() or torch.tensor(...) lies between the model and it",
         fix="compute it from the model's output alone; for a micro-batch with nothing to count, return output.sum() * 0",
     )
+
+
+def refuse_unused(runtime: Runtime, used: Tensor | None) -> None:
+    """Raises UsageError, on every rank, after a window in which no rank used a trainable parameter.
+
+    Args:
+        runtime: of the model.
+        used: how many ranks used each trainable parameter, where the engine tells it; None: gradients tell.
+    """
+    is_used = (
+        any(runtime.parameters[n].grad is not None for n in runtime.trainable) if used is None else bool(used.any())
+    )
+    if not is_used:
+        raise UsageError(
+            "a window in which no trainable parameter was used, by any rank",
+            why="the loss has a gradient, but it leads to none of the parameters: it is computed from something else than the "
+            "model's output, or from an output that was detached on the way",
+            fix="compute the loss from what the model returns",
+        )
 
 
 def nothing_of(output: Any, error: ShardwiseError) -> Tensor:

@@ -70,7 +70,7 @@ def generate(
     finally:
         model.train(was_training)
         if isinstance(model, FSDPModule):
-            model.reshard()  # no backward follows that would: the next forward must not see these values again
+            model.reshard()  # plain FSDP2 keeps what the root's last forward gathered, and would compute with it again
     return prompt
 
 

@@ -25,7 +25,7 @@ from shardwise.train.refuse import (
 from shardwise.train.scale import LossScale
 from shardwise.train.sums import SumCheck, agreed_problem
 from shardwise.train.window import Window
-from shardwise.world import agree_on
+from shardwise.world import agree_on, described
 
 __all__ = ["StepOutput", "TrainStep"]
 
@@ -295,11 +295,11 @@ def _agree_on_settings(step: "TrainStep") -> None:
         "scheduler": type(step.scheduler).__qualname__,
         "max_grad_norm": step.max_grad_norm,
         "on_nonfinite": step.on_nonfinite,
-        "scaler": repr(step.scaler and step.scaler.state_dict()),
+        "scaler": described(step.scaler and step.scaler.state_dict()),
     }
     for i, group in enumerate(step.optim.param_groups):
         facts[f"group {i}: parameters"] = len(group["params"])
-        facts |= {f"group {i}: {key}": repr(value) for key, value in sorted(group.items()) if key != "params"}
+        facts |= {f"group {i}: {key}": described(value) for key, value in sorted(group.items()) if key != "params"}
     agree_on(
         step._runtime.world.agreement,
         facts,

@@ -27,7 +27,7 @@ from shardwise.train.count import agree_on_count
 from shardwise.train.exchange import Exchange, buffer_versions
 from shardwise.train.kept import KeptGradients, clone_buffers, restore_buffers
 from shardwise.train.loss import Batch, as_micro_batches, count_of
-from shardwise.train.refuse import explain_no_gradient
+from shardwise.train.refuse import explain_no_gradient, refuse_unused
 from shardwise.train.written import WrittenParameters
 from shardwise.world.rng import derive_seed, forked_streams
 
@@ -132,8 +132,7 @@ class Window:
         rank runs it: torch's, Python's, numpy's, and those that modules keep; a padding leaves no trace in sums and buffers."""
         runtime, world = self.runtime, self.runtime.world
         self._padding = batch.padding
-        if batch.padding:
-            self._undo.callback(restore_buffers, runtime, clone_buffers(runtime))
+        self._undo.enter_context(_not_counted(runtime, batch.padding))
         seed = derive_seed(world.seed, "forward", runtime.step, batch.index)
         self._undo.enter_context(forked_streams(seed, world.device, runtime.generators))
 
@@ -160,6 +159,8 @@ class Window:
         )
         self._written.check(self.agreed["written"])
         own.apply(self.agreed)
+        if self._trains and self.num_valid and not float(self.agreed.get("problem", 0)):
+            refuse_unused(runtime, self.agreed.get("used"))
         self._kept_gradients.add_back()
         runtime.step += 1
         runtime.in_window = False
@@ -218,18 +219,40 @@ def count_tokens(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None
     Raises:
         RankError, UsageError, ConfigError: as :func:`window` says.
     """
-    return agree_on_count(runtime_of(model), as_micro_batches(batches), count_of(loss, count), trains=False)
+    runtime, given = runtime_of(model), as_micro_batches(batches)
+    runtime.paddings = [bool(getattr(batch, "padding", False)) for batch in given]
+    return agree_on_count(runtime, given, count_of(loss, count), trains=False)
+
+
+@contextlib.contextmanager
+def _not_counted(runtime: Runtime, padding: bool) -> Iterator[None]:
+    """Within, for a ``padding``: gradients count as 0, whatever the loss is divided by, and buffers are as before afterwards."""
+    if not padding:
+        yield
+        return
+    kept = clone_buffers(runtime)
+    runtime.engine.set_padding(True)
+    try:
+        yield
+    finally:
+        runtime.engine.set_padding(False)
+        restore_buffers(runtime, kept)
 
 
 @contextlib.contextmanager
 def accumulate(model: nn.Module, *, is_last: bool) -> Iterator[None]:
     """Within: backward reduces gradients over the ranks only if ``is_last``. After: it does again; until then clipping and
-    steps are refused. An exception drops what the micro-batches since the last reduction gave. All ranks must use it alike."""
+    steps are refused. An exception drops what the micro-batches since the last reduction gave. All ranks must use it alike.
+
+    Gradient accumulation over the micro-batches that :func:`count_tokens` was given, one after the other: paddings among them
+    count as 0."""
     runtime = runtime_of(model)
     engine = runtime.engine
     engine.set_sync(is_last)
+    padding = runtime.paddings.pop(0) if runtime.paddings else False
     try:
-        yield
+        with _not_counted(runtime, padding):
+            yield
     except BaseException:
         engine.abandon()
         raise

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.config.options import Parallel
+from shardwise.anatomy import read_anatomy
+from shardwise.config.options import Parallel, Sharding
 from shardwise.config.target import load_target
 from shardwise.errors import ConfigError
 from shardwise.layout import parse_layout
 from shardwise.train.loss import call, next_token_loss
+from shardwise.verify.compare import Report
 from shardwise.verify.draws import drawing_modules
 from shardwise.verify.oracle import Task
 from shardwise.verify.run import Transformed, verify
@@ -53,6 +55,7 @@ def main(
     steps: int = 3,
     accumulate: int = 2,
     parallel: Parallel,
+    small_units: bool = False,
 ) -> int:
     """Compares and prints the outcome; 0 if equal. Raises VerifyError, which names the first tensor that differs.
 
@@ -65,6 +68,7 @@ def main(
         steps: optimizer steps.
         accumulate: micro-batches per rank and step.
         parallel: the techniques; its layout and precision are not used.
+        small_units: compare once more with every block a unit of its own, where parameters are cut: more can go wrong there.
     """
     _say("loading the model")
     build: Callable[[], nn.Module] = _Named(model, "MODEL")
@@ -80,19 +84,27 @@ def main(
     build, why = _without_dropout(build, parallel.transforms, windows, sums)
     if why:
         print(why)
-    report = verify(
-        build,
-        layout,
-        batches=windows,
-        loss=sums,
-        say=_say,
-        **{name: getattr(parallel, name) for name in _TECHNIQUES},
-    )
+    options = {name: getattr(parallel, name) for name in _TECHNIQUES}
+    report = verify(build, layout, batches=windows, loss=sums, say=_say, **options)
+    _print(report)
+    if small_units and report.engine == "fsdp2" and _has_blocks(build, parallel.transforms):
+        _say("once more, with every block a unit")
+        options["sharding"] = Sharding(min_unit_bytes=0)
+        again = verify(build, layout, batches=windows, loss=sums, say=_say, **options)
+        _print(again)
+    return 0
+
+
+def _has_blocks(build: Callable[[], nn.Module], transforms: Any) -> bool:
+    with torch.device("meta"):
+        return bool(read_anatomy((Transformed(build, transforms) if transforms else build)()).lists)
+
+
+def _print(report: Report) -> None:
     for kind, worst in report.worst.items():
         where = f" in {worst.name}, step {worst.step}" if worst.err else ""
         print(f"  {kind:<10} largest difference {worst.err:.1e}{where}")
     print(f"equal: {report}")
-    return 0
 
 
 def _say(text: str) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import UnsupportedError
+from shardwise.world import described
 
 __all__ = ["from_plain", "parse", "to_plain", "to_text"]
 
@@ -56,7 +57,8 @@ def to_plain(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, torch.dtype | torch.device):
         return {f"${type(value).__name__}": str(value)}
     if type(value) in (list, tuple, set, frozenset):
-        items = [to_plain(item, f"{place}/{number}", tensors) for number, item in enumerate(value)]
+        ordered = sorted(value, key=described) if type(value) in (set, frozenset) else value  # the same on every rank
+        items = [to_plain(item, f"{place}/{number}", tensors) for number, item in enumerate(ordered)]
         return items if type(value) is list else {f"${type(value).__name__}": items}
     if type(value) is dict and all(type(key) is str and not key.startswith(_TAG) for key in value):
         return {key: to_plain(item, f"{place}/{key}", tensors) for key, item in value.items()}

@@ -1,0 +1,86 @@
+"""What is looked at when an optimizer steps a sharded model: loops of one's own, without windows, have no other moment for it.
+
+Each fault lets the ranks drift apart, or trains something else, without an error: the module was changed after it was sharded
+(a replaced head, a block unfrozen), the optimizer holds a parameter that nobody sums over the ranks (a loss's own). And one is
+told once, as it may be meant: a backward outside of windows sums gradients over the ranks where DDP averages.
+"""
+
+import warnings
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardwise.errors import UsageError
+from shardwise.parallel.runtime import Runtime
+
+__all__ = ["check_step", "watch_steps"]
+
+_watched: weakref.WeakSet[Runtime] = weakref.WeakSet()
+_looked_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+_is_installed = False
+
+
+def watch_steps(runtime: Runtime) -> None:
+    """From now on every step of an optimizer on parameters of ``runtime`` is checked before it is taken."""
+    global _is_installed
+    _watched.add(runtime)
+    if not _is_installed:
+        register_optimizer_step_pre_hook(check_step)
+        _is_installed = True
+
+
+def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raises UsageError for a step that would go wrong; see the module's text."""
+    held = {id(param): param for group in optimizer.param_groups for param in group["params"]}
+    stepped = [r for r in list(_watched) if any(id(param) in held for param in r.parameters.values())]
+    if not stepped:
+        return
+    if _looked_at.get(optimizer) != len(held):
+        _refuse_strangers(optimizer, held)
+        _looked_at[optimizer] = len(held)
+    for runtime in stepped:
+        if not runtime.is_checked:
+            runtime.check_unchanged()
+        runtime.is_checked = False
+        _warn_of_sums(runtime)
+        _count_write(runtime, held)
+
+
+def _refuse_strangers(optimizer: torch.optim.Optimizer, held: Mapping[int, torch.Tensor]) -> None:
+    known = {id(param) for runtime in _watched for param in runtime.parameters.values()}
+    strange = next((param for key, param in held.items() if key not in known), None)
+    if strange is not None and any(runtime.world.size > 1 for runtime in _watched):
+        raise UsageError(
+            f"{type(optimizer).__name__}.step() with a parameter of shape {tuple(strange.shape)} that no sharded model has",
+            why="nothing sums its gradient over the ranks (a loss's own parameter, a module added later), so each rank would "
+            "step it by its own",
+            fix="put it in the model before parallelize: model = sw.TaskModel(model, loss); or step it by an optimizer of its own",
+            name=getattr(strange, "_shardwise_replaced", None),
+        )
+
+
+def _count_write(runtime: Runtime, held: Mapping[int, torch.Tensor]) -> None:
+    """A step by lists of tensors, or a fused one, changes no version of a DTensor, and a backward of the forward before it would pass
+    for one of the same values."""
+    for param in runtime.parameters.values():
+        if id(param) in held and isinstance(param, DTensor) and param.grad is not None and not param.is_inference():
+            increment_version(param)
+
+
+def _warn_of_sums(runtime: Runtime) -> None:
+    if not runtime.has_loose_sums:
+        return
+    runtime.has_loose_sums = None
+    size = runtime.world.axis("dp").size
+    warnings.warn(
+        f"gradients of backward() outside of a window are summed over {size} ranks, not averaged as DDP does: a mean loss on each "
+        f"rank gives gradients {size} times as large. Count what all ranks have, and divide a sum by it: "
+        "`with sw.window(model, batches) as w: ... (loss_sum / w.num_tokens).backward()`; or divide the mean by the number of ranks.",
+        UserWarning,
+        stacklevel=4,
+    )

@@ -1,0 +1,168 @@
+"""Ranks that run other blocks than each other train as one process does: plain FSDP2 hangs, or adds up gradients of other blocks."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from parallel.skips import BLOCKS, CASES, LOOPS, MICRO, ORDERS, STEPS, At, Stack, loss_of
+from torch import Tensor, nn
+
+from shardwise.config.options import Compile, Prefetch, Remat, Sharding
+from shardwise.errors import ShardwiseError
+from shardwise.parallel import parallelize, recipe_of, runtime_of
+from shardwise.train.window import window
+from shardwise.verify.sharded import CountCollectives
+from shardwise.world import init
+
+EAGER = functools.partial(Compile, backend="aot_eager")
+HSDP = "dp_replicate=2,dp_shard=2"
+WHERE: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
+    "shards": ("dp_shard=2", 2, {}, {}),
+    "remat": ("dp_shard=2", 2, {}, {"remat": Remat}),
+    "compile": ("dp_shard=2", 2, {}, {"compile": EAGER}),
+    "compile and remat": ("dp_shard=2", 2, {}, {"compile": EAGER, "remat": Remat}),
+    "offload": ("dp_shard=2", 2, {"offload": True}, {}),
+    "kept": ("dp_shard=2", 2, {"reshard_after_forward": False}, {}),
+    "every second kept": ("dp_shard=2", 2, {"reshard_every": 2}, {}),
+    "no prefetch": ("dp_shard=2", 2, {"prefetch": "none"}, {}),
+    "much prefetch": ("dp_shard=2", 2, {"prefetch": Prefetch(forward=2, backward=2)}, {}),
+    "each micro-batch": ("dp_shard=2", 2, {"sync_every_microbatch": True}, {}),
+    "hsdp": (HSDP, 4, {}, {}),
+    "hsdp, kept, each micro-batch": (HSDP, 4, {"reshard_after_forward": False, "sync_every_microbatch": True}, {}),
+    "kept over 2 of 4": ("dp_shard=4", 4, {"reshard_after_forward": 2}, {}),
+    "4 shards": ("dp_shard=4", 4, {}, {}),
+}
+"""Name -> layout, ranks, options of Sharding, techniques of blocks."""
+
+
+@functools.cache
+def one_process(name: str, size: int) -> list[dict[str, Tensor | None]]:
+    """The gradients of each step, the micro-batches of all ranks one after the other."""
+    case = CASES[name]
+    model = case.build()
+    optim, found = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
+    for step in range(STEPS):
+        given = [At(rank, step, micro) for micro in range(MICRO) for rank in range(size)]
+        for at in given:
+            case.loop(model, at, float(sum(each.num_tokens for each in given)))
+        found.append({name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()})
+        optim.step()
+        optim.zero_grad()
+    return found
+
+
+def trained(where: str, names: list[str]) -> tuple[dict[str, Any], int]:
+    """Name of a case -> gradients of each step, or the text of an error; and the fewest units that a model had."""
+    layout, _, sharding, options = WHERE[where]
+    found, fewest = {}, 99
+    with init(layout, device="cpu", timeout_s=30) as world:
+        for name in names:
+            case = CASES[name]
+            units = {"units": case.units} if case.units else {"min_unit_bytes": 0}
+            of_blocks = {key: option(targets=case.units or "blocks") for key, option in options.items()}
+            model = parallelize(case.build(), world, sharding=Sharding(**sharding, **units), **of_blocks)
+            fewest = min(fewest, len(recipe_of(model).units))
+            try:
+                found[name] = _train(model, case.loop, world.rank)
+            except ShardwiseError as error:
+                found[name] = f"{type(error).__name__}: {error}"
+        return found, fewest
+
+
+def _train(model: nn.Module, loop: Any, rank: int) -> list[dict[str, Tensor | None]]:
+    shown = [id(param) for param in model.parameters()]
+    optim, found = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
+    for step in range(STEPS):
+        given = [{"micro": torch.tensor(micro)} for micro in range(MICRO)]
+        with window(model, given, count=lambda b, step=step: At(rank, step, int(b["micro"])).num_tokens) as w:
+            for b in w:
+                loop(model, At(rank, step, int(b["micro"])), w.num_tokens)
+                assert [id(param) for param in model.parameters()] == shown
+        grads = {name: param.grad for name, param in runtime_of(model).parameters.items()}
+        found.append({name: None if grad is None else grad.full_tensor() for name, grad in grads.items()})
+        optim.step()
+        optim.zero_grad()
+    return found
+
+
+def check(ranks, where: str, names: list[str], timeout_s: float = 60) -> None:
+    size = WHERE[where][1]
+    for found, units in ranks.run(trained, size, where, names, timeout_s=timeout_s):
+        assert units >= 2
+        faults = [text for name in names for text in differences(found[name], one_process(name, size), name)]
+        assert not faults, "\n".join(faults)
+
+
+def differences(found: Any, want: list[dict[str, Tensor | None]], name: str) -> list[str]:
+    """What is not as in one process, to 1e-12 of each gradient."""
+    if isinstance(found, str):
+        return [f"{name}: {found}"]
+    faults = []
+    for step, (mine, one) in enumerate(zip(found, want, strict=True)):
+        largest = max(float(grad.abs().max()) for grad in one.values() if grad is not None)
+        for param, grad in one.items():
+            other = mine[param]
+            if grad is None or other is None:
+                if other is not grad:
+                    faults.append(f"{name}: step {step}: {param}: {'None' if other is None else 'not None'}")
+                continue
+            error = float((other - grad).abs().max()) / max(float(grad.abs().max()), 1e-6 * largest)
+            if not error < 1e-12:
+                faults.append(f"{name}: step {step}: {param}: {error:.1e}")
+    return faults
+
+
+PLAIN = [name for name in CASES if ":" not in name or name.endswith(": plain")]
+OTHER_LOOPS = [f"{order}: {loop}" for loop in LOOPS for order in ("others on each rank", "drawn anew each time")]
+OTHER_MODELS = [name for name in CASES if name.partition(": ")[2] in ORDERS]
+SAMPLE = [f"{order}: plain" for order in ("all blocks on one rank", "drawn anew each time", "again on one rank")]
+FEW = [*SAMPLE, "text only at first", "an expert each", "one block, by rank", "a frozen tower"]
+
+
+@pytest.mark.parametrize("names", [PLAIN, OTHER_LOOPS, OTHER_MODELS], ids=["orders", "loops", "models"])
+def test_blocks_that_ranks_skip(ranks, names):
+    check(ranks, "shards", names)
+
+
+OPTIONS = {"remat": FEW, "compile": SAMPLE[1:2], "offload": FEW, "kept": FEW, "much prefetch": FEW, "hsdp": SAMPLE}
+
+
+@pytest.mark.parametrize("where", [*OPTIONS, "kept over 2 of 4"])
+def test_skipped_blocks_under_options(ranks, where):
+    check(ranks, where, OPTIONS.get(where, SAMPLE))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("where", list(WHERE))
+def test_everything_that_ranks_skip(ranks, where):
+    check(ranks, where, list(CASES), timeout_s=1200)
+
+
+# ---- what it costs ---------------------------------------------------------------------------------------------------
+
+
+def counted(sharding: dict[str, Any]) -> list[dict[str, int]]:
+    with init("dp_shard=2", device="cpu", timeout_s=30) as world:
+        model = parallelize(Stack().double(), world, sharding=Sharding(min_unit_bytes=0, **sharding))
+        counts = []
+        for step in range(3):
+            at = At(world.rank, step, 0)
+            with window(model, [{"x": at.x}], count=lambda _: 1) as w:
+                for b in w:
+                    with CountCollectives() as counter:
+                        loss_of(model(b["x"], range(BLOCKS)), at).backward()
+                    counts.append(counter.counts)
+        return counts
+
+
+@pytest.mark.parametrize(
+    ("sharding", "gathers"),
+    [({}, 2 * BLOCKS + 1), ({"prefetch": "none"}, 2 * BLOCKS + 1), ({"reshard_after_forward": False}, BLOCKS + 1)],
+    ids=["default", "no prefetch", "kept"],
+)
+def test_a_model_that_skips_nothing_costs_what_it_did(ranks, sharding, gathers):
+    """Ranks tell each other their order in the first window; after it they say nothing."""
+    for first, *later in ranks.run(counted, 2, sharding):
+        assert sum(first.values()) > gathers + BLOCKS + 1
+        assert later == [{"_allgather_base": gathers, "_reduce_scatter_base": BLOCKS + 1}] * 2

@@ -1,0 +1,124 @@
+"""Ranks that run another number of forwards, or units in an order of their own: told within seconds, and not a hang."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.config.options import Sharding
+from shardwise.errors import RankError
+from shardwise.parallel import parallelize
+from shardwise.state import gathered
+from shardwise.train.window import window
+from shardwise.world import init
+
+
+def forwards(numbers: tuple[int, int], whole: bool) -> bool:
+    """As many no-grad forwards as this rank is given, then a call that all ranks make."""
+    with init("dp_shard=2", device="cpu", timeout_s=100) as world:
+        layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+        model = parallelize(layers, world, sharding=Sharding(min_unit_bytes=0))
+        with torch.no_grad():
+            if whole:
+                with gathered(model):
+                    for _ in range(numbers[world.rank]):
+                        model(torch.ones(1, 8))
+            else:
+                for _ in range(numbers[world.rank]):
+                    model(torch.ones(1, 8))
+        world.barrier()
+        return bool(model(torch.ones(1, 8)).isfinite().all())
+
+
+@pytest.mark.parametrize("numbers", [(2, 3), pytest.param((3, 2), marks=pytest.mark.soak)])
+def test_a_rank_with_a_forward_more_is_told_so(ranks, numbers):
+    """Its gather hung until the timeout, or met another collective: gloo ended the process by SIGABRT."""
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        ranks.run(forwards, 2, numbers, False, timeout_s=60)
+    assert "wait for each other in different collectives" in str(caught.value) and "waits at a barrier" in str(
+        caught.value
+    )
+    assert time.monotonic() - start < 50  # of a timeout of 100
+
+
+def test_within_gathered_ranks_run_as_many_forwards_as_they_like(ranks):
+    assert ranks.run(forwards, 2, (2, 5), True) == [True, True]
+
+
+class Chosen(nn.Module):
+    """Experts called in an order that the data decide."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x, order):
+        for number in order:
+            x = torch.tanh(self.experts[number](x))
+        return x
+
+
+def ordered(orders: list[tuple[list[int], list[int]]]) -> list[float]:
+    """For each step the order of every rank."""
+    with init("dp_shard=2", device="cpu", timeout_s=100) as world:
+        torch.manual_seed(0)
+        model = parallelize(Chosen(), world, sharding=Sharding(min_unit_bytes=0))
+        found = []
+        for order in orders:
+            model(torch.ones(1, 8), order[world.rank]).sum().backward()
+            found.append(float(model.experts[0].weight.grad.full_tensor().abs().sum()))
+        return found
+
+
+def test_a_rank_that_leaves_the_order_alone_is_named(ranks):
+    with pytest.raises(RankError) as caught:
+        ranks.run(ordered, 2, [([0, 1, 2], [0, 1, 2]), ([0, 1, 2], [0, 2, 1])], timeout_s=60)
+    assert "entered units in another order than before, in forward" in str(caught.value)
+    assert "Sharding(units=" in str(caught.value)
+
+
+def test_ranks_that_leave_it_together_agree_anew(ranks):
+    same = [([0, 1, 2], [0, 1, 2]), ([2, 1, 0], [2, 1, 0]), ([1, 0, 2], [1, 0, 2]), ([0, 1, 2], [0, 1, 2])]
+    first, second = ranks.run(ordered, 2, same)
+    assert first == second and first[0] > 0
+
+
+def test_in_the_first_forward_any_order_on_any_rank_is_right(ranks):
+    assert all(found[0] > 0 for found in ranks.run(ordered, 2, [([0, 1, 2], [2, 0, 1])]))
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x, used):
+        for number in used:
+            x = torch.tanh(self.blocks[number](x))
+        return self.head(x)
+
+
+def two_models(skipped: int | None) -> str:
+    """One loss over two models, of which the second skips a block on one rank."""
+    with init("dp_shard=2", device="cpu", timeout_s=30) as world:
+        options = {"sharding": Sharding(min_unit_bytes=0, prefetch="none")}
+        first, second = (parallelize(Stack().double(), world, **options) for _ in range(2))
+        for step in range(3):
+            x = torch.full((2, 4), 1.0 + world.rank, dtype=torch.float64)
+            used = [i for i in range(4) if i != skipped or not step or world.rank == 1]
+            with window(first, [{"x": x}], count=len) as a, window(second, [{"x": x}], count=len) as b:
+                for given, _ in zip(a, b, strict=True):
+                    second(first(given["x"], [0, 1, 2, 3]), used).sum().backward()
+        return "no error"
+
+
+def test_two_models_in_one_loss_of_which_ranks_skip_blocks_are_told_of_it(ranks):
+    """The order of units is each model's own: collectives of the two crossed, and gradients were 0.1 to 1.2 off without a word."""
+    assert ranks.run(two_models, 2, None) == ["no error"] * 2
+    assert ranks.run(two_models, 2, 2) == ["no error"] * 2  # its turn comes before the other model's
+    with pytest.raises(RankError) as caught:
+        assert ranks.run(two_models, 2, 0, timeout_s=60) == ["no error"] * 2, "told"
+    assert "entered other units" in str(caught.value) or "wait for each other" in str(caught.value)
