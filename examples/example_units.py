@@ -1,4 +1,4 @@
-"""Which modules are gathered together: found in the code of a model, or named by you.
+"""Which modules are gathered together: found in the structure of a model, or named by you.
 
 python examples/example_units.py
 torchrun --standalone --nproc-per-node 2 examples/example_units.py       # the same units, the same losses
@@ -34,7 +34,7 @@ class Model(nn.Module):
         chosen = x[:, 0] > 0
         y = torch.zeros_like(x)
         for mask, expert in zip((chosen, ~chosen), self.experts, strict=True):
-            if mask.any():  # a rank without such samples skips this expert, so it must not be a unit of its own
+            if mask.any():  # a rank without such samples skips this expert, and takes its turn in passing
                 y[mask] = expert(x[mask])
         return self.head(x + y)
 
@@ -47,13 +47,9 @@ def train(world: sw.World, sharding: sw.Sharding, title: str) -> None:
     """Prints the units, each with its reason, and the loss of three steps."""
     model = sw.parallelize(Model, world, sharding=sharding)
     if world.is_main:
-        recipe = sw.recipe_of(model)
         print(title)
-        for unit in recipe.units:
+        for unit in sw.recipe_of(model).units:
             print(f"  unit {', '.join(unit.modules) or '(root)'}")
-        for note in recipe.notes:
-            if note.name == "experts":
-                print(f"  {note.name}: {note.why}")
     x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
     samples = [{"x": row, "y": row[:4].sum()} for row in x]
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -84,10 +84,8 @@ def _file_of(subject: Subject) -> str:
 SECTIONS = (
     Section(
         "Packages",
-        "Imported from what `pip install` brings, of packages that know nothing of Shardwise. Units that had to be named:\n"
-        "x-transformers goes over its layers by `zip(*...)`, whose length the code does not tell; SwinUNETR asks at run time how\n"
-        "many dimensions its input has; the forward of iTransformer is wrapped by a type checker and has no source to\n"
-        "read (`example=` helps there, too). Its constructor draws from Python's `random`, hence rank 0's values.",
+        "Imported from what `pip install` brings, of packages that know nothing of Shardwise. \n"
+        "iTransformer: its constructor draws from Python's `random`, hence rank 0's values.",
         PACKAGES,
         ("model", "kind", "package", "class", "what makes it hard"),
     ),
@@ -99,9 +97,7 @@ SECTIONS = (
     ),
     Section(
         "Transformers",
-        f"Families of transformers {_version('transformers')}. Units that had to be named: OPT, BART and Whisper draw at random which\n"
-        "blocks they skip (layer drop, also at a rate of 0, where naming them is safe), and LLaVA finds its embedding by a\n"
-        "lookup that is not followed and might lead into its blocks. ALBERT has a single block, which is run three times.",
+        f"Families of transformers {_version('transformers')}. ALBERT has a single block, which is run three times.",
         FAMILIES,
         ("family", "kind", "class", "what makes it hard"),
     ),
