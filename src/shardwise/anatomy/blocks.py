@@ -33,7 +33,7 @@ def find_block_lists(root: nn.Module, run: Mapping[str, int] | None = None) -> t
 
 
 def has_no_forward(module: nn.Module) -> bool:
-    """Whether nobody can call ``module``: a plain list, a holder of parameters."""
+    """Whether ``module`` cannot be called: a plain list, a holder of parameters."""
     return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 

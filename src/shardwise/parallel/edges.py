@@ -46,7 +46,7 @@ class _WhenLeft(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
-        ctx.set_materialize_grads(False)  # a tensor that nobody used gets none, and what made it either
+        ctx.set_materialize_grads(False)  # a tensor that is not used gets none, and what made it either
         return tensors
 
     @staticmethod
@@ -70,7 +70,7 @@ Views = list[tuple["weakref.ref[Tensor]", int]]
 
 
 def refuse_changed(views: Views) -> None:
-    """Raises UnsupportedError for a tensor that was handed out as another one, changed there in place, and is still held by somebody: it has
+    """Raises UnsupportedError for a tensor that was handed out as another one, changed there in place, and is still held: it has
     the values of the change and not its history, so that a loss taken from it would have other gradients, without an error."""
     for view, version in views:
         tensor = view()

@@ -304,7 +304,7 @@ class FSDP2Engine:
 
     def _note(self, entry: str) -> None:
         """Also what is gathered without gradients: another rank may take the same unit in passing, where it records them. Outside of
-        windows nobody compares, and the list would grow for good."""
+        windows they are not compared, and the list would grow for good."""
         if self._taken.num_windows:
             self._taken.entries.append(f"model {self._number}: {entry}" if self._number else entry)
 

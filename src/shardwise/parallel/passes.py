@@ -129,7 +129,7 @@ class Units:
     def _prefetch(self, numbers: list[int], *, backward: bool) -> None:
         for number in numbers:
             if self._free_kept(number):
-                self.inner[number].gather(backward=True)  # nobody would wait for it before it is used
+                self.inner[number].gather(backward=True)  # no hook would wait for it before it is used
             else:
                 self.inner[number].prefetch(backward=backward)
 

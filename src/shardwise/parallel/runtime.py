@@ -89,7 +89,7 @@ class Runtime:
         self.in_window = False
         self.is_checked = False  # the module was compared with the one that was sharded, since the last optimizer step
         self.has_loose_sums: bool | None = (
-            False  # a backward outside of windows has summed gradients; None: it was told
+            False  # a backward outside of windows has summed gradients; None: the user was warned
         )
         self.paddings: list[bool] = []  # of micro-batches that were counted, and are run by ``accumulate``
         self.num_gathered = 0  # times that somebody is within ``sw.gathered``

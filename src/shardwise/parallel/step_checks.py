@@ -1,7 +1,7 @@
-"""What is looked at when an optimizer steps a sharded model: loops of one's own, without windows, have no other moment for it.
+"""What is looked at when an optimizer steps a sharded model: loops without windows have no other moment for it.
 
 Each fault lets the ranks drift apart, or trains something else, without an error: the module was changed after it was sharded
-(a replaced head, a block unfrozen), the optimizer holds a parameter that nobody sums over the ranks (a loss's own). And one is
+(a replaced head, a block unfrozen), the optimizer holds a parameter whose gradient is not summed over the ranks (a loss's own). And one is
 told once, as it may be meant: a backward outside of windows sums gradients over the ranks where DDP averages.
 """
 
