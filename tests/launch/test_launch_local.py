@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError, LayoutError, RankError, Stopped
-from shardwise.launch import default_nproc, free_port, launch_local, send_event
+from shardwise.launch import default_nproc, free_port, launch_local, local, send_event
 from shardwise.launch.failure import Failure, root_cause
 
 TARGETS = str(Path(__file__).with_name("launch_targets.py"))
@@ -239,6 +239,22 @@ def test_time_limit_names_the_ranks_and_shows_their_stacks(capfd):
 def test_exit_without_a_result_is_a_failure(hard, text):
     with pytest.raises(RankError, match=text):
         launch("exit_with", 3, hard)
+
+
+def test_an_exit_known_only_after_all_that_was_written_has_been_read_is_a_failure(monkeypatch):
+    def is_any_alive(watch):
+        while watch._selector.get_map():
+            for key, _ in watch._selector.select():
+                key.data.read(key.fd)
+                if key.fd not in key.data.streams():
+                    watch._selector.unregister(key.fd)
+        while not all(rank.poll() for rank in watch.ranks):
+            time.sleep(0.01)
+        return False
+
+    monkeypatch.setattr(local._Watch, "_alive", is_any_alive)
+    with pytest.raises(RankError, match="exited with code 3 without"):
+        launch("exit_with", 3, True)
 
 
 def test_silent_exit_is_a_failure_and_exit_zero_is_none():

@@ -188,13 +188,16 @@ class _Watch:
             key.data.read(key.fd)
             if key.fd not in key.data.streams():
                 self._selector.unregister(key.fd)
+        self._settle()
+        return bool(ready)
+
+    def _settle(self) -> None:
         for rank in self.ranks:
             if rank.poll() and rank.failure is None and (rank.code or rank.result is None):
                 # Its report may still be in the pipe; without one, how it ended is all there is.
                 for descriptor in rank.streams():
                     self._drain_one(rank, descriptor)
                 rank.settle()
-        return bool(ready)
 
     def _drain_one(self, rank: RankProcess, descriptor: int) -> None:
         deadline = time.monotonic() + _DRAIN_S
@@ -212,6 +215,7 @@ class _Watch:
         deadline = time.monotonic() + _DRAIN_S
         while self._selector.get_map() and time.monotonic() < deadline:
             self._turn()
+        self._settle()  # the last rank's pipes may have ended before it did, and then no turn came after its end
 
     def _look(self) -> bool:
         """Notices what no exit tells: a stopped rank, and the time limit."""
