@@ -2,6 +2,8 @@
 
 import importlib
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -29,6 +31,27 @@ def test_nothing_in_the_environment_is_a_real_group_of_one(ranks):
     ((size, main, group, layout, total, text), same, three, four), *_ = ranks.run(_alone, 1)
     assert (size, main, group, layout, total) == (1, True, 1, "dp_shard=1", [1.0, 1.0])
     assert "World(layout=" in text and same and three == 3 and four == [4]
+
+
+RECORDED = """
+import json, os
+import torch, torch.distributed as dist
+import shardwise as sw
+before = dict(os.environ)
+with sw.init(device="cpu"):
+    dist.all_reduce(torch.ones(1))
+    num = len(json.loads(torch._C._distributed_c10d._dump_fr_trace_json()).get("entries", ()))
+    print(num > 0, dict(os.environ) == before)
+"""
+
+
+@pytest.mark.parametrize(("size", "is_kept"), [(None, False), ("100", True)])
+def test_torch_keeps_no_tracebacks_of_collectives_unless_it_is_asked_to(size, is_kept):
+    env = {name: value for name, value in os.environ.items() if name != "TORCH_FR_BUFFER_SIZE"}
+    env |= {"TORCH_FR_BUFFER_SIZE": size} if size else {}
+    command = [sys.executable, "-c", RECORDED]
+    found = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
+    assert found.stdout.split() == [str(is_kept), "True"]
 
 
 def _slurm(port):

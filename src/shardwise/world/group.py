@@ -4,6 +4,7 @@ import contextlib
 import os
 import socket
 import weakref
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 _FIX_BACKEND = 'use "gloo", "nccl" or "cuda:nccl,cpu:gloo"'
+_FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _store: tuple[tuple[str, int], dist.Store] | None = None  # of the last rendezvous: see _join
 
 
@@ -77,14 +79,15 @@ def start_group(env: Env, backend: str | None, device: torch.device, timeout_s: 
     try:
         # A world of one has no port: many of them can live on a machine.
         store = dist.HashStore() if env.source == "single" else _join(env, timeout)
-        dist.init_process_group(
-            chosen,
-            store=store,
-            rank=env.rank,
-            world_size=env.world_size,
-            timeout=timeout,
-            device_id=device if "nccl" in chosen else None,
-        )
+        with _without_flight_recorder() if chosen == "gloo" else contextlib.nullcontext():
+            dist.init_process_group(
+                chosen,
+                store=store,
+                rank=env.rank,
+                world_size=env.world_size,
+                timeout=timeout,
+                device_id=device if "nccl" in chosen else None,
+            )
     except (ValueError, RuntimeError) as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
@@ -97,6 +100,24 @@ def start_group(env: Env, backend: str | None, device: torch.device, timeout_s: 
     finally:
         if not dist.is_initialized():
             forget_failed_group()
+
+
+@contextlib.contextmanager
+def _without_flight_recorder() -> Iterator[None]:
+    """Within: torch makes its recorder of collectives without room for any, unless the environment says how much.
+
+    It would keep a traceback for each of the last 2,000, small pieces of memory among the large buffers of a step. Those then
+    find no room where they were, so each step takes memory that is new to the process, which grows until the recorder is full.
+    The world's own watch says where ranks are.
+    """
+    if any(name in os.environ for name in _FLIGHT_RECORDER):
+        yield
+        return
+    os.environ[_FLIGHT_RECORDER[0]] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[_FLIGHT_RECORDER[0]]
 
 
 def _join(env: Env, timeout: timedelta) -> dist.Store:
