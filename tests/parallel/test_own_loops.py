@@ -17,13 +17,17 @@ from shardwise.train.window import accumulate, count_tokens, window
 from shardwise.world import init
 
 WHERE = [("dp_shard=2", None), ("dp_shard=2", 0), ("dp_replicate=2", None)]
+HSDP = ("dp_replicate=2,dp_shard=2", 0)
 
 
 class Net(nn.Module):
+    """Its temperature belongs to the loss, which uses it outside of the forward."""
+
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
         self.head = nn.Linear(4, 5)
+        self.temperature = nn.Parameter(torch.tensor(0.3))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -51,7 +55,7 @@ def count(given) -> int:
 
 
 def loss_of(model: nn.Module, given) -> Tensor:
-    return F.cross_entropy(model(given["x"]), given["labels"], reduction="sum")
+    return model.temperature.exp() * F.cross_entropy(model(given["x"]), given["labels"], reduction="sum")
 
 
 def one_process(indices, divisor: float | None = None) -> dict[str, Tensor]:
@@ -353,3 +357,175 @@ def test_parameters_written_between_a_forward_and_its_backward(ranks, layout, un
 
 def test_everything_of_this_page_is_public():
     assert sw.window is window and sw.accumulate is accumulate and sw.count_tokens is count_tokens
+
+
+# ---- a weight penalty with a backward of its own ---------------------------------------------------------------------------
+
+
+def penalty_of(model: nn.Module) -> Tensor:
+    """Of every parameter, on each rank. What is cut answers with the whole term."""
+    terms = ((param.abs() ** 1.5).sum() for param in model.parameters())
+    return 0.3 * sum(term.full_tensor() if hasattr(term, "full_tensor") else term for term in terms)
+
+
+PENALTIES = ("before", "between", "after", "with nothing else", "twice", "accumulate", "loose")
+
+
+def with_penalty(layout: str, unit: int | None, when: str):
+    with init(layout, device="cpu", timeout_s=20) as world:
+        model = sharded(world, unit)
+        mine = [] if when == "with nothing else" else [batch(i) for i in range(world.rank, 4, world.size)]
+        found = []
+        for _ in range(2):
+            model.zero_grad()
+            if when == "accumulate":
+                n = count_tokens(model, mine, count=count)
+                for i, given in enumerate(mine):
+                    with accumulate(model, is_last=i == len(mine) - 1):
+                        (loss_of(model, given) / n).backward()
+                        if i == 0:
+                            penalty_of(model).backward()
+            elif when == "loose":
+                penalty_of(model).backward()
+                for given in mine:
+                    (loss_of(model, given) / N_OF_FOUR).backward()
+            else:
+                with window(model, [batch(9)] if when == "with nothing else" else mine, count=count) as w:
+                    if when in ("before", "twice"):
+                        penalty_of(model).backward()
+                    for i, given in enumerate(w):
+                        if when != "with nothing else":
+                            (loss_of(model, given) / w.num_tokens).backward()
+                        if when in ("between", "with nothing else") and i == 0:
+                            penalty_of(model).backward()
+                    if when in ("after", "twice"):
+                        penalty_of(model).backward()
+            found.append(whole(model))
+    return found
+
+
+N_OF_FOUR = sum(count(batch(i)) for i in range(4))
+
+
+def penalised(when: str) -> dict[str, Tensor]:
+    want = one_process([] if when == "with nothing else" else range(4), 1.0 if when == "with nothing else" else None)
+    plain = build()
+    for _ in range(2 if when == "twice" else 1):
+        penalty_of(plain).backward()
+    for name, param in plain.named_parameters():
+        want[name] = param.grad if want[name] is None else want[name] + param.grad
+    return want
+
+
+@pytest.mark.parametrize("when", PENALTIES)
+@pytest.mark.parametrize(("layout", "unit"), [*WHERE, pytest.param(*HSDP, marks=pytest.mark.soak)])
+def test_a_weight_penalty_counts_once(ranks, layout, unit, when):
+    """It was summed over the replicas, and counted once for each."""
+    for found in ranks.run(with_penalty, 4 if (layout, unit) == HSDP else 2, layout, unit, when):
+        for grads in found:
+            assert_equal(grads, penalised(when))
+
+
+def after_the_loop(layout: str, unit: int | None):
+    """A second loss, of the model too, behind the last micro-batch and still in the window."""
+    with init(layout, device="cpu", timeout_s=20) as world:
+        model = sharded(world, unit)
+        with window(model, [batch(i) for i in range(world.rank, 4, 2)], count=count) as w:
+            for given in w:
+                (loss_of(model, given) / w.num_tokens).backward()
+            model(batch(7 + world.rank)["x"]).pow(2).sum().backward()
+        return whole(model)
+
+
+@pytest.mark.parametrize(("layout", "unit"), WHERE)
+def test_a_backward_behind_the_loop_belongs_to_the_window(ranks, layout, unit):
+    """What it did not use counted as not used in the whole window, where a model had a parameter without dims."""
+    want, plain = one_process(range(4)), build()
+    for i in (7, 8):
+        plain(batch(i)["x"]).pow(2).sum().backward()
+    for name, param in plain.named_parameters():
+        want[name] = want[name] if param.grad is None else want[name] + param.grad
+    for found in ranks.run(after_the_loop, 2, layout, unit):
+        assert_equal(found, want)
+
+
+# What comes to whole parameters past the model's outputs is a penalty only if it is the same on every rank, and no data is behind it.
+
+
+def as_a_matrix(model: nn.Module, given) -> Tensor:
+    return (given["x"] @ model.blocks[0].weight.T).pow(2).sum()
+
+
+def of_features(model: nn.Module, given) -> Tensor:
+    caught: list[Tensor] = []
+    handle = model.blocks[1].register_forward_hook(lambda *args: caught.append(args[2]))
+    model(given["x"])
+    handle.remove()
+    return caught[0].pow(2).sum()
+
+
+def of_input_gradients(model: nn.Module, given) -> Tensor:
+    """For a linear model this has nothing of the data but how many there are."""
+    x = given["x"].clone().requires_grad_()
+    (grad,) = torch.autograd.grad(model.head(x).sum(), x, create_graph=True)
+    return grad.pow(2).sum()
+
+
+def losses_past_the_outputs(loss, indices):
+    with init("dp_replicate=2", device="cpu", timeout_s=20) as world:
+        model = sharded(world, None)
+        mine = [batch(i) for i in indices[world.rank :: 2]]
+        with window(model, mine, count=count) as w:
+            for given in w:
+                (loss(model, given) / w.num_tokens).backward()
+        return whole(model)
+
+
+BY_RANK, THE_SAME = (0, 1, 2, 3), (1, 1, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("loss", "indices"),
+    [
+        (as_a_matrix, BY_RANK),
+        *((loss, data) for loss in (of_features, of_input_gradients) for data in (BY_RANK, THE_SAME)),
+    ],
+)
+def test_a_loss_past_the_outputs_is_summed_over_replicas(ranks, loss, indices):
+    plain = build()
+    given = [batch(i) for i in indices]
+    for each in given:
+        (loss(plain, each) / sum(map(count, given))).backward()
+    want = {name: param.grad for name, param in plain.named_parameters() if param.grad is not None}
+    for found in ranks.run(losses_past_the_outputs, 2, loss, indices):
+        assert_equal(found, want)
+
+
+def beside_the_forward(layout: str, how: str):
+    """What is said of a loss that uses a parameter which is cut, whole, beside the model's own forward."""
+    with init(layout, device="cpu", timeout_s=20) as world:
+        model = sharded(world, None)
+        with pytest.raises(UnsupportedError) as caught, window(model, [batch(world.rank)], count=count) as w:
+            for given in w:
+                matrix = model.blocks[0].weight.full_tensor()
+                loss = loss_of(model, given)
+                (
+                    loss / w.num_tokens + matrix.square().sum()
+                    if how == "a penalty"
+                    else (model(given["x"])[:, :4] @ matrix).sum()
+                ).backward()
+        kept = [param.grad is None for param in model.parameters()]
+        with window(model, [batch(i) for i in range(world.rank, 4, 2)], count=count) as w:
+            for given in w:
+                (loss_of(model, given) / w.num_tokens).backward()
+        return str(caught.value), kept, whole(model)
+
+
+@pytest.mark.parametrize("how", ["a penalty", "data"])
+@pytest.mark.parametrize("layout", ["dp_shard=2"])
+def test_a_cut_parameter_beside_the_forward_is_refused(ranks, layout, how):
+    """Each rank's part had the gradient of that rank's loss alone."""
+    for text, kept, found in ranks.run(beside_the_forward, 2, layout, how):
+        assert "blocks.0.weight" in text and "beside the model's forward" in text and "backward of its own" in text
+        assert all(kept)
+        assert_equal(found, one_process(range(4)))

@@ -72,7 +72,7 @@ class Bucket:
         """``grads`` one after another in a new tensor, zeros where there is none, with room for ``num_more``."""
         like = next(iter(self.members.values()))
         flat = torch.zeros(self.numel + num_more, dtype=like.dtype, device=like.device)
-        for i, view in self._views_of(flat).items():
+        for i, view in self.views_of(flat).items():
             grad = grads[i]
             if grad is not None:
                 view.copy_(grad.to_dense() if grad.is_sparse else grad)
@@ -80,9 +80,9 @@ class Bucket:
 
     def views(self) -> dict[int, Tensor]:
         """Index -> gradient, in the memory of the message."""
-        return self._views_of(self.flat)
+        return self.views_of(self.flat)
 
-    def _views_of(self, flat: Tensor) -> dict[int, Tensor]:
+    def views_of(self, flat: Tensor) -> dict[int, Tensor]:
         found, start = {}, 0
         for i, param in self.members.items():
             piece = flat[start : start + param.numel()]

@@ -31,6 +31,7 @@ from shardwise._compat import at_end_of_backward, is_accumulated
 from shardwise.anatomy import canonical_tensors
 from shardwise.config.options import DDP
 from shardwise.errors import RankError
+from shardwise.parallel.apart import Apart, add_to_gradient, tolerance
 from shardwise.parallel.buckets import Bucket, make_buckets
 from shardwise.parallel.edges import zero_of_padding
 from shardwise.recipe import Recipe
@@ -43,7 +44,9 @@ def apply_ddp(module: nn.Module, recipe: Recipe, world: World) -> "DDPEngine":
     """Makes ``module`` a replica, in place. Its tensors must have their values already."""
     first = {id(o._parameters[a]): o._parameters[a] for _, o, a in canonical_tensors(module, "_parameters")}
     trained = [param for param in first.values() if param is not None and param.requires_grad]
-    return DDPEngine(trained, world, (recipe.ddp or DDP()).bucket_cap_mb)
+    engine = DDPEngine(trained, world, (recipe.ddp or DDP()).bucket_cap_mb)
+    engine.apart.watch(module)
+    return engine
 
 
 class DDPEngine:
@@ -60,6 +63,7 @@ class DDPEngine:
         self._sync: bool | None = None  # as set_sync says
         self.summed: Callable[[], None] = lambda: None  # called when a backward outside of windows was summed
         self._pads = self._zeroes = False  # a micro-batch that does not count; hooks see to it
+        self.apart = Apart(params, self._end_of_backward)
         self._forget()
         if not self._is_alone:
             world.gradient_group()  # made now, by all ranks
@@ -75,6 +79,7 @@ class DDPEngine:
         self._summed.clear()
         self._done.clear()
         self._used.zero_()
+        self.apart.take()
 
     def set_sync(self, sync: bool | None) -> None:
         self._sync = sync
@@ -96,9 +101,13 @@ class DDPEngine:
             self._send_rest()
             self._collect(place)
 
+    def end(self) -> None:
+        pass
+
     def abandon(self) -> None:
         for bucket in self.buckets:
             bucket.settle()
+        self.apart.take()
         for i in self._unsummed():
             self.params[i].grad = None
         for i, done in self._done.items():
@@ -108,7 +117,7 @@ class DDPEngine:
         self._summed = set(range(len(self.params)))  # what is put back was summed before
 
     def waits(self) -> bool:
-        return bool(self._unsummed())
+        return bool(self._unsummed() or self.apart.parts)
 
     def used(self) -> None:
         return None
@@ -150,9 +159,21 @@ class DDPEngine:
     def _expect(self, i: int) -> None:
         if is_accumulated(self.params[i]):  # torch.autograd.grad runs this hook too, and leaves .grad alone
             self._end_failed()
+            if not self.apart.before(i):
+                self._put_aside(i)
+
+    def _end_of_backward(self, belonging: dict[int, Tensor], any_apart: bool) -> None:
+        """See :class:`Apart`."""
+        for i, part in belonging.items():
             self._put_aside(i)
+            add_to_gradient(self.params[i], part)
+            self._arrived(i)
+        if any_apart and self._sync is None:
+            self.complete("a backward outside a window")
 
     def _arrived(self, i: int) -> None:
+        if self.apart.after(i):
+            return
         bucket = self._bucket_of[i]
         self._used[i] = 1
         if self._sync is False:
@@ -227,7 +248,7 @@ class DDPEngine:
         self._num_sent += 1
 
     def _tail(self, has_failed: bool) -> Tensor:
-        flags = [has_failed, *(bucket.has_late_parts for bucket in self.buckets)]
+        flags = [has_failed, bool(self.apart.parts), *(bucket.has_late_parts for bucket in self.buckets)]
         return torch.cat([torch.tensor(flags), self._used])
 
     def _sum(self, flat: Tensor) -> Any:
@@ -243,7 +264,7 @@ class DDPEngine:
     def _collect(self, place: str) -> None:
         agreement = self.world.agreement
         self._wait(f"{place}, summing gradients")
-        failed, late, used = self.buckets[-1].tail.split([1, len(self.buckets), len(self.params)])
+        failed, apart, late, used = self.buckets[-1].tail.split([1, 1, len(self.buckets), len(self.params)])
         if failed.item():
             self._drop()
             raise RankError(
@@ -258,7 +279,28 @@ class DDPEngine:
             for bucket, part in zip(late_buckets, parts, strict=True):
                 bucket.flat[: len(part)] += part
         self._set_gradients(used.tolist())
+        if apart.item():
+            self._add_apart(place)
         self._forget()
+
+    def _add_apart(self, place: str) -> None:
+        """Adds what ranks have kept apart: once where it is the same on all of them."""
+        own, size = self.apart.take(), self.world.axis("dp").size
+        parts = [bucket.packed({i: own.get(i) for i in bucket.members}) for bucket in self.buckets]
+        sums = [part.clone() for part in parts]
+        agreement = self.world.agreement
+        agreement.carry_out(lambda: [self._sum(total) for total in sums], f"{place}, gradients of parameters alone")
+        differs = [
+            (size * part - total).norm() > tolerance(part.dtype) * total.norm()
+            for part, total in zip(parts, sums, strict=True)
+        ]
+        has_part = torch.tensor([i in own for i in range(len(self.params))])
+        found = agreement.sum({"has part": has_part, "differs": float(any(differs))}, f"{place}, comparing them")
+        for bucket, total in zip(self.buckets, sums, strict=True):
+            views = bucket.views_of(total if found["differs"] else total / size)
+            for i, view in views.items():
+                if found["has part"][i]:
+                    add_to_gradient(self.params[i], view.clone())
 
     def _set_gradients(self, used: list[float]) -> None:
         for bucket in self.buckets:

@@ -14,10 +14,10 @@ from shardwise.parallel.trees import map_leaves, tensors_within
 
 __all__ = [
     "GATHERS",
+    "after_accumulation",
     "before_accumulation",
     "gather_parts",
     "hand_out",
-    "mark_used",
     "refuse_changed",
     "refuse_ungathered",
     "when_left",
@@ -107,24 +107,27 @@ def hand_out(output: Any, reached: Callable[[Tensor], None], views: Views) -> tu
     return output, not is_complete
 
 
-def mark_used(used: Tensor, position: int) -> Callable[[Tensor], None]:
-    """A hook on a parameter that sets ``used[position]``. It holds the tensor alone: hooks live in C++, where a cycle through
-    the engine, its model and groups is never freed."""
-
-    def hook(_param: Tensor) -> None:
-        used[position] = 1
-
-    return hook
-
-
-def before_accumulation(param: Tensor, method: Callable[[], None]) -> Callable[[Tensor], None]:
-    """A hook on ``param`` that calls a bound method when a backward is about to add to its gradient; it keeps neither alive."""
+def before_accumulation(param: Tensor, method: Callable[[int], None], number: int) -> Callable[[Tensor], None]:
+    """A hook on ``param`` that calls a bound method with ``number`` when a backward is about to add to its gradient; it keeps neither
+    alive."""
     found, call = weakref.ref(param), weakref.WeakMethod(method)
 
     def hook(_grad: Tensor) -> None:
         tensor, bound = found(), call()
         if tensor is not None and bound is not None and is_accumulated(tensor):
-            bound()
+            bound(number)
+
+    return hook
+
+
+def after_accumulation(method: Callable[[int], None], number: int) -> Callable[[Tensor], None]:
+    """The same for when it was added."""
+    call = weakref.WeakMethod(method)
+
+    def hook(_param: Tensor) -> None:
+        bound = call()
+        if bound is not None:
+            bound(number)
 
     return hook
 

@@ -19,9 +19,16 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._compat import lazy_chunks, materialise, parameter_groups
 from shardwise._torch.fsdp2 import Unit, take_over
-from shardwise.anatomy import canonical_modules, canonical_tensors, dtype_of, module_of_error
+from shardwise.anatomy import canonical_modules, dtype_of, module_of_error
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
-from shardwise.parallel.edges import GATHERS, before_accumulation, mark_used, refuse_ungathered, zero_of_padding
+from shardwise.parallel.apart import Apart, add_to_gradient
+from shardwise.parallel.edges import (
+    GATHERS,
+    after_accumulation,
+    before_accumulation,
+    refuse_ungathered,
+    zero_of_padding,
+)
 from shardwise.parallel.order import Order
 from shardwise.parallel.outside import Outside
 from shardwise.parallel.passes import Units
@@ -161,7 +168,9 @@ class FSDP2Engine:
         self._sync: bool | None = None  # as set_sync says
         parameters: dict[str, Any] = tensors_of(module, "_parameters")
         whole = [self._position[name] for name in trainable if recipe.params[name].shape == ()]
-        self._outside = Outside([parameters[name] for name in trainable], whole, self._used, world)
+        self._whole = whole
+        self.apart = Apart([parameters[trainable[i]] for i in whole], self._end_of_backward)
+        self._outside = Outside([parameters[name] for name in trainable], whole, self._used, self.apart, world)
         take_over(module)
         units = _units_of(module, recipe, parameters)
         self._positions = {
@@ -172,7 +181,7 @@ class FSDP2Engine:
         self._watch_parts(module, units)
         if world.watch is not None:
             world.watch.partners = world.axis("fsdp").ranks
-        self._replicated = self._watch_replicated(module, recipe)
+        self._watch_gradients()
 
     # ---- what a window calls ---------------------------------------------------------------------------------
 
@@ -191,7 +200,7 @@ class FSDP2Engine:
         if padding and self._zeroes is None:
             engine = weakref.ref(self)  # hooks are held in C++
             self._zeroes = zero_of_padding(lambda: (found := engine()) is not None and found._pads)
-            for param in self._replicated:
+            for param in self.apart.params:
                 param.register_hook(self._zeroes)
 
     def tell_sums(self, call: Callable[[], None]) -> None:
@@ -203,10 +212,11 @@ class FSDP2Engine:
             self.world.agreement.sum({}, f"{place}, summing gradients of the micro-batches before")
             self.order.flush()
             self._waits = False
-        if self._in_window:
-            self._leave_window()  # the exchange before the step does the rest
-        else:
+        if not self._in_window:  # there the exchange before the step does it
             self._outside.end(place)
+
+    def end(self) -> None:
+        self._leave_window()
 
     def waits(self) -> bool:
         return self._outside.runs
@@ -219,6 +229,7 @@ class FSDP2Engine:
 
     def begin(self) -> None:
         self._outside.abandon()
+        self.apart.take()
         self._leave_window()
         self._in_window = True
         self._used.zero_()
@@ -230,6 +241,7 @@ class FSDP2Engine:
         self.set_sync(None)
         self._leave_window()
         self._waits = False
+        self.apart.take()
         self._outside.abandon()
         self.order.abandon()
 
@@ -284,6 +296,10 @@ class FSDP2Engine:
     # ---- what the order of units tells -----------------------------------------------------------------------
 
     def begins_backward(self) -> None:
+        self.apart.reach()
+        self._note_backward()
+
+    def _note_backward(self) -> None:
         self._waits = self._waits or self._sync is False
         if not self._in_window:
             self._outside.begin_backward(ends=self._sync is None)
@@ -323,16 +339,42 @@ class FSDP2Engine:
                 if id(child) not in heads:
                     child.register_forward_pre_hook(refuse_ungathered(prefix, gathers))
 
-    def _watch_replicated(self, root: nn.Module, recipe: Recipe) -> list[nn.Parameter]:
-        found = []
-        for name, owner, attr in canonical_tensors(root, "_parameters"):
-            position = self._position.get(name)
-            if position is not None and not recipe.params[name].cuts:
-                param = getattr(owner, attr)
-                param.register_hook(before_accumulation(param, self.begins_backward))
-                param.register_post_accumulate_grad_hook(mark_used(self._used, position))
-                found.append(param)
-        return found
+    def _watch_gradients(self) -> None:
+        """Whole parameters, whose gradients are summed by exchanges; a gradient that comes to a cut one itself, and not to what was
+        gathered (a weight penalty), needs no sum."""
+        numbers = {position: number for number, position in enumerate(self._whole)}
+        for position, param in enumerate(self._outside.params):
+            if position in numbers:
+                param.register_hook(before_accumulation(param, self._expect_whole, numbers[position]))
+                param.register_post_accumulate_grad_hook(after_accumulation(self._arrived_whole, numbers[position]))
+            else:
+                param.register_hook(before_accumulation(param, self._expect_cut, position))
+
+    def _expect_whole(self, number: int) -> None:
+        self.apart.before(number)
+        self._note_backward()
+
+    def _arrived_whole(self, number: int) -> None:
+        if not self.apart.after(number):
+            self._used[self._whole[number]] = 1
+
+    def _expect_cut(self, position: int) -> None:
+        self._used[position] = 1
+        self.apart.note(position)
+
+    def _end_of_backward(self, belonging: dict[int, Tensor], _any_apart: bool) -> None:
+        """See :class:`Apart`."""
+        for number, part in belonging.items():
+            add_to_gradient(self.apart.params[number], part)
+            self._used[self._whole[number]] = 1
+        if self.apart.past:
+            raise UnsupportedError(
+                "a loss that uses a parameter beside the model's forward (param.full_tensor() in it)",
+                why="the parameter is cut over the ranks, and each rank's part would get that rank's gradient alone: data of the others is "
+                "lost, and a weight penalty counts with the loss of one rank",
+                fix="use the parameter inside forward; give a weight penalty a backward of its own, once per step",
+                name=next(name for name, at in self._position.items() if at == self.apart.past[0]),
+            )
 
 
 def _units_of(module: nn.Module, recipe: Recipe, parameters: Mapping[str, Any]) -> Units:

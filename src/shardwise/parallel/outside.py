@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._compat import at_end_of_backward, local_tensor
+from shardwise.parallel.apart import Apart, count_once, wire_of
 from shardwise.world import World
 
 __all__ = ["Outside"]
@@ -17,8 +18,8 @@ __all__ = ["Outside"]
 class Outside:
     """One round is the backwards whose gradients are reduced together: those of ``accumulate``, or one by itself."""
 
-    def __init__(self, params: list[nn.Parameter], whole: Iterable[int], used: Tensor, world: World):
-        self.params, self.whole, self.used, self.world = params, list(whole), used, world
+    def __init__(self, params: list[nn.Parameter], whole: Iterable[int], used: Tensor, apart: Apart, world: World):
+        self.params, self.whole, self.used, self.apart, self.world = params, list(whole), used, apart, world
         self.summed: Callable[[], None] = lambda: None  # called when one backward by itself was summed
         self._had: list[bool] | None = None  # which had a gradient before the round; None: no round runs
         self._done: dict[int, Tensor] = {}  # gradients that are sums over the ranks already
@@ -64,7 +65,8 @@ class Outside:
         if self._had is None:
             return
         own = [self._own(i) for i in self.whole]
-        entries = {"used": self.used, **({"whole": torch.stack(own)} if own else {})}
+        apart = {"whole": torch.stack(own), "apart": wire_of(self.apart.take(), range(len(own)))} if own else {}
+        entries = {"used": self.used, **apart}
         summed = self.world.agreement.sum(entries, f"{place}, after gradients are reduced")
         for param, had, count in zip(self.params, self._had, summed["used"].tolist(), strict=True):
             if not had and not count:
@@ -77,6 +79,8 @@ class Outside:
                 param.grad = grad if done is None else done + grad
             else:
                 param.grad = done
+        for i, row in zip(self.whole, summed["apart"] if own else (), strict=True):
+            count_once(self.params[i], row, self.world.size)
         self.forget()
 
     def abandon(self) -> None:

@@ -16,6 +16,7 @@ from shardwise._compat import foreach_norms, local_tensor
 from shardwise.anatomy import canonical_modules
 from shardwise.errors import ShardwiseError, UsageError
 from shardwise.layout import Coord
+from shardwise.parallel.apart import Apart
 from shardwise.parallel.stale import Structure, refuse_deepcopy
 from shardwise.parallel.tensors import loose_tensors, tensors_of
 from shardwise.recipe import RankView, Recipe, Slice, extents
@@ -27,7 +28,13 @@ _KEY = "_shardwise_runtime"  # in the module's __dict__: neither a child, a para
 
 
 class Engine(Protocol):
-    """What a data-parallel engine (DDP, FSDP2) can do while training."""
+    """What a data-parallel engine (DDP, FSDP2) can do while training.
+
+    Attributes:
+        apart: gradients that came to whole parameters and to nothing that the model computed.
+    """
+
+    apart: Apart
 
     def set_sync(self, sync: bool | None) -> None:
         """Whether the next backward's gradients are summed over the ranks: False: not yet; True: they are when
@@ -54,6 +61,10 @@ class Engine(Protocol):
 
     def begin(self) -> None:
         """A window starts."""
+
+    def end(self) -> None:
+        """It has ended: ranks have exchanged what :meth:`used` and :meth:`entered` say. A backward until then belongs to it, also one
+        after :meth:`complete`."""
 
     def explain(self, error: BaseException) -> ShardwiseError | None:
         """An error of torch's own in our words, where we know what it comes from; else None."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from shardwise._compat import BatchNormBase, local_tensor
 from shardwise.errors import RankError
 from shardwise.parallel import Runtime
+from shardwise.parallel.apart import count_once, wire_of
 from shardwise.parallel.tensors import tensors_of
 from shardwise.world.agreement import digest_of
 
@@ -31,6 +32,7 @@ class Exchange:
             found["used"] = used
         if runtime.replicated:
             found["whole"] = torch.stack([_gradient_or_zero(runtime.parameters[n]) for n in runtime.replicated])
+            found["apart"] = wire_of(runtime.engine.apart.take(), range(len(runtime.replicated)))
         if self.buffers:
             found["buffers"] = buffers_written(runtime, self.versions)
         return found
@@ -45,6 +47,8 @@ class Exchange:
                     runtime.parameters[name].grad = None
         if "whole" in summed:
             self._set_replicated(summed["used"], summed["whole"])
+            for name, row in zip(runtime.replicated, summed["apart"], strict=True):
+                count_once(runtime.parameters[name], row, runtime.world.size)
         if "buffers" in summed:
             equalise_buffers(runtime, summed["buffers"], f"window {runtime.step + 1}")
 

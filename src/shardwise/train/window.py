@@ -159,6 +159,7 @@ class Window:
         )
         self._written.check(self.agreed["written"])
         own.apply(self.agreed)
+        runtime.engine.end()
         if self._trains and self.num_valid and not float(self.agreed.get("problem", 0)):
             refuse_unused(runtime, self.agreed.get("used"))
         self._kept_gradients.add_back()

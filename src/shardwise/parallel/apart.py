@@ -1,0 +1,194 @@
+"""Gradients of a backward that comes to parameters, and to nothing that the model has computed: a weight penalty's own backward.
+
+Such a term is the same on every rank and counts once, as in one process; a sum over the ranks would count it once for each. Where a
+parameter is cut, each rank adds to its own part and nothing is summed. Where ranks hold whole ones, those gradients are kept apart from
+what is summed, and compared: equal on all ranks, they count once; else they come from data (a head that is used as a plain matrix),
+and are summed like any others.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise._compat import at_end_of_backward
+from shardwise.parallel.trees import map_leaves, tensors_within
+
+__all__ = ["Apart", "add_to_gradient", "count_once", "tolerance", "wire_of"]
+
+
+class Apart:
+    """Keeps such gradients of ``params`` apart, on this rank.
+
+    Args:
+        params: whole parameters, by number.
+        ended: called when a backward has ended, with gradients by number that were held back, and belong to those that are summed, as
+            it came to the model after all; and whether any were kept apart.
+
+    Attributes:
+        past: what :meth:`note` was given in a backward that came to the model too, when ``ended`` is called.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], ended: Callable[[dict[int, Tensor], bool], None]):
+        self.params = params
+        self.past: list[int] = []
+        self.parts: dict[int, Tensor] = {}  # of backwards that have ended, by number of the parameter
+        self._ended = ended
+        self._of_this: dict[int, Tensor] = {}  # of the backward that runs
+        self._before: dict[int, Tensor | None] = {}  # gradients as they were, while one is added
+        self._has_reached = False  # the backward that runs has come to what the model computed
+        self._has_added = False  # or to parameters
+        self._is_differentiated = False  # one that keeps a graph has: the next may come to parameters by that graph
+        self._ending: weakref.ref[Any] | None = None  # what torch calls when it has ended
+
+    def watch(self, module: nn.Module) -> None:
+        """Puts hooks on what ``module`` and its larger parts return, by which a backward is known to come to the model."""
+        apart = weakref.ref(self)  # hooks live in C++, where a cycle through them is never freed
+
+        def reached(_grad: Tensor) -> None:
+            found = apart()
+            if found is not None:
+                found.reach()
+
+        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            if torch.is_grad_enabled():
+                _hook(output, reached)
+
+        for part in _parts(module):
+            part.register_forward_hook(after)
+
+    def reach(self) -> None:
+        """The backward that runs has come to something that the model computed."""
+        self._begin()
+        self._has_reached = True
+        self._is_differentiated = self._is_differentiated or torch.is_grad_enabled()  # with create_graph=True
+
+    def note(self, position: int) -> None:
+        """A gradient has come to a parameter that is cut, and not through its unit."""
+        self._begin()
+        self.past.append(position)
+
+    def before(self, i: int) -> bool:
+        """A gradient is about to be added to that of parameter ``i``; whether it is kept apart, at least until backward ends."""
+        self._begin()
+        self._has_added = True
+        if self._has_reached or self._is_differentiated:
+            return False
+        param = self.params[i]
+        self._before[i], param.grad = param.grad, None
+        return True
+
+    def after(self, i: int) -> bool:
+        """It was added; whether it is kept apart."""
+        if i not in self._before:
+            return False
+        param, before = self.params[i], self._before.pop(i)
+        _add(self._of_this, i, param.grad)
+        param.grad = before
+        return True
+
+    def take(self) -> dict[int, Tensor]:
+        """What was kept apart, which is forgotten here."""
+        self._begin_anew()
+        parts, self.parts = self.parts, {}
+        return parts
+
+    def _begin(self) -> None:
+        if self._ending is not None and self._ending() is not None:
+            return
+        self._begin_anew()
+
+        def end() -> None:
+            self._end()
+
+        self._ending = weakref.ref(end)  # torch holds it until the backward ends, one way or the other
+        at_end_of_backward(end)
+
+    def _begin_anew(self) -> None:
+        """Forgets a backward that raised."""
+        if self._ending is not None and self._ending() is not None:
+            return
+        for i, grad in self._before.items():
+            self.params[i].grad = grad
+        self._before, self._of_this, self.past = {}, {}, []
+        self._ending, self._has_reached, self._has_added = None, False, False
+
+    def _end(self) -> None:
+        parts, has_reached = self._of_this, self._has_reached
+        self._is_differentiated = self._is_differentiated and not self._has_added
+        self._of_this, self._ending, self._has_reached, self._has_added = {}, None, False, False
+        for i, part in () if has_reached else parts.items():
+            _add(self.parts, i, part)
+        self.past = self.past if has_reached else []
+        self._ended(parts if has_reached else {}, bool(parts) and not has_reached)
+
+
+def add_to_gradient(param: nn.Parameter, part: Tensor) -> None:
+    param.grad = part if param.grad is None else param.grad + part
+
+
+def wire_of(parts: dict[int, Tensor], numbers: Iterable[int]) -> Tensor:
+    """float64 [n, 4] to be summed over the ranks, for 0-dim parameters: whether there is a part, its real and imaginary part, the square
+    of its absolute value."""
+    rows = torch.zeros(0, 4, dtype=torch.float64)
+    for i in numbers:
+        row = torch.zeros(1, 4, dtype=torch.float64)
+        if i in parts:
+            value = complex(parts[i].item())
+            row[0] = torch.tensor([1.0, value.real, value.imag, abs(value) ** 2], dtype=torch.float64)
+        rows = torch.cat([rows, row])
+    return rows
+
+
+def count_once(param: nn.Parameter, row: Tensor, num_ranks: int) -> None:
+    """Adds to the gradient of a 0-dim parameter what the ranks kept apart for it, from its row of the summed :func:`wire_of`: once if it
+    is the same on all of them, else the sum."""
+    count, real, imag, squares = row.tolist()
+    if not count:
+        return
+    total = complex(real, imag)
+    spread = squares / num_ranks - abs(total / num_ranks) ** 2  # the variance over the ranks
+    is_same = count == num_ranks and spread <= tolerance(param.dtype) ** 2 * squares / num_ranks
+    value = total / num_ranks if is_same else total
+    part = torch.tensor(value if param.is_complex() else value.real, dtype=param.dtype, device=param.device)
+    add_to_gradient(param, part)
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Relative: ranks may compute the same term on other processors."""
+    return torch.finfo(dtype).eps ** 0.5
+
+
+def _add(parts: dict[int, Tensor], i: int, part: Tensor | None) -> None:
+    if part is not None:
+        parts[i] = parts[i] + part if i in parts else part
+
+
+def _parts(module: nn.Module) -> list[nn.Module]:
+    """``module``, and inside it the entries of lists and what lies beside and above them: what losses are taken from."""
+    found = [module]
+    if any(isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential) for child in module.modules()):
+        for child in module.children():
+            is_list = isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+            found += [*child] if isinstance(child, nn.ModuleList | nn.Sequential) else []
+            found += child.values() if isinstance(child, nn.ModuleDict) else []
+            found += [] if is_list else _parts(child)
+    else:
+        found += module.children()
+    return found
+
+
+def _hook(output: Any, reached: Callable[[Tensor], None]) -> None:
+    def each(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(reached)
+        return leaf
+
+    if isinstance(output, Tensor):
+        each(output)
+        return
+    map_leaves(each, output)
+    for tensor in tensors_within(output)[0]:
+        each(tensor)
