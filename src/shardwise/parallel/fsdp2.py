@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._compat import lazy_chunks, materialise, parameter_groups
 from shardwise._torch.fsdp2 import Unit, take_over
-from shardwise.anatomy import canonical_modules, dtype_of, module_of_error
-from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
+from shardwise.anatomy import canonical_modules, dtype_of
+from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.parallel.apart import Apart, add_to_gradient
 from shardwise.parallel.edges import (
     GATHERS,
@@ -29,6 +29,7 @@ from shardwise.parallel.edges import (
     refuse_ungathered,
     zero_of_padding,
 )
+from shardwise.parallel.explain import in_our_words
 from shardwise.parallel.order import Order
 from shardwise.parallel.outside import Outside
 from shardwise.parallel.passes import Units
@@ -252,46 +253,7 @@ class FSDP2Engine:
         return self.order.whole()
 
     def explain(self, error: BaseException) -> ShardwiseError | None:
-        if "setStorage" in str(error) and "storage of size 0" in str(error):
-            return UnsupportedError(
-                "a backward that reaches a unit whose parameters are not gathered",
-                why="a unit is gathered when a gradient comes to what it returned; it comes from inside it here (a feature that a "
-                "hook has caught), or a second time after the unit was freed (create_graph=True)",
-                fix="let the block return what the loss needs; for a gradient penalty keep parameters "
-                'whole on every rank: sw.init("dp_replicate=-1")',
-                name=module_of_error(self.root, error),
-            )
-        if "_WhenLeftBackward is a view" in str(error):
-            return UnsupportedError(
-                "a block that changes what it is given in place",
-                why="its inputs tell when backward has left it, and torch cannot follow a change of them",
-                fix="let it make a new tensor: x = x + y and not x += y; or keep parameters whole on every rank: "
-                'sw.init("dp_replicate=-1")',
-                name=module_of_error(self.root, error),
-            )
-        if "appears to not have been used in the graph" in str(error):
-            return UnsupportedError(
-                "torch.autograd.grad of the model's parameters",
-                why="forward computes with gathered copies, and the parameters that the model shows are shards outside of it",
-                fix="call backward() and read param.grad; or keep parameters whole on every rank: "
-                'sw.init("dp_replicate=-1")',
-            )
-        if "vmap" in str(error) or "functorch" in str(error):
-            return UnsupportedError(
-                "a transform of torch.func over a sharded model",
-                why="units are gathered and reduced by hooks, which run once for all that is mapped over",
-                fix='keep parameters whole on every rank: sw.init("dp_replicate=-1")',
-                name=module_of_error(self.root, error),
-            )
-        if "got mixed torch.Tensor and DTensor" not in str(error):
-            return None
-        return UsageError(
-            "a parameter of one unit used by code outside that unit",
-            why="it is cut over the ranks there: parameters are gathered only while the module of their unit runs",
-            fix='let both be in one unit: Sharding(units="none"), or units= with the names of modules that hold both; within '
-            "sw.gathered(model) every parameter is whole, for reading",
-            name=module_of_error(self.root, error),
-        )
+        return in_our_words(self.root, error)
 
     # ---- what the order of units tells -----------------------------------------------------------------------
 
