@@ -10,8 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from shardwise.world import connections
-from shardwise.world.beats import Beat
+from shardwise.world.beats import HAS_LEFT, Beat
 from shardwise.world.connections import CLOSED, TERMINATED, PeerConnections
+from shardwise.world.crossed import Crossed
 from shardwise.world.waiting import MainThread, Wait, WaitReport, missing
 
 
@@ -151,6 +152,30 @@ def test_who_is_missing_says_where_they_are():
     assert "rank 1 is after window 3 (train.py:7 in main); rank 3 has given no sign of life for 12 s" in text
     assert "rank 4 has left; rank 5 has not begun" in text and "rank 2" not in text
     assert missing("at window 4", {2: beats[2]}, {}) == ((), "all the others wait there too")
+
+
+def test_ranks_wait_for_each_other_only_if_all_say_so_anew():
+    wait = Wait("in all_gather_single", 10.0, "units")
+
+    def found(*beats, of=wait):
+        crossed = Crossed((0, 2), "units")
+        return [sorted(crossed.found(of, dict(zip((0, 2), each, strict=False)))) for each in beats]
+
+    def at(count, waits="at window 4"):
+        return Beat(count, "at window 4", "train.py:7 in main", waits)
+
+    assert found([at(3)], [at(3)], [at(3)]) == [[], [], []], "the last word of a process that is stopped"
+    assert found([at(3)], [at(4)], [at(5)]) == [[], [0], [0]]
+    assert found([at(3), at(7)], [at(4), at(7)], [at(5), at(8)]) == [[], [], [0, 2]]
+    assert found([at(3)], [at(4, "")], [at(5)], [at(6)]) == [[], [], [], [0]], "it went on between"
+    assert found([at(3, "in all_gather_single")], [at(4, "in all_gather_single")]) == [[], []]
+    assert found([at(3, "in reduce_scatter_single")], [at(4, "in reduce_scatter_single")]) == [[], [0]]
+    assert found([Beat(HAS_LEFT, "at the end")], [Beat(HAS_LEFT, "at the end")]) == [[0], [0]]
+    crossed = Crossed((0, 2), "units")
+    assert crossed.looks_at(wait)
+    assert not crossed.looks_at(Wait("in all_reduce", 10.0, "mine")) and not crossed.looks_at(
+        Wait("in all_reduce", 10.0)
+    )
 
 
 def test_a_report_comes_again_when_the_wait_is_four_times_as_long(capsys):

@@ -181,7 +181,8 @@ class FSDP2Engine:
         self.order = Order(module, units, world, self)
         self._watch_parts(module, units)
         if world.watch is not None:
-            world.watch.partners = world.axis("fsdp").ranks
+            axis = world.axis("fsdp")
+            world.watch.gathers_with(axis.ranks, axis.group)
         self._watch_gradients()
 
     # ---- what a window calls ---------------------------------------------------------------------------------

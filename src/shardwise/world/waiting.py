@@ -30,10 +30,11 @@ _SHOWN = 4  # ranks named in one report
 
 @dataclass(frozen=True)
 class Wait:
-    """What a main thread waits in, and since when on its watch's clock."""
+    """What a main thread waits in, and since when on its watch's clock; the name of the process group, if it is a collective of one."""
 
     what: str
     since: float
+    group: str = ""
 
 
 class MainThread:
@@ -65,7 +66,8 @@ class MainThread:
         site, cpu = (frame.f_code, frame.f_lasti), time.clock_gettime(self._clock)
         if site != self._site or cpu - self._cpu > _BLOCKED_CPU_S:
             self._site, self._cpu, self._since = site, cpu, now
-        return Wait(f"in {frame.f_code.co_name}", self._since)
+        group = getattr(frame.f_locals.get("group"), "group_name", "")
+        return Wait(f"in {frame.f_code.co_name}", self._since, group)
 
     def _frame(self) -> FrameType | None:
         return sys._current_frames().get(self._thread.ident or 0) if self._thread.is_alive() else None

@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 
@@ -24,6 +25,7 @@ from shardwise._compat import connection_to
 from shardwise.errors import RankError
 from shardwise.world.beats import HAS_LEFT, Beat, Beats, Word, leave_beat, leave_word, read_word, within
 from shardwise.world.connections import LEFT
+from shardwise.world.crossed import Crossed, elsewhere
 from shardwise.world.guard import EXIT_PEER_LOST, Guard
 from shardwise.world.neighbours import connect
 from shardwise.world.waiting import Wait, WaitReport, missing
@@ -35,8 +37,7 @@ _FIX_CROSSED = (
     "give every rank the same number of forwards and backwards, in the same order; within sw.gathered(model) each may run as many "
     "forwards as it likes"
 )
-_KINDS = ("all_gather", "reduce_scatter")  # of collectives among partners alone
-_CROSSED_S = 4.0  # how long a rank is blocked before it looks whether its partners are elsewhere
+_CROSSED_S = 4.0  # how long a rank is blocked before it looks whether those it waits for are elsewhere
 _HEARD_S = 2.0  # how long the keeper of the store stays after it failed, so that the others can read why
 _READ_S = 2.0  # how long the main thread waits for an answer of the store when it looks for who is missing
 _SILENT_S = 30.0  # after which a rank that nobody waits for is taken for gone
@@ -81,13 +82,12 @@ class Watch:
         self.is_broken = False  # a collective has failed: whatever ends this process now, a lost peer is the cause
         self.turns = 0  # of the thread that talks to the store
         self.waits: Wait | None = None  # in an exchange
-        self.partners: tuple[int, ...] = ()  # ranks of the collectives that are no exchanges: gathers and sums of units
         self.keeper, self._left = keeper, False
         self.stopped = threading.Event()
         self._store, self._main_store = connection_to(store), connection_to(store)
         self.open_store = lambda: connection_to(store)  # for threads that seldom need one: a read waits for its answer
         self.guard = guard = Guard(self, threading.current_thread(), self.stopped)
-        self._crossed: object = None  # what was last seen of partners that are elsewhere
+        self._crossed: Crossed | None = None
         self.report = WaitReport(rank, self.report_s, timeout_s)
         self.beats = Beats(self._store, rank, size, lambda: guard.awake_s)
         self.connections = connect(self, self.open_store, master=master, is_one_host=is_one_host)
@@ -105,6 +105,10 @@ class Watch:
     def past(self, place: str) -> None:
         """Says what the main thread has behind it: until it is somewhere else, it is in code that says nothing."""
         self.place, self.waits = f"after {place}", None
+
+    def gathers_with(self, ranks: tuple[int, ...], group: Any) -> None:
+        """Says whom this rank gathers and sums units with, in which process group."""
+        self._crossed = Crossed(tuple(rank for rank in ranks if rank != self.rank), getattr(group, "group_name", ""))
 
     def check(self) -> None:
         """Raises the alarm, if there is one."""
@@ -269,21 +273,12 @@ class Watch:
                 self.report.say(wait, now, self._missing(wait.what, None)[1])
 
     def _look_for_crossed(self, wait: Wait) -> None:
-        """A partner that waits in an exchange, has left, or reduces where this rank gathers, will not come to the collective that blocks
-        this rank, and cannot go on without it. That is certain, unlike silence; seen twice, since a beat is older than what it tells."""
-        beats = self.beats.read([rank for rank in self.partners if rank != self.rank])
-        own = next((kind for kind in _KINDS if kind in wait.what), "")
-        crossing = tuple(kind for kind in _KINDS if kind != own) if own else ()
-        found = {
-            rank: beat
-            for rank, beat in beats.items()
-            if beat.has_left or beat.waits.startswith("at ") or any(kind in beat.waits for kind in crossing)
-        }
-        state = (wait, tuple((rank, beat.place, beat.line) for rank, beat in found.items()))
-        if not found or state != self._crossed:
-            self._crossed = state
+        if self._crossed is None or not self._crossed.looks_at(wait):
             return
-        where = "; ".join(f"rank {rank} {_elsewhere(beat)}" for rank, beat in found.items())
+        found = self._crossed.found(wait, self.beats.read(self._crossed.ranks))
+        if not found:
+            return
+        where = "; ".join(f"rank {rank} {elsewhere(beat)}" for rank, beat in found.items())
         here = f"{self.place} ({line})" if (line := self.guard.main.line()) else self.place
         why = f"rank {self.rank} waits {wait.what} ({here}), and {where}: they run other forwards or backwards, or in another order"
         leave_word(self._store, Word(sorted({self.rank, *found}), why, is_crossed=True))
@@ -310,12 +305,6 @@ class Watch:
         self.is_asked = word.is_asked
         fix = _FIX_CROSSED if word.is_crossed else _FIX_LOST
         self.alarm = RankError(given, why=word.why, fix=fix, ranks=tuple(word.ranks))
-
-
-def _elsewhere(beat: Beat) -> str:
-    if beat.has_left:
-        return "has left"
-    return f"waits {beat.where}" if beat.waits.startswith("at ") else f"waits {beat.waits}, {beat.where}"
 
 
 def _line(error: BaseException) -> str:
