@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 from parallel.skips import BLOCKS, CASES, LOOPS, MICRO, ORDERS, STEPS, At, Stack, loss_of
 from torch import Tensor, nn
 
@@ -56,7 +57,8 @@ def trained(where: str, names: list[str]) -> tuple[dict[str, Any], int]:
     """Name of a case -> gradients of each step, or the text of an error; and the fewest units that a model had."""
     layout, _, sharding, options = WHERE[where]
     found, fewest = {}, 99
-    with init(layout, device="cpu", timeout_s=30) as world:
+    keeps = torch._functorch.config.patch(donated_buffer=False)  # else what is compiled has one backward for each forward
+    with init(layout, device="cpu", timeout_s=30) as world, keeps:
         for name in names:
             case = CASES[name]
             units = {"units": case.units} if case.units else {"min_unit_bytes": 0}
@@ -123,6 +125,15 @@ FEW = [*SAMPLE, "text only at first", "an expert each", "one block, by rank", "a
 @pytest.mark.parametrize("names", [PLAIN, OTHER_LOOPS, OTHER_MODELS], ids=["orders", "loops", "models"])
 def test_blocks_that_ranks_skip(ranks, names):
     check(ranks, "shards", names)
+
+
+METHODS = [name for name in CASES if name.startswith("another method")]
+
+
+@pytest.mark.parametrize("where", ["kept", "kept over 2 of 4"])
+def test_blocks_used_by_another_method_that_ranks_keep(ranks, where):
+    """A rank that ran one freed it before its backward and gathered it anew; those that skipped it held it, and gathered nothing."""
+    check(ranks, where, METHODS, timeout_s=100)
 
 
 OPTIONS = {"remat": FEW, "compile": SAMPLE[1:2], "offload": FEW, "kept": FEW, "much prefetch": FEW, "hsdp": SAMPLE}

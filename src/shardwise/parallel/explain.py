@@ -34,6 +34,8 @@ def in_our_words(root: nn.Module, error: BaseException) -> ShardwiseError | None
             fix="call backward() and read param.grad; or keep parameters whole on every rank: "
             'sw.init("dp_replicate=-1")',
         )
+    if "donated buffer" in str(error):  # of compiled blocks: torch says itself what to set
+        return None
     if "vmap" in str(error) or "functorch" in str(error):
         return UnsupportedError(
             "a transform of torch.func over a sharded model",

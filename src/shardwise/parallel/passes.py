@@ -30,6 +30,7 @@ class Units:
         spanning: numbers of units with modules between which those of others run (merged or tied across lists): one turn each,
             to the end of a forward or backward.
         kept: numbers of units whose output may hide tensors: gathered until their turn in backward.
+        earlier: of these, the ones of a forward that is over for other ranks: they have freed them, even if they keep units.
     """
 
     root: Unit
@@ -39,6 +40,7 @@ class Units:
     names: dict[int, str]
     spanning: set[int]
     kept: set[int] = field(default_factory=set)
+    earlier: set[int] = field(default_factory=set)
     looks: dict[int | None, int] = field(default_factory=dict)
 
     def all(self) -> Iterator[Unit]:
@@ -57,18 +59,19 @@ class Units:
         for number, unit in self.numbered():
             if not unit.is_free and number not in self.kept:
                 unit.free()
+        self.earlier = set(self.kept)
         self.root.gather()
         self._prefetch(self.ahead.get(None, []), backward=False)
 
     def gather(self, number: int) -> None:
         """For a forward."""
-        if number in self.kept:  # for an earlier forward that has not had its backward; others have freed it
-            self.inner[number].free()
+        self._leave_kept(number)
         self.inner[number].gather()
         self._prefetch(self.ahead.get(number, []), backward=False)
 
     def gather_for_backward(self, number: int | None, upcoming: int | None) -> None:
-        self._free_kept(number)
+        self._leave_kept(number)
+        self.kept -= {number}
         self.unit(number).gather(backward=True)
         self._prefetch(self.behind.get(number, [] if upcoming is None else [upcoming]), backward=True)
 
@@ -89,6 +92,7 @@ class Units:
             for number, unit in self.numbered():
                 if number not in self.kept:
                     unit.free()
+            self.earlier |= self.kept
         self.root.release_buffers()
 
     def end_backward(self) -> None:
@@ -98,6 +102,7 @@ class Units:
         for number in self.kept:
             self.inner[number].free()
         self.kept.clear()
+        self.earlier.clear()
         self.root.release_buffers()
 
     def look(self, number: int | None) -> None:
@@ -128,17 +133,23 @@ class Units:
 
     def _prefetch(self, numbers: list[int], *, backward: bool) -> None:
         for number in numbers:
-            if self._free_kept(number):
+            if self._leave_kept(number):
+                self.kept.discard(number)
                 self.inner[number].gather(backward=True)  # no hook would wait for it before it is used
             else:
                 self.inner[number].prefetch(backward=backward)
 
-    def _free_kept(self, number: int | None) -> bool:
-        """Frees a unit that other ranks have freed and gather with this one; whether it is such a unit."""
+    def _leave_kept(self, number: int | None) -> bool:
+        """Brings a unit that is kept to where other ranks, who did not run it, have it: with them it is gathered again, or not. Whether
+        it is such a unit."""
         if number not in self.kept:
             return False
-        self.kept.discard(number)
-        self.unit(number).free()
+        unit = self.unit(number)
+        if number in self.earlier or not unit.is_gathered:
+            unit.free()
+        else:
+            unit.leave_forward()
+        self.earlier -= {number}
         return True
 
 
