@@ -413,5 +413,8 @@ CASES: dict[str, Case] = {
            "own reentrant checkpoints of two": lambda: Spans(True),
        }.items()
        for order in ("one block on one rank", "others on each rank", "drawn anew each time", "all but one each")},
+    "another method: again on one rank": Case(Stepping, _stack("again on one rank")),
+    **{f"another method: {loop}": Case(Stepping, lambda m, at, n, run=LOOPS[loop]: run(m, at, ORDERS["others on each rank"], n))
+       for loop in ("a_forward_for_nothing", "looks_without_gradients")},
 }  # fmt: skip
 """Name -> what is trained."""

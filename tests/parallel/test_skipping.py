@@ -57,7 +57,7 @@ def trained(where: str, names: list[str]) -> tuple[dict[str, Any], int]:
     """Name of a case -> gradients of each step, or the text of an error; and the fewest units that a model had."""
     layout, _, sharding, options = WHERE[where]
     found, fewest = {}, 99
-    keeps = torch._functorch.config.patch(donated_buffer=False)  # else what is compiled has one backward for each forward
+    keeps = torch._functorch.config.patch(donated_buffer=False)  # else compiled blocks have one backward each
     with init(layout, device="cpu", timeout_s=30) as world, keeps:
         for name in names:
             case = CASES[name]
@@ -130,7 +130,7 @@ def test_blocks_that_ranks_skip(ranks, names):
 METHODS = [name for name in CASES if name.startswith("another method")]
 
 
-@pytest.mark.parametrize("where", ["kept", "kept over 2 of 4"])
+@pytest.mark.parametrize("where", ["kept", "kept over 2 of 4", "much prefetch"])
 def test_blocks_used_by_another_method_that_ranks_keep(ranks, where):
     """A rank that ran one freed it before its backward and gathered it anew; those that skipped it held it, and gathered nothing."""
     check(ranks, where, METHODS, timeout_s=100)

@@ -31,6 +31,7 @@ class Units:
             to the end of a forward or backward.
         kept: numbers of units whose output may hide tensors: gathered until their turn in backward.
         earlier: of these, the ones of a forward that is over for other ranks: they have freed them, even if they keep units.
+        ready: of these, the ones that were gathered ahead in the forward that runs, and not entered yet.
     """
 
     root: Unit
@@ -41,6 +42,7 @@ class Units:
     spanning: set[int]
     kept: set[int] = field(default_factory=set)
     earlier: set[int] = field(default_factory=set)
+    ready: set[int] = field(default_factory=set)
     looks: dict[int | None, int] = field(default_factory=dict)
 
     def all(self) -> Iterator[Unit]:
@@ -60,12 +62,15 @@ class Units:
             if not unit.is_free and number not in self.kept:
                 unit.free()
         self.earlier = set(self.kept)
+        self.ready.clear()
         self.root.gather()
         self._prefetch(self.ahead.get(None, []), backward=False)
 
     def gather(self, number: int) -> None:
         """For a forward."""
-        self._leave_kept(number)
+        if number not in self.ready:
+            self._leave_kept(number)
+        self.ready.discard(number)
         self.inner[number].gather()
         self._prefetch(self.ahead.get(number, []), backward=False)
 
@@ -77,6 +82,10 @@ class Units:
 
     def leave_forward(self, number: int) -> None:
         self.look(number)
+        self.leave_skipped(number)
+
+    def leave_skipped(self, number: int) -> None:
+        """The same for one that did not run now. It may have in an earlier forward, which keeps it."""
         if number in self.kept:
             self.inner[number].show_shards()
         else:
@@ -86,6 +95,8 @@ class Units:
         self.look(None)
         for unit in self.inner:
             unit.drop_prefetched()
+        self.earlier |= self.ready
+        self.ready.clear()
         if with_gradients:
             self.root.leave_forward()
         else:
@@ -133,9 +144,11 @@ class Units:
 
     def _prefetch(self, numbers: list[int], *, backward: bool) -> None:
         for number in numbers:
+            if number in self.ready:
+                continue
             if self._leave_kept(number):
-                self.kept.discard(number)
-                self.inner[number].gather(backward=True)  # no hook would wait for it before it is used
+                (self.kept.discard if backward else self.ready.add)(number)
+                self.inner[number].gather(backward=backward)  # no hook would wait for it before it is used
             else:
                 self.inner[number].prefetch(backward=backward)
 
@@ -199,7 +212,7 @@ class Forward:
         """Gathers a unit with the other ranks, and frees it."""
         self.take(number)
         if number not in self._spanned:
-            self.units.inner[number].leave_forward()
+            self.units.leave_skipped(number)
 
     def watch_inputs(self, number: int, args: Any, kwargs: Any, left: Callable[[], None]) -> tuple[Any, Any]:
         """``(args, kwargs)`` whose gradients tell when backward has left the unit."""
