@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel.skips import MICRO, ORDERS, At, Stack, loss_of
+from parallel.skips import MICRO, ORDERS, WIDTH, At, Stack, loss_of
 from torch import Tensor, nn
 
 from shardwise.config.options import Sharding
@@ -307,6 +307,31 @@ def test_a_write_between_a_forward_and_its_backward_is_refused(ranks, where):
         for name, (text, wrong) in found.items():
             assert "computed with other parameters" in text, (name, text)
             assert not wrong, (name, wrong)
+
+
+def a_block_by_itself(where: str) -> list[list[str]]:
+    """What a block of its own gives after a write, while a forward of the whole model waits for a backward that never comes."""
+    layout, size, sharding = WHERE[where]
+    found = []
+    with init(layout, device="cpu", timeout_s=30) as world:
+        sides = [Side(world, size, sharding), Side(None, size, {})]
+        model, plain = (side.build() for side in sides)
+        for grad in (True, False):
+            kept = sides[0].run(model, 0)
+            in_place(model)
+            plain.load_state_dict(weights(model))
+            x = torch.ones(3, WIDTH, dtype=torch.float64)
+            with torch.set_grad_enabled(grad):
+                mine, one = (each.blocks[1](x) for each in (model, plain))
+            found.append([] if torch.allclose(mine, one, rtol=1e-12) else [f"{grad}: {(mine - one).abs().max():.1e}"])
+            del kept
+        return found
+
+
+@pytest.mark.parametrize("where", ["many units", "many units, kept"])
+def test_a_block_called_by_itself_sees_what_was_written(ranks, where):
+    for found in ranks.run(a_block_by_itself, 2, where):
+        assert found == [[], []]
 
 
 # ---- anything in any order -------------------------------------------------------------------------------------------

@@ -184,6 +184,8 @@ class Order:
         if self._forward is None:
             args, kwargs = self._begin_forward(self._orders.alone(number, self._pass_forward), module, args, kwargs)
             self._direct = module
+            if not self._is_held:
+                self.units.begin_alone(number)
         forward = self._forward
         assert forward is not None
         if not forward.enter(number, module):

@@ -66,6 +66,14 @@ class Units:
         self.root.gather()
         self._prefetch(self.ahead.get(None, []), backward=False)
 
+    def begin_alone(self, number: int) -> None:
+        """The same for a forward of one unit by itself."""
+        unit = self.inner[number]
+        if number in self.kept:
+            self.earlier.add(number)
+        elif not unit.is_free:
+            unit.free()
+
     def gather(self, number: int) -> None:
         """For a forward."""
         if number not in self.ready:
