@@ -24,7 +24,7 @@ HEAD = """# Lost ranks, measured
 
 Written by `python tools/loss_table.py` with torch {torch}: runs of 2 ranks, {num} of each kind, on {cores} cores, {jobs} runs at the same
 time and others beside them (load {load:.0f}).
-The other rank waits in an exchange of Shardwise, in every second run in a collective of its own. *Said* is the time from the loss to the first
+The other rank waits in an exchange of Shardwise, in every second run (but where the lost one goes on) in a collective of its own. *Said* is the time from the loss to the first
 line that names the lost rank: median, and the longest. *Ended* is until the launcher has ended, or the rank that was left where there is none that
 ends it (as under `srun`); it includes the end of the interpreter, which takes seconds on a busy machine. What a [lost rank](when-it-stops.md#a-rank-left-or-was-lost) is.
 

@@ -529,3 +529,18 @@ def test_a_cut_parameter_beside_the_forward_is_refused(ranks, layout, how):
         assert "blocks.0.weight" in text and "beside the model's forward" in text and "backward of its own" in text
         assert all(kept)
         assert_equal(found, one_process(range(4)))
+
+
+def in_one_graph():
+    with init("dp_replicate=2", device="cpu", timeout_s=20) as world:
+        model = sharded(world, None)
+        given = batch(world.rank)
+        torch.compile(lambda: loss_of(model, given), backend="eager", fullgraph=True)().backward()
+        model.zero_grad()
+        each = torch.func.vmap(lambda x: model(x))(given["x"])
+        return bool(torch.allclose(each, model(given["x"])))
+
+
+def test_replicas_are_compiled_and_mapped_as_they_are(ranks):
+    """Hooks on what parts return, by which a penalty is told from a loss, break no graph."""
+    assert ranks.run(in_one_graph, 2) == [True, True]

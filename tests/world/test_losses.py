@@ -20,7 +20,9 @@ def check(cause, lost, found):
 
 
 def lose(cause, lost, launcher, blocked):
-    """A run that does so; one that would go on until its timeout is ended when it has said what it waits for."""
+    """A run that does so; one that would go on until its timeout is ended when it has said what it waits for. A rank that goes on is in
+    an exchange: a collective of the other's own would meet it there, in the group that both are of, and gloo ends both."""
+    blocked = blocked and cause != "caught"
     until = names(lost) if cause in ("stopped", "caught") else None
     return run(cause, lost, launcher, seconds=30.0, timeout_s=300.0, blocked=blocked, until=until)
 

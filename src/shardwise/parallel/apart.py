@@ -53,7 +53,7 @@ class Apart:
                 found.reach()
 
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # what a compiled part returns is hooked outside of it
                 _hook(output, reached)
 
         for part in _parts(module):

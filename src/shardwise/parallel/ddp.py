@@ -45,7 +45,8 @@ def apply_ddp(module: nn.Module, recipe: Recipe, world: World) -> "DDPEngine":
     first = {id(o._parameters[a]): o._parameters[a] for _, o, a in canonical_tensors(module, "_parameters")}
     trained = [param for param in first.values() if param is not None and param.requires_grad]
     engine = DDPEngine(trained, world, (recipe.ddp or DDP()).bucket_cap_mb)
-    engine.apart.watch(module)
+    if engine.buckets:
+        engine.apart.watch(module)
     return engine
 
 
