@@ -1,5 +1,6 @@
 """Loops as people write them, with windows or without: right, or refused in words that say what to change."""
 
+import contextlib
 import warnings
 
 import pytest
@@ -456,6 +457,15 @@ def as_a_matrix(model: nn.Module, given) -> Tensor:
     return (given["x"] @ model.blocks[0].weight.T).pow(2).sum()
 
 
+def as_a_function(model: nn.Module, given) -> Tensor:
+    """The bias has the same gradient on every rank that has as many samples."""
+    return F.linear(given["x"], model.blocks[0].weight, model.blocks[0].bias).sum()
+
+
+def of_a_part(model: nn.Module, given) -> Tensor:
+    return model.blocks[0](given["x"]).sum()
+
+
 def of_features(model: nn.Module, given) -> Tensor:
     caught: list[Tensor] = []
     handle = model.blocks[1].register_forward_hook(lambda *args: caught.append(args[2]))
@@ -481,7 +491,7 @@ def losses_past_the_outputs(loss, indices):
         return whole(model)
 
 
-BY_RANK, THE_SAME = (0, 1, 2, 3), (1, 1, 4, 4)
+BY_RANK, ALIKE, THE_SAME = (0, 1, 2, 3), (0, 3, 3, 0), (1, 1, 4, 4)  # samples in each: 2 + i % 3
 
 
 @pytest.mark.parametrize(
@@ -544,3 +554,180 @@ def in_one_graph():
 def test_replicas_are_compiled_and_mapped_as_they_are(ranks):
     """Hooks on what parts return, by which a penalty is told from a loss, break no graph."""
     assert ranks.run(in_one_graph, 2) == [True, True]
+
+
+# ---- errors that are caught on the way -------------------------------------------------------------------------------------
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx, _grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise MemoryError("as on a device")
+
+
+class Breaks(Net):
+    """Fails in its backward, in its forward, or by Ctrl-C, when it is told to."""
+
+    how = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            x = torch.tanh(block(x))
+            if i == 1 and self.how == "backward":
+                x = Fails.apply(x)
+            if i == 1 and self.how == "interrupt":
+                raise KeyboardInterrupt
+        return self.head(x)
+
+
+def breaking(layout: str, unit: int | None, script: str):
+    with init(layout, device="cpu", timeout_s=20) as world:
+        torch.manual_seed(4)
+        model = parallelize(Breaks().double(), world, sharding=None if unit is None else Sharding(min_unit_bytes=unit))
+        shown = [id(param) for param in model.parameters()]
+        mine = [batch(i) for i in range(world.rank, 6, 2)]
+        text = ""
+        if script == "interrupt":
+            for grad in (True, False):
+                model.how = "interrupt"
+                with pytest.raises(KeyboardInterrupt), torch.set_grad_enabled(grad):
+                    model(mine[0]["x"])
+                model.how = ""
+                with torch.no_grad():
+                    for param in model.parameters():
+                        param.mul_(2)
+                    model(mine[0]["x"])
+                    for param in model.parameters():
+                        param.div_(2)
+        elif script == "the last":
+            with pytest.raises(UsageError) as caught, window(model, mine, count=count) as w:
+                for i, given in enumerate(w):
+                    model.how = "backward" if i == 2 else ""
+                    with contextlib.suppress(MemoryError):
+                        (loss_of(model, given) / w.num_tokens).backward()
+            text = str(caught.value)
+        elif script == "accumulate":
+            n = count_tokens(model, mine, count=count)
+            with pytest.raises(UsageError) as caught:
+                for i, given in enumerate(mine):
+                    model.how = "backward" if i == 1 else ""
+                    with accumulate(model, is_last=i == 2), contextlib.suppress(MemoryError):
+                        (loss_of(model, given) / n).backward()
+            text = str(caught.value)
+        else:
+            with pytest.raises(UsageError) as caught, window(model, mine, count=count) as w:
+                for i, given in enumerate(w):
+                    model.how = "backward" if i == 1 else ""
+                    with contextlib.suppress(MemoryError):
+                        (loss_of(model, given) / w.num_tokens).backward()
+            text = str(caught.value)
+        model.how = ""
+        assert [id(param) for param in model.parameters()] == shown
+        model.zero_grad()
+        with window(model, mine, count=count) as w:
+            for given in w:
+                (loss_of(model, given) / w.num_tokens).backward()
+        return text, whole(model)
+
+
+@pytest.mark.parametrize("script", ["in between", "the last", "accumulate", "interrupt"])
+@pytest.mark.parametrize("unit", [None, 0])
+def test_what_was_caught_on_the_way(ranks, unit, script):
+    """Gradients of earlier micro-batches were dropped, 0.5 to 0.67 off, without a word; and a forward that Ctrl-C had ended stayed
+    open, so that the next one computed with the values of before."""
+    for text, found in ranks.run(breaking, 2, "dp_shard=2", unit, script):
+        assert script == "interrupt" or ("a backward that raised an error" in text and "on every rank" in text)
+        assert_equal(found, one_process(range(6)))
+
+
+def stepping_inside(layout: str):
+    with init(layout, device="cpu", timeout_s=20) as world:
+        model = sharded(world, None)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(UsageError) as caught, window(model, [batch(world.rank)], count=count) as w:
+            for given in w:
+                (loss_of(model, given) / w.num_tokens).backward()
+            optim.step()
+        with pytest.raises(UsageError, match="entered twice"):
+            with window(model, [batch(world.rank)], count=count) as w:
+                for given in w:
+                    (loss_of(model, given) / w.num_tokens).backward()
+            with w:
+                pass
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=2", "dp_replicate=2"])
+def test_a_step_inside_a_window_is_refused(ranks, layout):
+    assert all(
+        "inside a window" in text and "after the with block" in text for text in ranks.run(stepping_inside, 2, layout)
+    )
+
+
+def penalties_and_data():
+    """Of a window: a penalty on one parameter, and another one used as a plain matrix, each with a backward of its own."""
+    with init("dp_replicate=2", device="cpu", timeout_s=20) as world:
+        model = sharded(world, None)
+        with window(model, [batch(world.rank)], count=count) as w:
+            for given in w:
+                (loss_of(model, given) / w.num_tokens).backward()
+                as_a_matrix(model, given).backward()
+                (1e4 * model.blocks[1].weight.pow(2).sum()).backward()
+        return whole(model)
+
+
+def test_a_penalty_beside_a_matrix_that_is_used_with_data(ranks):
+    plain, given = build(), [batch(0), batch(1)]
+    for each in given:
+        (loss_of(plain, each) / sum(map(count, given))).backward()
+        as_a_matrix(plain, each).backward()
+    (1e4 * plain.blocks[1].weight.pow(2).sum()).backward()
+    want = {name: param.grad for name, param in plain.named_parameters()}
+    for found in ranks.run(penalties_and_data, 2):
+        assert_equal(found, want)
+
+
+def penalty_on_padding(layout: str):
+    """Two micro-batches over three ranks: the third runs a padding, and the penalty once like the others."""
+    with init(layout, device="cpu", timeout_s=20) as world:
+        model = sharded(world, None)
+        given = MicroBatch(batch(world.rank % 2), index=world.rank)
+        given.padding = world.rank == 2
+        with window(model, [given], count=count) as w:
+            for each in w:
+                (loss_of(model, each) / w.num_tokens).backward()
+                penalty_of(model).backward()
+        return whole(model)
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=3", "dp_replicate=3"])
+def test_a_weight_penalty_beside_a_padding_counts_once(ranks, layout):
+    want, plain = one_process(range(2)), build()
+    penalty_of(plain).backward()
+    for name, param in plain.named_parameters():
+        want[name] = want[name] + param.grad
+    for found in ranks.run(penalty_on_padding, 3, layout):
+        assert_equal(found, want)
+
+
+def gathered_by_one_rank():
+    with init("dp_shard=2", device="cpu", timeout_s=20) as world:
+        model = sharded(world, 0)
+        for _ in range(2):
+            model.zero_grad()
+            with sw.gathered(model):
+                for _ in range(1 + 2 * world.rank):  # with gradients, that nobody asks for
+                    model(batch(0)["x"])
+            with window(model, [batch(i) for i in range(world.rank, 4, 2)], count=count) as w:
+                for given in w:
+                    (loss_of(model, given) / w.num_tokens).backward()
+        return whole(model)
+
+
+def test_forwards_within_gathered_count_for_no_backward(ranks):
+    for found in ranks.run(gathered_by_one_rank, 2):
+        assert_equal(found, one_process(range(4)))

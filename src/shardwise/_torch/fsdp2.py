@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-__all__ = ["Unit", "in_backward", "take_over"]
+__all__ = ["Unit", "in_backward", "take_over", "when_interrupted"]
 
 
 def in_backward() -> bool:
@@ -35,13 +35,27 @@ def take_over(root: nn.Module) -> None:
                     handle.remove()
 
 
+def when_interrupted(module: nn.Module, call: Callable[[], None]) -> None:
+    """From now on ``call`` is called when a call of ``module`` ends by what is no Exception (Ctrl-C): torch runs no hooks then."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return type(module)._call_impl(module, *args, **kwargs)
+        except Exception:
+            raise
+        except BaseException:
+            call()
+            raise
+
+    module.__dict__["_call_impl"] = run
+
+
 class Unit:
     """What is gathered and reduced together: one or several modules, entered by their forwards.
 
     Attributes:
         name: of the unit in the recipe.
         modules: in the order of the recipe.
-        keeps: whether it stays gathered from forward to backward.
     """
 
     def __init__(self, name: str, modules: Sequence[nn.Module]):
@@ -50,10 +64,6 @@ class Unit:
         self.groups: list[Any] = list(self._state._fsdp_param_groups)
         self._hooked: set[int] = set()
         self._hooked_before: set[int] = set()
-
-    @property
-    def keeps(self) -> bool:
-        return all(group.post_forward_mesh_info is None for group in self.groups)
 
     @property
     def is_trained(self) -> bool:

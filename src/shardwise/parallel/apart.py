@@ -28,41 +28,56 @@ class Apart:
             it came to the model after all; and whether any were kept apart.
 
     Attributes:
+        has_reached: the backward that runs has come to what the model computed.
         past: what :meth:`note` was given in a backward that came to the model too, when ``ended`` is called.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], ended: Callable[[dict[int, Tensor], bool], None]):
         self.params = params
         self.past: list[int] = []
-        self.parts: dict[int, Tensor] = {}  # of backwards that have ended, by number of the parameter
+        self.parts: dict[
+            frozenset[int], dict[int, Tensor]
+        ] = {}  # of backwards that have ended, by the parameters that each came to
         self._ended = ended
         self._of_this: dict[int, Tensor] = {}  # of the backward that runs
         self._before: dict[int, Tensor | None] = {}  # gradients as they were, while one is added
-        self._has_reached = False  # the backward that runs has come to what the model computed
+        self.has_reached = False
         self._has_added = False  # or to parameters
         self._is_differentiated = False  # one that keeps a graph has: the next may come to parameters by that graph
         self._ending: weakref.ref[Any] | None = None  # what torch calls when it has ended
 
     def watch(self, module: nn.Module) -> None:
-        """Puts hooks on what ``module`` and its larger parts return, by which a backward is known to come to the model."""
+        """Puts hooks on what ``module`` and its parts return, by which a backward is known to come to the model: in its forward those
+        that losses are taken from, else each that is called by itself."""
         apart = weakref.ref(self)  # hooks live in C++, where a cycle through them is never freed
+        larger = set(map(id, _parts(module)))
+        running: list[nn.Module] = []
 
         def reached(_grad: Tensor) -> None:
             found = apart()
             if found is not None:
                 found.reach()
 
-        def after(_module: nn.Module, _args: Any, output: Any) -> None:
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # what a compiled part returns is hooked outside of it
+        def before(called: nn.Module, _args: Any) -> None:
+            running.append(called)
+
+        def end(_called: nn.Module, _args: Any, _output: Any) -> None:
+            running.clear()
+
+        def after(called: nn.Module, _args: Any, output: Any) -> None:
+            # What a compiled part returns is hooked outside of it.
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling() and (not running or id(called) in larger):
                 _hook(output, reached)
 
-        for part in _parts(module):
+        module.register_forward_pre_hook(before)
+        for part in module.modules():
             part.register_forward_hook(after)
+        module.register_forward_hook(end, always_call=True)
 
     def reach(self) -> None:
         """The backward that runs has come to something that the model computed."""
         self._begin()
-        self._has_reached = True
+        self.has_reached = True
         self._is_differentiated = self._is_differentiated or torch.is_grad_enabled()  # with create_graph=True
 
     def note(self, position: int) -> None:
@@ -74,7 +89,7 @@ class Apart:
         """A gradient is about to be added to that of parameter ``i``; whether it is kept apart, at least until backward ends."""
         self._begin()
         self._has_added = True
-        if self._has_reached or self._is_differentiated:
+        if self.has_reached or self._is_differentiated:
             return False
         param = self.params[i]
         self._before[i], param.grad = param.grad, None
@@ -89,8 +104,9 @@ class Apart:
         param.grad = before
         return True
 
-    def take(self) -> dict[int, Tensor]:
-        """What was kept apart, which is forgotten here."""
+    def take(self) -> dict[frozenset[int], dict[int, Tensor]]:
+        """What was kept apart, which is forgotten here: for each set of parameters that backwards came to, the sums of their gradients. One
+        parameter's gradient may be the same on all ranks by chance (a bias's), so those of one backward are judged together."""
         self._begin_anew()
         parts, self.parts = self.parts, {}
         return parts
@@ -113,14 +129,16 @@ class Apart:
         for i, grad in self._before.items():
             self.params[i].grad = grad
         self._before, self._of_this, self.past = {}, {}, []
-        self._ending, self._has_reached, self._has_added = None, False, False
+        self._ending, self.has_reached, self._has_added = None, False, False
 
     def _end(self) -> None:
-        parts, has_reached = self._of_this, self._has_reached
+        parts, has_reached = self._of_this, self.has_reached
         self._is_differentiated = self._is_differentiated and not self._has_added
-        self._of_this, self._ending, self._has_reached, self._has_added = {}, None, False, False
-        for i, part in () if has_reached else parts.items():
-            _add(self.parts, i, part)
+        self._of_this, self._ending, self.has_reached, self._has_added = {}, None, False, False
+        if parts and not has_reached:
+            kept = self.parts.setdefault(frozenset(parts), {})
+            for i, part in parts.items():
+                _add(kept, i, part)
         self.past = self.past if has_reached else []
         self._ended(parts if has_reached else {}, bool(parts) and not has_reached)
 
@@ -129,9 +147,13 @@ def add_to_gradient(param: nn.Parameter, part: Tensor) -> None:
     param.grad = part if param.grad is None else param.grad + part
 
 
-def wire_of(parts: dict[int, Tensor], numbers: Iterable[int]) -> Tensor:
+def wire_of(kept: dict[frozenset[int], dict[int, Tensor]], numbers: Iterable[int]) -> Tensor:
     """float64 [n, 4] to be summed over the ranks, for 0-dim parameters: whether there is a part, its real and imaginary part, the square
     of its absolute value."""
+    parts: dict[int, Tensor] = {}
+    for each in kept.values():
+        for i, part in each.items():
+            _add(parts, i, part)
     rows = torch.zeros(0, 4, dtype=torch.float64)
     for i in numbers:
         row = torch.zeros(1, 4, dtype=torch.float64)

@@ -268,7 +268,8 @@ def _agree_on_recipe(module: nn.Module, recipe: Recipe, world: World) -> None:
     facts |= {
         "recipe": recipe.fingerprint,
         "notes": [note.why for note in recipe.notes if note.name == "transform"],
-        "offload": recipe.offload,
+        "offload": [recipe.offload, recipe.pin_memory],
+        "buffers": recipe.buffer_policy,
         "ddp": str(recipe.ddp),
     }
     facts |= {"sync_every_microbatch": recipe.sync_every_microbatch}

@@ -91,7 +91,9 @@ class DDPEngine:
             self._zeroes = True
             engine = weakref.ref(self)
             for param in self.params:
-                param.register_hook(zero_of_padding(lambda: (found := engine()) is not None and found._pads))
+                param.register_hook(
+                    zero_of_padding(lambda: (found := engine()) is not None and found._pads and found.apart.has_reached)
+                )
 
     def tell_sums(self, call: Callable[[], None]) -> None:
         self.summed = call
@@ -167,7 +169,7 @@ class DDPEngine:
         """See :class:`Apart`."""
         for i, part in belonging.items():
             self._put_aside(i)
-            add_to_gradient(self.params[i], part)
+            add_to_gradient(self.params[i], torch.zeros_like(part) if self._pads else part)
             self._arrived(i)
         if any_apart and self._sync is None:
             self.complete("a backward outside a window")
@@ -286,22 +288,28 @@ class DDPEngine:
 
     def _add_apart(self, place: str) -> None:
         """Adds what ranks have kept apart: once where it is the same on all of them."""
-        own, size = self.apart.take(), self.world.axis("dp").size
-        parts = [bucket.packed({i: own.get(i) for i in bucket.members}) for bucket in self.buckets]
+        own, agreement = self.apart.take(), self.world.agreement
+        keys = agreement.gather([sorted(key) for key in own], f"{place}, naming parameters that backward came to alone")
+        for key in dict.fromkeys(tuple(each) for keys_of_rank in keys for each in keys_of_rank):
+            self._add_alike(key, own.get(frozenset(key), {}), place)
+
+    def _add_alike(self, key: tuple[int, ...], own: Mapping[int, Tensor], place: str) -> None:
+        size, agreement = self.world.axis("dp").size, self.world.agreement
+        buckets = [bucket for bucket in self.buckets if any(i in bucket.members for i in key)]
+        parts = [bucket.packed({i: own.get(i) for i in bucket.members}) for bucket in buckets]
         sums = [part.clone() for part in parts]
-        agreement = self.world.agreement
         agreement.carry_out(lambda: [self._sum(total) for total in sums], f"{place}, gradients of parameters alone")
-        differs = [
-            (size * part - total).norm() > tolerance(part.dtype) * total.norm()
-            for part, total in zip(parts, sums, strict=True)
-        ]
-        has_part = torch.tensor([i in own for i in range(len(self.params))])
-        found = agreement.sum({"has part": has_part, "differs": float(any(differs))}, f"{place}, comparing them")
-        for bucket, total in zip(self.buckets, sums, strict=True):
-            views = bucket.views_of(total if found["differs"] else total / size)
-            for i, view in views.items():
-                if found["has part"][i]:
-                    add_to_gradient(self.params[i], view.clone())
+        differs = False
+        for bucket, part, total in zip(buckets, parts, sums, strict=True):
+            whole = bucket.views_of(total)
+            for i, view in bucket.views_of(part).items():
+                apart = (size * view - whole[i]).norm() > tolerance(view.dtype) * whole[i].norm()
+                differs = differs or bool(apart)
+        found = agreement.sum({"differs": float(differs)}, f"{place}, comparing them")
+        for bucket, total in zip(buckets, sums, strict=True):
+            for i, view in bucket.views_of(total).items():
+                if i in key:
+                    add_to_gradient(self.params[i], view.clone() if found["differs"] else view / size)
 
     def _set_gradients(self, used: list[float]) -> None:
         for bucket in self.buckets:

@@ -8,14 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise._compat import is_accumulated
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.parallel.trees import map_leaves, tensors_within
 
 __all__ = [
     "GATHERS",
-    "after_accumulation",
-    "before_accumulation",
+    "calls",
     "gather_parts",
     "hand_out",
     "refuse_changed",
@@ -107,24 +105,12 @@ def hand_out(output: Any, reached: Callable[[Tensor], None], views: Views) -> tu
     return output, not is_complete
 
 
-def before_accumulation(param: Tensor, method: Callable[[int], None], number: int) -> Callable[[Tensor], None]:
-    """A hook on ``param`` that calls a bound method with ``number`` when a backward is about to add to its gradient; it keeps neither
-    alive."""
-    found, call = weakref.ref(param), weakref.WeakMethod(method)
-
-    def hook(_grad: Tensor) -> None:
-        tensor, bound = found(), call()
-        if tensor is not None and bound is not None and is_accumulated(tensor):
-            bound(number)
-
-    return hook
-
-
-def after_accumulation(method: Callable[[int], None], number: int) -> Callable[[Tensor], None]:
-    """The same for when it was added."""
+def calls(method: Callable[[int], None], number: int) -> Callable[[Tensor], None]:
+    """A hook on a parameter that calls a bound method with ``number``; it keeps nothing alive, as hooks live in C++, where a cycle is
+    never freed, and points weakly at no parameter, which ``module.to`` could then not swap."""
     call = weakref.WeakMethod(method)
 
-    def hook(_param: Tensor) -> None:
+    def hook(_tensor: Tensor) -> None:
         bound = call()
         if bound is not None:
             bound(number)

@@ -17,15 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from shardwise._compat import lazy_chunks, materialise, parameter_groups
+from shardwise._compat import is_accumulated, lazy_chunks, materialise, parameter_groups
 from shardwise._torch.fsdp2 import Unit, take_over
 from shardwise.anatomy import canonical_modules, dtype_of
-from shardwise.errors import ShardwiseError, UnsupportedError
+from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
 from shardwise.parallel.apart import Apart, add_to_gradient
 from shardwise.parallel.edges import (
     GATHERS,
-    after_accumulation,
-    before_accumulation,
+    calls,
     refuse_ungathered,
     zero_of_padding,
 )
@@ -166,6 +165,7 @@ class FSDP2Engine:
         self._pads = False  # a micro-batch that does not count
         self._zeroes: Callable[[Tensor], Tensor | None] | None = None  # the hook that makes its gradients 0
         self._waits = False  # gradients were accumulated that no backward has summed since
+        self._has_lost = False  # gradients that belong to the window, or to micro-batches of ``accumulate``
         self._sync: bool | None = None  # as set_sync says
         parameters: dict[str, Any] = tensors_of(module, "_parameters")
         whole = [self._position[name] for name in trainable if recipe.params[name].shape == ()]
@@ -201,7 +201,9 @@ class FSDP2Engine:
         self._pads = padding
         if padding and self._zeroes is None:
             engine = weakref.ref(self)  # hooks are held in C++
-            self._zeroes = zero_of_padding(lambda: (found := engine()) is not None and found._pads)
+            self._zeroes = zero_of_padding(
+                lambda: (found := engine()) is not None and found._pads and found.apart.has_reached
+            )
             for param in self.apart.params:
                 param.register_hook(self._zeroes)
 
@@ -210,6 +212,14 @@ class FSDP2Engine:
 
     def complete(self, place: str) -> None:
         self.set_sync(None)
+        self.order.look()
+        if self._has_lost:
+            raise UsageError(
+                "a backward that raised an error, which was caught before the last micro-batch",
+                why="units that it had left have their gradients, the others do not, and those of micro-batches before it are dropped",
+                fix="let the error leave the window, or accumulate, which gives back the gradients of before; then run it again without "
+                "that micro-batch, on every rank",
+            )
         if self._waits:  # the last micro-batch had no backward
             self.world.agreement.sum({}, f"{place}, summing gradients of the micro-batches before")
             self.order.flush()
@@ -233,7 +243,7 @@ class FSDP2Engine:
         self._outside.abandon()
         self.apart.take()
         self._leave_window()
-        self._in_window = True
+        self._in_window, self._has_lost = True, False
         self._used.zero_()
         if not self._taken.num_windows:
             self._taken.entries = []
@@ -242,7 +252,7 @@ class FSDP2Engine:
     def abandon(self) -> None:
         self.set_sync(None)
         self._leave_window()
-        self._waits = False
+        self._waits = self._has_lost = False
         self.apart.take()
         self._outside.abandon()
         self.order.abandon()
@@ -261,6 +271,9 @@ class FSDP2Engine:
     def begins_backward(self) -> None:
         self.apart.reach()
         self._note_backward()
+
+    def loses_backward(self) -> None:
+        self._has_lost = self._in_window or self._sync is False or self._waits
 
     def _note_backward(self) -> None:
         self._waits = self._waits or self._sync is False
@@ -304,31 +317,39 @@ class FSDP2Engine:
 
     def _watch_gradients(self) -> None:
         """Whole parameters, whose gradients are summed by exchanges; a gradient that comes to a cut one itself, and not to what was
-        gathered (a weight penalty), needs no sum."""
+        gathered (a weight penalty), needs no sum. Empty ones are only counted."""
         numbers = {position: number for number, position in enumerate(self._whole)}
-        for position, param in enumerate(self._outside.params):
+        for name, position in self._position.items():
+            param = self._outside.params[position]
             if position in numbers:
-                param.register_hook(before_accumulation(param, self._expect_whole, numbers[position]))
-                param.register_post_accumulate_grad_hook(after_accumulation(self._arrived_whole, numbers[position]))
+                param.register_hook(calls(self._expect_whole, numbers[position]))
+                param.register_post_accumulate_grad_hook(calls(self._arrived_whole, numbers[position]))
+            elif self.recipe.params[name].cuts:
+                param.register_hook(calls(self._expect_cut, position))
             else:
-                param.register_hook(before_accumulation(param, self._expect_cut, position))
+                param.register_post_accumulate_grad_hook(calls(self._mark_used, position))
+
+    def _mark_used(self, position: int) -> None:
+        self._used[position] = 1
 
     def _expect_whole(self, number: int) -> None:
-        self.apart.before(number)
-        self._note_backward()
+        if is_accumulated(self.apart.params[number]):
+            self.apart.before(number)
+            self._note_backward()
 
     def _arrived_whole(self, number: int) -> None:
         if not self.apart.after(number):
             self._used[self._whole[number]] = 1
 
     def _expect_cut(self, position: int) -> None:
-        self._used[position] = 1
-        self.apart.note(position)
+        if is_accumulated(self._outside.params[position]):
+            self._used[position] = 1
+            self.apart.note(position)
 
     def _end_of_backward(self, belonging: dict[int, Tensor], _any_apart: bool) -> None:
         """See :class:`Apart`."""
         for number, part in belonging.items():
-            add_to_gradient(self.apart.params[number], part)
+            add_to_gradient(self.apart.params[number], torch.zeros_like(part) if self._pads else part)
             self._used[self._whole[number]] = 1
         if self.apart.past:
             raise UnsupportedError(

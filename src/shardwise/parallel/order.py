@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._compat import at_end_of_backward, reset_iteration
-from shardwise._torch.fsdp2 import Unit, in_backward
+from shardwise._torch.fsdp2 import Unit, in_backward, when_interrupted
 from shardwise.errors import UnsupportedError
 from shardwise.parallel.edges import hand_out, refuse_changed
 from shardwise.parallel.passes import Backward, Forward, Units, refuse_written
@@ -38,6 +38,9 @@ class Listener(Protocol):
 
     def begins_backward(self) -> None:
         """A backward has reached the model."""
+
+    def loses_backward(self) -> None:
+        """A backward that has reached the model raised: its gradients, and those that waited to be summed with them, are dropped."""
 
     def takes(self, unit: Unit, *, backward: bool) -> None:
         """``unit`` was gathered in a forward, or is about to be reduced in a backward."""
@@ -54,6 +57,7 @@ class Order:
         self._num_forwards = 0  # with gradients, since the last backward
         self._root_version = -1  # of the shards that are gathered
         self._forget()
+        when_interrupted(module, self._leave_interrupted)
         module.register_forward_pre_hook(self._before_root, with_kwargs=True, prepend=True)
         module.register_forward_hook(self._after_root, always_call=True)
         for number, unit in enumerate(units.inner):
@@ -62,6 +66,7 @@ class Order:
                     functools.partial(self._before, number), with_kwargs=True, prepend=True
                 )
                 target.register_forward_hook(functools.partial(self._after, number), always_call=True)
+                when_interrupted(target, self._leave_interrupted)
 
     def _forget(self) -> None:
         self._forward: Forward | None = None
@@ -88,6 +93,10 @@ class Order:
         for unit in self.units.all():
             unit.free()
 
+    def look(self) -> None:
+        """Tells the listener of a backward that raised, if nothing has run since."""
+        self._runs_backward()
+
     def flush(self) -> None:
         """Sums what earlier backwards have accumulated. All ranks must call it, outside of forwards and backwards."""
         self._reduce_rest(())
@@ -99,13 +108,13 @@ class Order:
         if self._is_held:
             yield
             return
-        for number, unit in self.units.numbered():
-            unit.free()
-            unit.gather()
-            unit.keep_whole(True)
-            self._hook_gradients(number)
-        self._is_held = True
         try:
+            for number, unit in self.units.numbered():
+                unit.free()
+                unit.gather()
+                unit.keep_whole(True)
+                self._hook_gradients(number)
+            self._is_held = True
             yield
         finally:
             self._is_held = False
@@ -159,23 +168,29 @@ class Order:
         if self._has_failed(output):
             self._leave_failed()
             return None
-        if torch.is_grad_enabled():
-            refuse_changed(self._forward.views)
-            output, _ = hand_out(output, self._reached(None), [])
-        self._end_forward()
+        try:
+            if torch.is_grad_enabled():
+                refuse_changed(self._forward.views)
+                output, _ = hand_out(output, self._reached(None), [])
+            self._end_forward()
+        except BaseException:
+            self._leave_failed()
+            raise
         return output
 
     def _end_forward(self) -> None:
         forward = self._forward
         assert forward is not None
         forward.end()
-        self._forward = None
+        self._forward = self._caught = None
         if forward.walk is not None:
             if forward.walk.has_agreed:
                 self.units.spanning |= self._orders.of_any_rank(forward.resumed, "units that are entered in parts")
             self._orders.learn(_forward(), forward.walk, range(len(self.units.inner)), self.units.spanning)
             self.units.end_forward(with_gradients=forward.has_gradients)
-        self._num_forwards += forward.has_gradients
+            self._num_forwards += (
+                forward.has_gradients
+            )  # not within ``whole``, where each rank runs as many as it likes
 
     def _before(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._forward is None and (self._runs_backward() or in_backward()):
@@ -210,9 +225,10 @@ class Order:
     def _after(self, number: int, module: nn.Module, _args: Any, output: Any) -> Any:
         forward = self._forward
         if forward is None and torch.is_grad_enabled() and self._runs_backward() and not self._has_failed(output):
-            return hand_out(output, self._reached(number), [])[
-                0
-            ]  # it ran again: a backward of this run may follow within
+            output, _ = hand_out(
+                output, self._reached(number), []
+            )  # it ran again: a backward of this run may follow within
+            return output
         if forward is None or not forward.is_inside(number):
             return None
         has_failed = self._has_failed(output)
@@ -236,6 +252,10 @@ class Order:
         if not self._is_held:
             self.free()
             self.units.kept.clear()
+
+    def _leave_interrupted(self) -> None:
+        if self._forward is not None:
+            self._leave_failed()
 
     def _has_failed(self, output: Any) -> bool:
         """Whether a hook that is always called is called for a forward that raised."""
@@ -294,6 +314,7 @@ class Order:
             return False
         if self._ending is not None and self._ending() is not None:
             return True
+        self._listener.loses_backward()
         self.abandon()
         return False
 

@@ -44,6 +44,12 @@ def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         _refuse_strangers(optimizer, held)
         _looked_at[optimizer] = len(held)
     for runtime in stepped:
+        if runtime.in_window:
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() inside a window",
+                why="gradients are final when the window is left: until then those of other micro-batches, or of other ranks, are missing",
+                fix="take the step after the with block",
+            )
         if not runtime.is_checked:
             runtime.check_unchanged()
         runtime.is_checked = False

@@ -75,6 +75,12 @@ class Window:
             raise UsageError(
                 "a window inside a window", why="they would share one model's gradients", fix="leave the first"
             )
+        if self.agreed is not None:
+            raise UsageError(
+                "a window entered twice",
+                why="it has counted and summed its micro-batches",
+                fix="make another: sw.window(...)",
+            )
         runtime.check_unchanged()
         refuse_unsummed(runtime, "a window")
         self.num_valid = agree_on_count(runtime, self.batches, self._count, trains=self._trains)
@@ -254,11 +260,14 @@ def accumulate(model: nn.Module, *, is_last: bool) -> Iterator[None]:
     try:
         with _not_counted(runtime, padding):
             yield
+        if is_last:
+            engine.complete("the last micro-batch")
     except BaseException:
         engine.abandon()
+        runtime.paddings = []
         raise
     if is_last:
-        engine.complete("the last micro-batch")
+        runtime.paddings = []
     else:
         engine.set_sync(None)
         note_unsummed(runtime)
