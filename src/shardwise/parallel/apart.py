@@ -35,9 +35,7 @@ class Apart:
     def __init__(self, params: Sequence[nn.Parameter], ended: Callable[[dict[int, Tensor], bool], None]):
         self.params = params
         self.past: list[int] = []
-        self.parts: dict[
-            frozenset[int], dict[int, Tensor]
-        ] = {}  # of backwards that have ended, by the parameters that each came to
+        self.parts: dict[frozenset[int], dict[int, Tensor]] = {}  # of backwards that have ended, by what each came to
         self._ended = ended
         self._of_this: dict[int, Tensor] = {}  # of the backward that runs
         self._before: dict[int, Tensor | None] = {}  # gradients as they were, while one is added
@@ -179,8 +177,8 @@ def count_once(param: nn.Parameter, row: Tensor, num_ranks: int) -> None:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Relative: ranks may compute the same term on other processors."""
-    return torch.finfo(dtype).eps ** 0.5
+    """Relative: ranks may compute the same term on other processors. Not below what a variance in float64 can tell."""
+    return max(torch.finfo(dtype).eps ** 0.5, 1e-6)
 
 
 def _add(parts: dict[int, Tensor], i: int, part: Tensor | None) -> None:
