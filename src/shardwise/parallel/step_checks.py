@@ -21,7 +21,7 @@ from shardwise.parallel.runtime import Runtime
 __all__ = ["check_step", "watch_steps"]
 
 _watched: weakref.WeakSet[Runtime] = weakref.WeakSet()
-_looked_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+_looked_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, frozenset[int]] = weakref.WeakKeyDictionary()
 _is_installed = False
 
 
@@ -40,9 +40,9 @@ def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     stepped = [r for r in list(_watched) if any(id(param) in held for param in r.parameters.values())]
     if not stepped:
         return
-    if _looked_at.get(optimizer) != len(held):
+    if _looked_at.get(optimizer) != (ids := frozenset(held)):
         _refuse_strangers(optimizer, held)
-        _looked_at[optimizer] = len(held)
+        _looked_at[optimizer] = ids
     for runtime in stepped:
         if runtime.in_window:
             raise UsageError(

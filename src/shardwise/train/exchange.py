@@ -73,8 +73,8 @@ class Exchange:
             f"rank {ranks[0]} entered other units than rank {next(r for r in range(len(lists)) if r not in ranks)}",
             why=f"entry {at + 1} differs: {usual[at : at + 1] or 'nothing'} against {other[at : at + 1] or 'nothing'}; "
             "their collectives crossed, so gradients are wrong",
-            fix='keep modules that may be skipped in their parent\'s unit: Sharding(units="auto"), or name units that '
-            "every forward enters",
+            fix="give every rank the same forwards and backwards, in one order; a loss over two models of which ranks skip blocks needs "
+            'them in one unit each: Sharding(units="none"), or in one module: sw.TaskModel',
             name=name,
             ranks=ranks,
         )

@@ -96,13 +96,14 @@ class Window:
         runtime = self.runtime
         kept = clone_buffers(runtime)
         seed = derive_seed(runtime.world.seed, "rehearsal", runtime.step)
-        with torch.no_grad(), forked_streams(seed, runtime.world.device, runtime.generators):
-            result = run(self._micro_batch(0))
-        restore_buffers(runtime, kept)
-        runtime.engine.abandon()
-        runtime.engine.begin()
-        self._versions = buffer_versions(runtime)
-        return result
+        try:
+            with torch.no_grad(), forked_streams(seed, runtime.world.device, runtime.generators):
+                return run(self._micro_batch(0))
+        finally:
+            restore_buffers(runtime, kept)
+            runtime.engine.abandon()
+            runtime.engine.begin()
+            self._versions = buffer_versions(runtime)
 
     # ---- running ---------------------------------------------------------------------------------------------
 

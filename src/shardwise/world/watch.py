@@ -259,18 +259,18 @@ class Watch:
                 is_long = wait is not None and wait != looked_at and now - wait.since > 2 * self.interval_s
                 self.beats.read(None if is_long else [neighbour])  # whose counts are compared with what comes later
                 looked_at = wait if is_long else looked_at
+                self.turns += 1
+                if word is not None:
+                    self.on_alarm(word)
+                    return
+                if wait is not None and self.waits is None and now - wait.since > _CROSSED_S:
+                    self._look_for_crossed(wait)
+                if wait is not None and wait.what != self.LOST and self.report.is_due(wait, now):
+                    self.report.say(wait, now, self._missing(wait.what, None)[1])
             except RuntimeError as error:
                 is_expected = self.keeper is None or self.left_since is not None
                 self.on_alarm(self.store_lost(f"is gone ({_line(error)})"), fatal=not is_expected)
                 return
-            self.turns += 1
-            if word is not None:
-                self.on_alarm(word)
-                return
-            if wait is not None and self.waits is None and now - wait.since > _CROSSED_S:
-                self._look_for_crossed(wait)
-            if wait is not None and wait.what != self.LOST and self.report.is_due(wait, now):
-                self.report.say(wait, now, self._missing(wait.what, None)[1])
 
     def _look_for_crossed(self, wait: Wait) -> None:
         if self._crossed is None or not self._crossed.looks_at(wait):
