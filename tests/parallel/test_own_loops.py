@@ -552,7 +552,7 @@ def in_one_graph():
 
 
 def test_replicas_are_compiled_and_mapped_as_they_are(ranks):
-    """Hooks on what parts return, by which a penalty is told from a loss, break no graph."""
+    """Hooks on what parts return, which tell a penalty from a loss, break no graph."""
     assert ranks.run(in_one_graph, 2) == [True, True]
 
 
@@ -570,7 +570,7 @@ class Fails(torch.autograd.Function):
 
 
 class Breaks(Net):
-    """Fails in its backward, in its forward, or by Ctrl-C, when it is told to."""
+    """Fails in its backward, in its forward, or by Ctrl-C, as `how` says."""
 
     how = ""
 

@@ -188,9 +188,8 @@ class Order:
                 self.units.spanning |= self._orders.of_any_rank(forward.resumed, "units that are entered in parts")
             self._orders.learn(_forward(), forward.walk, range(len(self.units.inner)), self.units.spanning)
             self.units.end_forward(with_gradients=forward.has_gradients)
-            self._num_forwards += (
-                forward.has_gradients
-            )  # not within ``whole``, where each rank runs as many as it likes
+            # Not those within ``whole``, of which each rank runs as many as it likes.
+            self._num_forwards += forward.has_gradients
 
     def _before(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._forward is None and (self._runs_backward() or in_backward()):
@@ -225,9 +224,8 @@ class Order:
     def _after(self, number: int, module: nn.Module, _args: Any, output: Any) -> Any:
         forward = self._forward
         if forward is None and torch.is_grad_enabled() and self._runs_backward() and not self._has_failed(output):
-            output, _ = hand_out(
-                output, self._reached(number), []
-            )  # it ran again: a backward of this run may follow within
+            # It ran again: a backward of this run may follow within.
+            output, _ = hand_out(output, self._reached(number), [])
             return output
         if forward is None or not forward.is_inside(number):
             return None
