@@ -1,10 +1,14 @@
 """Ranks that run other blocks than each other train as one process does: plain FSDP2 hangs, or adds up gradients of other blocks."""
 
+import contextlib
 import functools
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 import torch._functorch.config
 from parallel.skips import BLOCKS, CASES, LOOPS, MICRO, ORDERS, STEPS, At, Stack, loss_of
 from torch import Tensor, nn
@@ -38,10 +42,14 @@ WHERE: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
 
 
 @functools.cache
-def one_process(name: str, size: int) -> list[dict[str, Tensor | None]]:
-    """The gradients of each step, the micro-batches of all ranks one after the other."""
+def one_process(name: str, size: int, is_compiled: bool) -> list[dict[str, Tensor | None]]:
+    """The gradients of each step, the micro-batches of all ranks one after the other. With compiled blocks: torch gives their
+    unused results a gradient of zeros, where an eager block's parameters have none."""
     case = CASES[name]
     model = case.build()
+    for child in model.children() if is_compiled else ():
+        for block in child if isinstance(child, nn.ModuleList) else ():
+            block.compile(backend="aot_eager")
     optim, found = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
     for step in range(STEPS):
         given = [At(rank, step, micro) for micro in range(MICRO) for rank in range(size)]
@@ -57,8 +65,7 @@ def trained(where: str, names: list[str]) -> tuple[dict[str, Any], int]:
     """Name of a case -> gradients of each step, or the text of an error; and the fewest units that a model had."""
     layout, _, sharding, options = WHERE[where]
     found, fewest = {}, 99
-    keeps = torch._functorch.config.patch(donated_buffer=False)  # else compiled blocks have one backward each
-    with init(layout, device="cpu", timeout_s=30) as world, keeps:
+    with init(layout, device="cpu", timeout_s=30) as world, _compiling():
         for name in names:
             case = CASES[name]
             units = {"units": case.units} if case.units else {"min_unit_bytes": 0}
@@ -70,6 +77,18 @@ def trained(where: str, names: list[str]) -> tuple[dict[str, Any], int]:
             except ShardwiseError as error:
                 found[name] = f"{type(error).__name__}: {error}"
         return found, fewest
+
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    """Compiled blocks have several backwards, and stay compiled for all cases."""
+    with (
+        torch._functorch.config.patch(donated_buffer=False),
+        torch._dynamo.config.patch(recompile_limit=100, fail_on_recompile_limit_hit=True),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
+        yield
 
 
 def _train(model: nn.Module, loop: Any, rank: int) -> list[dict[str, Tensor | None]]:
@@ -89,10 +108,12 @@ def _train(model: nn.Module, loop: Any, rank: int) -> list[dict[str, Tensor | No
 
 
 def check(ranks, where: str, names: list[str], timeout_s: float = 60) -> None:
-    size = WHERE[where][1]
+    _, size, _, options = WHERE[where]
+    with _compiling():
+        want = {name: one_process(name, size, "compile" in options) for name in names}
     for found, units in ranks.run(trained, size, where, names, timeout_s=timeout_s):
         assert units >= 2
-        faults = [text for name in names for text in differences(found[name], one_process(name, size), name)]
+        faults = [text for name in names for text in differences(found[name], want[name], name)]
         assert not faults, "\n".join(faults)
 
 
