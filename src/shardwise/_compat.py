@@ -13,6 +13,7 @@ from torch.distributed._composable.replicate import DDP as DDPModule  # noqa: N8
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.nn.utils.parametrizations import _SpectralNorm
@@ -174,13 +175,16 @@ def lazy_chunks() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def parameter_groups(groups: list[tuple[list[Tensor], Any]]) -> Iterator[None]:
+def parameter_groups(groups: list[tuple[list[Tensor], Any]], after_forward: DeviceMesh | None) -> Iterator[None]:
     """Within: ``fully_shard`` puts the parameters of one unit into these groups, each with a precision policy of its own.
-    FSDP2 makes several by itself, for parameters on several meshes, but a group has one dtype of what is trained."""
+    FSDP2 makes several by itself, for parameters on several meshes, but a group has one dtype of what is trained. They are
+    resharded over the last dim of ``after_forward``; None: as ``fully_shard`` is told."""
     whole = _fully_shard._init_param_group
 
     def each(state: Any, params: list[Tensor], *args: Any, **kwargs: Any) -> None:
         modules, mesh, after, device, placement, _, offload = args
+        if after_forward is not None:
+            after = HSDPMeshInfo(after_forward, shard_mesh_dim=1, replicate_mesh_dim=0)
         for members, policy in groups:
             ids = {id(param) for param in members}
             mine = [param for param in params if id(param) in ids]

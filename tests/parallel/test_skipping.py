@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -198,3 +199,22 @@ def test_a_model_that_skips_nothing_costs_what_it_did(ranks, sharding, gathers):
     for first, *later in ranks.run(counted, 2, sharding):
         assert sum(first.values()) > gathers + BLOCKS + 1
         assert later == [{"_allgather_base": gathers, "_reduce_scatter_base": BLOCKS + 1}] * 2
+
+
+def threads_of_groups(num_blocks: int) -> tuple[int, int]:
+    """Threads of this rank with a model of two blocks, and with a second model of many."""
+    sharding = Sharding(min_unit_bytes=0, reshard_after_forward=2)
+    with init("dp_shard=4", device="cpu", timeout_s=30) as world:
+        counts = []
+        for num in (2, num_blocks):
+            model = parallelize(Stack(num).double(), world, sharding=sharding)
+            assert len(recipe_of(model).units) == num + 1
+            counts.append(len(os.listdir("/proc/self/task")))
+        return counts[0], counts[1]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted by /proc")
+def test_units_kept_over_some_ranks_share_their_groups(ranks):
+    """torch makes two process groups for each unit, of some threads each: a model of 80 blocks had a thousand."""
+    for few, many in ranks.run(threads_of_groups, 4, 6):
+        assert many == few

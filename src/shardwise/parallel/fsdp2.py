@@ -54,11 +54,13 @@ def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine
     for unit in (*(unit for unit in recipe.units if unit.name != ROOT), _root_unit(recipe)):
         targets = list({id(modules[name]): modules[name] for name in unit.modules}.values())  # one may have two names
         _refuse_containers(modules, unit.modules)
-        with lazy_chunks(), parameter_groups(_policies(recipe, unit.name, parameters)):
+        is_over_some = not isinstance(unit.reshard, bool) and 1 < unit.reshard < world.layout.dp_shard
+        after_forward = world.resharding_mesh(unit.reshard) if is_over_some else None
+        with lazy_chunks(), parameter_groups(_policies(recipe, unit.name, parameters), after_forward):
             fully_shard(  # type: ignore[call-overload]
                 targets if len(targets) > 1 else targets[0],
                 mesh=mesh,
-                reshard_after_forward=unit.reshard,
+                reshard_after_forward=is_over_some or unit.reshard,
                 mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False),
                 offload_policy=_offload(recipe, world),
                 ignored_params=whole,

@@ -115,6 +115,7 @@ class World:
         everyone = tuple(range(self.size))
         is_shared = self.size == 1 or device.type != "cpu" or is_imagined()
         self._groups: dict[tuple[int, ...], Any] = {everyone: dist.group.WORLD} if is_shared else {}
+        self._resharding: dict[int, DeviceMesh] = {}
         self.watch: Watch | None = None
         imagined = is_imagined()
         if self.size > 1 and not imagined:
@@ -289,6 +290,18 @@ class World:
         grid = torch.arange(self.size).view([self.layout.degrees[name] for name in names])
         groups = [self._group(self.layout.ranks_along(name, self.rank)) for name in names]
         return DeviceMesh.from_group(groups, self.device.type, mesh=grid, mesh_dim_names=names)
+
+    def resharding_mesh(self, size: int) -> DeviceMesh:
+        """The ranks of :attr:`mesh` in rows of ``size`` neighbours, over which ``reshard_after_forward=size`` cuts parameters between forward
+        and backward. One for all units: torch makes groups for each unit anew, and each group has threads (of NCCL, memory of the
+        device). All ranks must call it alike."""
+        if size not in self._resharding:
+            grid = self.mesh.mesh.reshape(-1, size)
+            row, column = (grid == self.rank).nonzero()[0].tolist()
+            groups = [self._group(tuple(grid[:, column].tolist())), self._group(tuple(grid[row].tolist()))]
+            names = ("rows", "neighbours")
+            self._resharding[size] = DeviceMesh.from_group(groups, self.device.type, mesh=grid, mesh_dim_names=names)
+        return self._resharding[size]
 
     def _make_axis(self, name: str) -> Axis:
         ranks = self.layout.ranks_along(name, self.rank)
