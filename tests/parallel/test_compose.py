@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.anatomy import read_anatomy
 from shardwise.config.options import Precision, Remat, Sharding
-from shardwise.errors import ConfigError, PlanError, UnsupportedError
+from shardwise.errors import ConfigError, PlanError, RankError, UnsupportedError
 from shardwise.layout import Layout
 from shardwise.parallel import apply_recipe, describe, parallelize, recipe_of, runtime_of, world_of
 from shardwise.recipe import Cut, make_recipe
@@ -49,6 +49,37 @@ def seeded_text():
 
 def test_the_description_says_where_values_come_from(ranks):
     assert "init: seeded: values are functions of (seed, name), made by each rank" in ranks.run(seeded_text, 1)[0]
+
+
+# ---- ranks that ask for different things -------------------------------------------------------------------------------
+
+
+OTHERWISE = {
+    "output": {"precision": Precision(output="fp64")},
+    "compute": {"precision": "bf16"},
+    "buffer_policy": {"sharding": Sharding(buffers="mean")},
+    "offload": {"sharding": Sharding(offload=True)},
+    "sync_every_microbatch": {"sharding": Sharding(sync_every_microbatch=True)},
+    "parameter blocks.0.inner.weight: unit": {"sharding": Sharding(min_unit_bytes=0)},
+    "parameter sometimes: storage": {"precision": Precision(storage="fp32")},
+    "remat of blocks.0": {"remat": "full"},
+}
+"""What differs -> options of rank 1 alone."""
+
+
+def asked_by_one_rank(options: dict):
+    with init(FSDP, device="cpu", timeout_s=20) as world:
+        try:
+            parallelize(build(), world, **(options if world.rank else {}))
+        except RankError as error:
+            return str(error), error.ranks
+
+
+@pytest.mark.parametrize("what", OTHERWISE)
+def test_an_option_that_one_rank_alone_gives(ranks, what):
+    """It is refused on every rank, whatever the option: training would hang, or compute different things."""
+    for text, who in ranks.run(asked_by_one_rank, 2, OTHERWISE[what]):
+        assert who == (1,) and f"the ranks' modules differ between ranks: {what}\n" in text
 
 
 # ---- a recipe belongs to a module and a layout ---------------------------------------------------------------------------

@@ -255,28 +255,19 @@ def _first_difference(anatomy: Anatomy, recipe: Recipe) -> str | None:
 
 
 def _agree_on_recipe(module: nn.Module, recipe: Recipe, world: World) -> None:
-    facts: dict[str, Any] = {"module class": recipe.module_class, "engine": recipe.engine}
-    facts |= {
-        f"parameter {n}": f"{p.shape} {p.dtype} {'trained' if p.trainable else 'frozen'}"
-        for n, p in recipe.params.items()
-    }
-    facts |= {f"buffer {n}": f"{b.shape} {b.dtype}" for n, b in recipe.buffers.items()}
-    facts |= {
-        f"unit {u.name or '(root)'}": [u.modules, u.reshard, u.prefetch_forward, u.prefetch_backward]
-        for u in recipe.units
-    }
-    facts |= {
-        "recipe": recipe.fingerprint,
-        "notes": [note.why for note in recipe.notes if note.name == "transform"],
-        "offload": [recipe.offload, recipe.pin_memory],
-        "buffers": recipe.buffer_policy,
-        "ddp": str(recipe.ddp),
-    }
-    facts |= {"sync_every_microbatch": recipe.sync_every_microbatch}
-    facts |= {f"{e.technique} of {e.module}": [e.action, e.args] for e in recipe.edits}
+    told: dict[str, Any] = msgspec.to_builtins(recipe)
+    params, buffers, units, edits, notes = map(told.pop, ("params", "buffers", "units", "edits", "notes"))
+    facts: dict[str, Any] = {"module class": told.pop("module_class"), **told}
+    for kind, entries in {
+        "parameter": params,
+        "buffer": buffers,
+        "unit": {unit["name"] or "(root)": unit for unit in units},
+    }.items():
+        facts |= {f"{kind} {name}: {field}": value for name, entry in entries.items() for field, value in entry.items()}
+    facts |= {f"{edit['technique']} of {edit['module']}": [edit["action"], edit["args"]] for edit in edits}
+    facts["notes"] = notes
     # Values and gradients travel in this order. A constructor that iterates over a set makes another one in each process.
     facts["the order of tensors"] = list(all_tensors(module))
-    facts |= {f"dtypes of {n}": [p.storage, p.compute, p.reduce] for n, p in recipe.params.items()}
     agree_on(
         world.agreement,
         facts,
