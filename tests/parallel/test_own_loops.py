@@ -114,20 +114,21 @@ def with_padding(layout: str, unit: int | None, way: str):
         mine = [MicroBatch(batch(i), index=i) for i in range(world.rank, 3, 2)]
         if world.rank == 1:
             mine.append(MicroBatch(batch(1), index=3, padding=True))
-        if way == "accumulate":
-            n = count_tokens(model, mine, count=count)
-            for i, given in enumerate(mine):
-                with accumulate(model, is_last=i == 1):
-                    (loss_of(model, given) / n).backward()
-        else:
+        if way == "window":
             with window(model, mine, count=count) as w:
                 n = w.num_tokens
                 for given in w:
                     (loss_of(model, given) / n).backward()
+        else:
+            n = count_tokens(model, mine, count=count)
+            backwards = way == "accumulate, from the last on"
+            for i, given in enumerate(mine[::-1] if backwards else mine):
+                with accumulate(model, is_last=i == 1, batch=given if backwards else None):
+                    (loss_of(model, given) / n).backward()
         return whole(model)
 
 
-@pytest.mark.parametrize("way", ["window", "accumulate"])
+@pytest.mark.parametrize("way", ["window", "accumulate", "accumulate, from the last on"])
 @pytest.mark.parametrize(("layout", "unit"), WHERE)
 def test_a_padding_counts_as_0_whatever_its_loss_is_divided_by(ranks, layout, unit, way):
     """With the count read before the loop, an epoch's last window was 0.69 off."""

@@ -7,7 +7,7 @@ and are summed like any others.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardwise._compat import at_end_of_backward
 from shardwise.parallel.trees import map_leaves, tensors_within
 
-__all__ = ["Apart", "add_to_gradient", "count_once", "tolerance", "wire_of"]
+__all__ = ["Apart", "add_to_gradient", "add_to_part", "tolerance"]
 
 
 class Apart:
@@ -98,7 +98,7 @@ class Apart:
         if i not in self._before:
             return False
         param, before = self.params[i], self._before.pop(i)
-        _add(self._of_this, i, param.grad)
+        add_to_part(self._of_this, i, param.grad)
         param.grad = before
         return True
 
@@ -136,7 +136,7 @@ class Apart:
         if parts and not has_reached:
             kept = self.parts.setdefault(frozenset(parts), {})
             for i, part in parts.items():
-                _add(kept, i, part)
+                add_to_part(kept, i, part)
         self.past = self.past if has_reached else []
         self._ended(parts if has_reached else {}, bool(parts) and not has_reached)
 
@@ -145,43 +145,12 @@ def add_to_gradient(param: nn.Parameter, part: Tensor) -> None:
     param.grad = part if param.grad is None else param.grad + part
 
 
-def wire_of(kept: dict[frozenset[int], dict[int, Tensor]], numbers: Iterable[int]) -> Tensor:
-    """float64 [n, 4] to be summed over the ranks, for 0-dim parameters: whether there is a part, its real and imaginary part, the square
-    of its absolute value."""
-    parts: dict[int, Tensor] = {}
-    for each in kept.values():
-        for i, part in each.items():
-            _add(parts, i, part)
-    rows = torch.zeros(0, 4, dtype=torch.float64)
-    for i in numbers:
-        row = torch.zeros(1, 4, dtype=torch.float64)
-        if i in parts:
-            value = complex(parts[i].item())
-            row[0] = torch.tensor([1.0, value.real, value.imag, abs(value) ** 2], dtype=torch.float64)
-        rows = torch.cat([rows, row])
-    return rows
-
-
-def count_once(param: nn.Parameter, row: Tensor, num_ranks: int) -> None:
-    """Adds to the gradient of a 0-dim parameter what the ranks kept apart for it, from its row of the summed :func:`wire_of`: once if it
-    is the same on all of them, else the sum."""
-    count, real, imag, squares = row.tolist()
-    if not count:
-        return
-    total = complex(real, imag)
-    spread = squares / num_ranks - abs(total / num_ranks) ** 2  # the variance over the ranks
-    is_same = count == num_ranks and spread <= tolerance(param.dtype) ** 2 * squares / num_ranks
-    value = total / num_ranks if is_same else total
-    part = torch.tensor(value if param.is_complex() else value.real, dtype=param.dtype, device=param.device)
-    add_to_gradient(param, part)
-
-
 def tolerance(dtype: torch.dtype) -> float:
     """Relative: ranks may compute the same term on other processors. Not below what a variance in float64 can tell."""
     return max(torch.finfo(dtype).eps ** 0.5, 1e-6)
 
 
-def _add(parts: dict[int, Tensor], i: int, part: Tensor | None) -> None:
+def add_to_part(parts: dict[int, Tensor], i: int, part: Tensor | None) -> None:
     if part is not None:
         parts[i] = parts[i] + part if i in parts else part
 

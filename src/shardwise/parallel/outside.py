@@ -5,11 +5,11 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from shardwise._compat import at_end_of_backward, local_tensor
-from shardwise.parallel.apart import Apart, count_once, wire_of
+from shardwise._compat import at_end_of_backward
+from shardwise.parallel.apart import Apart, add_to_gradient
+from shardwise.parallel.whole import WholeGradients
 from shardwise.world import World
 
 __all__ = ["Outside"]
@@ -64,23 +64,15 @@ class Outside:
     def end(self, place: str) -> None:
         if self._had is None:
             return
-        own = [self._own(i) for i in self.whole]
-        apart = {"whole": torch.stack(own), "apart": wire_of(self.apart.take(), range(len(own)))} if own else {}
-        entries = {"used": self.used, **apart}
+        whole = WholeGradients([self.params[i] for i in self.whole], self.apart, self.world.size)
+        entries = {"used": self.used, **whole.entries()}
         summed = self.world.agreement.sum(entries, f"{place}, after gradients are reduced")
         for param, had, count in zip(self.params, self._had, summed["used"].tolist(), strict=True):
             if not had and not count:
                 param.grad = None
-        for i, value in zip(self.whole, summed["whole"] if own else (), strict=True):
-            param, done = self.params[i], self._done.get(i)
-            if summed["used"][i]:
-                both = torch.complex(value[0], value[1])
-                grad = (both if param.is_complex() else both.real).to(param.device, param.dtype)
-                param.grad = grad if done is None else done + grad
-            else:
-                param.grad = done
-        for i, row in zip(self.whole, summed["apart"] if own else (), strict=True):
-            count_once(self.params[i], row, self.world.size)
+        whole.set(summed, [bool(summed["used"][i]) for i in self.whole])
+        for i, done in self._done.items():
+            add_to_gradient(self.params[i], done)
         self.forget()
 
     def abandon(self) -> None:
@@ -99,10 +91,3 @@ class Outside:
     def forget(self) -> None:
         self._had, self._queued = None, None
         self._done.clear()
-
-    def _own(self, i: int) -> Tensor:
-        """A gradient as float64 [2]: real part, imaginary part."""
-        grad = self.params[i].grad
-        if grad is None:
-            return torch.zeros(2, dtype=torch.float64)
-        return torch.view_as_real(local_tensor(grad).detach().to(torch.complex128).cpu())

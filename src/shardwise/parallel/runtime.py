@@ -103,6 +103,7 @@ class Runtime:
             False  # a backward outside of windows has summed gradients; None: the user was warned
         )
         self.paddings: list[bool] = []  # of micro-batches that were counted, and are run by ``accumulate``
+        self.accumulates = False  # a micro-batch of ``accumulate`` has run that is not the last
         self.num_gathered = 0  # times that somebody is within ``sw.gathered``
         self.explainers: list[Callable[[BaseException], ShardwiseError | None]] = []  # of techniques
         self.pending: Pending | None = None  # who knows the values that loading will not bring

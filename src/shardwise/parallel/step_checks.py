@@ -1,8 +1,9 @@
 """What is looked at when an optimizer steps a sharded model: loops without windows have no other moment for it.
 
 Each fault lets the ranks drift apart, or trains something else, without an error: the module was changed after it was sharded
-(a replaced head, a block unfrozen), the optimizer holds a parameter whose gradient is not summed over the ranks (a loss's own). And one is
-told once, as it may be meant: a backward outside of windows sums gradients over the ranks where DDP averages.
+(a replaced head, a block unfrozen), the optimizer holds a parameter whose gradient is not summed over the ranks (a loss's own), gradients
+of ``accumulate`` wait for the last micro-batch and are this rank's alone. And one is told once, as it may be meant: a backward outside
+of windows sums gradients over the ranks where DDP averages.
 """
 
 import warnings
@@ -18,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise.errors import UsageError
 from shardwise.parallel.runtime import Runtime
 
-__all__ = ["check_step", "watch_steps"]
+__all__ = ["check_step", "refuse_unsummed", "refuse_unsummed_step", "watch_steps"]
 
 _watched: weakref.WeakSet[Runtime] = weakref.WeakSet()
 _looked_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, frozenset[int]] = weakref.WeakKeyDictionary()
@@ -36,8 +37,8 @@ def watch_steps(runtime: Runtime) -> None:
 
 def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Raises UsageError for a step that would go wrong; see the module's text."""
-    held = {id(param): param for group in optimizer.param_groups for param in group["params"]}
-    stepped = [r for r in list(_watched) if any(id(param) in held for param in r.parameters.values())]
+    held = _held(optimizer)
+    stepped = _stepped(held)
     if not stepped:
         return
     if _looked_at.get(optimizer) != (ids := frozenset(held)):
@@ -50,11 +51,40 @@ def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 why="gradients are final when the window is left: until then those of other micro-batches, or of other ranks, are missing",
                 fix="take the step after the with block",
             )
+        refuse_unsummed(runtime, f"{type(optimizer).__name__}.step()")
         if not runtime.is_checked:
             runtime.check_unchanged()
         runtime.is_checked = False
         _warn_of_sums(runtime)
         _count_write(runtime, held)
+
+
+def refuse_unsummed(runtime: Runtime, what: str) -> None:
+    """Raises UsageError if ``what`` comes while gradients of ``accumulate`` wait for the last micro-batch."""
+    if not runtime.accumulates:
+        return
+    if runtime.engine.waits():
+        raise UsageError(
+            f"{what} after accumulate(model, is_last=False), and no is_last=True since",
+            why="gradients are summed over the ranks at the last micro-batch: those that are there now are this rank's alone",
+            fix="run the last micro-batch before it in sw.accumulate(model, is_last=True), also where an epoch ends early",
+        )
+    runtime.accumulates = False
+
+
+def refuse_unsummed_step(optimizer: torch.optim.Optimizer) -> None:
+    """The same for a step of ``optimizer`` that comes later, if it holds parameters of such a model."""
+    for runtime in _stepped(_held(optimizer)):
+        refuse_unsummed(runtime, f"{type(optimizer).__name__}.step()")
+
+
+def _held(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
+    return {id(param): param for group in optimizer.param_groups for param in group["params"]}
+
+
+def _stepped(held: Mapping[int, torch.Tensor]) -> list[Runtime]:
+    """Sharded models of which parameters are ``held``, by their identity."""
+    return [r for r in list(_watched) if any(id(param) in held for param in r.parameters.values())]
 
 
 def _refuse_strangers(optimizer: torch.optim.Optimizer, held: Mapping[int, torch.Tensor]) -> None:

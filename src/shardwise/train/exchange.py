@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from shardwise._compat import BatchNormBase, local_tensor
+from shardwise._compat import BatchNormBase
 from shardwise.errors import RankError
 from shardwise.parallel import Runtime
-from shardwise.parallel.apart import count_once, wire_of
 from shardwise.parallel.tensors import tensors_of
+from shardwise.parallel.whole import WholeGradients
 from shardwise.world.agreement import digest_of
 
 __all__ = ["Exchange", "buffer_versions", "buffers_written", "equalise_buffers"]
@@ -22,6 +22,8 @@ class Exchange:
     def __init__(self, runtime: Runtime, versions: Mapping[str, Any]):
         self.runtime, self.versions = runtime, versions
         self.buffers = tensors_of(runtime.module, "_buffers")
+        whole = [runtime.parameters[name] for name in runtime.replicated]
+        self._whole = WholeGradients(whole, runtime.engine.apart, runtime.world.size)
 
     def entries(self) -> dict[str, Tensor]:
         runtime = self.runtime
@@ -30,9 +32,7 @@ class Exchange:
         used = runtime.engine.used()
         if used is not None:
             found["used"] = used
-        if runtime.replicated:
-            found["whole"] = torch.stack([_gradient_or_zero(runtime.parameters[n]) for n in runtime.replicated])
-            found["apart"] = wire_of(runtime.engine.apart.take(), range(len(runtime.replicated)))
+        found |= self._whole.entries()
         if self.buffers:
             found["buffers"] = buffers_written(runtime, self.versions)
         return found
@@ -45,20 +45,10 @@ class Exchange:
             for name, count in zip(runtime.trainable, summed["used"].tolist(), strict=True):
                 if not count:  # no rank used it: None, as in one process, so that no optimizer decays it
                     runtime.parameters[name].grad = None
-        if "whole" in summed:
-            self._set_replicated(summed["used"], summed["whole"])
-            for name, row in zip(runtime.replicated, summed["apart"], strict=True):
-                count_once(runtime.parameters[name], row, runtime.world.size)
+        if runtime.replicated:
+            self._whole.set(summed, [bool(summed["used"][runtime.trainable.index(n)]) for n in runtime.replicated])
         if "buffers" in summed:
             equalise_buffers(runtime, summed["buffers"], f"window {runtime.step + 1}")
-
-    def _set_replicated(self, used: Tensor, whole: Tensor) -> None:
-        runtime = self.runtime
-        for name, value in zip(runtime.replicated, whole, strict=True):
-            param = runtime.parameters[name]
-            if used[runtime.trainable.index(name)] > 0:
-                both = torch.complex(value[0], value[1])
-                param.grad = (both if param.is_complex() else both.real).to(param.device, param.dtype)
 
     def _units_differ(self) -> RankError:
         lists = self.runtime.world.agreement.gather(self.runtime.engine.entered(), "naming the units that differ")
@@ -78,13 +68,6 @@ class Exchange:
             name=name,
             ranks=ranks,
         )
-
-
-def _gradient_or_zero(param: nn.Parameter) -> Tensor:
-    """The gradient of a 0-dim parameter as float64 [2]: real part, imaginary part."""
-    if param.grad is None:
-        return torch.zeros(2, dtype=torch.float64)
-    return torch.view_as_real(local_tensor(param.grad).detach().to(torch.complex128).cpu())
 
 
 def buffer_versions(runtime: Runtime) -> dict[str, tuple[int, int, float]]:

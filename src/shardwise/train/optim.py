@@ -18,8 +18,8 @@ from shardwise._compat import foreach_scale, local_tensor
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.stale import refuse_stale
+from shardwise.parallel.step_checks import refuse_unsummed, refuse_unsummed_step
 from shardwise.parallel.tensors import like_parameter
-from shardwise.parallel.unsummed import refuse_unsummed, refuse_unsummed_step
 from shardwise.train.norm import GradientNorm
 
 __all__ = [

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardwise._compat import foreach_scale, is_unscaled, tell_scaler
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.parallel import Runtime, runtime_of
-from shardwise.parallel.unsummed import refuse_unsummed
+from shardwise.parallel.step_checks import refuse_unsummed
 from shardwise.train.norm import GradientNorm
 
 __all__ = ["LossScale", "computes_half", "unscale_gradients_"]

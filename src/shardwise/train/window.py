@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shardwise.errors import ShardwiseError, UsageError
 from shardwise.launch.failure import is_lost_peer
 from shardwise.parallel import Runtime, runtime_of
-from shardwise.parallel.unsummed import note_unsummed, refuse_unsummed
+from shardwise.parallel.step_checks import refuse_unsummed
 from shardwise.train.batch import MicroBatch
 from shardwise.train.count import agree_on_count
 from shardwise.train.exchange import Exchange, buffer_versions
@@ -84,10 +84,10 @@ class Window:
         runtime.check_unchanged()
         refuse_unsummed(runtime, "a window")
         self.num_valid = agree_on_count(runtime, self.batches, self._count, trains=self._trains)
-        runtime.engine.begin()
-        runtime.in_window = True
-        self._kept_gradients = KeptGradients(runtime)
         self._versions, self._written = buffer_versions(runtime), WrittenParameters(runtime)
+        runtime.engine.begin()
+        self._kept_gradients = KeptGradients(runtime)
+        runtime.in_window = True
         return self
 
     def rehearse(self, run: Callable[[MicroBatch], T]) -> T:
@@ -248,16 +248,21 @@ def _not_counted(runtime: Runtime, padding: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def accumulate(model: nn.Module, *, is_last: bool) -> Iterator[None]:
+def accumulate(model: nn.Module, *, is_last: bool, batch: Batch | None = None) -> Iterator[None]:
     """Within: backward reduces gradients over the ranks only if ``is_last``. After: it does again; until then clipping and
     steps are refused. An exception drops what the micro-batches since the last reduction gave. All ranks must use it alike.
 
-    Gradient accumulation over the micro-batches that :func:`count_tokens` was given, one after the other: paddings among them
-    count as 0."""
+    Args:
+        model: from ``parallelize``.
+        is_last: whether this micro-batch is the window's last one.
+        batch: the micro-batch that runs: a padding counts as 0. None: the next of those that :func:`count_tokens` was given, one after
+            the other; give it where the loop leaves some of them out or takes them in another order.
+    """
     runtime = runtime_of(model)
     engine = runtime.engine
     engine.set_sync(is_last)
-    padding = runtime.paddings.pop(0) if runtime.paddings else False
+    in_order = runtime.paddings.pop(0) if runtime.paddings else False
+    padding = in_order if batch is None else bool(getattr(batch, "padding", False))
     try:
         with _not_counted(runtime, padding):
             yield
@@ -271,4 +276,4 @@ def accumulate(model: nn.Module, *, is_last: bool) -> Iterator[None]:
         runtime.paddings = []
     else:
         engine.set_sync(None)
-        note_unsummed(runtime)
+        runtime.accumulates = True
