@@ -159,13 +159,15 @@ def test_ranks_wait_for_each_other_only_if_all_say_so_anew():
 
     def found(*beats, of=wait):
         crossed = Crossed((0, 2), "units")
-        return [sorted(crossed.found(of, dict(zip((0, 2), each, strict=False)))) for each in beats]
+        return [sorted(crossed.found(of, dict(zip((0, 2), each, strict=False)), 6)) for each in beats]
 
-    def at(count, waits="at window 4"):
-        return Beat(count, "at window 4", "train.py:7 in main", waits)
+    def at(count, waits="at window 4", exchanges=7):
+        return Beat(count, "at window 4", "train.py:7 in main", waits, exchanges)
 
     assert found([at(3)], [at(3)], [at(3)]) == [[], [], []], "the last word of a process that is stopped"
     assert found([at(3)], [at(4)], [at(5)]) == [[], [0], [0]]
+    late = [at(count, exchanges=6) for count in (3, 4, 5)]
+    assert found(*([beat] for beat in late)) == [[], [], []], "all ranks have come there, and it has not heard yet"
     assert found([at(3), at(7)], [at(4), at(7)], [at(5), at(8)]) == [[], [], [0, 2]]
     assert found([at(3)], [at(4, "")], [at(5)], [at(6)]) == [[], [], [], [0]], "it went on between"
     assert found([at(3, "in all_gather_single")], [at(4, "in all_gather_single")]) == [[], []]

@@ -22,12 +22,14 @@ class Beat:
         place: where the main thread says it is ("after window 3, before the step").
         line: where it is in the user's code ("train.py:21 in main"), or nothing.
         waits: what it waits in ("at a barrier", "in all_reduce"), or nothing.
+        exchanges: how many it has come to; ranks come to them in one order.
     """
 
     count: int
     place: str
     line: str = ""
     waits: str = ""
+    exchanges: int = 0
 
     @property
     def has_left(self) -> bool:

@@ -27,16 +27,19 @@ class Crossed:
         """Whether ``wait`` is one for them; a collective of the user's may be in a group of others."""
         return bool(wait.group) and wait.group == self._group
 
-    def found(self, wait: Wait, beats: Mapping[int, Beat]) -> dict[int, Beat]:
+    def found(self, wait: Wait, beats: Mapping[int, Beat], exchanges: int) -> dict[int, Beat]:
         """Those that wait in an exchange, have left, or reduce where this rank gathers: they will not come to the collective that blocks
         this rank, and cannot go on without it. Only if all of them say so anew: a beat is older than what it tells, and that of a
-        process that was stopped, or holds the interpreter's lock, is the last one of before."""
+        process that was stopped, or holds the interpreter's lock, is the last one of before. One that waits in an exchange which this
+        rank has behind it (it has come to so many ``exchanges``) is late: all have come there."""
         own = next((kind for kind in _KINDS if kind in wait.what), "")
         crossing = tuple(kind for kind in _KINDS if kind != own) if own else ()
         away = {
             rank: beat
             for rank, beat in beats.items()
-            if beat.has_left or beat.waits.startswith("at ") or any(kind in beat.waits for kind in crossing)
+            if beat.has_left
+            or (beat.waits.startswith("at ") and beat.exchanges > exchanges)
+            or any(kind in beat.waits for kind in crossing)
         }
         state = (wait, tuple((rank, beat.place, beat.line, beat.waits) for rank, beat in away.items()))
         if state != self._state:

@@ -82,6 +82,7 @@ class Watch:
         self.is_broken = False  # a collective has failed: whatever ends this process now, a lost peer is the cause
         self.turns = 0  # of the thread that talks to the store
         self.waits: Wait | None = None  # in an exchange
+        self.exchanges = 0  # that this rank has come to
         self.keeper, self._left = keeper, False
         self.stopped = threading.Event()
         self._store, self._main_store = connection_to(store), connection_to(store)
@@ -99,7 +100,8 @@ class Watch:
     # ---- for the main thread ---------------------------------------------------------------------------------
 
     def at(self, place: str) -> None:
-        """Says where the main thread is, and that it waits there for all ranks."""
+        """Says where the main thread is, and that it waits there for all ranks: in an exchange."""
+        self.exchanges += 1
         self.place, self.waits = f"at {place}", Wait(f"at {place}", self.guard.awake_s)
 
     def past(self, place: str) -> None:
@@ -234,7 +236,7 @@ class Watch:
     def _beat(self, store: dist.Store) -> None:
         wait = self.waits or self.guard.blocked
         count = HAS_LEFT if self._left else self.turns
-        beat = Beat(count, self.place, self.guard.main.line(), wait.what if wait else "")
+        beat = Beat(count, self.place, self.guard.main.line(), wait.what if wait else "", self.exchanges)
         leave_beat(store, self.rank, beat)
 
     def _missing(self, what: str, silent_s: float | None) -> tuple[tuple[int, ...], str]:
@@ -275,7 +277,7 @@ class Watch:
     def _look_for_crossed(self, wait: Wait) -> None:
         if self._crossed is None or not self._crossed.looks_at(wait):
             return
-        found = self._crossed.found(wait, self.beats.read(self._crossed.ranks))
+        found = self._crossed.found(wait, self.beats.read(self._crossed.ranks), self.exchanges)
         if not found:
             return
         where = "; ".join(f"rank {rank} {elsewhere(beat)}" for rank, beat in found.items())
