@@ -122,6 +122,9 @@ class DDPEngine:
     def waits(self) -> bool:
         return bool(self._unsummed() or self.apart.parts)
 
+    def holds(self) -> bool:
+        return self._num_sent > 0 or bool(self.apart.parts)
+
     def used(self) -> None:
         return None
 

@@ -235,6 +235,9 @@ class FSDP2Engine:
     def waits(self) -> bool:
         return self._outside.runs
 
+    def holds(self) -> bool:
+        return self._waits or bool(self.apart.parts)
+
     def used(self) -> Tensor:
         return self._used
 

@@ -27,6 +27,9 @@ __all__ = ["Engine", "Runtime", "attach", "has_runtime", "norm_power_sum", "runt
 _KEY = "_shardwise_runtime"  # in the module's __dict__: neither a child, a parameter nor a buffer
 
 
+ZeroGrad = Callable[[Mapping[int, Any], bool], None]
+
+
 class Engine(Protocol):
     """What a data-parallel engine (DDP, FSDP2) can do while training.
 
@@ -58,6 +61,9 @@ class Engine(Protocol):
 
     def waits(self) -> bool:
         """Whether gradients of this rank alone wait to be summed, outside of windows."""
+
+    def holds(self) -> bool:
+        """Whether there are gradients of this window, or of ``accumulate``, that ``.grad`` does not show."""
 
     def begin(self) -> None:
         """A window starts."""
@@ -103,6 +109,9 @@ class Runtime:
             False  # a backward outside of windows has summed gradients; None: the user was warned
         )
         self.paddings: list[bool] = []  # of micro-batches that were counted, and are run by ``accumulate``
+        self.on_zero_grad: ZeroGrad = (
+            _nothing  # called with the parameters (by identity), and whether gradients become None
+        )
         self.accumulates = False  # a micro-batch of ``accumulate`` has run that is not the last
         self.num_gathered = 0  # times that somebody is within ``sw.gathered``
         self.explainers: list[Callable[[BaseException], ShardwiseError | None]] = []  # of techniques
@@ -112,6 +121,9 @@ class Runtime:
         self._structure = Structure(module, num_ranks=world.size)
         self.half_loaded: set[str] = set()  # tensors that a load which failed had begun to write
         self._withheld: ShardwiseError | None = None
+
+    def leave_window(self) -> None:
+        self.in_window, self.on_zero_grad = False, _nothing
 
     # ---- tensors ---------------------------------------------------------------------------------------------
 
@@ -192,6 +204,10 @@ class Runtime:
         """Raises UsageError if the module is no longer the one that was sharded; see :class:`Structure`."""
         self._structure.check()
         self.is_checked = True
+
+
+def _nothing(_params: Mapping[int, Any], _set_to_none: bool) -> None:
+    pass
 
 
 def _note_loose_sums(told: "weakref.ref[Runtime]") -> None:

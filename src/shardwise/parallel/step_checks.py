@@ -1,4 +1,5 @@
-"""What is looked at when an optimizer steps a sharded model: loops without windows have no other moment for it.
+"""What is looked at when an optimizer steps a sharded model, or its gradients are cleared: loops without windows have no other
+moment for it, and a window no other way to know.
 
 Each fault lets the ranks drift apart, or trains something else, without an error: the module was changed after it was sharded
 (a replaced head, a block unfrozen), the optimizer holds a parameter whose gradient is not summed over the ranks (a loss's own), gradients
@@ -6,12 +7,14 @@ of ``accumulate`` wait for the last micro-batch and are this rank's alone. And o
 of windows sums gradients over the ranks where DDP averages.
 """
 
+import functools
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -27,11 +30,13 @@ _is_installed = False
 
 
 def watch_steps(runtime: Runtime) -> None:
-    """From now on every step of an optimizer on parameters of ``runtime`` is checked before it is taken."""
+    """From now on every step of an optimizer on parameters of ``runtime``, and every ``zero_grad()``, is checked before it is taken."""
     global _is_installed
     _watched.add(runtime)
     if not _is_installed:
         register_optimizer_step_pre_hook(check_step)
+        torch.optim.Optimizer.zero_grad = _told_of(torch.optim.Optimizer.zero_grad, _held)  # type: ignore[method-assign]
+        nn.Module.zero_grad = _told_of(nn.Module.zero_grad, _owned)  # type: ignore[method-assign]
         _is_installed = True
 
 
@@ -59,6 +64,20 @@ def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         _count_write(runtime, held)
 
 
+def _told_of(zero_grad: Callable[..., None], held_by: Callable[[Any], Mapping[int, Any]]) -> Callable[..., None]:
+    """``zero_grad`` of an optimizer or a module, which tells the sharded models whose gradients it clears."""
+
+    @torch.compiler.disable
+    @functools.wraps(zero_grad)
+    def call(owner: Any, set_to_none: bool = True) -> None:
+        for runtime in _stepped(held := held_by(owner)) if _watched else ():
+            refuse_unsummed(runtime, f"{type(owner).__name__}.zero_grad()")
+            runtime.on_zero_grad(held, set_to_none)
+        zero_grad(owner, set_to_none)
+
+    return call
+
+
 def refuse_unsummed(runtime: Runtime, what: str) -> None:
     """Raises UsageError if ``what`` comes while gradients of ``accumulate`` wait for the last micro-batch."""
     if not runtime.accumulates:
@@ -80,6 +99,10 @@ def refuse_unsummed_step(optimizer: torch.optim.Optimizer) -> None:
 
 def _held(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
     return {id(param): param for group in optimizer.param_groups for param in group["params"]}
+
+
+def _owned(module: nn.Module) -> dict[int, torch.Tensor]:
+    return {id(param): param for param in module.parameters()}
 
 
 def _stepped(held: Mapping[int, torch.Tensor]) -> list[Runtime]:

@@ -1,6 +1,6 @@
 """What was there before a window, or before a micro-batch of it, and comes back: gradients and buffers."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
@@ -29,6 +29,14 @@ class KeptGradients:
         """Gradients as before the window."""
         self._drop()
         self.add_back()
+
+    def zero(self, ids: Collection[int], set_to_none: bool) -> None:
+        """What ``zero_grad(set_to_none)`` does to gradients, for those that were put aside of parameters with these identities."""
+        for name in [name for name in self._kept if id(self.runtime.parameters[name]) in ids]:
+            if set_to_none:
+                del self._kept[name]
+            else:
+                self._kept[name].zero_()
 
     def forget(self) -> None:
         """Frees the copies."""

@@ -87,7 +87,7 @@ class Window:
         self._versions, self._written = buffer_versions(runtime), WrittenParameters(runtime)
         runtime.engine.begin()
         self._kept_gradients = KeptGradients(runtime)
-        runtime.in_window = True
+        runtime.in_window, runtime.on_zero_grad = True, self._zero_grad
         return self
 
     def rehearse(self, run: Callable[[MicroBatch], T]) -> T:
@@ -148,6 +148,18 @@ class Window:
         self._undo.close()
         self._padding = False
 
+    def _zero_grad(self, params: Mapping[int, Any], set_to_none: bool) -> None:
+        """``zero_grad()`` inside the window clears what was there before it, as in one process. After a backward it would clear gradients
+        of micro-batches, which FSDP2 does not show before they are summed."""
+        runtime = self.runtime
+        if runtime.engine.holds() or any(param.grad is not None for param in runtime.parameters.values()):
+            raise UsageError(
+                "zero_grad() inside a window, after a backward",
+                why="it would drop gradients of the window's micro-batches, of which some wait to be summed over the ranks",
+                fix="call it before the window, as its first line, or after optim.step()",
+            )
+        self._kept_gradients.zero(params, set_to_none)
+
     # ---- leaving ---------------------------------------------------------------------------------------------
 
     def finish(self, entries: Mapping[str, Tensor | float] | None = None) -> dict[str, Tensor]:
@@ -171,7 +183,7 @@ class Window:
             refuse_unused(runtime, self.agreed.get("used"))
         self._kept_gradients.add_back()
         runtime.step += 1
-        runtime.in_window = False
+        runtime.leave_window()
         return self.agreed
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
@@ -198,7 +210,7 @@ class Window:
             raise world.agreement.explain(error, f"at {self.place}, forward or backward") from error
 
     def _abandon(self) -> None:
-        self.runtime.in_window = False
+        self.runtime.leave_window()
         self._end_micro_batch()
         self.runtime.engine.abandon()
         self._kept_gradients.put_back()
