@@ -70,7 +70,8 @@ def _told_of(zero_grad: Callable[..., None], held_by: Callable[[Any], Mapping[in
     @torch.compiler.disable
     @functools.wraps(zero_grad)
     def call(owner: Any, set_to_none: bool = True) -> None:
-        for runtime in _stepped(held := held_by(owner)) if _watched else ():
+        held = held_by(owner) if _watched else {}
+        for runtime in _stepped(held):
             refuse_unsummed(runtime, f"{type(owner).__name__}.zero_grad()")
             runtime.on_zero_grad(held, set_to_none)
         zero_grad(owner, set_to_none)
