@@ -4,6 +4,7 @@ Each rank is a process that runs its scenario at top level and ends as an interp
 with nothing around it that a launcher would add; torch is imported once for all of them.
 """
 
+import atexit
 import contextlib
 import ctypes
 import json
@@ -242,6 +243,16 @@ def never_closed():
     if RANK == 1:
         time.sleep(1.0)
     print("done", flush=True)
+
+
+def never_closed_and_looked_at():
+    """A thread that is in a call of the store while the interpreter ends aborts the process."""
+
+    def threads():
+        print(sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("shardwise")))
+
+    atexit.register(threads)  # before the world's own, and called after it
+    _world().barrier()
 
 
 def fewer_windows():

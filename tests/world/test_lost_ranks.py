@@ -176,6 +176,11 @@ def test_a_rank_whose_program_ended_is_named(ended, name, who):
     assert f"rank {who} left while rank {1 - who} waited at a barrier" in texts[1 - who]
 
 
+def test_the_threads_of_a_world_that_is_never_closed_end_before_the_interpreter(ended):
+    codes, texts = ended("never_closed_and_looked_at")
+    assert codes == [0, 0] and [text.strip() for text in texts] == ["[]", "[]"]
+
+
 def test_a_program_that_never_closes_its_world_ends_in_order(ended):
     codes, texts = ended("never_closed")
     assert codes == [0, 0]

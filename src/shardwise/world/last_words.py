@@ -60,3 +60,4 @@ def _leave() -> None:
             if world.owns_group:
                 dist.destroy_process_group()
             world.watch.leave_unannounced()
+        world.watch.stop()

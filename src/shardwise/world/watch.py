@@ -41,6 +41,7 @@ _CROSSED_S = 4.0  # how long a rank is blocked before it looks whether those it 
 _HEARD_S = 2.0  # how long the keeper of the store stays after it failed, so that the others can read why
 _READ_S = 2.0  # how long the main thread waits for an answer of the store when it looks for who is missing
 _SILENT_S = 30.0  # after which a rank that nobody waits for is taken for gone
+_STOP_S = 3.0  # in which a thread ends, on a busy machine too
 _LEAVING = "for the others to leave"
 
 
@@ -197,12 +198,13 @@ class Watch:
                 time.sleep(0.1)
 
     def stop(self) -> None:
-        """Ends the threads."""
+        """Ends the threads: one that asks the store while the interpreter ends aborts the process ("terminate called without an active
+        exception")."""
         self.stopped.set()
         self.is_told, self.waits = True, None
         self.connections.close()
         for thread in (self._thread, self.guard):
-            thread.join(timeout=1.0)  # one that waits for a store that does not answer is left behind: a daemon
+            thread.join(_STOP_S)  # one that waits for a store that does not answer is left behind: a daemon
 
     # ---- words -----------------------------------------------------------------------------------------------
 
