@@ -61,7 +61,7 @@ OTHERWISE = {
     "offload": {"sharding": Sharding(offload=True)},
     "sync_every_microbatch": {"sharding": Sharding(sync_every_microbatch=True)},
     "parameter blocks.0.inner.weight: unit": {"sharding": Sharding(min_unit_bytes=0)},
-    "parameter sometimes: storage": {"precision": Precision(storage="fp32")},
+    "parameter sometimes: dtype": {"precision": Precision(storage="fp32")},
     "remat of blocks.0": {"remat": "full"},
 }
 """What differs -> options of rank 1 alone."""

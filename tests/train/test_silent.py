@@ -278,3 +278,37 @@ def test_a_buffer_written_by_an_evaluation_is_equal_on_all_ranks_and_knows_no_un
     expected = after(0, 3) if policy == "rank0" else (after(0, 3) + after(10, 1)) / 2
     for found in ranks.run(evaluated_buffer, 2, layout, policy):
         torch.testing.assert_close(found, expected)
+
+
+# ---- ranks that are at different places of the data ----------------------------------------------------------------------
+
+
+def of_different_windows(script: str) -> tuple[str, tuple[int, ...]]:
+    """The loop of the docs, with something that rank 1 alone does."""
+    with sw.init("dp_shard=2", device="cpu", timeout_s=20) as world:
+        torch.manual_seed(3)
+        model = sw.parallelize(nn.Sequential(nn.Embedding(32, 4), nn.Linear(4, 32)), world)
+        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        samples = [torch.arange(i, i + 9) % 32 for i in range(32)]
+        loader = sw.Loader(samples, world, global_batch=8, micro_batch=4)
+        if script == "looks at a batch" and world.rank == 1:
+            next(iter(loader))
+        try:
+            for number, window in enumerate(loader):
+                try:
+                    if script == "catches its own error" and world.rank == 1 and number == 1:
+                        raise KeyError("a flaky disk")
+                    step(window)
+                except KeyError:
+                    continue
+        except sw.RankError as error:
+            return str(error), error.ranks
+        return "", ()
+
+
+@pytest.mark.parametrize(("script", "sample"), [("catches its own error", 16), ("looks at a batch", 8)])
+def test_ranks_that_bring_different_windows_of_a_loader(ranks, script, sample):
+    """Each trained samples of another window than its peers, to the end of the run and with exit code 0."""
+    for text, who in ranks.run(of_different_windows, 2, script):
+        assert who == (1,) and "different windows of a Loader" in text
+        assert f"rank 1 has epoch 0 from sample {sample} on, rank 0 epoch 0 from sample {sample - 8} on" in text

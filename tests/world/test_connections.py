@@ -154,6 +154,15 @@ def test_who_is_missing_says_where_they_are():
     assert missing("at window 4", {2: beats[2]}, {}) == ((), "all the others wait there too")
 
 
+def test_a_rank_that_is_silent_was_last_where_all_ranks_were():
+    """A beat is written twice a second: quick steps leave it many windows behind."""
+    beat = Beat(4, "after comparing the ranks' modules", "train.py:7 in main", "", 5, "4711 on node3")
+    _, text = missing("at window 4", {1: beat}, {1: 9.2}, behind=(11, "window 3, before the step"))
+    assert text.endswith("it was last after window 3, before the step (process 4711 on node3)")
+    _, text = missing("at window 4", {1: beat}, {1: 9.2}, behind=(5, "comparing the ranks' modules"))
+    assert text.endswith("it was last after comparing the ranks' modules (train.py:7 in main) (process 4711 on node3)")
+
+
 def test_ranks_wait_for_each_other_only_if_all_say_so_anew():
     wait = Wait("in all_gather_single", 10.0, "units")
 

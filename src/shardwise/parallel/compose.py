@@ -265,7 +265,7 @@ def _agree_on_recipe(module: nn.Module, recipe: Recipe, world: World) -> None:
     }.items():
         facts |= {f"{kind} {name}: {field}": value for name, entry in entries.items() for field, value in entry.items()}
     facts |= {f"{edit['technique']} of {edit['module']}": [edit["action"], edit["args"]] for edit in edits}
-    facts["notes"] = notes
+    facts |= {"notes": notes, "fingerprint": facts.pop("fingerprint")}  # last: it says only that something differs
     # Values and gradients travel in this order. A constructor that iterates over a set makes another one in each process.
     facts["the order of tensors"] = list(all_tensors(module))
     agree_on(

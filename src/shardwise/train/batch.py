@@ -23,14 +23,24 @@ class MicroBatch(dict[str, Tensor]):
         index: index of this global micro-batch within its window, the same under every data-parallel degree. Paddings
             count on from the last real one, so that no two of a window share an index.
         padding: True for a copy that is only there so that every rank has equally many; its sums count as 0.
+        window: which window it is of, (epoch, place of its first sample in the epoch's order): the same on all ranks, or some of them
+            have lost a window. None: not known.
     """
 
     index: int
     padding: bool
+    window: tuple[int, int] | None
 
-    def __init__(self, tensors: Mapping[str, Tensor], *, index: int = 0, padding: bool = False):
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        index: int = 0,
+        padding: bool = False,
+        window: tuple[int, int] | None = None,
+    ):
         super().__init__(tensors)
-        self.index, self.padding = index, padding
+        self.index, self.padding, self.window = index, padding, window
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name}{list(value.shape)}" for name, value in self.items())

@@ -12,6 +12,7 @@ from shardwise.errors import ConfigError, RankError, ShardwiseError, UsageError
 from shardwise.parallel import Runtime
 from shardwise.train.loss import Batch
 from shardwise.train.refuse import refuse_gradless
+from shardwise.world.agreement import digest_of
 
 __all__ = ["agree_on_count"]
 
@@ -39,9 +40,11 @@ def agree_on_count(
         tokens = sum(torch.as_tensor(counter(b)).double() for b in batches if not getattr(b, "padding", False))
     except ShardwiseError as error:
         problem = error
-    place = f"window {runtime.step + 1}, before forward"
-    sums = runtime.world.agreement.sum(
+    place, agreement = f"window {runtime.step + 1}, before forward", runtime.world.agreement
+    data = getattr(batches[0], "window", None) if batches else None
+    sums = agreement.sum(
         {
+            "data": agreement.same(digest_of(repr(data))),
             "tokens": tokens,
             "length": float(len(batches)),
             "length2": float(len(batches) ** 2),
@@ -54,6 +57,8 @@ def agree_on_count(
     _refuse_problem(runtime, sums, problem, place)
     if runtime.world.size * sums["length2"] != sums["length"] ** 2:
         raise _lengths_differ(runtime, len(batches), place)
+    if not agreement.all_same(sums["data"]):
+        raise _data_differ(runtime, data, place)
     total = float(sums["tokens"])
     if not math.isfinite(total) or total < 0:
         raise ConfigError(
@@ -72,6 +77,20 @@ def _lengths_differ(runtime: Runtime, length: int, place: str) -> RankError:
         why="every rank must run as many forwards as the others, or they wait for each other in vain",
         fix=_FIX_LENGTH,
         ranks=tuple(rank for rank, length in enumerate(lengths) if length != usual),
+    )
+
+
+def _data_differ(runtime: Runtime, data: tuple[int, int] | None, place: str) -> RankError:
+    told = runtime.world.agreement.gather(data, place)
+    usual = max(told, key=told.count)
+    ranks = tuple(rank for rank, other in enumerate(told) if other != usual)
+    texts = ["data of no Loader" if each is None else f"epoch {each[0]} from sample {each[1]} on" for each in told]
+    return RankError(
+        f"ranks that came to {place} with micro-batches of different windows of a Loader",
+        why=f"rank {ranks[0]} has {texts[ranks[0]]}, rank {told.index(usual)} {texts[told.index(usual)]}: one of them has left a window out, or "
+        "an exception of its own was caught; from here on every sample would be trained with others than in one process",
+        fix="take as many windows from the Loader on every rank; to leave one out, do so on all ranks",
+        ranks=ranks,
     )
 
 

@@ -126,7 +126,7 @@ class Loader:
             else:
                 # A rank without a micro-batch of its own copies the first one of the window.
                 source = mine[0] if mine else self._micro_batch(0, start, stop)
-                mine.append(MicroBatch(source, index=index, padding=True))
+                mine.append(MicroBatch(source, index=index, padding=True, window=(self.epoch, start)))
         return mine
 
     def _micro_batch(self, index: int, start: int, stop: int) -> MicroBatch:
@@ -137,7 +137,8 @@ class Loader:
         batch = _mapping(self.collate([self.dataset[int(i)] for i in samples]), "collate")
         if self.prepare is not None:
             batch = _mapping(self.prepare(batch), "prepare")
-        return MicroBatch({name: value.to(self.world.device) for name, value in batch.items()}, index=index)
+        on_device = {name: value.to(self.world.device) for name, value in batch.items()}
+        return MicroBatch(on_device, index=index, window=(self.epoch, start))
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last window handed out; plain numbers, the same on every rank."""

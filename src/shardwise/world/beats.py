@@ -23,6 +23,7 @@ class Beat:
         line: where it is in the user's code ("train.py:21 in main"), or nothing.
         waits: what it waits in ("at a barrier", "in all_reduce"), or nothing.
         exchanges: how many it has come to; ranks come to them in one order.
+        process: its number and host ("4711 on node3"), for who wants to look at it.
     """
 
     count: int
@@ -30,6 +31,7 @@ class Beat:
     line: str = ""
     waits: str = ""
     exchanges: int = 0
+    process: str = ""
 
     @property
     def has_left(self) -> bool:

@@ -60,4 +60,4 @@ def _leave() -> None:
             if world.owns_group:
                 dist.destroy_process_group()
             world.watch.leave_unannounced()
-        world.watch.stop()
+            world.watch.stop()  # after a failure the guard is needed: what ends with the interpreter may wait for a peer

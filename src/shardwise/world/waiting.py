@@ -100,7 +100,12 @@ class WaitReport:
 
 
 def missing(
-    what: str, beats: Mapping[int, Beat], silent: Mapping[int, float], *, unseen: tuple[int, ...] = ()
+    what: str,
+    beats: Mapping[int, Beat],
+    silent: Mapping[int, float],
+    *,
+    unseen: tuple[int, ...] = (),
+    behind: tuple[int, str] = (0, ""),
 ) -> tuple[tuple[int, ...], str]:
     """The ranks that are not where this one waits, and where they are.
 
@@ -109,11 +114,14 @@ def missing(
         beats: the last beat of each of the others.
         silent: those that give no sign of life, and for how many seconds.
         unseen: ranks that have never given one.
+        behind: the last exchange that all ranks have behind them, and its place: a beat may be older.
     """
     lines = dict.fromkeys(unseen, "has not begun")
     for rank, beat in beats.items():
         if rank in silent:
-            lines[rank] = f"has given no sign of life for {silent[rank]:.0f} s, it was last {beat.where}"
+            where = beat.where if beat.exchanges >= behind[0] else f"after {behind[1]}"
+            process = f" (process {beat.process})" if beat.process else ""
+            lines[rank] = f"has given no sign of life for {silent[rank]:.0f} s, it was last {where}{process}"
         elif beat.has_left:
             lines[rank] = "has left"
         elif not beat.waits:

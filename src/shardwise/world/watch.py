@@ -12,6 +12,8 @@ ended by a second thread, :mod:`shardwise.world.guard`.
 """
 
 import contextlib
+import os
+import socket
 import sys
 import threading
 import time
@@ -84,6 +86,8 @@ class Watch:
         self.turns = 0  # of the thread that talks to the store
         self.waits: Wait | None = None  # in an exchange
         self.exchanges = 0  # that this rank has come to
+        self._behind = (0, "")  # the last one that all ranks have behind them, and its place
+        self._process = f"{os.getpid()} on {socket.gethostname()}"
         self.keeper, self._left = keeper, False
         self.stopped = threading.Event()
         self._store, self._main_store = connection_to(store), connection_to(store)
@@ -107,7 +111,7 @@ class Watch:
 
     def past(self, place: str) -> None:
         """Says what the main thread has behind it: until it is somewhere else, it is in code that says nothing."""
-        self.place, self.waits = f"after {place}", None
+        self.place, self.waits, self._behind = f"after {place}", None, (self.exchanges, place)
 
     def gathers_with(self, ranks: tuple[int, ...], group: Any) -> None:
         """Says whom this rank gathers and sums units with, in which process group."""
@@ -238,14 +242,14 @@ class Watch:
     def _beat(self, store: dist.Store) -> None:
         wait = self.waits or self.guard.blocked
         count = HAS_LEFT if self._left else self.turns
-        beat = Beat(count, self.place, self.guard.main.line(), wait.what if wait else "", self.exchanges)
+        beat = Beat(count, self.place, self.guard.main.line(), wait.what if wait else "", self.exchanges, self._process)
         leave_beat(store, self.rank, beat)
 
     def _missing(self, what: str, silent_s: float | None) -> tuple[tuple[int, ...], str]:
         beats, limit = self.beats.read(), self.report_s / 2 if silent_s is None else silent_s
         silent = {rank: seconds for rank in beats if (seconds := self.beats.silent_for(rank)) > limit}
         unseen = tuple(rank for rank in range(self.size) if rank != self.rank and rank not in beats)
-        return missing(what, beats, silent, unseen=unseen)
+        return missing(what, beats, silent, unseen=unseen, behind=self._behind)
 
     # ---- the thread that talks to the store ------------------------------------------------------------------
 
