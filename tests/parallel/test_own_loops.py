@@ -307,7 +307,7 @@ def refused(what: str):
         ("sparse", ("UnsupportedError", "a Embedding with sparse=True", "table")),
         ("shared", ("UsageError", "a module with a parameter that is sharded already", "1.weight")),
         ("autograd.grad", ("UnsupportedError", "torch.autograd.grad of the model's parameters", None)),
-        ("weight", ("UsageError", "a parameter of one unit used by code outside that unit", None)),
+        ("weight", ("UsageError", "a parameter of the model used by code outside of its forward", None)),
     ],
 )
 def test_what_cannot_work_is_told_in_three_parts(ranks, what, said):

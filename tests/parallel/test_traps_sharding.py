@@ -536,6 +536,7 @@ def test_t_parent_uses_a_weight_of_another_unit(ranks, how, sharding):
     """torch speaks of mixed tensors in an operator, without a module."""
     for error in ranks.run(t_odd, 2, how, FSDP, sharding):
         assert isinstance(error, UsageError) and "used by code outside that unit" in str(error)
+        assert 'units="none"' in error.fix
 
 
 # ---- calls that go around the module ----------------------------------------------------------------------------------------

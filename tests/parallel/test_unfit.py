@@ -79,3 +79,38 @@ def test_a_gradient_of_a_gradient_is_explained(ranks, what):
     assert ranks.run(not_gathered, 2, what, "dp_replicate=2") == [None, None]
     for said in ranks.run(not_gathered, 2, what, "dp_shard=2"):
         assert said == ("UnsupportedError", "a backward that reaches a unit whose parameters are not gathered")
+
+
+def weight_penalty(options: dict):
+    """Gradients of a step whose loss has a weight penalty, as the error's fix says; and what is said of one in the loss itself."""
+    with init("dp_shard=2", device="cpu", timeout_s=20) as world:
+        torch.manual_seed(0)
+        model = parallelize(Net().double(), world, sharding=Sharding(**options))
+        batches = [{"x": torch.full((2, 4), 1.0 + world.rank, dtype=torch.float64)}]
+
+        def penalty() -> Tensor:
+            return sum(param.square().sum() for param in model.parameters())
+
+        with pytest.raises(UsageError) as caught, window(model, batches, count=len) as w:
+            for batch in w:
+                (model(batch["x"]).sum() + penalty()).backward()
+        with window(model, batches, count=len) as w:
+            for batch in w:
+                model(batch["x"]).sum().backward()
+            penalty().backward()
+        return caught.value, {name: param.grad.full_tensor() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("options", [{"min_unit_bytes": 0}, {"units": "none"}])
+def test_a_weight_penalty_in_the_loss_is_told_to_have_a_backward_of_its_own(ranks, options):
+    """The fix was units="none", under which the same error came with the same fix."""
+    torch.manual_seed(0)
+    plain = Net().double()
+    for rank in range(2):
+        plain(torch.full((2, 4), 1.0 + rank, dtype=torch.float64)).sum().backward()
+    sum(param.square().sum() for param in plain.parameters()).backward()
+    for said, grads in ranks.run(weight_penalty, 2, options):
+        assert said.fix.startswith("give a weight penalty") and "penalty.backward()" in said.fix, said
+        assert 'units="none"' not in said.fix or options != {"units": "none"}, said
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(grads[name], param.grad, rtol=1e-12, atol=1e-12)

@@ -1,6 +1,10 @@
 """Errors of torch's own about parameters that are not gathered, in our words."""
 
+import traceback
+
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils import checkpoint
 
 from shardwise.anatomy import module_of_error
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
@@ -45,10 +49,37 @@ def in_our_words(root: nn.Module, error: BaseException) -> ShardwiseError | None
         )
     if "got mixed torch.Tensor and DTensor" not in str(error):
         return None
+    has_units = any(isinstance(child, FSDPModule) for child in root.modules() if child is not root)
+    in_forward = _is_in_forward(root, error)
+    if in_forward is False or not has_units:  # in the forward of a model of one unit all of its parameters are gathered
+        return UsageError(
+            "a parameter of the model used by code outside of its forward",
+            why="it is cut over the ranks there: parameters are gathered only while model(...) runs",
+            fix="give a weight penalty a backward of its own, once per step: penalty.backward(); other code that computes with "
+            "parameters belongs into a forward, which model(...) calls; within sw.gathered(model) every parameter is whole, for reading",
+        )
     return UsageError(
         "a parameter of one unit used by code outside that unit",
         why="it is cut over the ranks there: parameters are gathered only while the module of their unit runs",
-        fix='let both be in one unit: Sharding(units="none"), or units= with the names of modules that hold both; within '
+        fix=(
+            ""
+            if in_forward
+            else "give a weight penalty in the loss a backward of its own, penalty.backward(); within a forward, "
+        )
+        + 'let both be in one unit: Sharding(units="none"), or units= with the names of modules that hold both; within '
         "sw.gathered(model) every parameter is whole, for reading",
         name=module_of_error(root, error),
+    )
+
+
+def _is_in_forward(root: nn.Module, error: BaseException) -> bool | None:
+    """Whether ``error`` came out of a forward of ``root`` or of a module in it, or of what a backward runs again. None: autograd
+    itself raised it in a backward, and what it goes back over may be of either."""
+    modules = {id(module) for module in root.modules()}
+    codes = [(frame.f_code, id(frame.f_locals.get("self"))) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if codes and codes[-1][0].co_name == "_engine_run_backward":
+        return None
+    return any(
+        code.co_filename == checkpoint.__file__ or (code.co_name == "_call_impl" and owner in modules)
+        for code, owner in codes
     )
