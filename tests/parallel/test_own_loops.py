@@ -305,7 +305,7 @@ def refused(what: str):
     ("what", "said"),
     [
         ("sparse", ("UnsupportedError", "a Embedding with sparse=True", "table")),
-        ("shared", ("UsageError", "a module with a parameter that is sharded already", "1.weight")),
+        ("shared", ("UsageError", "a part of a model that was parallelized already", "1.weight")),
         ("autograd.grad", ("UnsupportedError", "torch.autograd.grad of the model's parameters", None)),
         ("weight", ("UsageError", "a parameter of the model used by code outside of its forward", None)),
     ],

@@ -29,8 +29,8 @@ from shardwise.errors import ConfigError, PlanError, UsageError
 from shardwise.parallel.ddp import apply_ddp
 from shardwise.parallel.fsdp2 import apply_fsdp2
 from shardwise.parallel.pages import in_large_pages
-from shardwise.parallel.refuse import refuse_numbers_of_parts, refuse_unfit_parts, refuse_whole_values
-from shardwise.parallel.runtime import Runtime, attach, has_runtime, runtime_of
+from shardwise.parallel.refuse import part_of_another, refuse_numbers_of_parts, refuse_unfit_parts, refuse_whole_values
+from shardwise.parallel.runtime import Runtime, attach, has_runtime, is_parallelized, runtime_of
 from shardwise.parallel.sources import all_tensors, build_with_source
 from shardwise.parallel.stale import mark_stale
 from shardwise.parallel.step_checks import watch_steps
@@ -212,6 +212,9 @@ def _refuse_wrapped(module: nn.Module) -> None:
             why="its parameters lie under other names there, and the hooks that gather them cannot be compiled with it",
             fix='pass the plain module: sw.parallelize(module, world, compile="blocks") compiles its blocks',
         )
+    for name, param in module.named_parameters():
+        if isinstance(param, DTensor) and is_parallelized(param):
+            raise part_of_another(name)
     for name, child in module.named_modules():
         kind = type(child).__name__
         if (
@@ -228,8 +231,8 @@ def _refuse_wrapped(module: nn.Module) -> None:
         if isinstance(param, DTensor):
             raise UsageError(
                 "a module with a parameter that is sharded already",
-                why="a model that was sharded before holds it too, and sharding twice would cut its shards again",
-                fix="build modules of its own for each model; one that two models share belongs into a module that holds both",
+                why="another library has cut it, and sharding twice would cut its shards again",
+                fix="pass the plain module, with whole parameters",
                 name=name,
             )
 

@@ -8,11 +8,12 @@ from torch.distributed.tensor import DTensor
 from shardwise._compat import num_hooks, on_scalar_read
 from shardwise.anatomy import canonical_modules
 from shardwise.errors import UnsupportedError, UsageError
+from shardwise.parallel.runtime import is_parallelized
 from shardwise.parallel.tensors import tensors_of
 from shardwise.recipe import Recipe
 from shardwise.world import World
 
-__all__ = ["refuse_numbers_of_parts", "refuse_unfit_parts", "refuse_whole_values"]
+__all__ = ["part_of_another", "refuse_numbers_of_parts", "refuse_unfit_parts", "refuse_whole_values"]
 
 _WHOLE = 'keep parameters whole on every rank: sw.init("dp_replicate=-1")'
 
@@ -22,6 +23,8 @@ def refuse_unfit_parts(module: nn.Module, recipe: Recipe, world: World) -> None:
     that write their own weight in forward."""
     for name, param in tensors_of(module, "_parameters").items():
         on_tensor, after = num_hooks(param)
+        if after and world.size > 1 and is_parallelized(param):  # the hook is our own, of the other model
+            raise part_of_another(name)
         if (on_tensor or after) and recipe.params[name].cuts:
             raise UnsupportedError(
                 "a hook on a parameter that is cut over the ranks",
@@ -54,6 +57,17 @@ def refuse_unfit_parts(module: nn.Module, recipe: Recipe, world: World) -> None:
                 fix="leave max_norm out, and scale the rows it returns, or the weight after optim.step()",
                 name=name or None,
             )
+
+
+def part_of_another(name: str) -> UsageError:
+    """The error for parameter ``name`` of a module, which another model that was sharded before has too."""
+    return UsageError(
+        "a part of a model that was parallelized already",
+        why="that model cuts this parameter or sums its gradients over the ranks, and a second one would do so again",
+        fix="put the models that share it into one module, parallelize that, and call both in its forward; or build it anew for "
+        "the second model",
+        name=name,
+    )
 
 
 def refuse_whole_values(module: nn.Module) -> None:

@@ -22,9 +22,10 @@ from shardwise.parallel.tensors import loose_tensors, tensors_of
 from shardwise.recipe import RankView, Recipe, Slice, extents
 from shardwise.world import World, is_generator
 
-__all__ = ["Engine", "Runtime", "attach", "has_runtime", "norm_power_sum", "runtime_of"]
+__all__ = ["Engine", "Runtime", "attach", "has_runtime", "is_parallelized", "norm_power_sum", "runtime_of"]
 
 _KEY = "_shardwise_runtime"  # in the module's __dict__: neither a child, a parameter nor a buffer
+_in_use: "weakref.WeakSet[Runtime]" = weakref.WeakSet()  # not of parameters: module.to could not swap them then
 
 
 ZeroGrad = Callable[[Mapping[int, Any], bool], None]
@@ -220,6 +221,7 @@ def _note_loose_sums(told: "weakref.ref[Runtime]") -> None:
 def attach(module: nn.Module, runtime: Runtime) -> None:
     """Hangs ``runtime`` on ``module``."""
     module.__dict__[_KEY] = runtime
+    _in_use.add(runtime)
     module.__dict__["__deepcopy__"] = refuse_deepcopy
 
 
@@ -248,6 +250,11 @@ def runtime_of(module: nn.Module) -> Runtime:
 def has_runtime(module: nn.Module) -> bool:
     """Whether ``module`` is the root of a sharded model."""
     return _KEY in module.__dict__
+
+
+def is_parallelized(param: Tensor) -> bool:
+    """Whether ``param`` is a parameter of a sharded model that is still in use."""
+    return any(param is own for runtime in list(_in_use) for own in runtime.parameters.values())
 
 
 def norm_power_sum(tensors: Iterable[Tensor], norm_type: float) -> Any:
