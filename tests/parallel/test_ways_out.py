@@ -1,6 +1,7 @@
 """What people do with several models, methods and averages of weights: refused by name, and what the fix names has the numbers of
 one process."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -103,3 +104,92 @@ def test_two_models_that_share_a_module(ranks, layout):
         assert said.given == "a part of a model that was parallelized already" and said.name == "0.weight", said
         assert "into one module" in said.fix
         assert_close(grads, {name: param.grad for name, param in plain.named_parameters()})
+
+
+# ---- another method than forward ---------------------------------------------------------------------------------------------
+
+
+def methods(layout: str, options: dict) -> tuple:
+    def loss(output: Tensor, _batch: Any) -> Tensor:
+        return output.square().sum()
+
+    with sw.init(layout, device="cpu", timeout_s=20) as world:
+        sharding = sw.Sharding(**options)
+        model = sw.parallelize(build(), world, sharding=sharding)
+        x = BATCHES[world.rank]["x"]
+        said = [said_of(lambda: model.forward(x)), said_of(lambda: model.encode(x))]
+        task = sw.TaskModel(build(), loss, forward=lambda model, batch: model.encode(batch["x"]))
+        task = sw.parallelize(task, world, sharding=sharding)
+        step = sw.TrainStep(task, torch.optim.SGD(task.parameters(), lr=0.1), loss=None, count=lambda batch: 1)
+        step([BATCHES[world.rank]])
+        return said, {name: whole(param) for name, param in task.model.named_parameters()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_method_that_is_not_forward(ranks, layout):
+    """The fix said to call the model, and not how to train by another method."""
+    plain = build()
+    sum(plain.encode(batch["x"]).square().sum() / 2 for batch in BATCHES).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for said, params in ranks.run(methods, 2, *LAYOUTS[layout]):
+        for error in said:
+            if layout == "replicas":
+                assert error is None
+            else:
+                assert "not model.forward(...)" in error.fix and "sw.TaskModel(model, loss, forward=" in error.fix, (
+                    error
+                )
+        assert_close(params, dict(plain.named_parameters()))
+
+
+# ---- averages of weights and second networks ---------------------------------------------------------------------------------
+
+
+def train(model: nn.Module, target: nn.Module, optim: Any, batches: Any) -> list[Tensor]:
+    """Two steps towards a target that follows slowly, with an average of the weights beside it."""
+    averages = [p.detach().clone() for p in model.parameters()]
+    for _ in range(2):
+        for batch in batches(model):
+            with torch.no_grad():
+                aim = target(batch["x"])
+            (model(batch["x"]) - aim - 1).square().sum().backward()
+        optim.step()
+        optim.zero_grad()
+        with torch.no_grad():
+            for average, p in zip(averages, model.parameters(), strict=True):
+                average.lerp_(p, 0.1)
+            for p, q in zip(target.parameters(), model.parameters(), strict=True):
+                p.lerp_(q, 0.1)
+    return averages
+
+
+def averaged(layout: str, options: dict) -> tuple:
+    with sw.init(layout, device="cpu", timeout_s=20) as world:
+
+        def batches(model: nn.Module) -> Any:
+            with sw.window(model, [BATCHES[world.rank]], count=len) as w:
+                yield from w
+
+        sharding = sw.Sharding(**options)
+        model, target = (sw.parallelize(build(), world, sharding=sharding) for _ in range(2))
+        target.load_state_dict(model.state_dict())
+        said = [
+            said_of(lambda: copy.deepcopy(model)),
+            said_of(lambda: torch.optim.swa_utils.AveragedModel(model)),
+        ]
+        averages = train(model, target, torch.optim.SGD(model.parameters(), lr=0.05), batches)
+        names = [name for name, _ in model.named_parameters()]
+        return said, dict(zip(names, map(whole, averages), strict=True)), sw.full_state_dict(target)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_average_of_weights_and_a_target(ranks, layout):
+    """A copy is refused; its fix named neither a way to an average nor one to a second network."""
+    plain, target = build(), build()
+    averages = train(plain, target, torch.optim.SGD(plain.parameters(), lr=0.05), lambda _: BATCHES)
+    names = [name for name, _ in plain.named_parameters()]
+    for rank, (said, found, state) in enumerate(ranks.run(averaged, 2, *LAYOUTS[layout])):
+        for error in said:
+            assert "p.detach().clone()" in error.fix and "target.load_state_dict" in error.fix, error
+        assert_close(found, dict(zip(names, averages, strict=True)))
+        assert_close(state, dict(target.named_parameters()) if rank == 0 else {})

@@ -138,7 +138,9 @@ def refuse_ungathered(name: str, gathers: Callable[[nn.Module], None]) -> Any:
                 raise UsageError(
                     f"a call of a part of the model, {type(module).__name__}, by itself",
                     why="its parameters are cut over the ranks, and gathered only while the model's own forward runs",
-                    fix="call model(...); what else is to run belongs into its forward",
+                    fix="call model(...) itself, not model.forward(...); for another method (model.encode) parallelize a module whose "
+                    'forward calls it: sw.TaskModel(model, loss, forward=lambda model, batch: model.encode(batch["x"])), with '
+                    "TrainStep(..., loss=None)",
                     name=name,
                 )
 

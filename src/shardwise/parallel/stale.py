@@ -52,7 +52,9 @@ def refuse_deepcopy(_memo: Any) -> NoReturn:
     raise UnsupportedError(
         "deepcopy of a sharded module",
         why="hooks, shards and process groups belong to the one module, so a copy would train silently wrong",
-        fix="copy the module before parallelize, or take sw.full_state_dict(model) and load it into another one",
+        fix="for an average of weights (EMA) keep averages = [p.detach().clone() for p in model.parameters()], and after each step, "
+        "within torch.no_grad(), average.lerp_(p, 0.001) for each of them; for a second network (a target) parallelize a second "
+        "model in the same way, and target.load_state_dict(model.state_dict()); whole values: sw.full_state_dict(model)",
     )
 
 
