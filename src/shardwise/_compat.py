@@ -1,6 +1,7 @@
 """The only file that touches private names of torch; each with what it is for, checked against torch 2.13."""
 
 import contextlib
+import functools
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -357,11 +358,13 @@ _on_scalar_read = WeakIdKeyDictionary()  # root of a mesh -> what is called
 
 def on_scalar_read(mesh: DeviceMesh, call: Callable[[DTensor], None]) -> None:
     """Before a Python number is taken from a DTensor over ``mesh``, or a part of that mesh, calls ``call`` with the DTensor:
-    ``item()``, ``float()``, ``bool()``, a scalar argument of an operator. torch itself takes it from this rank's piece. DTensors
-    over other meshes are read as before."""
+    ``item()``, ``float()``, ``bool()``, a scalar argument of an operator, which torch takes from this rank's piece; a format,
+    ``tolist()``, ``numpy()``, of which its errors do not say what to do. DTensors over other meshes are read as before."""
     handlers, read = DTensor._op_dispatcher._custom_op_handlers, torch.ops.aten._local_scalar_dense.default
     if not _on_scalar_read:
         handlers[read] = _scalar_reader(handlers.get(read))
+        for name in ("__format__", "tolist", "numpy"):
+            _call_before(name)
     _on_scalar_read[mesh._get_root_mesh()] = call
 
 
@@ -380,3 +383,18 @@ def _scalar_reader(before: Callable[..., Any] | None) -> Callable[..., Any]:
 
     read.is_ours = True  # type: ignore[attr-defined]
     return read
+
+
+def _call_before(name: str) -> None:
+    method = getattr(DTensor, name)
+
+    @functools.wraps(method)
+    def read(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
+        call = _on_scalar_read.get(tensor.device_mesh._get_root_mesh())
+        if call is not None and args != ("",):  # f"{x}" is printing
+            call(tensor)
+        return method(tensor, *args, **kwargs)
+
+    read.is_ours = True  # type: ignore[attr-defined]
+    if not getattr(method, "is_ours", False):
+        setattr(DTensor, name, read)

@@ -4,6 +4,7 @@ it for one process; under FSDP2 it is refused, with ``full_tensor()`` it has one
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -180,7 +181,20 @@ READS = {
     "is_nonzero": torch.is_nonzero,
     "tolist": lambda value: value.tolist(),
     "format": lambda value: f"{value:.3f}",
+    "numpy": lambda value: value.numpy(),
+    "asarray": lambda value: np.asarray(value),
 }
+# torch itself has none of these for a DTensor, whole or not, and its errors do not say what to do
+NOT_OF_DTENSORS = {"tolist": "RuntimeError", "format": "TypeError", "numpy": "RuntimeError", "asarray": "RuntimeError"}
+
+
+def how(call, value: Tensor) -> str | None:
+    """The error that ``call(value)`` ends in."""
+    try:
+        call(value)
+    except (UsageError, RuntimeError, TypeError) as error:
+        return type(error).__name__
+    return None
 
 
 def reads() -> tuple[dict, dict, list]:
@@ -189,19 +203,18 @@ def reads() -> tuple[dict, dict, list]:
     world, model = shard("dp_shard=2")
     with world:
         weight = model.blocks[0].weight
+        other = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))  # another library's
+        foreign = distribute_tensor(torch.tensor([3.0, 4.0]), other, [Shard(0)]).norm()
         for name, call in READS.items():
-            try:
-                refused[name] = call(weight.detach().norm())
-            except (UsageError, RuntimeError, TypeError) as error:
-                refused[name] = type(error).__name__
+            refused[name] = how(call, weight.detach().norm())
+            refused[f"foreign {name}"] = how(call, foreign) if name in NOT_OF_DTENSORS else None
         read["whole"] = weight.norm().full_tensor().item()
         read["replicated"] = weight.detach().norm().redistribute(placements=[Replicate()]).item()
         read["compared"] = (
             bool(weight.detach().norm() > read["whole"] / 2),
             bool(weight.detach().norm() < read["whole"] / 2),
         )
-        other = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))  # another library's
-        read["foreign"] = distribute_tensor(torch.tensor([3.0, 4.0]), other, [Shard(0)]).norm().item()
+        read["foreign"] = foreign.item()
         return refused, read, [str(weight), repr(weight.detach().norm()), f"{weight.detach().norm()}"]
 
 
@@ -209,8 +222,9 @@ def test_every_way_to_a_number(ranks):
     want = build().blocks[0].weight.norm().item()
     answers = ranks.run(reads, 2)
     for rank, (refused, read, printed) in enumerate(answers):
-        for name, how in refused.items():  # torch itself has no list and no format of these
-            assert how == {"tolist": "RuntimeError", "format": "TypeError"}.get(name, "UsageError"), (name, how)
+        for name in READS:
+            assert refused[name] == "UsageError", (name, refused[name])
+            assert refused[f"foreign {name}"] == NOT_OF_DTENSORS.get(name), name
         assert read["whole"] == read["replicated"] == pytest.approx(want, rel=1e-12)
         assert read["compared"] == (True, False)  # torch makes it whole to compare it
         assert read["foreign"] == (3.0, 4.0)[rank]

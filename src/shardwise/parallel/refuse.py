@@ -100,7 +100,7 @@ def _refuse_part(tensor: DTensor) -> None:
     over = [f"{name}={size}" for name, size, placement in axes if size > 1 and not placement.is_replicate()]
     if over:
         raise UsageError(
-            f"a Python number (item(), float(), bool(), ...) of a tensor that is cut over {', '.join(over)}",
+            f"a Python number (item(), float(), tolist(), a format, ...) of a tensor that is cut over {', '.join(over)}",
             why="each rank would read the number of its own part, and go on with another one than the others",
             fix="take the whole value first, on every rank: grad.norm().full_tensor().item(), (x > 0).any().full_tensor()",
         )
