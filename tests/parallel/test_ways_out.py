@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import shardwise as sw
 from shardwise.errors import ShardwiseError
@@ -193,3 +194,63 @@ def test_an_average_of_weights_and_a_target(ranks, layout):
             assert "p.detach().clone()" in error.fix and "target.load_state_dict" in error.fix, error
         assert_close(found, dict(zip(names, averages, strict=True)))
         assert_close(state, dict(target.named_parameters()) if rank == 0 else {})
+
+
+# ---- a micro-batch that one rank alone leaves out ------------------------------------------------------------------------------
+
+
+def left_out(layout: str, options: dict) -> dict[str, Tensor]:
+    """Rank 1 leaves out its first micro-batch, rank 0 its last."""
+    with sw.init(layout, device="cpu", timeout_s=20) as world:
+        model = sw.parallelize(build(), world, sharding=sw.Sharding(**options))
+        with sw.window(model, [BATCHES[0], BATCHES[1]], count=len) as w:
+            for i, batch in enumerate(w):
+                loss = model(batch["x"]).square().sum()
+                (loss * 0 if i != world.rank else loss).backward()
+        return {name: whole(param.grad) for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_micro_batch_that_one_rank_alone_leaves_out(ranks, layout):
+    """By ``loss * 0``, as the page on training says: with ``continue`` the other rank would wait for good."""
+    plain = build()
+    for batch in BATCHES:
+        plain(batch["x"]).square().sum().backward()
+    for grads in ranks.run(left_out, 2, *LAYOUTS[layout]):
+        assert_close(grads, {name: param.grad for name, param in plain.named_parameters()})
+
+
+# ---- noise on parameters -------------------------------------------------------------------------------------------------------
+
+
+def noise_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """As the page on training has it."""
+    noise = torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator).to(tensor.device)
+    if isinstance(tensor, DTensor):
+        noise = distribute_tensor(noise, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    return noise
+
+
+def add_noise(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for _ in range(2):
+            for param in model.parameters():
+                param.add_(noise_like(param, generator))
+
+
+def noisy(layout: str, options: dict) -> dict[str, Tensor]:
+    with sw.init(layout, device="cpu", timeout_s=20) as world:
+        model = sw.parallelize(build(), world, sharding=sw.Sharding(**options))
+        add_noise(model)
+        return {name: whole(param) for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS.values(), ("dp_replicate=2,dp_shard=2", {"min_unit_bytes": 0})], ids=lambda pair: pair[0]
+)
+def test_noise_on_parameters_is_that_of_one_process(ranks, layout):
+    plain = build()
+    add_noise(plain)
+    for found in ranks.run(noisy, 4 if "," in layout[0] else 2, *layout):
+        assert all(torch.equal(found[name], param) for name, param in plain.named_parameters())
