@@ -165,10 +165,10 @@ def signal_process(pid):
     time.sleep(0.2 * (1 + RANK))
 
 
-def save_when_told(directory, *, waits_s=0.1):
+def save_when_told(directory, *, waits_s=0.1, talks=False):
     """Stops in order at a signal, as a run with checkpoints does; its child sleeps on."""
     told = []
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, lambda number, frame: told.append(signal.Signals(number).name))
     child = subprocess.Popen(["sleep", "60"])
     with open(os.path.join(directory, f"child{RANK}.{child.pid}"), "w"):
@@ -176,9 +176,15 @@ def save_when_told(directory, *, waits_s=0.1):
     note_pid(directory)
     while not told:
         time.sleep(0.01)
+    if talks:
+        print("saving")
     time.sleep(waits_s)
     assert child.poll() is None, "the child was ended, too"
     raise Stopped(" and ".join(told), 7, "a/step-7")
+
+
+def talk_and_save_when_told(directory):
+    save_when_told(directory, waits_s=0.5, talks=True)
 
 
 def never_save_when_told(directory):

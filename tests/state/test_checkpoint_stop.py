@@ -10,7 +10,7 @@ from state.runs import Average, Texts, equal, make, run, state
 import shardwise as sw
 from shardwise.launch.notice import terminable
 
-OURS = (signal.SIGTERM, signal.SIGUSR1)
+OURS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def stopped(root, how: str, layout: str = "dp_shard=2", until: int = 6, **options) -> dict:
@@ -59,6 +59,7 @@ def ask(manager, how: str) -> None:
 HOWS = {
     "SIGTERM": "SIGTERM",
     "SIGUSR1": "SIGUSR1",
+    "SIGHUP": "SIGHUP",
     "call": "a call of stop()",
     "time": "the time limit",
 }

@@ -219,7 +219,7 @@ class Launch(Options, frozen=True, kw_only=True):
     nproc: Annotated[Positive | None, doc("local processes; null: all accelerators, or 2 on a CPU")] = None
     device: Annotated[Literal["auto", "cpu", "cuda"], doc("auto: cuda where there is one, else cpu")] = "auto"
     notice_s: Annotated[
-        AboveZero, doc("seconds that ranks have to save after SIGTERM or SIGUSR1, before they are ended")
+        AboveZero, doc("seconds that ranks have to save after SIGTERM, SIGUSR1 or SIGHUP, before they are ended")
     ] = 300.0
 
 

@@ -63,9 +63,9 @@ def launch_local(
         grace_s: seconds between SIGTERM and SIGKILL when ranks have to be ended.
         timeout_s: seconds after which the ranks are ended; None: no limit.
         stopped_s: seconds after which a rank that is stopped (SIGSTOP) counts as failed.
-        notice_s: SIGTERM or SIGUSR1 to this process is passed on to the ranks (not to their children), which then have this
-            many seconds to stop in order, as those with a ``CheckpointManager`` do; a second SIGTERM ends them. None:
-            SIGTERM ends the ranks.
+        notice_s: SIGTERM, SIGUSR1 or SIGHUP to this process is passed on to the ranks (not to their children), which then have
+            this many seconds to stop in order, as those with a ``CheckpointManager`` do; a second SIGTERM ends them. None:
+            SIGTERM and SIGHUP end the ranks.
         preload: modules to import once, in a process that is then forked for each rank, instead of once in each: "torch"
             takes seconds. For ranks on the CPU; where a module starts threads when it is imported, which a fork would lack,
             cannot be imported, or on systems other than Linux, each rank imports for itself, as without this. The parent
@@ -76,7 +76,7 @@ def launch_local(
         RankError: a rank failed; ``.ranks`` names it, the text holds its traceback.
         ShardwiseError: a rank raised one; it is raised again here, with its rank and traceback as a note.
         ConfigError: ``target`` or ``nproc`` cannot be meant.
-        KeyboardInterrupt, SystemExit(143): Ctrl-C or SIGTERM came (138: SIGUSR1); the ranks have ended.
+        KeyboardInterrupt, SystemExit(143): Ctrl-C or SIGTERM came (129: SIGHUP, 138: SIGUSR1); the ranks have ended.
         Stopped: every rank has stopped in order, and saved.
     """
     _check(target, nproc)

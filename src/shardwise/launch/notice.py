@@ -1,16 +1,20 @@
 """Signals that ask a run to end, as the process that started the ranks hears them."""
 
 import contextlib
+import errno
+import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
 
-__all__ = ["NOTICES", "Insistence", "Notice", "leave", "terminable"]
+__all__ = ["NOTICES", "Insistence", "Notice", "leave", "let_go_of_terminal", "terminable"]
 
-NOTICES = (signal.SIGTERM, signal.SIGUSR1)
-"""What schedulers send some time before they end a job."""
+NOTICES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""What schedulers send some time before they end a job, and a terminal (or ssh) that is closed."""
+
+_ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 _REPEATED_S = 2.0  # `timeout` and some schedulers signal a process and its group: one request that comes twice
 
@@ -58,26 +62,44 @@ class Notice:
 
     def _heed(self, number: int, frame: FrameType | None) -> None:
         self.number = self.number or number
+        let_go_of_terminal(number)
         if self._insistence.is_there(number):
             leave(number, frame)
 
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """Turns SIGTERM into SystemExit(143) for a while, so that what has to be ended or said is, on the way out.
+    """Turns SIGTERM into SystemExit(143) for a while, and SIGHUP into SystemExit(129), so that what has to be ended or said
+    is, on the way out.
 
-    Left alone where the application has a handler of its own, and off the main thread, where Python allows none.
+    One for which the application has a handler of its own is left alone, or which is ignored (``nohup``); off the main thread,
+    where Python allows no handlers, both are.
     """
-    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if ours:
-        signal.signal(signal.SIGTERM, leave)
+    is_main = threading.current_thread() is threading.main_thread()
+    ours = [number for number in _ENDS if is_main and signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, leave)
     try:
         yield
     finally:
-        if ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def let_go_of_terminal(number: int) -> None:
+    """For the handler of a signal: after SIGHUP of a terminal that is gone, what is written goes nowhere, instead of being an
+    error in whoever writes while there is something to save."""
+    if number != signal.SIGHUP:
+        return
+    for descriptor in (1, 2):
+        try:
+            os.tcgetpgrp(descriptor)
+        except OSError as error:
+            if error.errno == errno.EIO:  # and not a file or a pipe
+                os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), descriptor)
 
 
 def leave(number: int, frame: FrameType | None) -> None:
     """The handler that :func:`terminable` sets."""
+    let_go_of_terminal(number)
     raise SystemExit(128 + number)

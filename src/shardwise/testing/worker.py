@@ -148,7 +148,7 @@ class _State:
         torch.set_float32_matmul_precision(self._precision)
         torch.set_num_threads(1)
         torch.autograd.set_detect_anomaly(False)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         if "torch._dynamo" in sys.modules:
             torch.compiler.reset()

@@ -16,13 +16,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shardwise.launch.notice import NOTICES, Insistence, leave
+from shardwise.launch.notice import NOTICES, Insistence, leave, let_go_of_terminal
 from shardwise.world.termination import is_free
 
 __all__ = ["StopRequest"]
 
-Reason = Literal["SIGTERM", "SIGUSR1", "the time limit", "a call of stop()"]
-REASONS: tuple[Reason, ...] = ("SIGTERM", "SIGUSR1", "the time limit", "a call of stop()")
+Reason = Literal["SIGTERM", "SIGUSR1", "SIGHUP", "the time limit", "a call of stop()"]
+REASONS: tuple[Reason, ...] = ("SIGTERM", "SIGUSR1", "SIGHUP", "the time limit", "a call of stop()")
 
 
 class StopRequest:
@@ -58,8 +58,8 @@ class StopRequest:
 
     @contextlib.contextmanager
     def heeded(self, limit_s: float | None) -> Iterator[None]:
-        """Within: SIGTERM and SIGUSR1 are requests, and so is the end of ``limit_s`` seconds from now. SIGTERM again raises
-        SystemExit(143).
+        """Within: SIGTERM, SIGUSR1 and SIGHUP are requests, and so is the end of ``limit_s`` seconds from now. SIGTERM again
+        raises SystemExit(143).
 
         A signal for which the application has a handler of its own is left to it, and off the main thread, where Python
         allows no handlers, all are.
@@ -73,6 +73,7 @@ class StopRequest:
         is_over, insistence = False, Insistence()
 
         def heed(number: int, frame: FrameType | None) -> None:
+            let_go_of_terminal(number)
             if os.getpid() == home and not is_over:
                 self.ask(signal.Signals(number).name)  # type: ignore[arg-type]
                 if insistence.is_there(number):

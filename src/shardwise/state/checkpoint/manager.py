@@ -31,8 +31,8 @@ class CheckpointManager:
     A save is complete or absent: a kill at any moment, a full disk or a faulty rank leaves the checkpoints before as they
     were. What is read is compared with checksums, and nothing is ever unpickled. Any layout loads what any layout saved.
 
-    A run that is asked to stop ends in order: SIGTERM or SIGUSR1 on any rank, :meth:`stop`, or ``stop_after_s``. All ranks
-    agree at the beginning of the next window; the :meth:`save_every` after it saves and raises :class:`~shardwise.Stopped`, with
+    A run that is asked to stop ends in order: SIGTERM, SIGUSR1 or SIGHUP on any rank, :meth:`stop`, or ``stop_after_s``. All
+    ranks agree at the beginning of the next window; the :meth:`save_every` after it saves and raises :class:`~shardwise.Stopped`, with
     which the program ends with exit status 75. Signals for which the program has a handler of its own are left to it.
 
     Attributes:
