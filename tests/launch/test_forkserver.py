@@ -93,9 +93,11 @@ def test_a_signal_to_all_processes_of_a_job_leaves_the_server_to_its_ranks(numbe
     assert launch("signal_the_server", number, preload=("json.tool",)) == [True, True]
 
 
-def test_ranks_do_not_outlive_their_server(tmp_path):
-    with pytest.raises(RankError, match="was killed by signal 9"):
+def test_ranks_do_not_outlive_their_server_and_none_of_them_is_blamed(tmp_path):
+    said = r"rank 0, 1 ended with process \d+, which the ranks were forked from, and which was killed by signal 9 \(SIGKILL\)\n"
+    with pytest.raises(RankError, match=said) as caught:
         launch("end_the_server", str(tmp_path), preload=("json.tool",))
+    assert caught.value.ranks == (0, 1) and "none of them failed" in caught.value.why
     assert still_alive(noted(tmp_path, 2)) == []
 
 

@@ -18,6 +18,7 @@ __all__ = [
     "Failure",
     "describe_exit",
     "failure_of",
+    "failure_of_server",
     "is_lost_peer",
     "load_error",
     "rank_error",
@@ -59,6 +60,7 @@ class Failure:
         fix: what the user can do.
         reported: the rank said this itself and its process was in order when it did.
         hung: the rank did not answer in time.
+        shared: no rank's own; those of which it is true are named together.
     """
 
     rank: int
@@ -69,6 +71,7 @@ class Failure:
     fix: str = _FIX_OWN
     reported: bool = False
     hung: bool = False
+    shared: bool = False
 
 
 def signal_name(number: int) -> str:
@@ -109,6 +112,20 @@ def describe_exit(rank: int, code: int, *, detail: str = "", finished: bool = Fa
         what=f"exited with code {code} {'after its result' if finished else 'without a result'}",
         detail=detail,
         fix="look for sys.exit or os._exit in the code of that rank",
+    )
+
+
+def failure_of_server(rank: int, server: int, code: int | None) -> Failure:
+    """The end of a rank that has ended only because the process it was forked from has; ``code`` is that one's, as of a rank."""
+    how = "has ended"
+    if code is not None:
+        how = describe_exit(rank, code).what if code < 0 else f"exited with code {code}"
+    return Failure(
+        rank=rank,
+        what=f"ended with process {server}, which the ranks were forked from, and which {how}",
+        detail="the system kills the ranks when that process ends; none of them failed",
+        fix="find who ended that process; for want of memory it is the system (see `dmesg`): use less memory, or fewer ranks",
+        shared=True,
     )
 
 

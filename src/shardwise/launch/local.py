@@ -326,4 +326,5 @@ def _error(failures: list[Failure], blamed: list[Failure]) -> ShardwiseError:
     if isinstance(error, ShardwiseError):
         error.add_note(f"raised on rank {cause.rank}:\n{cause.detail}")
         return error
-    return rank_error(cause, others=[failure.rank for failure in failures], alike=[failure.rank for failure in blamed])
+    alike = blamed or [failure for failure in failures if failure.shared and cause.shared]
+    return rank_error(cause, others=[failure.rank for failure in failures], alike=[failure.rank for failure in alike])

@@ -11,7 +11,7 @@ from multiprocessing import Pipe
 
 from shardwise.errors import Stopped
 from shardwise.launch.child import DUMP_SIGNAL, Job
-from shardwise.launch.failure import Failure, describe_exit
+from shardwise.launch.failure import Failure, describe_exit, failure_of_server
 from shardwise.launch.process import is_stopped, kill_group
 from shardwise.launch.starting import Starter
 
@@ -42,6 +42,7 @@ class RankProcess:
         self.code: int | None = None
         self._stopped_since: float | None = None
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._starter = starter
         self._control, control = Pipe()
         self._events, events = os.pipe()
         try:
@@ -136,6 +137,10 @@ class RankProcess:
         if self.stopped is not None and self.code == Stopped.CODE:
             return
         if self.failure is None and (self.result is None or self.code):
+            orphaned = self._starter.orphaned(self.pid)
+            if orphaned is not None:
+                self.failure = failure_of_server(self.rank, *orphaned)
+                return
             self.failure = describe_exit(
                 self.rank, self.code or 0, detail="\n".join(self._tail), finished=self.result is not None
             )

@@ -20,6 +20,7 @@ __all__ = ["ForkServer", "Interpreters", "Started", "Starter"]
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 _TICK_S = 0.1
 _ANSWER_S = 30.0
+_END_S = 1.0
 
 
 class Started(Protocol):
@@ -43,12 +44,18 @@ class Starter(Protocol):
     def start(self, rank: int, env: Mapping[str, str], control: int, events: int) -> Started:
         """Starts one, with that environment and copies of the two file descriptors."""
 
+    def orphaned(self, pid: int) -> tuple[int, int | None] | None:
+        """Of a rank that has ended only because the process it was forked from has: the id and the exit code of that one."""
+
 
 class Interpreters:
     """Starts a new interpreter for each rank."""
 
     def start(self, rank: int, env: Mapping[str, str], control: int, events: int) -> Started:
         return _interpreter(env, control, events, output=subprocess.PIPE)
+
+    def orphaned(self, pid: int) -> tuple[int, int | None] | None:
+        return None
 
 
 class ForkServer:
@@ -68,6 +75,7 @@ class ForkServer:
         self._preload = Preload(modules=tuple(modules), path=tuple(sys.path))
         self._env = env
         self._codes: dict[int, int] = {}
+        self._orphans: set[int] = set()
 
     def __enter__(self) -> Self:
         self._connection, theirs = Pipe()
@@ -129,8 +137,16 @@ class ForkServer:
             while pid not in self._codes and self._has_message(0.0):
                 self._note(self._connection.recv())
         except (EOFError, ConnectionResetError):
+            self._orphans.add(pid)
             return self._codes.setdefault(pid, -signal.SIGKILL)
         return self._codes.get(pid)
+
+    def orphaned(self, pid: int) -> tuple[int, int | None] | None:
+        if pid not in self._orphans:
+            return None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)  # it has closed its connection
+        return self.pid, self._process.returncode
 
     def _answer(self) -> tuple[str, Any]:
         """To a request for a rank, of which the words on others that have ended do not say anything."""
