@@ -27,7 +27,7 @@ class _Ends:
     def end(self, rank, size=2):
         return PeerConnections(
             rank, size, store=lambda: self.store, master="127.0.0.1", is_one_host=True, is_current=lambda: self.is_current,
-            on_end=lambda peer, how: self.ended.append((rank, peer, how)), on_problem=self.problems.append,
+            on_end=lambda peer, how: self.ended.append((rank, peer, how)), on_problem=lambda *told: self.problems.append(told),
         )  # fmt: skip
 
     def wait_until(self, is_so):
@@ -125,7 +125,8 @@ def test_what_cannot_be_reached_is_told_once():
         found.wait_until(lambda: found.problems)
     end.close()
     found.ends[0].close()
-    assert len(found.problems) == 1 and f"127.0.0.1:{port}: " in found.problems[0]
+    ((problem, is_closed),) = found.problems
+    assert f"127.0.0.1:{port}: " in problem and is_closed
 
 
 def test_a_forked_process_keeps_none_of_them(ends):

@@ -65,7 +65,8 @@ class PeerConnections:
         is_one_host: all ranks are on this host.
         is_current: whether the world still exists; False ends the thread.
         on_end: called in the thread with a neighbour's rank and how its connection ended: CLOSED, RESET or TERMINATED.
-        on_problem: called in the thread if this rank cannot connect to its right neighbour, with the reason.
+        on_problem: called in the thread if this rank cannot connect to its right neighbour, with the reason, and whether the
+            neighbour is on this host and has closed its door: it has ended, or is about to.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class PeerConnections:
         is_one_host: bool,
         is_current: Callable[[], bool],
         on_end: Callable[[int, bytes], None],
-        on_problem: Callable[[str], None],
+        on_problem: Callable[[str, bool], None],
     ):
         self.rank, self.right = rank, (rank + 1) % size
         self.closed: set[int] = set()  # neighbours whose process ended without a word
@@ -138,7 +139,7 @@ class PeerConnections:
                     asked_at, pause = time.monotonic(), min(1.5 * pause, _POLL_S[1])
                 self._serve(pause if self._store is not None else _POLL_S[1])
         except OSError as error:
-            self._on_problem(f"no socket: {error}")
+            self._on_problem(f"no socket: {error}", False)
         except RuntimeError:  # the store's keeper has ended, as all will notice
             return
         finally:
@@ -178,7 +179,8 @@ class PeerConnections:
             self._num_tries += 1
             if self._num_tries == _TRIES:
                 self._store = None
-                self._on_problem(f"{host}:{place['port']}: {error}")
+                is_closed = isinstance(error, ConnectionRefusedError) and place["machine"] == socket.gethostname()
+                self._on_problem(f"{host}:{place['port']}: {error}", is_closed)
 
     def _serve(self, wait_s: float) -> None:
         if self._listener is not None and self.is_complete:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from shardwise.world.beats import Word, leave_word, within
+from shardwise.world.beats import Word, leave_word, read_word, within
 from shardwise.world.connections import RESET, TERMINATED, PeerConnections
 from shardwise.world.guard import ended_word
 
@@ -61,19 +61,29 @@ class _Told:
                 word = leave_word(watch.open_store(), word)
         watch.on_alarm(word)
 
-    def of_a_problem(self, problem: str) -> None:
-        """This rank cannot connect to its right neighbour: the first of all ranks says so, unless one of them has ended."""
+    def of_a_problem(self, problem: str, is_closed: bool) -> None:
+        """This rank cannot connect to its right neighbour: the first of all ranks says so, unless one of them has ended or left,
+        of which word takes an interval to come."""
         watch = self._watch()
-        if watch is None or watch.alarm is not None:
+        if watch is None or watch.stopped.wait(watch.interval_s) or watch.alarm is not None:
             return
-        with contextlib.suppress(RuntimeError):
-            who = f"rank {watch.rank}"
-            if watch.open_store().compare_set("unconnected", "", who) != who.encode():
+        who, right = f"rank {watch.rank}", (watch.rank + 1) % watch.size
+        try:
+            store = watch.open_store()
+            if read_word(store) is not None or _has_left(watch, right):
                 return
+            if store.compare_set("unconnected", "", who) != who.encode():
+                return
+        except RuntimeError:  # the store's keeper has ended, as all will notice
+            return
+        advice = (
+            f"look whether rank {right} has ended"
+            if is_closed
+            else "let the ranks' hosts connect to each other on any port"
+        )
         print(
-            f"shardwise: rank {watch.rank} cannot connect to rank {(watch.rank + 1) % watch.size} ({problem}): a rank that ends "
-            "without a word will be noticed by its silence only, which takes longer; let the ranks' hosts connect to each other "
-            "on any port",
+            f"shardwise: rank {watch.rank} cannot connect to rank {right} ({problem}): a rank that ends without a word will be "
+            f"noticed by its silence only, which takes longer; {advice}",
             file=sys.stderr,
             flush=True,
         )
