@@ -170,8 +170,6 @@ def _launch(loaded: "Loaded[RunConfig]") -> int:
             "shardwise.cli.train_rank:main",
             nproc=nproc,
             args=(msgspec.json.encode(config),),
-            # torch's own C++ warnings speak to whoever writes the training loop, which here is not the user.
-            env={"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")},
             on_event=display.on_event,
             on_line=display.on_line,
             notice_s=config.launch.notice_s,

@@ -49,9 +49,9 @@ def launch_local(
 ) -> list:
     """Runs ``target(*args)`` in ``nproc`` fresh processes and returns their results in rank order.
 
-    Each rank has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, unless you set it,
-    OMP_NUM_THREADS=1. Arguments and results are pickled, events are JSON. Call it from the main thread if SIGTERM to
-    this process shall end the ranks in order; from other threads they are killed instead.
+    Each rank has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, unless you set them,
+    OMP_NUM_THREADS=1 and TORCH_CPP_LOG_LEVEL=ERROR. Arguments and results are pickled, events are JSON. Call it from the main
+    thread if SIGTERM to this process shall end the ranks in order; from other threads they are killed instead.
 
     Args:
         target: "pkg.mod:fn" or "path/to/file.py:fn".
@@ -87,6 +87,8 @@ def launch_local(
     with held_port() as port, heard, Guard() as guard, ExitStack() as server, ExitStack() as ranks:
         base = {
             "OMP_NUM_THREADS": "1",
+            # Warnings of torch's C++ code: where ranks are ended they are stacks of the store that is gone with rank 0.
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
             **os.environ,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
