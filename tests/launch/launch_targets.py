@@ -160,6 +160,28 @@ def give_up_on_a_peer():
     time.sleep(60)
 
 
+def blame_a_peer():
+    if RANK == 0:
+        time.sleep(0.3)
+        raise RankError("rank 1 was lost", why="it left", fix="see its log", ranks=(1,))
+    time.sleep(60)
+
+
+def write_stacks():
+    """As faulthandler writes them in a process that is ending, and in one that is not."""
+    head = "thread 0x00007f219d5e2b80 (most recent call first):"
+    lines = ["before", f"Current {head}", "  Garbage-collecting", "  <no Python frame>"]
+    lines += [
+        head.capitalize(),
+        "  <no Python frame>",
+        head.capitalize(),
+        "  Garbage-collecting",
+        '  File "a.py", line 1 in f',
+        "after",
+    ]
+    print(*lines, sep="\n", file=sys.stderr)
+
+
 def signal_process(pid):
     os.kill(pid, signal.SIGTERM)
     time.sleep(0.2 * (1 + RANK))

@@ -21,6 +21,7 @@ __all__ = [
     "failure_of_server",
     "is_lost_peer",
     "load_error",
+    "names_another",
     "rank_error",
     "root_cause",
     "signal_name",
@@ -180,6 +181,12 @@ def load_error(failure: Failure) -> BaseException | None:
         error = pickle.loads(failure.error)
         return error if isinstance(error, BaseException) else None
     return None
+
+
+def names_another(failure: Failure) -> bool:
+    """Whether the rank has said which other one is the cause."""
+    error = load_error(failure)
+    return isinstance(error, RankError) and any(rank != failure.rank for rank in error.ranks)
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.launch.child import Job
-from shardwise.launch.failure import Failure, load_error, rank_error, root_cause
+from shardwise.launch.failure import Failure, load_error, names_another, rank_error, root_cause
 from shardwise.launch.notice import Notice, terminable
 from shardwise.launch.process import Guard, held_port
 from shardwise.launch.rank import Callbacks, RankProcess
@@ -230,8 +230,9 @@ class _Watch:
         return bool(self.blamed)
 
     def _explain(self) -> None:
-        """Lets ranks that still run show where they are, when nobody failed on its own account."""
-        if any(rank.failure is not None and not rank.failure.weight for rank in self.ranks):
+        """Lets ranks that still run show where they are, when nobody failed on its own account, nor said which rank is to blame."""
+        failures = [rank.failure for rank in self.ranks if rank.failure is not None]
+        if any(not failure.weight or names_another(failure) for failure in failures):
             return
         for rank in self.ranks:
             rank.dump_stacks()

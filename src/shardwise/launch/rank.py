@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ __all__ = ["Callbacks", "RankProcess"]
 
 _CHUNK = 1 << 16
 _TAIL_LINES = 30
+_STACK_BEGINS = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+ .*\(most recent call first\):")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class RankProcess:
         finally:
             control.close()
             os.close(events)
+        self._stack: list[str] = []  # lines of one that has not shown a frame yet
         self._partial = {"stdout": b"", "stderr": b"", "event": b""}
         self._open = {
             self._process.stdout.fileno(): "stdout",
@@ -108,9 +111,24 @@ class RankProcess:
             self._callbacks.on_event(self.rank, event)
             return
         text = line.decode("utf-8", "replace").rstrip("\r")
+        lines = [text]
         if kind == "stderr":
-            self._tail.append(text)
-        self._callbacks.on_line(self.rank, kind, text)
+            lines = self._without_empty_stack(text)
+            self._tail.extend(lines)
+        for whole in lines:
+            self._callbacks.on_line(self.rank, kind, whole)
+
+    def _without_empty_stack(self, line: str) -> list[str]:
+        """What to pass on at a line of stderr: the stack of a thread only from its first frame on. One that has none, as in a
+        rank that is ending, says nothing."""
+        if line.strip() == "<no Python frame>" and self._stack:
+            self._stack = []
+            return []
+        if _STACK_BEGINS.fullmatch(line) or (line.strip() == "Garbage-collecting" and self._stack):
+            self._stack.append(line)
+            return []
+        lines, self._stack = [*self._stack, line], []
+        return lines
 
     def _read_control(self, descriptor: int) -> None:
         del self._open[descriptor]
