@@ -167,6 +167,15 @@ def blame_a_peer():
     time.sleep(60)
 
 
+def quit_on(rank, whole):
+    if rank == RANK:
+        sys.exit(0)
+    time.sleep(0.3)
+    if whole:
+        raise RankError(f"rank {rank} was lost", why="it ended its program", fix="see its log", ranks=(rank,))
+    raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
+
+
 def write_stacks():
     """As faulthandler writes them in a process that is ending, and in one that is not."""
     head = "thread 0x00007f219d5e2b80 (most recent call first):"

@@ -266,6 +266,15 @@ def test_silent_exit_is_a_failure_and_exit_zero_is_none():
     assert launch("exit_with", 0, False) == [None, None]
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_sys_exit_on_one_rank_is_the_failure_where_the_others_missed_it(whole):
+    with pytest.raises(RankError, match="rank 1 exited with code 0 without a result") as caught:
+        launch("quit_on", 1, whole)
+    assert caught.value.ranks == (1,) and caught.value.__cause__ is None
+    assert "in quit_on\n    sys.exit(0)" in caught.value.why and "then also failed: rank 0" in caught.value.why
+    assert "look for sys.exit" in caught.value.fix and "lost" not in str(caught.value)
+
+
 def test_failure_after_the_result_is_not_lost():
     with pytest.raises(RankError, match="exited with code 7 after its result"):
         launch("fail_at_exit")

@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
     # Without a parent there is nobody to tell, and this process is about to be killed.
     with lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
         connection.send((kind, answer))
-    return {"result": 0, "stopped": Stopped.CODE}.get(kind, 1)
+    return {"result": 0, "quit": 0, "stopped": Stopped.CODE}.get(kind, 1)
 
 
 def _run(job: Job) -> tuple[str, bytes | Failure | Stopped]:
@@ -85,9 +85,7 @@ def _run(job: Job) -> tuple[str, bytes | Failure | Stopped]:
     except Stopped as stop:
         return "stopped", stop
     except SystemExit as end:
-        if not end.code:
-            return "result", pickle.dumps(None)
-        return "error", failure_of(int(os.environ["RANK"]), end)
+        return "error" if end.code else "quit", failure_of(int(os.environ["RANK"]), end)
     except BaseException as error:
         return "error", failure_of(int(os.environ["RANK"]), error)
 

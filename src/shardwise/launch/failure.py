@@ -44,6 +44,7 @@ _LOST_PEER = (
     "gloo/transport",
 )
 
+_FIX_EXIT = "look for sys.exit or os._exit in the code of that rank"
 _FIX_OWN = "read the traceback of that rank; the other ranks were ended because of it"
 _FIX_LOST = "a peer left or did not answer in time: look for a rank that took another path, at its lines and its stack"
 
@@ -112,7 +113,7 @@ def describe_exit(rank: int, code: int, *, detail: str = "", finished: bool = Fa
         rank=rank,
         what=f"exited with code {code} {'after its result' if finished else 'without a result'}",
         detail=detail,
-        fix="look for sys.exit or os._exit in the code of that rank",
+        fix=_FIX_EXIT,
     )
 
 
@@ -131,7 +132,8 @@ def failure_of_server(rank: int, server: int, code: int | None) -> Failure:
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:
-    """Describes an exception raised on ``rank``, with its traceback, so that it can travel to another process.
+    """Describes an exception raised on ``rank``, with its traceback, so that it can travel to another process; that of
+    ``sys.exit(0)`` as the end that it is.
 
     The first frame, which is the caller's own ``try``, is left out.
     """
@@ -140,10 +142,14 @@ def failure_of(rank: int, error: BaseException) -> Failure:
     name = type(error).__name__
     weight = _weight(error, text)
     frames = error.__traceback__.tb_next if error.__traceback__ else None
+    detail = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+    if isinstance(error, SystemExit) and not error.code:
+        what = "exited with code 0 without a result"
+        return Failure(rank=rank, what=what, detail=detail, fix=_FIX_EXIT, reported=True)
     return Failure(
         rank=rank,
         what=f"raised {name}: {summary}" if summary else f"raised {name}",
-        detail="".join(traceback.format_exception(type(error), error, frames)).rstrip(),
+        detail=detail,
         weight=weight,
         fix=_FIX_LOST if weight else _FIX_OWN,
         error=_dump(error),

@@ -111,6 +111,8 @@ def launch_local(
         raise SystemExit(128 + notice.number)  # it has ended a rank that had nothing to save
     failures = [rank.failure for rank in watch.ranks if rank.failure is not None]
     if failures or watch.blamed:
+        if failures and all(failure.weight for failure in failures):
+            failures += [rank.quit for rank in watch.ranks if rank.quit is not None]
         raise _error(failures, watch.blamed)
     for rank in watch.ranks:
         if rank.stopped is not None:

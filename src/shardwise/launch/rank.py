@@ -40,6 +40,7 @@ class RankProcess:
         self.rank, self._callbacks = rank, callbacks
         self.result: bytes | None = None
         self.failure: Failure | None = None
+        self.quit: Failure | None = None  # it called sys.exit(0): a failure where peers have failed for want of it
         self.stopped: Stopped | None = None  # it was asked to, and has saved
         self.code: int | None = None
         self._stopped_since: float | None = None
@@ -138,6 +139,8 @@ class RankProcess:
             return
         if kind == "result":
             self.result = answer
+        elif kind == "quit":
+            self.result, self.quit = pickle.dumps(None), answer
         elif kind == "stopped":
             self.stopped = answer
         else:

@@ -158,7 +158,9 @@ class Watch:
         if self.alarm is None:  # else there is a word already, or a store that does not take one
             what = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
             blamed = list(error.ranks) if isinstance(error, RankError) else []
-            word = Word(blamed or [self.rank], f"rank {self.rank} failed {self.place}: {what}")
+            has_quit = isinstance(error, SystemExit) and not error.code
+            how = f"ended its program {self.place}" if has_quit else f"failed {self.place}: {what}"
+            word = Word(blamed or [self.rank], f"rank {self.rank} {how}")
             try:
                 leave_word(self._main_store, word)
             except RuntimeError as problem:
