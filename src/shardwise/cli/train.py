@@ -28,18 +28,18 @@ OVERRIDES = True
 
 NEXT = (
     (
-        "shardwise train {config} --nproc 1 --parallel.layout=dp_shard=1 --log.dir={one}",
+        "{program} train {config} --nproc 1 --parallel.layout=dp_shard=1 --log.dir={one}",
         "the same curve from one process",
     ),
     (
-        "shardwise train {config} --parallel.layout=dp_replicate=-1 --log.dir={ddp}",
+        "{program} train {config} --parallel.layout=dp_replicate=-1 --log.dir={ddp}",
         "a whole copy of the model on every rank",
     ),
-    ("shardwise train {config} --train.steps={twice} --log.dir={long}", "this run, twice as long"),
-    ("shardwise train {config} --print-config", "every setting, and where it came from"),
+    ("{program} train {config} --train.steps={twice} --log.dir={long}", "this run, twice as long"),
+    ("{program} train {config} --print-config", "every setting, and where it came from"),
 )
-"""Commands to try after a run, and what each shows; ``{config}`` is the resolved configuration of the run, and the folders
-lie beside its own."""
+"""Commands to try after a run, and what each shows; ``{program}`` is this one as it can be called, ``{config}`` the resolved
+configuration of the run, and the folders lie beside its own."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -234,6 +234,7 @@ def _be_a_rank(loaded: "Loaded[RunConfig]") -> int:
 
 
 def _report(folder: "RunFolder", result: dict[str, Any], no_picture: str | None) -> None:
+    from shardwise.cli.program import program
     from shardwise.cli.train_display import seconds_text
     from shardwise.cli.train_folder import unit_of
 
@@ -248,7 +249,7 @@ def _report(folder: "RunFolder", result: dict[str, Any], no_picture: str | None)
     display.row("files", "\n".join(folder.files(picture=no_picture is None)) or "none")
     if no_picture is not None:
         display.row("picture", no_picture)
-    commands = next_commands(folder.path, folder.config.train.steps)
+    commands = next_commands(folder.path, folder.config.train.steps, program())
     width = max(len(command) for command, _ in commands)
     for n, (command, shows) in enumerate(commands):
         display.say(f"{'try' if n == 0 else '':<9}  {command:<{width}}  # {shows}")
@@ -266,9 +267,10 @@ def _skipped_text(config: "RunConfig", count: int, steps: int) -> str:
     return text
 
 
-def next_commands(folder: Path, steps: int) -> list[tuple[str, str]]:
+def next_commands(folder: Path, steps: int, program: str = "shardwise") -> list[tuple[str, str]]:
     """:data:`NEXT` for a run of ``steps`` in ``folder``: (command, what it shows)."""
     places = {
+        "program": program,
         "config": shlex.quote(str(folder / "config.yaml")),
         "one": shlex.quote(str(folder.parent / "one")),
         "ddp": shlex.quote(str(folder.parent / "ddp")),
