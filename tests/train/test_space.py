@@ -56,10 +56,22 @@ def test_a_disk_on_which_no_checkpoint_fits_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, 70 << 20))
     space.check_space(config(tmp_path), 2 << 20, 80 << 20)  # it keeps none
     for word in ("--checkpoint.every=1", "--checkpoint.stop_after_s=10"):
-        space.check_space(config(tmp_path, word), 2 << 20, 67 << 20)
-        with pytest.raises(ConfigError, match=r"2\.00 MiB of weights, 80\.00 MiB for a checkpoint") as caught:
-            space.check_space(config(tmp_path, word), 2 << 20, 80 << 20)
+        space.check_space(config(tmp_path, word), 2 << 20, 3 << 20)
+        with pytest.raises(
+            ConfigError, match=r"2\.00 MiB of weights, 16\.00 MiB for a checkpoint; 64\.00 MiB stay free"
+        ) as caught:
+            space.check_space(config(tmp_path, word), 2 << 20, 16 << 20)
+        assert "free 12.07 MiB there" in caught.value.fix
         assert "--log.dir=PATH; or keep no checkpoints: --checkpoint.every=null" in caught.value.fix
+
+
+def test_on_a_small_disk_less_is_left_for_others(tmp_path, monkeypatch):
+    """A checkpoint of 14 KiB was refused with 50 MiB free."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(100 << 20, 0, 50 << 20))
+    space.check_space(config(tmp_path, "--checkpoint.every=1"), 2 << 20, 14 << 10)
+    with pytest.raises(ConfigError, match=r"48\.00 MiB for a checkpoint; 2\.00 MiB stay free for others"):
+        space.check_space(config(tmp_path, "--checkpoint.every=1"), 2 << 20, 48 << 20)
+    assert [commit.spare_bytes(size) for size in (100 << 20, 1 << 40)] == [2 << 20, 64 << 20]
 
 
 def test_the_estimate_of_the_small_files_grows_with_the_lines(tmp_path):
@@ -208,7 +220,11 @@ def test_a_last_checkpoint_that_does_not_fit_is_an_error_once_the_weights_are_th
 def test_a_disk_without_room_for_a_checkpoint_is_refused_before_the_first_step(ranks, folder):
     words = ("--checkpoint.every=1", "--checkpoint.export=null")
     for kind, text, _ in ranks.run(_train, 2, folder, "no room at the start", *words):
-        assert kind == "ConfigError" and "MiB for a checkpoint" in text and "--checkpoint.every=null" in text
+        assert (
+            kind == "ConfigError"
+            and "KiB for a checkpoint; 64.00 MiB stay free" in text
+            and "--checkpoint.every=null" in text
+        )
     assert not (folder / "run").exists()
 
 

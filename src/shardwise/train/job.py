@@ -24,7 +24,6 @@ from shardwise.config.schema import RunConfig
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.parallel import describe, recipe_of
 from shardwise.state import check_dtypes, save_weights, weights_bytes
-from shardwise.state.checkpoint.commit import SPARE
 from shardwise.train.checkpoints import RunCheckpoints
 from shardwise.train.data import Loader
 from shardwise.train.evaluate import evaluate
@@ -148,11 +147,11 @@ class _Run:
             raise problem
 
     def checkpoint_bytes(self) -> int:
-        """Size of a checkpoint, with what a save leaves free: an estimate."""
+        """Size of a checkpoint: an estimate."""
         trained = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
         optim = self.config.optim
         moments = 2 if optim.name == "adamw" else int(optim.momentum > 0)
-        return weights_bytes(self.model) + moments * trained + SPARE
+        return weights_bytes(self.model) + moments * trained
 
     def resume(self, checkpoints: RunCheckpoints) -> None:
         """Goes on from the newest checkpoint, if there is one; all ranks take part."""

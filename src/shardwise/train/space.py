@@ -33,8 +33,8 @@ def check_space(config: RunConfig, weights_bytes: int | None = None, checkpoint_
     Args:
         config: the run.
         weights_bytes: size of the final weights; None where the model is not built yet.
-        checkpoint_bytes: that of a checkpoint and of what a save leaves free; None likewise. One has to fit: with less room, none
-            would ever be written.
+        checkpoint_bytes: that of a checkpoint; None likewise. One has to fit, beside what a save leaves free: with less room,
+            none would ever be written.
 
     Raises:
         ConfigError: with what is needed and what is free.
@@ -55,13 +55,25 @@ def check_space(config: RunConfig, weights_bytes: int | None = None, checkpoint_
         places = [need[0] for need in here]
         path, total = here[0][0], sum(need[1] for need in here)
         size, _, free = shutil.disk_usage(_standing(path))
-        if size and free < total:  # a file system of no size (/proc) does not count; writing there tells what is wrong
+        spare = _spare_bytes(size) if folder / "checkpoints" in places else 0
+        if (
+            size and free < total + spare
+        ):  # a file system of no size (/proc) does not count; writing there tells what is wrong
             raise ConfigError(
                 f"{here[0][3]}: {str(path)!r}, with {human_bytes(free)} free on its disk",
-                why=f"the run will write about {human_bytes(total)}: {', '.join(need[2] for need in here)}",
-                fix=f"free {human_bytes(total - free)} there, or name a folder on another disk: --{here[0][3]}=PATH"
+                why=f"the run will write about {human_bytes(total)}: {', '.join(need[2] for need in here)}"
+                + (f"; {human_bytes(spare)} stay free for others" if spare else ""),
+                fix=f"free {human_bytes(total + spare - free)} there, or name a folder on another disk: --{here[0][3]}=PATH"
                 + ("; or keep no checkpoints: --checkpoint.every=null" if folder / "checkpoints" in places else ""),
             )
+
+
+def _spare_bytes(disk_bytes: int) -> int:
+    from shardwise.state.checkpoint.commit import (
+        spare_bytes,
+    )  # where there is a checkpoint to be written, torch is there too
+
+    return spare_bytes(disk_bytes)
 
 
 def _check_folder(export: Path) -> None:

@@ -34,10 +34,15 @@ from shardwise.state.vouched.sums import Sums, Told, put_together
 from shardwise.state.writing import opened, reserve, stretches, write_at
 from shardwise.world import package_versions
 
-__all__ = ["LATEST", "SPARE", "write_checkpoint"]
+__all__ = ["LATEST", "SPARE", "spare_bytes", "write_checkpoint"]
 
 LATEST = "latest"
-SPARE = 64 << 20  # bytes that are left on the disk for whoever else writes there
+SPARE = 64 << 20  # bytes that are left on the disk for whoever else writes there; on a small one less
+
+
+def spare_bytes(disk_bytes: int) -> int:
+    """What a save leaves free on a disk of that size: a checkpoint of some KiB fits on one of some MiB."""
+    return min(SPARE, disk_bytes // 50)
 
 
 def write_checkpoint(peers: Peers, root: Path, contents: Contents, layout: str, fingerprint: str) -> Path:
@@ -103,10 +108,11 @@ class _Commit:
 
     def _refuse_full(self, num_bytes: int) -> None:
         usage = shutil.disk_usage(self.root)
-        if usage.free < num_bytes + SPARE:
+        spare = spare_bytes(usage.total)
+        if usage.free < num_bytes + spare:
             raise CheckpointError(
                 f"the checkpoint {self.dest}",
-                why=f"it takes {human_bytes(num_bytes)}, and {human_bytes(usage.free)} are free on its disk; {human_bytes(SPARE)} "
+                why=f"it takes {human_bytes(num_bytes)}, and {human_bytes(usage.free)} are free on its disk; {human_bytes(spare)} "
                 "stay free for others",
                 fix="free space, keep fewer checkpoints (keep=), or name another directory",
             )
