@@ -13,9 +13,13 @@ Names are loaded when first used, so that importing the package costs millisecon
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = (
+    False  # as type checkers read it; to import typing takes longer than all else here, in which Ctrl-C is a traceback
+)
 if TYPE_CHECKING:
+    from typing import Any
+
     from shardwise.config.fsdp1 import from_fsdp1
     from shardwise.config.options import DDP, Compile, Options, Parallel, Precision, Prefetch, Remat, Sharding
     from shardwise.errors import (
@@ -154,7 +158,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
     value = getattr(import_module(_MODULE_OF[name]), name)

@@ -2,7 +2,19 @@
 
 import sys
 
-from shardwise.cli.main import main
+__all__ = ["run"]
+
+
+def run() -> int:
+    """The command line; Ctrl-C while it is being imported is answered as later."""
+    try:
+        from shardwise.cli.main import main
+
+        return main()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

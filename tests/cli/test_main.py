@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 import time
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -210,3 +212,23 @@ def test_help_and_mistakes_answer_without_heavy_imports(words, status, left_out,
         assert done.returncode == status, done.stderr
     record_property("best_s", round(best, 3))
     print(f"shardwise {' '.join(words)}: {best:.3f} s (aim {aim_s} s)")
+
+
+def test_ctrl_c_while_the_command_line_is_imported_is_no_traceback():
+    interrupted = (
+        "import runpy, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'shardwise.cli.main':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Finder())\n"
+    )
+    # As the module and as the script that pip makes of the entry point.
+    entry = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]["shardwise"]
+    module, _, function = entry.partition(":")
+    for start in (
+        "runpy.run_module('shardwise', run_name='__main__')",
+        f"from {module} import {function} as f; sys.exit(f())",
+    ):
+        done = subprocess.run([sys.executable, "-c", interrupted + start], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
