@@ -363,7 +363,9 @@ def _has_the_shape_of_the_page(printed: str, folder: str) -> None:
     def shape(text: str) -> str:
         text = re.sub(r"(\d+ min )?\d+ s\b", "# s", " ".join(text.split()))
         text = re.sub(r"in [\w.]+\)", "in #)", text)
-        text = re.sub(r"(\S+ -m )?\S*shardwise train ", "shardwise train ", text)  # by its place, where the PATH has none
+        text = re.sub(
+            r"(\S+ -m )?\S*shardwise train ", "shardwise train ", text
+        )  # by its place, where the PATH has none
         return re.sub(r"\d[\d,.]*(e-\d+)?", "#", text)
 
     assert shape(shown) in shape(printed.replace(folder, "runs/latest").replace(str(Path(folder).parent), "runs"))
