@@ -13,7 +13,9 @@ def test_a_stack_without_a_frame_is_not_shown():
     assert lines == ["before", head, "  Garbage-collecting", '  File "a.py", line 1 in f', "after"]
 
 
-def test_where_a_rank_has_named_the_one_to_blame_no_stacks_follow(capfd):
+def test_where_a_rank_has_named_the_one_to_blame_its_stack_alone_follows(capfd):
     with pytest.raises(RankError, match="rank 1 was lost"):
-        launch("blame_a_peer")
-    assert "most recent call first" not in "".join(capfd.readouterr())
+        launch("blame_a_peer", nproc=3)
+    text = "".join(capfd.readouterr())
+    assert "[rank 1]" in text and "in blame_a_peer" in text
+    assert "[rank 2]" not in text

@@ -21,7 +21,7 @@ __all__ = [
     "failure_of_server",
     "is_lost_peer",
     "load_error",
-    "names_another",
+    "named_by",
     "rank_error",
     "root_cause",
     "signal_name",
@@ -189,10 +189,10 @@ def load_error(failure: Failure) -> BaseException | None:
     return None
 
 
-def names_another(failure: Failure) -> bool:
-    """Whether the rank has said which other one is the cause."""
+def named_by(failure: Failure) -> set[int]:
+    """Other ranks that the rank has said are the cause."""
     error = load_error(failure)
-    return isinstance(error, RankError) and any(rank != failure.rank for rank in error.ranks)
+    return set(error.ranks) - {failure.rank} if isinstance(error, RankError) else set()
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure:

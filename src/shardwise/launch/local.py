@@ -19,7 +19,7 @@ from pathlib import Path
 
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.launch.child import Job
-from shardwise.launch.failure import Failure, load_error, names_another, rank_error, root_cause
+from shardwise.launch.failure import Failure, load_error, named_by, rank_error, root_cause
 from shardwise.launch.notice import Notice, terminable
 from shardwise.launch.process import Guard, held_port
 from shardwise.launch.rank import Callbacks, RankProcess
@@ -232,12 +232,15 @@ class _Watch:
         return bool(self.blamed)
 
     def _explain(self) -> None:
-        """Lets ranks that still run show where they are, when nobody failed on its own account, nor said which rank is to blame."""
+        """Lets ranks that still run show where they are, when nobody failed on its own account: those that others wait for, if they have
+        said so."""
         failures = [rank.failure for rank in self.ranks if rank.failure is not None]
-        if any(not failure.weight or names_another(failure) for failure in failures):
+        if any(not failure.weight for failure in failures):
             return
+        named = set().union(*map(named_by, failures))
         for rank in self.ranks:
-            rank.dump_stacks()
+            if not named or rank.rank in named:
+                rank.dump_stacks()
         deadline = time.monotonic() + _DUMP_S
         while time.monotonic() < deadline:
             self._turn()
