@@ -39,7 +39,7 @@ No loss, on one of the ranks; what ends a run here is a false alarm:
 _SHOWN = {"killed": "`kill -9`", "exits": "`os._exit(0)`", "stopped": "SIGSTOP", "caught": "its own exception, caught"}
 _SLOW = {
     "lock": "the interpreter's lock is held", "debugger": "`pdb` waits", "compiles": "a compilation", "saves": "a slow save",
-    "none": "nothing",
+    "load": "ten busy processes beside it", "none": "nothing",
 }  # fmt: skip
 
 

@@ -10,11 +10,12 @@ import io
 import os
 import pdb
 import signal
+import subprocess
 import sys
 import time
 
 CAUSES = ("killed", "exits", "stopped", "caught")
-ONLY_SLOW = {"lock": 60.0, "debugger": 60.0, "compiles": 120.0, "saves": 60.0, "none": 0.0}  # seconds
+ONLY_SLOW = {"lock": 60.0, "debugger": 60.0, "compiles": 120.0, "saves": 60.0, "load": 30.0, "none": 0.0}  # seconds
 
 
 def main(cause, lost, seconds, timeout_s, is_blocked):
@@ -33,7 +34,7 @@ def main(cause, lost, seconds, timeout_s, is_blocked):
                 raise fails.pop()
             return output.sum()
 
-        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss, count=lambda batch: 2)
+        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1e-5), loss=loss, count=lambda batch: 2)
         for _ in range(2):
             step([{"x": torch.ones(2, 4)}])
         if world.rank == lost:
@@ -44,7 +45,7 @@ def main(cause, lost, seconds, timeout_s, is_blocked):
             _do(cause, seconds)
         if is_blocked:
             dist.all_reduce(torch.ones(1))
-        for _ in range(3):
+        for _ in range(500 if cause == "load" else 3):
             step([{"x": torch.ones(2, 4)}])
         world.barrier()
     print(f"DONE {world.rank}", flush=True)
@@ -68,8 +69,17 @@ def _do(cause, seconds):
         ctypes.PyDLL(None).usleep(int(seconds * 1e6))  # unlike CDLL it keeps the interpreter's lock
     elif cause == "debugger":
         pdb.Pdb(stdin=_SlowUser(seconds), stdout=io.StringIO(), nosigint=True, readrc=False).set_trace()
+    elif cause == "load":
+        _busy(10, seconds)
     elif cause != "none":
         time.sleep(seconds)  # in C code, or in files, that let other threads run
+
+
+def _busy(num, seconds):
+    """Processes that compute nothing, for so long."""
+    program = f"import time; end = time.monotonic() + {seconds}\nwhile time.monotonic() < end: pass"
+    for _ in range(num):
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 class _SlowUser(io.StringIO):
