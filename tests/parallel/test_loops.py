@@ -4,6 +4,7 @@ hangs or ends in an error in most of them."""
 import contextlib
 import gc
 import os
+import warnings
 
 import pytest
 import torch
@@ -214,6 +215,39 @@ def test_autograd_grad_leaves_gradients_alone(ranks, layout):
     for before, after in ranks.run(a_gradient_taken_before_the_step, 2, layout):
         assert before["text.0.weight"] is not None
         assert_equal(after, before)
+
+
+def a_step_by_autograd_grad(layout: str, where: str) -> tuple[list[str], dict]:
+    with init(layout, device="cpu", timeout_s=20) as world, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        sharded, given = parallelize(model(), world), batch(world.rank)
+        params = list(sharded.parameters())
+        with window(sharded, [given], count=count) as w:
+            for each in w:
+                found = torch.autograd.grad(sharded(each["x"]).sum() / w.num_tokens, params, allow_unused=True)
+                if where == "inside":
+                    for param, grad in zip(params, found, strict=True):
+                        param.grad = grad
+        gradients = whole(sharded)
+        if where == "outside":
+            for param, grad in zip(params, found, strict=True):
+                param.grad = grad
+        torch.optim.SGD(params, lr=0.0).step()
+        return [str(each.message) for each in told if "autograd.grad" in str(each.message)], gradients
+
+
+@pytest.mark.parametrize(("layout", "where", "num"), [
+    ("dp_replicate=2", "outside", 1), ("dp_replicate=2", "inside", 0), ("dp_replicate=1", "outside", 0),
+])  # fmt: skip
+def test_a_step_by_gradients_of_one_rank_is_warned_of(ranks, layout, where, num):
+    """Replicas drifted apart without a word. Put into param.grad inside a window they are summed, as any others."""
+    for told, gradients in ranks.run(a_step_by_autograd_grad, int(layout[-1]), layout, where):
+        assert len(told) == num
+        if where == "inside":
+            plain, total = model(), sum(count(batch(rank)) for rank in range(2))
+            for rank in range(2):
+                (plain(batch(rank)["x"]).sum() / total).backward()
+            assert_equal(gradients, {name: p.grad for name, p in plain.named_parameters() if p.grad is not None})
 
 
 def with_the_parts(layout: str) -> dict:

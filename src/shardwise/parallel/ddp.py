@@ -63,6 +63,7 @@ class DDPEngine:
         self._done: dict[int, Tensor] = {}  # such sums, put aside while new parts are summed
         self._sync: bool | None = None  # as set_sync says
         self.summed: Callable[[], None] = lambda: None  # called when a backward outside of windows was summed
+        self.has_own = False
         self._pads = self._zeroes = False  # a micro-batch that does not count; hooks see to it
         self.apart = Apart(params, self._end_of_backward)
         self._forget()
@@ -163,10 +164,14 @@ class DDPEngine:
         return hook
 
     def _expect(self, i: int) -> None:
-        if is_accumulated(self.params[i]):  # torch.autograd.grad runs this hook too, and leaves .grad alone
-            self._end_failed()
-            if not self.apart.before(i):
-                self._put_aside(i)
+        if not is_accumulated(self.params[i]):  # torch.autograd.grad runs this hook too, and leaves .grad alone
+            self.has_own = (
+                self.has_own or not torch.is_grad_enabled()
+            )  # else it is part of a loss, whose backward comes later
+            return
+        self._end_failed()
+        if not self.apart.before(i):
+            self._put_aside(i)
 
     def _end_of_backward(self, belonging: dict[int, Tensor], any_apart: bool) -> None:
         """See :class:`Apart`."""
@@ -315,6 +320,7 @@ class DDPEngine:
                     add_to_gradient(self.params[i], view.clone() if found["differs"] else view / size)
 
     def _set_gradients(self, used: list[float]) -> None:
+        self.has_own = self.has_own and not any(used)
         for bucket in self.buckets:
             for i, grad in bucket.views().items():
                 done = self._done.pop(i, None)

@@ -35,8 +35,8 @@ def in_our_words(root: nn.Module, error: BaseException) -> ShardwiseError | None
         return UnsupportedError(
             "torch.autograd.grad of the model's parameters",
             why="forward computes with gathered copies, and the parameters that the model shows are shards outside of it",
-            fix="call backward() and read param.grad; or keep parameters whole on every rank: "
-            'sw.init("dp_replicate=-1")',
+            fix='call backward() and read param.grad; or keep parameters whole on every rank, sw.init("dp_replicate=-1"), and put what it gives '
+            "into param.grad inside the window, which sums it over the ranks",
         )
     if "donated buffer" in str(error):  # of compiled blocks: torch says itself what to set
         return None

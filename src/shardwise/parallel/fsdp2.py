@@ -155,6 +155,8 @@ _taken: "weakref.WeakKeyDictionary[World, _Taken]" = weakref.WeakKeyDictionary()
 class FSDP2Engine:
     """Handles on a module sharded by :func:`apply_fsdp2`."""
 
+    has_own = False  # autograd.grad of shards is refused
+
     def __init__(self, module: nn.Module, recipe: Recipe, world: World):
         self.root, self.recipe, self.world = module, recipe, world
         trainable = [name for name, param in recipe.params.items() if param.trainable]

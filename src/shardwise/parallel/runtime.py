@@ -36,9 +36,11 @@ class Engine(Protocol):
 
     Attributes:
         apart: gradients that came to whole parameters and to nothing that the model computed.
+        has_own: torch.autograd.grad has given gradients of this rank alone, and none were summed since.
     """
 
     apart: Apart
+    has_own: bool
 
     def set_sync(self, sync: bool | None) -> None:
         """Whether the next backward's gradients are summed over the ranks: False: not yet; True: they are when

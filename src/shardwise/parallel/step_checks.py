@@ -61,6 +61,7 @@ def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             runtime.check_unchanged()
         runtime.is_checked = False
         _warn_of_sums(runtime)
+        _warn_of_own(runtime, f"{type(optimizer).__name__}.step()")
         _count_write(runtime, held)
 
 
@@ -141,6 +142,19 @@ def _warn_of_sums(runtime: Runtime) -> None:
         f"gradients of backward() outside of a window are summed over {size} ranks, not averaged as DDP does: a mean loss on each "
         f"rank gives gradients {size} times as large. Count what all ranks have, and divide a sum by it: "
         "`with sw.window(model, batches) as w: ... (loss_sum / w.num_tokens).backward()`; or divide the mean by the number of ranks.",
+        UserWarning,
+        stacklevel=4,
+    )
+
+
+def _warn_of_own(runtime: Runtime, what: str) -> None:
+    if not runtime.engine.has_own:
+        return
+    runtime.engine.has_own = False
+    warnings.warn(
+        f"{what} after torch.autograd.grad of the model's parameters, and no backward since: what it gives is of this rank's data alone, and "
+        "a step by it lets the ranks drift apart. Put it into param.grad inside `with sw.window(model, batches) as w:`, which sums it over the "
+        "ranks, or call backward() there.",
         UserWarning,
         stacklevel=4,
     )
