@@ -179,7 +179,7 @@ def lazy_chunks() -> Iterator[None]:
 def parameter_groups(groups: list[tuple[list[Tensor], Any]], after_forward: DeviceMesh | None) -> Iterator[None]:
     """Within: ``fully_shard`` puts the parameters of one unit into these groups, each with a precision policy of its own.
     FSDP2 makes several by itself, for parameters on several meshes, but a group has one dtype of what is trained. They are
-    resharded over the last dim of ``after_forward``; None: as ``fully_shard`` is told."""
+    resharded over the last dim of ``after_forward``; None: as ``fully_shard`` was asked."""
     whole = _fully_shard._init_param_group
 
     def each(state: Any, params: list[Tensor], *args: Any, **kwargs: Any) -> None:

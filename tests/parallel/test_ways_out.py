@@ -97,7 +97,7 @@ def shared(layout: str, options: dict) -> tuple:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_models_that_share_a_module(ranks, layout):
-    """It was said to be another library's, or to have a hook that nobody had put there."""
+    """It was said to be another library's, or to have a hook that the user had not put there."""
     plain = build(Two)
     for batch in BATCHES:
         loss_of_two(plain, batch).backward()

@@ -232,7 +232,7 @@ class _Watch:
         return bool(self.blamed)
 
     def _explain(self) -> None:
-        """Lets ranks that still run show where they are, when nobody failed on its own account: those that others wait for, if they have
+        """Lets ranks that still run show where they are, when none failed on its own account: those that others wait for, if they have
         said so."""
         failures = [rank.failure for rank in self.ranks if rank.failure is not None]
         if any(not failure.weight for failure in failures):

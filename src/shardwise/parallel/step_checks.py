@@ -3,7 +3,7 @@ moment for it, and a window no other way to know.
 
 Each fault lets the ranks drift apart, or trains something else, without an error: the module was changed after it was sharded
 (a replaced head, a block unfrozen), the optimizer holds a parameter whose gradient is not summed over the ranks (a loss's own), gradients
-of ``accumulate`` wait for the last micro-batch and are this rank's alone. And one is told once, as it may be meant: a backward outside
+of ``accumulate`` wait for the last micro-batch and are this rank's alone. And one is a warning, as it may be meant: a backward outside
 of windows sums gradients over the ranks where DDP averages.
 """
 
