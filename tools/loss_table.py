@@ -113,8 +113,10 @@ def main() -> int:
             jobs=given.jobs,
             load=os.getloadavg()[2],
         )
-        kept = TABLE.read_text(encoding="utf-8").splitlines() if given.cause and TABLE.exists() else []
-        TABLE.write_text(head + _page(rows, kept), encoding="utf-8")
+        before = TABLE.read_text(encoding="utf-8") if given.cause and TABLE.exists() else ""
+        if before:  # its head is of the run that made most of the page
+            head = before[: before.index(_LOST_HEAD)]
+        TABLE.write_text(head + _page(rows, before.splitlines()), encoding="utf-8")
     return 0
 
 

@@ -6,12 +6,16 @@
     python tools/units_table.py --before FILE   # with the shares of such a file beside them: docs/data/units-before.json, of when
                                                 # units were found by reading the code of forwards
 
-A family is its class with the default configuration, built on meta. *Root* is the share of parameters in the root unit, which stays
+A family is its class with the default configuration, on one of 8192 imagined ranks. No time is given where that rank's part is
+too large for this machine: experts are cut by their number. *Root* is the share of parameters in the root unit, which stays
 gathered from forward to backward; *embeddings* that of tables and heads in it, which no list of blocks can hold.
 """
 
 import argparse
+import gc
 import json
+import math
+import resource
 import sys
 import time
 import warnings
@@ -19,12 +23,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+import shardwise as sw
 from shardwise.anatomy import read_anatomy
 from shardwise.config.options import Precision, Sharding
 from shardwise.layout import Layout
+from shardwise.parallel import recipe_of
 from shardwise.recipe import ROOT, make_recipe
+
+RANKS, MEMORY = 8192, 18 * 2**30  # bytes of address space
 
 FAMILIES = (
     "LlamaForCausalLM",
@@ -91,18 +100,26 @@ FAMILIES = (
 
 
 def measured(name: str) -> list[float]:
-    """Share of the root unit, share of embeddings and heads in it, number of units, seconds from class to recipe."""
+    """Share of the root unit, share of embeddings and heads in it, number of units, seconds of parallelize, the constructor included."""
     import transformers
 
     cls: Any = getattr(transformers, name)
-    with warnings.catch_warnings(), torch.device("meta"):
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = cls(cls.config_class())
-    start = time.perf_counter()
-    anatomy = read_anatomy(model)
-    recipe = make_recipe(anatomy, Layout(dp_shard=8), precision=Precision(), sharding=Sharding(engine="fsdp2"))
-    seconds = time.perf_counter() - start
-    sizes = {param: fact.numel for param, fact in anatomy.params.items()}
+        start = time.perf_counter()
+        try:
+            model = _sharded(cls)
+            recipe, seconds = recipe_of(model), time.perf_counter() - start
+        except RuntimeError as error:
+            if "allocate memory" not in str(error):
+                raise
+            with torch.device("meta"):
+                model = cls(cls.config_class())
+            recipe = make_recipe(
+                read_anatomy(model), Layout(dp_shard=8), precision=Precision(), sharding=Sharding(engine="fsdp2")
+            )
+            seconds = math.nan
+    sizes = {param: math.prod(record.shape) for param, record in recipe.params.items()}
     root = {param for param, record in recipe.params.items() if record.unit == ROOT}
     tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -113,6 +130,17 @@ def measured(name: str) -> list[float]:
     return [sum(sizes[n] for n in root) / total, sum(sizes[n] for n in held) / total, len(recipe.units), seconds]
 
 
+def _sharded(cls: Any) -> nn.Module:
+    dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=RANKS)
+    try:
+        with sw.init("dp_shard=-1", device="cpu") as world:
+            return sw.parallelize(
+                lambda: cls(cls.config_class()), world, init="load", sharding=Sharding(engine="fsdp2")
+            )
+    finally:
+        dist.destroy_process_group()
+
+
 def main() -> int:
     """Prints or writes the figures. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -120,9 +148,11 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--before", type=Path)
     options = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
     found = {}
     for name in options.families:
         try:
+            gc.collect()  # models are in rings
             found[name] = measured(name)
         except Exception as error:
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
@@ -147,7 +177,7 @@ def table(found: dict[str, list[float]], before: dict[str, list[float]]) -> list
             f"{100 * root:.0f} %",
             f"{100 * embeddings:.0f} %",
             f"{units:.0f}",
-            f"{seconds:.2f}",
+            "-" if math.isnan(seconds) else f"{seconds:.1f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
