@@ -170,7 +170,8 @@ class Window:
             raise UsageError(
                 f"a window left after {self._num_begun} of {len(self.batches)} micro-batches",
                 why="gradients are reduced over the ranks at the last one, and other ranks wait for it",
-                fix="write `for batch in w:` inside the with block, and let it run to the end",
+                fix="write `for batch in w:` inside the with block, and let it run to the end; a loss over several models needs the "
+                "window of one of them only",
             )
         own = Exchange(runtime, self._versions)
         self.agreed = runtime.world.agreement.sum(
