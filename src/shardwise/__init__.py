@@ -14,9 +14,8 @@ Names are loaded when first used, so that importing the package costs millisecon
 
 from importlib import import_module
 
-TYPE_CHECKING = (
-    False  # as type checkers read it; to import typing takes longer than all else here, in which Ctrl-C is a traceback
-)
+# As type checkers read it; to import typing takes longer than all else here, in which Ctrl-C is a traceback.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 

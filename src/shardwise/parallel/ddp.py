@@ -165,9 +165,8 @@ class DDPEngine:
 
     def _expect(self, i: int) -> None:
         if not is_accumulated(self.params[i]):  # torch.autograd.grad runs this hook too, and leaves .grad alone
-            self.has_own = (
-                self.has_own or not torch.is_grad_enabled()
-            )  # else it is part of a loss, whose backward comes later
+            # With a graph of it (create_graph) it is part of a loss, whose backward comes later.
+            self.has_own = self.has_own or not torch.is_grad_enabled()
             return
         self._end_failed()
         if not self.apart.before(i):

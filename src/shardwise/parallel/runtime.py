@@ -112,9 +112,8 @@ class Runtime:
             False  # a backward outside of windows has summed gradients; None: the user was warned
         )
         self.paddings: list[bool] = []  # of micro-batches that were counted, and are run by ``accumulate``
-        self.on_zero_grad: ZeroGrad = (
-            _nothing  # called with the parameters (by identity), and whether gradients become None
-        )
+        # Called before gradients are cleared, with the parameters (by identity), and whether gradients become None.
+        self.on_zero_grad: ZeroGrad = _nothing
         self.accumulates = False  # a micro-batch of ``accumulate`` has run that is not the last
         self.num_gathered = 0  # times that somebody is within ``sw.gathered``
         self.explainers: list[Callable[[BaseException], ShardwiseError | None]] = []  # of techniques

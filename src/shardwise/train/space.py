@@ -56,9 +56,8 @@ def check_space(config: RunConfig, weights_bytes: int | None = None, checkpoint_
         path, total = here[0][0], sum(need[1] for need in here)
         size, _, free = shutil.disk_usage(_standing(path))
         spare = _spare_bytes(size) if folder / "checkpoints" in places else 0
-        if (
-            size and free < total + spare
-        ):  # a file system of no size (/proc) does not count; writing there tells what is wrong
+        # A file system of no size (/proc) does not count: writing there tells what is wrong.
+        if size and free < total + spare:
             raise ConfigError(
                 f"{here[0][3]}: {str(path)!r}, with {human_bytes(free)} free on its disk",
                 why=f"the run will write about {human_bytes(total)}: {', '.join(need[2] for need in here)}"
@@ -69,9 +68,8 @@ def check_space(config: RunConfig, weights_bytes: int | None = None, checkpoint_
 
 
 def _spare_bytes(disk_bytes: int) -> int:
-    from shardwise.state.checkpoint.commit import (
-        spare_bytes,
-    )  # where there is a checkpoint to be written, torch is there too
+    # Here: where there is a checkpoint to be written, torch is imported anyway.
+    from shardwise.state.checkpoint.commit import spare_bytes
 
     return spare_bytes(disk_bytes)
 
