@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 import shardwise.parallel.ddp
+import shardwise.parallel.whole
 import shardwise.train.exchange
 import shardwise.train.optim
 import shardwise.train.step
@@ -75,7 +76,7 @@ def stale_buffer() -> Any:
 
 def whole_parameters_not_summed() -> Any:
     """0-dim parameters keep the gradient of their own rank."""
-    return mock.patch.object(shardwise.train.exchange.Exchange, "_set_replicated", lambda *args: None)
+    return mock.patch.object(shardwise.parallel.whole.WholeGradients, "set", lambda *args: None)
 
 
 def unused_as_zero() -> Any:

@@ -56,11 +56,21 @@ def names(rank: int) -> str:
 
 
 def run(
-    cause: str, lost: int, launcher: str, *, seconds=0.0, timeout_s=60.0, blocked=False, until=None, limit_s=LIMIT_S
+    cause: str,
+    lost: int,
+    launcher: str,
+    *,
+    seconds=0.0,
+    timeout_s=60.0,
+    blocked=False,
+    unconnected=False,
+    until=None,
+    limit_s=LIMIT_S,
 ) -> Run:
     """Runs to the end, or until a line matches ``until``; then ends what is left."""
     mark = uuid.uuid4().hex
-    words = [str(SCRIPT), *(["--blocked"] if blocked else []), cause, str(lost), str(seconds), str(timeout_s), mark]
+    flags = [flag for flag, is_set in (("--blocked", blocked), ("--unconnected", unconnected)) if is_set]
+    words = [str(SCRIPT), *flags, cause, str(lost), str(seconds), str(timeout_s), mark]
     found = Run()
     with held_port() as port:
         processes = _start(launcher, words, port)

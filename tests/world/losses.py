@@ -2,7 +2,7 @@
 
 With ``--launch`` before the words it starts its two ranks itself, by ``launch_local``; with ``--blocked`` the other rank waits in a
 collective of its own instead of an exchange of the library's. RANK does what CAUSE says, for SECONDS where it goes on after that, and
-prints ``LOST`` and the time just before.
+prints ``LOST`` and the time just before. With ``--unconnected`` ranks have no connections to each other, as in the first second of a run.
 """
 
 import ctypes
@@ -104,4 +104,8 @@ if __name__ == "__main__":
         # A stopped rank is seen by the launcher itself: here the ranks are to see it.
         launch_local(f"{__file__}:main", nproc=2, args=words, stopped_s=1e6)
     else:
+        if "--unconnected" in flags:
+            from shardwise.world import connections
+
+            connections.PeerConnections._connect = lambda self: None
         main(*words)

@@ -31,6 +31,14 @@ def test_torchrun_does_not_end_the_survivor_before_it_names_a_killed_rank():
     check("killed", 1, lose("killed", 1, "torchrun", True))
 
 
+@pytest.mark.parametrize("blocked", [False, True])
+def test_torchrun_does_not_end_it_where_ranks_are_not_connected_yet(blocked):
+    """It ended by the signal without a word, or with one that named no rank."""
+    found = run("killed", 1, "torchrun", timeout_s=300.0, blocked=blocked, unconnected=True)
+    said = found.seconds_to(r"rank 1 has given no sign of life|waited in vain for rank 1|process of rank 1 has")
+    assert said is not None and said < 10.0, found.text[-3000:]
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("turn", range(10))
 @pytest.mark.parametrize("lost", [0, 1])

@@ -111,13 +111,13 @@ class PeerConnections:
 
     def ended(self) -> set[int]:
         """The neighbours whose process has ended without a word, as the system knows at this moment."""
-        found = set(self.closed)
+        found: set[int] = set()
         for connection, peer in list(self._peers.items()):
             if peer.rank is not None and peer.last == CLOSED:
                 with contextlib.suppress(OSError):
                     if connection.recv(1, socket.MSG_PEEK) == b"":
                         found.add(peer.rank)
-        return found
+        return found | self.closed  # last: the thread may have dropped one meanwhile
 
     def close(self) -> None:
         """Says LEFT and closes everything. Idempotent."""
@@ -237,13 +237,13 @@ class PeerConnections:
         return True
 
     def _drop(self, connection: socket.socket, peer: _Peer) -> None:
+        rank = None if peer.last == LEFT or self._stop.is_set() else peer.rank
+        if rank is not None and peer.last == CLOSED:
+            self.closed.add(rank)
         self._peers = {other: peer for other, peer in self._peers.items() if other is not connection}
         connection.close()
-        if peer.rank is None or peer.last == LEFT or self._stop.is_set():
-            return
-        if peer.last == CLOSED:
-            self.closed.add(peer.rank)
-        self._on_end(peer.rank, peer.last)
+        if rank is not None:
+            self._on_end(rank, peer.last)
 
     def release(self) -> None:
         """Closes this process's descriptors, and says nothing: a process that was forked has copies of them."""

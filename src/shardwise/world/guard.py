@@ -27,6 +27,8 @@ EXIT_PEER_LOST = 71  # os.EX_OSERR: this process ended itself because a peer was
 _GRACE_S = 3.0  # in which the main thread may see an alarm by itself
 _TICK_S = 0.1
 _LONGEST_TICK_S = 1.0  # what is longer is a time for which this process was stopped, or its interpreter lock held
+_BREAKS_S = 1.0  # in which a collective breaks whose peer has ended
+_SILENCE_S = 3.0  # in which a rank that lives has written some beats
 _WORD_S = 1.5  # in which the store takes the word of a process that has ended
 
 
@@ -94,11 +96,28 @@ class Guard(threading.Thread):
                 word = within(0.5, lambda: read_word(watch.open_store()))
             if word is None and ended:
                 word = ended_word(sorted(ended))
+            if word is None and not watch.connections.is_complete:
+                word = self._by_silence(watch)
             if word is None and watch.is_broken and watch.wait_for_alarm(1.0) is None:
                 word = Word([], "a collective failed, and no rank has said why")
             if word is not None:
                 watch.on_alarm(word)
         return None if watch.is_asked else watch.alarm
+
+    def _by_silence(self, watch: "Watch") -> Word | None:
+        """Where ranks are not connected (in the first second of a run, behind a firewall): a collective that breaks tells that a peer is
+        lost, and silence which."""
+        watch.missing(watch.LOST)  # reads the counts of all beats, to be compared with those after the wait
+        start = time.monotonic()
+        while (waited := time.monotonic() - start) < _SILENCE_S and watch.alarm is None:
+            ended = watch.connections.ended()
+            if ended:
+                return ended_word(sorted(ended))
+            if not watch.is_broken and waited > _BREAKS_S:
+                return None
+            time.sleep(0.02)
+        ranks, where = watch.missing(watch.LOST, silent_s=_SILENCE_S - 1.0) if watch.alarm is None else ((), "")
+        return Word(list(ranks), where) if ranks else None
 
     def end(self, alarm: RankError, patience_s: float) -> None:
         """Ends this process, once the alarm is said; a main thread that has it may do so itself for ``patience_s``."""
