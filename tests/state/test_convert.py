@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import gc
 import json
 import os
 import resource
@@ -596,6 +597,7 @@ def test_a_directory_may_have_a_dot_in_its_name(tmp_path, name):
 def test_hundreds_of_files_are_never_open_at_once(tmp_path):
     tensors = {f"w{number}": torch.full((4,), float(number)) for number in range(150)}
     save_file(tensors, tmp_path / "s.safetensors")
+    gc.collect()  # what other tests have left may be closed at any time
     before = len(os.listdir("/proc/self/fd"))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 80, limits[1]))
@@ -616,7 +618,7 @@ def test_hundreds_of_files_are_never_open_at_once(tmp_path):
             done = convert(job)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert done.num_files == 151 and len(os.listdir("/proc/self/fd")) == before
+    assert done.num_files == 151 and len(os.listdir("/proc/self/fd")) <= before
     assert {path.stat().st_ino for path in (tmp_path / "out").iterdir()} <= synced, "on disk before it appears"
     check(tmp_path / "out", tensors)
 

@@ -27,8 +27,7 @@ EXIT_PEER_LOST = 71  # os.EX_OSERR: this process ended itself because a peer was
 _GRACE_S = 3.0  # in which the main thread may see an alarm by itself
 _TICK_S = 0.1
 _LONGEST_TICK_S = 1.0  # what is longer is a time for which this process was stopped, or its interpreter lock held
-_BREAKS_S = 1.0  # in which a collective breaks whose peer has ended
-_SILENCE_S = 3.0  # in which a rank that lives has written some beats
+_SILENCE_S = 3.0  # in which a rank that lives has written some beats, and a collective breaks whose peer has ended
 _WORD_S = 1.5  # in which the store takes the word of a process that has ended
 
 
@@ -109,14 +108,14 @@ class Guard(threading.Thread):
         lost, and silence which."""
         watch.missing(watch.LOST)  # reads the counts of all beats, to be compared with those after the wait
         start = time.monotonic()
-        while (waited := time.monotonic() - start) < _SILENCE_S and watch.alarm is None:
+        while time.monotonic() - start < _SILENCE_S and watch.alarm is None:
             ended = watch.connections.ended()
             if ended:
                 return ended_word(sorted(ended))
-            if not watch.is_broken and waited > _BREAKS_S:
-                return None
             time.sleep(0.02)
-        ranks, where = watch.missing(watch.LOST, silent_s=_SILENCE_S - 1.0) if watch.alarm is None else ((), "")
+        if watch.alarm is not None or not watch.is_broken:
+            return None
+        ranks, where = watch.missing(watch.LOST, silent_s=_SILENCE_S - 1.0)
         return Word(list(ranks), where) if ranks else None
 
     def end(self, alarm: RankError, patience_s: float) -> None:
