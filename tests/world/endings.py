@@ -98,7 +98,12 @@ def _fail_in(model, where):
 
 
 def killed():
-    world = _world()
+    """Once ranks are connected: before that a lost one is named by its silence, in other words."""
+    world = _patient_world()
+    end = time.monotonic() + 10.0
+    while not world.watch.connections.is_complete and time.monotonic() < end:
+        time.sleep(0.02)
+    world.barrier()
     if RANK == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     world.barrier()
