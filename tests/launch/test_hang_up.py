@@ -26,9 +26,8 @@ def start(tmp_path):
         )
 
         def as_from_a_shell():
-            signal.signal(
-                signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL
-            )  # as nohup does; the tests' own may be
+            # Ignored as nohup does it; set either way, as the tests themselves may run under nohup.
+            signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
             if terminal is not None:
                 fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
 
