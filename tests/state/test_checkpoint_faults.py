@@ -189,24 +189,38 @@ def test_a_directory_that_turned_read_only_is_told_on_every_rank_and_training_go
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000001", "step-00000003"]
 
 
-def test_a_second_job_on_one_directory_is_refused_and_a_dead_one_is_not_in_the_way(ranks, tmp_path):
+def holder(path, seconds):
+    """A process that has the lock of a directory for so long."""
     code = (
         "import sys, time; from pathlib import Path; from shardwise.launch.lock import try_lock;"
-        f"held = try_lock(Path({str(tmp_path / '.lock')!r})).held; print('held', flush=True); time.sleep(60)"
+        f"held = try_lock(Path({str(path / '.lock')!r})).held; print('held', flush=True); time.sleep({seconds})"
     )
     other = subprocess.Popen(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
+    assert other.stdout is not None and other.stdout.readline() == b"held\n"
+    return other
+
+
+def test_a_second_job_on_one_directory_is_refused_and_a_dead_one_is_not_in_the_way(ranks, tmp_path):
+    other = holder(tmp_path, 60)
     try:
-        assert other.stdout is not None and other.stdout.readline() == b"held\n"
         for error in ranks.run(refused, 2, str(tmp_path)):
             assert isinstance(error, sw.CheckpointError) and f"process {other.pid} on" in error.why
     finally:
         other.kill()
         other.communicate()
     assert ranks.run(refused, 2, str(tmp_path)) == [None, None]
+
+
+def test_a_run_started_again_at_once_waits_for_the_last_of_the_old_one_to_end(ranks, tmp_path):
+    other = holder(tmp_path, 0.5)
+    try:
+        assert ranks.run(refused, 2, str(tmp_path)) == [None, None]
+    finally:
+        other.communicate()
 
 
 class Unplain:

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import socket
+import time
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -24,15 +25,19 @@ class Tried(NamedTuple):
     note: str | None = None
 
 
-def try_lock(path: Path) -> Tried:
+def try_lock(path: Path, *, wait_s: float = 0.0) -> Tried:
     """Takes the lock, and leaves word of who has it.
+
+    Args:
+        path: the file, which is made if it is not there.
+        wait_s: how long to wait for a process that has it, in seconds: one that was killed has it until the system is done with it.
 
     Raises:
         OSError: the file cannot be made.
     """
     held, note = path.open("a+", encoding="utf-8"), None
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _flock(held, wait_s)
     except BlockingIOError:
         held.seek(0)
         owner = held.read().strip() or "unknown"
@@ -44,6 +49,17 @@ def try_lock(path: Path) -> Tried:
     held.write(f"{_told()}\n")
     held.flush()
     return Tried(held, note=note)
+
+
+def _flock(held: TextIO, wait_s: float) -> None:
+    end = time.monotonic() + wait_s
+    while True:
+        try:
+            return fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                raise
+        time.sleep(0.05)
 
 
 def let_go(held: TextIO) -> None:

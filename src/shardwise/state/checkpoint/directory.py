@@ -17,6 +17,8 @@ from shardwise.world import World
 
 __all__ = ["Directory"]
 
+_ENDING_S = 2.0  # a run that was killed, and is started again at once, finds the last of its ranks still ending
+
 
 class Directory:
     """Rank 0 makes it, holds its lock and tidies it up; all ranks must open it, and see it.
@@ -54,7 +56,7 @@ class Directory:
             for folder in made:  # a loss of power would take the new names, and the checkpoints with them
                 with contextlib.suppress(PermissionError):  # a directory that one may write to, and not list
                     sync_folder(folder.parent)
-            self._lock, owner, self.note = try_lock(root / ".lock")
+            self._lock, owner, self.note = try_lock(root / ".lock", wait_s=_ENDING_S)
         except OSError as error:
             raise CheckpointError(
                 f"the directory {root} for checkpoints",
