@@ -267,8 +267,8 @@ def test_a_loss_with_parameters_is_exact_inside_a_task_model(ranks, layout, engi
         assert got == pytest.approx(losses, rel=1e-12)
 
 
-def _rehearses(layout):
-    """A step whose task was tried beforehand, against one where it was not."""
+def _tries_a_task(layout):
+    """A step whose task was tried on copies, against one where it was not."""
     found = []
     for tried in (True, False):
         world, model = shard(layout, build=build_normed_task)
@@ -283,7 +283,7 @@ def _rehearses(layout):
 
 @pytest.mark.parametrize(("layout", "_engine"), TWO)
 def test_trying_a_task_leaves_no_trace(ranks, layout, _engine):
-    for tried, untried in ranks.run(_rehearses, 2, layout):
+    for tried, untried in ranks.run(_tries_a_task, 2, layout):
         assert tried[4] == {"loss"} and tried[0] == untried[0] and torch.equal(tried[3], untried[3])
         for a, b in ((tried[1], untried[1]), (tried[2], untried[2])):
             assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import ShardwiseError, UsageError
+from shardwise.errors import UsageError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.train.exchange import buffer_versions, buffers_written, equalise_buffers
 from shardwise.train.kept import clone_buffers, restore_buffers
-from shardwise.train.loss import Batch, Loss, as_sums, call, count_of, next_token_loss, refuse_uncallable
-from shardwise.train.sums import SumCheck, agreed_problem
+from shardwise.train.loss import Batch, Loss, as_sums, call, count_of, forward_of, next_token_loss, refuse_uncallable
+from shardwise.train.sums import SumCheck
 from shardwise.world.rng import derive_seed, forked_streams
 
 __all__ = ["evaluate"]
@@ -50,10 +50,10 @@ def evaluate(
     """
     refuse_uncallable(loss=loss, forward=forward)
     counter = count_of(loss, count if count is not None or loss is not None else getattr(model, "count", None))
-    sums = _Sums(runtime_of(model), loss, counter, forward)
+    sums = _Sums(runtime_of(model), loss, counter, forward_of(loss, forward))
     with _eval_mode(model):
         sums.run(loader)
-    return sums.means()
+        return sums.means()
 
 
 class _Sums:
@@ -64,8 +64,7 @@ class _Sums:
         self.totals: dict[str, Tensor] = {}
         self.tokens = torch.zeros((), dtype=torch.float64)
         self.written = torch.zeros(0)
-        self._check = SumCheck()
-        self._problem: ShardwiseError | None = None
+        self._check = SumCheck(counter)
 
     def run(self, loader: Iterable[Any]) -> None:
         versions = buffer_versions(self.runtime)
@@ -87,12 +86,10 @@ class _Sums:
 
     def _add(self, batch: Batch, counts: bool) -> None:
         model, loss, check = self.runtime.module, self.loss, self._check
-        result = self.forward(model, batch) if loss is not None else model(batch)
-        sums = as_sums(loss(result, batch) if loss is not None else result)
-        if loss is not None:
-            check.try_loss(loss, result, batch, sums, counts=counts)
-            check.agree(sorted(sums), check.entry(sorted(sums)))  # with itself: the others hear at the end
-            self._problem = self._problem or check.problem
+        output = self.forward(model, batch)
+        sums = as_sums(output if loss is None else loss(output, batch))
+        check.try_loss(loss, output, batch, sums, counts=counts)
+        check.agree(sorted(sums), check.entry(sorted(sums)))  # with itself: the others hear at the end
         for name, value in sums.items():
             value = value.double().cpu() if counts else torch.zeros((), dtype=torch.float64)
             self.totals[name] = self.totals.get(name, torch.zeros((), dtype=torch.float64)) + value
@@ -104,15 +101,15 @@ class _Sums:
         agreed = self.runtime.world.agreement.sum(
             {
                 "tokens": self.tokens,
-                "problem": float(self._problem is not None),
+                "unclear": float(bool(self._check.unclear)),
                 "buffers": self.written,
                 **{f"sum of {name}": self.totals[name] for name in sorted(self.totals)},
             },
             "evaluation, adding up",
         )
         equalise_buffers(self.runtime, agreed["buffers"], "evaluation")
-        if float(agreed["problem"]):
-            raise agreed_problem(self.runtime, self._problem)
+        if float(agreed["unclear"]):
+            self._check.try_forward(self.runtime, lambda batch: self.forward(self.runtime.module, batch), self.loss)
         num_tokens = float(agreed["tokens"])
         if not num_tokens:
             raise UsageError(

@@ -22,6 +22,7 @@ __all__ = [
     "as_sums",
     "call",
     "count_of",
+    "forward_of",
     "next_token_loss",
     "refuse_uncallable",
 ]
@@ -156,6 +157,11 @@ def call(model: nn.Module, batch: Batch) -> Any:
         why="the names do not match, and the forward takes more than one tensor",
         fix="pass forward=lambda model, batch: model(batch[...], ...), or name the batch's keys as the forward does",
     )
+
+
+def forward_of(loss: Loss | None, forward: Callable[[nn.Module, Batch], Any]) -> Callable[[nn.Module, Batch], Any]:
+    """How the model is called: ``forward``; without a loss and with the default, the module takes the batch itself."""
+    return (lambda model, batch: model(batch)) if loss is None and forward is call else forward
 
 
 def as_sums(result: Any) -> dict[str, Tensor]:

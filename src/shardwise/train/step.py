@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwise.errors import ConfigError, NonFiniteError, ShardwiseError, UsageError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.train.kept import clone_buffers, restore_buffers
-from shardwise.train.loss import Batch, Loss, as_sums, call, next_token_loss, refuse_uncallable
+from shardwise.train.loss import Batch, Loss, as_sums, call, count_of, forward_of, next_token_loss, refuse_uncallable
 from shardwise.train.norm import GradientNorm
 from shardwise.train.optim import is_elementwise, local_optimizer, scale_gradients
 from shardwise.train.refuse import (
@@ -64,9 +64,9 @@ class TrainStep:
         model: from ``parallelize``.
         optim: built from the model's parameters after ``parallelize``.
         loss: ``loss(output, batch)`` -> sum over valid tokens, 0-dim, or a mapping of such sums with the key ``"loss"``;
-            None: the module's forward takes the batch and returns it (:class:`TaskModel`).
+            None: the forward returns it: the module's, which takes the batch (:class:`TaskModel`), or ``forward``.
         count: ``count(batch)`` -> valid tokens; default ``loss.count``, else labels that are not -100.
-        forward: how to call the model on a batch.
+        forward: ``forward(model, batch)`` -> output, how to call the model on a batch.
         scheduler: stepped after each step that was taken.
         max_grad_norm: clip to this 2-norm; None only measures it.
         scaler: a ``torch.amp.GradScaler``; None: a new one where float16 is computed in, else none. A step whose gradients
@@ -107,14 +107,14 @@ class TrainStep:
         runtime = runtime_of(model)
         refuse_unfit(runtime, optim, scheduler)
         self.model, self.optim, self.scheduler = model, optim, scheduler
-        self.loss, self.forward = loss, forward
+        self.loss, self.forward = loss, forward_of(loss, forward)
         self.count = count if count is not None or loss is not None else getattr(model, "count", None)
         self.max_grad_norm, self.on_nonfinite = max_grad_norm, on_nonfinite
         self.num_steps = self.num_skipped = 0
         self._runtime: Runtime = runtime
         self._scale = LossScale(runtime, optim, scaler)
         self._norm = GradientNorm(self._runtime, whole_after=self._runtime.replicated)
-        self._sums = SumCheck()
+        self._sums = SumCheck(count_of(loss, self.count))
         self._before_step = methods_called(model, "pre_optimizer_step")
         self._after_step = methods_called(model, "post_optimizer_step")
         _agree_on_settings(self)
@@ -132,6 +132,8 @@ class TrainStep:
             self._drop_gradients()
             raise agreed_problem(self._runtime, problem)
         self._sums.agree(sorted(sums), agreed["told"])
+        if float(agreed["unclear"]):
+            self._try_forward()
         means = {name: float(agreed[f"sum of {name}"]) / w.num_tokens for name in sorted(sums)}
         scale = self._scale.value
         norm, loss = float(self._norm.finish(agreed["norm"])) / (scale or 1.0), means.pop("loss")
@@ -187,13 +189,10 @@ class TrainStep:
         totals: dict[str, Tensor] = {}
         detached: ShardwiseError | None = None
         self._sums.begin(self.num_steps)
-        if self.loss is None and self._sums.is_due:
-            w.rehearse(lambda batch: self._sums.try_task(self.model, batch))
         for batch in w:
-            output = self.model(batch) if self.loss is None else self.forward(self.model, batch)
+            output = self.forward(self.model, batch)
             sums = as_sums(output if self.loss is None else self.loss(output, batch))
-            if self.loss is not None:
-                self._sums.try_loss(self.loss, output, batch, sums, counts=not batch.padding)
+            self._sums.try_loss(self.loss, output, batch, sums, counts=not batch.padding)
             if not sums["loss"].requires_grad:
                 detached = no_gradient(self._runtime)
                 sums["loss"] = sums["loss"] + nothing_of(output, detached)
@@ -202,13 +201,22 @@ class TrainStep:
                 value = value.detach().double()
                 value = torch.zeros_like(value) if batch.padding else value
                 totals[name] = totals[name] + value if name in totals else value
-        return {name: value.cpu() for name, value in totals.items()}, detached or self._sums.problem
+        return {name: value.cpu() for name, value in totals.items()}, detached
+
+    def _try_forward(self) -> None:
+        """Where the loss alone did not show that it is a sum; the step is not taken yet."""
+        try:
+            self._sums.try_forward(self._runtime, lambda batch: self.forward(self.model, batch), self.loss)
+        except ShardwiseError:
+            self._drop_gradients()
+            raise
 
     def _entries(self, sums: Mapping[str, Tensor], problem: ShardwiseError | None) -> dict[str, Tensor | float]:
         """What the step adds to the window's second exchange."""
         return {
             "problem": float(problem is not None),
             "told": self._sums.entry(sorted(sums)),
+            "unclear": float(bool(self._sums.unclear)),
             "norm": self._norm.entry(),
             **{f"sum of {name}": value for name, value in sums.items()},  # by name: a rank with other metrics is named
         }

@@ -12,10 +12,9 @@ them at its end, as in one process. An exception on the way restores the module:
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError, UsageError
@@ -30,8 +29,6 @@ from shardwise.train.loss import Batch, as_micro_batches, count_of
 from shardwise.train.refuse import explain_no_gradient, refuse_unused
 from shardwise.train.written import WrittenParameters
 from shardwise.world.rng import derive_seed, forked_streams
-
-T = TypeVar("T")
 
 __all__ = ["Window", "accumulate", "count_tokens", "window"]
 
@@ -89,21 +86,6 @@ class Window:
         self._kept_gradients = KeptGradients(runtime)
         runtime.in_window, runtime.on_zero_grad = True, self._zero_grad
         return self
-
-    def rehearse(self, run: Callable[[MicroBatch], T]) -> T:
-        """``run`` on the first micro-batch, without a trace: no gradients, random numbers of its own, buffers and engine
-        as before. All ranks must call it alike, before they iterate."""
-        runtime = self.runtime
-        kept = clone_buffers(runtime)
-        seed = derive_seed(runtime.world.seed, "rehearsal", runtime.step)
-        try:
-            with torch.no_grad(), forked_streams(seed, runtime.world.device, runtime.generators):
-                return run(self._micro_batch(0))
-        finally:
-            restore_buffers(runtime, kept)
-            runtime.engine.abandon()
-            runtime.engine.begin()
-            self._versions = buffer_versions(runtime)
 
     # ---- running ---------------------------------------------------------------------------------------------
 
