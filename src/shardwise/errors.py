@@ -40,7 +40,12 @@ class ShardwiseError(Exception):
         why: why that cannot work.
         fix: what to change, as a call or a setting the user can copy.
         name: canonical name of the module or parameter concerned, if there is one.
+
+    Attributes:
+        shown_by: another process ("rank 0") that shows the same error whole; None: whoever has it shows it.
     """
+
+    shown_by: str | None = None
 
     def __init__(self, given: str, *, why: str, fix: str, name: str | None = None):
         super().__init__(given)
@@ -49,6 +54,10 @@ class ShardwiseError(Exception):
     def __str__(self) -> str:
         where = f"{self.name}: " if self.name else ""
         return f"{where}{self.given}\n  why: {self.why}\n  fix: {self.fix}"
+
+    def in_a_line(self) -> str:
+        """What it is, for a process that leaves the rest to :attr:`shown_by`."""
+        return f"{type(self).__name__}: {self.given} (shown by {self.shown_by})"
 
     def __reduce__(self):
         return _rebuild, (type(self), self.__dict__.copy())

@@ -50,14 +50,17 @@ def test_version(capsys):
 
 
 @pytest.mark.parametrize("command", list(cli.COMMANDS))
-def test_each_command_explains_itself(capsys, command):
+def test_each_command_explains_itself_in_80_columns(capsys, command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as ended:
         cli.main([command, "--help"])
     assert ended.value.code == 0
-    assert f"usage: shardwise {command}" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert f"usage: shardwise {command}" in text and all(len(line) <= 80 for line in text.splitlines())
 
 
-def test_the_help_of_train_names_every_key(capsys):
+def test_the_help_of_train_names_every_key(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "110")
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])
     text = capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import shlex
 import time
 
 import pytest
@@ -117,6 +118,51 @@ def test_a_quiet_run_keeps_talking():
             while len(stream.getvalue().splitlines()) < expected:
                 time.sleep(0.01)
     assert stream.getvalue().splitlines()[1:] == [f"{'':<11}loading torch ({n} s)" for n in (2, 4, 6)]
+
+
+@pytest.mark.timeout(30)
+def test_a_run_that_stands_still_does_not_repeat_its_last_step():
+    clock, stream = Clock(), io.StringIO()
+    with Display(stream=stream, live=False, clock=clock) as display:
+        display.on_event(0, STEP)
+        for expected in (1, 2, 3):
+            clock.now += 8.0
+            while len(stream.getvalue().splitlines()) < expected:
+                time.sleep(0.01)
+        clock.now += 1.0
+        time.sleep(0.5)
+    first, *later = [line.strip() for line in stream.getvalue().splitlines()]
+    assert first.startswith("step 12/500  loss 2.3457")
+    assert later == [f"step 12/500, and no other for {n} s" for n in (16, 24)]
+
+
+def test_ctrl_c_is_called_that_and_not_by_the_signal_that_the_ranks_are_sent():
+    stop = {"kind": "stop", "reason": "SIGTERM"}
+    assert shown(stop) == "... SIGTERM: saving, to stop\n"
+    assert shown({"kind": "interrupted"}, stop).splitlines() == [
+        "... Ctrl-C: ending the ranks",
+        "... Ctrl-C: saving, to stop",
+    ]
+
+
+class Narrow(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_commands_fit_a_narrow_terminal_and_can_be_copied(monkeypatch):
+    command = (
+        "somewhere/.venv/bin/shardwise train runs/latest/config.yaml --parallel.layout=dp_replicate=-1 --log.dir=a"
+    )
+    monkeypatch.setattr("shardwise.cli.train_display._width", lambda stream: 80)
+    stream = Narrow()
+    Display(stream=stream, live=False).commands("try", [(command, "whole copies")])
+    assert all(len(line) <= 80 for line in stream.getvalue().splitlines())
+    label, *lines = stream.getvalue().splitlines()
+    assert label == "try        # whole copies" and shlex.split("\n".join(lines).replace("\\\n", "")) == shlex.split(command)
+    pipe = io.StringIO()
+    Display(stream=pipe, live=False).commands("try", [(command, "whole copies")])
+    assert pipe.getvalue() == f"try        {command}  # whole copies\n"
 
 
 @pytest.mark.timeout(30)

@@ -6,6 +6,8 @@ argparse sees them, so they may stand anywhere.
 
 import argparse
 import re
+import shutil
+import textwrap
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import NoReturn
@@ -33,7 +35,7 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         text = super().format_help()
-        return f"{text}\n{self.more_help()}\n" if self.more_help else text
+        return _fitted(f"{text}\n{self.more_help()}\n" if self.more_help else text)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(self.prog, why=message, fix=f"see {self.prog} --help")
@@ -41,6 +43,17 @@ class Parser(argparse.ArgumentParser):
     def option_names(self) -> list[str]:
         """The long options there are."""
         return [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+
+
+def _fitted(text: str) -> str:
+    """Lines that are wider than the terminal go on below themselves, between words."""
+    width = max(40, min(110, shutil.get_terminal_size().columns))
+    lines: list[str] = []
+    for line in text.splitlines():
+        indent = " " * (len(line) - len(line.lstrip()) + 2 * line.startswith("usage:"))
+        fitted = textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        lines += fitted if len(line) > width else [line]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def read_arguments(command: ModuleType, parser: Parser, words: Sequence[str]) -> argparse.Namespace:

@@ -6,16 +6,17 @@ their events are shown until the report. Only the ranks import torch.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.arguments import Parser
-from shardwise.errors import ConfigError, LayoutError
+from shardwise.errors import ConfigError, LayoutError, ShardwiseError
 
 if TYPE_CHECKING:
     from shardwise.cli.train_folder import RunFolder
@@ -75,8 +76,9 @@ def run(args: argparse.Namespace) -> int:
 
     overrides = args.overrides + ([f"--launch.nproc={args.nproc}"] if args.nproc is not None else [])
     overrides += ["--checkpoint.resume=false"] if args.fresh else []
-    loaded = load_config(args.config, overrides)
-    check_early(loaded)
+    with _shown_once_a_node():
+        loaded = load_config(args.config, overrides)
+        check_early(loaded)
     if args.print_config:
         print(print_config(loaded), end="")
         return 0
@@ -202,21 +204,35 @@ def _started_by_others() -> bool:
     return given.get("RANK", "-1") not in ("", "-1") or int(given.get("SLURM_STEP_NUM_TASKS") or 1) > 1
 
 
+@contextlib.contextmanager
+def _shown_once_a_node() -> Iterator[None]:
+    """Within, what is wrong is so for every rank of a node: the first one shows it."""
+    try:
+        yield
+    except ShardwiseError as error:
+        if _started_by_others() and (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") != "0":
+            error.shown_by = "local rank 0"
+        raise
+
+
 def _be_a_rank(loaded: "Loaded[RunConfig]") -> int:
     from shardwise.cli.train_display import Display
     from shardwise.cli.train_folder import RunFolder, unit_of
     from shardwise.cli.train_rank import run_rank
     from shardwise.launch import terminable
+    from shardwise.layout import layout_of
 
     config = loaded.config
     rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
     size = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or 1)
-    if config.launch.nproc not in (None, size):
-        raise ConfigError(
-            f"launch.nproc={config.launch.nproc} ({loaded.origins['launch.nproc']}) on {size} ranks",
-            why="the ranks were started by the launcher of this environment, so it would have no effect",
-            fix="remove it, or start that many ranks",
-        )
+    with _shown_once_a_node():
+        if config.launch.nproc not in (None, size):
+            raise ConfigError(
+                f"launch.nproc={config.launch.nproc} ({loaded.origins['launch.nproc']}) on {size} ranks",
+                why="the ranks were started by the launcher of this environment, so it would have no effect",
+                fix="remove it, or start that many ranks",
+            )
+        layout_of(config.parallel.layout, size)
     if rank:
         run_rank(config, lambda event: None)
         return 0
@@ -250,9 +266,7 @@ def _report(folder: "RunFolder", result: dict[str, Any], no_picture: str | None)
     if no_picture is not None:
         display.row("picture", no_picture)
     commands = next_commands(folder.path, folder.config.train.steps, program())
-    width = max(len(command) for command, _ in commands)
-    for n, (command, shows) in enumerate(commands):
-        display.say(f"{'try' if n == 0 else '':<9}  {command:<{width}}  # {shows}")
+    display.commands("try", commands)
 
 
 def _skipped_text(config: "RunConfig", count: int, steps: int) -> str:

@@ -12,7 +12,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from shardwise.recipe import human_bytes
@@ -51,9 +51,9 @@ class Display:
         self.latest: dict[str, Any] = {}
         self.began = False
         self.weights: str | None = None
-        self._unwritable = False
+        self._unwritable = self._interrupted = False
         self._state = 0
-        self._started = self._spoken = self._phase_since = clock()
+        self._started = self._spoken = self._phase_since = self._news_since = clock()
         self._lock = threading.RLock()
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
@@ -115,10 +115,19 @@ class Display:
         lines = [part for line in text.splitlines() for part in _wrapped(line, width)] or [""]
         self.say("\n".join(f"{label if n == 0 else '':<9}  {line}" for n, line in enumerate(lines)))
 
+    def commands(self, label: str, commands: Sequence[tuple[str, str]]) -> None:
+        """Commands to copy, each with what it shows: beside it, or on a narrow terminal above it."""
+        width = max(len(command) for command, _ in commands)
+        room = _width(self.stream) - len(_INDENT) if self.stream.isatty() else None
+        lines = [f"{command:<{width}}  # {shows}" for command, shows in commands]
+        if room is not None and max(map(len, lines)) > room:
+            lines = [line for command, shows in commands for line in (f"# {shows}", *_continued(command, room))]
+        self.say("\n".join(f"{label if n == 0 else '':<9}  {line}" for n, line in enumerate(lines)))
+
     def on_phase(self, text: str) -> None:
         """A new thing is being done; it is shown until the next."""
         known = text in (self.phase, "training", "validating")
-        self.phase, self._phase_since = text, self._clock()
+        self.phase, self._phase_since, self._news_since = text, self._clock(), self._clock()
         if not self.live and not known:
             self.say(f"... {text}")
 
@@ -135,6 +144,14 @@ class Display:
 
     def _show_phase(self, *, text: str) -> None:
         self.on_phase(text)
+
+    def _show_interrupted(self) -> None:
+        self._interrupted = True
+        self.on_phase("Ctrl-C: ending the ranks")
+
+    def _show_stop(self, *, reason: str) -> None:
+        asked = "Ctrl-C" if self._interrupted and reason == "SIGTERM" else reason  # which the launcher sends after it
+        self.on_phase(f"{asked}: saving, to stop")
 
     def _show_world(self, *, device: str, layout: str, why: str) -> None:
         self.row("device", device)
@@ -171,7 +188,7 @@ class Display:
         )
 
     def _show_step(self, **figures: Any) -> None:
-        self.latest = figures
+        self.latest, self._news_since = figures, self._clock()
         self.phase = "training"
 
     def _show_val(self, *, step: int, loss: float, **_: Any) -> None:
@@ -217,15 +234,27 @@ class Display:
         return Group(self._spinner, bar)
 
     def _keep_talking(self) -> None:
+        told, quiet = None, _QUIET_S
         while not self._end.wait(0.2):
             now = self._clock()
             # A run of hours shall not fill its log with what nobody reads.
-            quiet = _QUIET_S if now - self._started < _EARLY_S else _QUIET_LATER_S
+            least = _QUIET_S if now - self._started < _EARLY_S else _QUIET_LATER_S
+            is_new = self.phase != "training" or told is not self.latest
+            quiet = least if is_new else max(least, quiet)
             if now - self._spoken >= quiet:
+                told = self.latest
+                quiet = (
+                    least if is_new else min(2 * quiet, _QUIET_LATER_S)
+                )  # what has not changed is said ever more rarely
                 try:
-                    self.say(f"{'':<9}  {self.status()}")
+                    self.say(f"{'':<9}  {self.status() if is_new or not self.latest else self._waiting()}")
                 except BrokenPipeError:
                     return  # the main thread finds out at its next line, and ends the run
+
+    def _waiting(self) -> str:
+        """Where the run stands, for a reader who knows the figures of its last step."""
+        seconds = self._clock() - self._news_since
+        return f"step {self.latest['step']}/{self.latest['steps']}, and no other for {seconds:.0f} s"
 
 
 def seconds_text(seconds: float) -> str:
@@ -246,6 +275,13 @@ def _printable(text: str) -> str:
 def _wrapped(line: str, width: int) -> list[str]:
     # Between words only: a path that is cut at a hyphen cannot be copied.
     return textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def _continued(command: str, width: int) -> list[str]:
+    """A command over several lines, as a shell reads it."""
+    first, *rest = textwrap.wrap(command, width - 4, break_long_words=False, break_on_hyphens=False)
+    lines = [first, *(f"  {line}" for line in rest)]
+    return [*(f"{line} \\" for line in lines[:-1]), lines[-1]]
 
 
 def _width(stream: TextIO) -> int:

@@ -58,7 +58,8 @@ def launch_local(
         nproc: number of ranks.
         args: positional arguments of the function, the same on every rank.
         env: variables on top of this process's own; MASTER_ADDR and MASTER_PORT given here are used as they are.
-        on_event: called with ``(rank, event)`` for each ``send_event``.
+        on_event: called with ``(rank, event)`` for each ``send_event``, and with ``(0, {"kind": "interrupted"})`` after Ctrl-C, before
+            the ranks are sent SIGTERM.
         on_line: called with ``(rank, "stdout" | "stderr", line)``; by default lines are printed as "[rank 1] line".
         grace_s: seconds between SIGTERM and SIGKILL when ranks have to be ended.
         timeout_s: seconds after which the ranks are ended; None: no limit.
@@ -106,7 +107,11 @@ def launch_local(
         starter = _starter(server, preload, base, callbacks, overdue)
         for rank in range(nproc):
             watch.add(RankProcess(rank, job, {**base, **_rank_env(rank, nproc)}, callbacks, starter))
-        watch.run(notice, notice_s)
+        try:
+            watch.run(notice, notice_s)
+        except KeyboardInterrupt:
+            callbacks.on_event(0, {"kind": "interrupted"})
+            raise
     if notice.number is not None and any(rank.code == -notice.number for rank in watch.ranks):
         raise SystemExit(128 + notice.number)  # it has ended a rank that had nothing to save
     failures = [rank.failure for rank in watch.ranks if rank.failure is not None]

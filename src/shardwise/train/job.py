@@ -248,7 +248,7 @@ class _Run:
                     self.validate(done)
                     pace.pause()
                 if self.world.stop.agreed:
-                    self.emit("phase", text=f"{self.world.stop.agreed}: saving, to stop")
+                    self.emit("stop", reason=self.world.stop.agreed)
                 checkpoints.save(done)
                 if done == train.steps:
                     return

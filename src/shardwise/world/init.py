@@ -32,6 +32,7 @@ from shardwise.world.last_words import owe_last_words, owe_no_words
 from shardwise.world.rng import seed_all
 from shardwise.world.signals import StopRequest
 from shardwise.world.termination import listen, stop_listening
+from shardwise.world.uncaught import note_first_rank
 from shardwise.world.watch import Watch
 
 __all__ = ["World", "init"]
@@ -152,6 +153,7 @@ class World:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         fault = None if isinstance(error, Stopped) else error  # which all ranks raise, in order
         lost = None if fault is None else self.lost_peer(fault)
+        note_first_rank(self.watch, lost or fault)
         self.close(lost or fault)
         if lost is not None:
             raise lost from error

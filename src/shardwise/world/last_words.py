@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from shardwise.world.connections import LEFT
 from shardwise.world.termination import stop_listening
+from shardwise.world.uncaught import note_first_rank, show
 
 if TYPE_CHECKING:
     from shardwise.world.init import World
@@ -26,10 +27,13 @@ def owe_last_words(world: "World") -> None:
     if _is_seen_to:
         return
     _is_seen_to = True
-    shown = sys.excepthook
+    shown, rank = sys.excepthook, world.rank
 
     def tell(kind: Any, error: BaseException, trace: Any) -> None:
-        shown(kind, error, trace)  # first: peers that hear of it may end this process's launcher
+        watch = next((w.watch for w in _open if w.watch is not None and not w.closed), None)
+        # First: peers that hear of it may end this process's launcher.
+        note_first_rank(watch, error)
+        show(shown, error, trace, rank)
         for world in list(_open):
             if world.watch is not None and not world.closed:
                 lost = world.lost_peer(error)
