@@ -52,9 +52,10 @@ if TYPE_CHECKING:
         state_dict,
     )
     from shardwise.state.checkpoint import CheckpointManager
-    from shardwise.train.batch import MicroBatch, shift_labels
+    from shardwise.train.batch import MicroBatch
     from shardwise.train.data import Loader
     from shardwise.train.evaluate import evaluate
+    from shardwise.train.labels import shift_labels
     from shardwise.train.loss import TaskModel, next_token_loss
     from shardwise.train.optim import clip_grad_norm_, clip_grad_value_, local_optimizer
     from shardwise.train.scale import unscale_gradients_
@@ -80,9 +81,10 @@ _HOME = {
         "save_weights", "state_dict",
     ),
     "shardwise.state.checkpoint": ("CheckpointManager",),
-    "shardwise.train.batch": ("MicroBatch", "shift_labels"),
+    "shardwise.train.batch": ("MicroBatch",),
     "shardwise.train.data": ("Loader",),
     "shardwise.train.evaluate": ("evaluate",),
+    "shardwise.train.labels": ("shift_labels",),
     "shardwise.train.loss": ("TaskModel", "next_token_loss"),
     "shardwise.train.optim": ("clip_grad_norm_", "clip_grad_value_", "local_optimizer"),
     "shardwise.train.scale": ("unscale_gradients_",),

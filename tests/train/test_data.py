@@ -272,10 +272,11 @@ def test_shift_labels_cuts_masks_and_hides_padded_targets():
     assert out["weight"].shape == (2,)
 
 
-def test_shift_labels_happens_once():
-    once = shift_labels({"input_ids": torch.arange(10).reshape(2, 5)})
-    twice = shift_labels(once)
-    assert all(torch.equal(once[name], twice[name]) for name in once)
+def test_a_loader_makes_labels_where_there_are_none_and_leaves_aligned_ones():
+    ids = torch.arange(5)
+    for sample in ({"input_ids": ids}, {"input_ids": ids[:4], "labels": ids[1:]}):
+        ((batch,),) = Loader([sample], fake_world(), global_batch=1, micro_batch=1)
+        assert batch["input_ids"].tolist() == [[0, 1, 2, 3]] and batch["labels"].tolist() == [[1, 2, 3, 4]]
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 1), (2, 0)])

@@ -249,7 +249,7 @@ def _uncountable():
 def test_nothing_to_count_and_labels_that_are_the_inputs(ranks):
     for none, same in ranks.run(_uncountable, 2):
         assert "count=lambda batch" in none and "['input_ids']" in none
-        assert same.startswith("labels that equal input_ids") and "prepare=shift_labels" in same
+        assert same.startswith("labels that equal input_ids") and "prepare=sw.shift_labels" in same
 
 
 # ---- a module that changed -----------------------------------------------------------------------------------------

@@ -114,6 +114,7 @@ class Runtime:
         self.paddings: list[bool] = []  # of micro-batches that were counted, and are run by ``accumulate``
         # Called before gradients are cleared, with the parameters (by identity), and whether gradients become None.
         self.on_zero_grad: ZeroGrad = _nothing
+        self.labels_seen: Tensor | None = torch.zeros(3)  # how labels compare with inputs so far; None: enough was seen
         self.accumulates = False  # a micro-batch of ``accumulate`` has run that is not the last
         self.num_gathered = 0  # times that somebody is within ``sw.gathered``
         self.explainers: list[Callable[[BaseException], ShardwiseError | None]] = []  # of techniques

@@ -1,4 +1,4 @@
-"""Micro-batches: the mapping a model and a loss read, how samples become one, and how labels are made."""
+"""Micro-batches: the mapping a model and a loss read, and how samples become one."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise.errors import ConfigError
 
-__all__ = ["IGNORED", "MicroBatch", "default_collate", "shift_labels"]
+__all__ = ["IGNORED", "MicroBatch", "default_collate"]
 
 IGNORED = -100
 """The label of a position whose prediction does not count."""
@@ -45,34 +45,6 @@ class MicroBatch(dict[str, Tensor]):
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name}{list(value.shape)}" for name, value in self.items())
         return f"MicroBatch(index={self.index}, padding={self.padding}, {shapes})"
-
-
-def shift_labels(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Turns sequences of T+1 tokens into T inputs and the T tokens that follow them.
-
-    ``input_ids`` [B, T+1] becomes ``input_ids`` [B, T] and ``labels`` [B, T], where ``labels[b, t]`` is the target of
-    ``logits[b, t]``. Other tensors whose first two dims are [B, T+1] (masks, positions) lose their last column too. A
-    target that ``attention_mask`` hides gets the label -100, which no loss counts. A batch that has ``labels``
-    already, or has no ``input_ids``, passes through unchanged.
-
-    Raises:
-        ConfigError: ``input_ids`` is not [B, T+1] with T >= 1.
-    """
-    if "labels" in batch or "input_ids" not in batch:
-        return dict(batch)
-    ids = batch["input_ids"]
-    if ids.dim() != 2 or ids.shape[1] < 2:
-        raise ConfigError(
-            f"input_ids of shape {list(ids.shape)}",
-            why="labels are made by shifting sequences [B, T+1] by one, and need at least two tokens a sequence",
-            fix="give samples of seq_len + 1 tokens, or add aligned labels to the batch (prepare=None)",
-        )
-    out = {name: value[:, :-1] if value.shape[:2] == ids.shape else value for name, value in batch.items()}
-    labels = ids[:, 1:].long().clone()  # memory of its own: masking labels in place must not change the inputs
-    if "attention_mask" in batch and batch["attention_mask"].shape == ids.shape:
-        labels = labels.masked_fill(batch["attention_mask"][:, 1:] == 0, IGNORED)
-    out["labels"] = labels
-    return {name: value.contiguous() for name, value in out.items()}
 
 
 def default_collate(samples: Sequence[Any]) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.errors import ConfigError, RankError, ShardwiseError, UsageError
 from shardwise.parallel import Runtime
-from shardwise.train.loss import Batch
+from shardwise.train.labels import Batch, compare_labels, judge_labels
 from shardwise.train.refuse import refuse_gradless
 from shardwise.world.agreement import digest_of
 
@@ -27,9 +27,9 @@ def agree_on_count(
     Raises:
         RankError: ranks came with different numbers of micro-batches, or one of them could not begin.
         UsageError: an empty window, a model or mode without a gradient.
-        ConfigError: nothing says how many tokens a batch has, or it is no number.
+        ConfigError: nothing says how many tokens a batch has, or it is no number; labels that are the inputs at their own places.
     """
-    tokens, problem = 0, None
+    tokens, problem, labels = 0, None, torch.zeros(3)
     try:
         if trains:
             refuse_gradless(runtime)
@@ -38,6 +38,7 @@ def agree_on_count(
         # Summed as tensors: one wait for the device instead of one per micro-batch. In float64: a count may be a sum of
         # weights, and the layout must not show in it.
         tokens = sum(torch.as_tensor(counter(b)).double() for b in batches if not getattr(b, "padding", False))
+        labels = compare_labels(runtime.labels_seen, batches, counter)
     except ShardwiseError as error:
         problem = error
     place, agreement = f"window {runtime.step + 1}, before forward", runtime.world.agreement
@@ -46,6 +47,7 @@ def agree_on_count(
         {
             "data": agreement.same(digest_of(repr(data))),
             "tokens": tokens,
+            "labels": labels,
             "length": float(len(batches)),
             "length2": float(len(batches) ** 2),
             "problem": float(problem is not None),
@@ -59,6 +61,7 @@ def agree_on_count(
         raise _lengths_differ(runtime, len(batches), place)
     if not agreement.all_same(sums["data"]):
         raise _data_differ(runtime, data, place)
+    runtime.labels_seen = judge_labels(runtime.labels_seen, sums["labels"], f"window {runtime.step + 1}")
     total = float(sums["tokens"])
     if not math.isfinite(total) or total < 0:
         raise ConfigError(

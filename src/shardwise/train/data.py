@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from shardwise.errors import ConfigError, UsageError
-from shardwise.train.batch import IGNORED, MicroBatch, default_collate, shift_labels
+from shardwise.train.batch import IGNORED, MicroBatch, default_collate
+from shardwise.train.labels import make_labels, shift_labels
 from shardwise.train.order import sample_order
 
-__all__ = ["IGNORED", "Loader", "MicroBatch", "default_collate", "sample_order", "shift_labels"]
+__all__ = ["IGNORED", "Loader", "MicroBatch", "default_collate", "make_labels", "sample_order", "shift_labels"]
 
 
 class DataWorld(Protocol):
@@ -54,7 +55,9 @@ class Loader:
         global_batch: samples of one window, over all ranks.
         micro_batch: samples of one forward of one rank; divides ``global_batch``.
         collate: list of samples -> mapping of tensors; default :func:`default_collate`.
-        prepare: mapping -> mapping, applied to each micro-batch; default :func:`shift_labels`; None leaves it as it is.
+        prepare: mapping -> mapping, applied to each micro-batch; default :func:`make_labels`, which makes ``labels`` where
+            there are none and leaves given ones, which must be aligned, as they are; :func:`shift_labels` shifts given ones too
+            (collators of Hugging Face and TRL); None leaves the batch as it is.
         shuffle: False keeps the dataset's own order in every epoch.
 
     Raises:
@@ -76,7 +79,7 @@ class Loader:
         global_batch: int,
         micro_batch: int,
         collate: Callable[[list[Any]], Mapping[str, Tensor]] | None = None,
-        prepare: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = shift_labels,
+        prepare: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = make_labels,
         shuffle: bool = True,
     ):
         _check_sizes(global_batch, micro_batch)

@@ -12,6 +12,7 @@ from shardwise.errors import UsageError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.train.exchange import buffer_versions, buffers_written, equalise_buffers
 from shardwise.train.kept import clone_buffers, restore_buffers
+from shardwise.train.labels import compare_labels, judge_labels
 from shardwise.train.loss import Batch, Loss, as_sums, call, count_of, forward_of, next_token_loss, refuse_uncallable
 from shardwise.train.sums import SumCheck
 from shardwise.world.rng import derive_seed, forked_streams
@@ -45,7 +46,7 @@ def evaluate(
 
     Raises:
         UsageError: no rank has a batch.
-        ConfigError: an entry of the loss is a mean.
+        ConfigError: an entry of the loss is a mean; labels that are the inputs at their own places (see :mod:`shardwise.train.labels`).
         RankError: a rank does not come: it has left, or makes another call.
     """
     refuse_uncallable(loss=loss, forward=forward)
@@ -69,7 +70,7 @@ class _Sums:
     def run(self, loader: Iterable[Any]) -> None:
         versions = buffer_versions(self.runtime)
         with torch.no_grad():
-            for i, (batch, counts) in enumerate(_in_step(self.runtime, _flat(loader), self._check)):
+            for i, (batch, counts) in enumerate(_in_step(self.runtime, _flat(loader), self._check, self.counter)):
                 kept = {} if counts else clone_buffers(self.runtime)
                 with self._streams(i):
                     self._add(batch, counts)
@@ -138,10 +139,13 @@ def _flat(loader: Iterable[Any]) -> Iterator[tuple[Batch, bool]]:
             yield batch, not getattr(batch, "padding", False)
 
 
-def _in_step(runtime: Runtime, batches: Iterator[tuple[Batch, bool]], check: SumCheck) -> Iterator[tuple[Batch, bool]]:
+def _in_step(
+    runtime: Runtime, batches: Iterator[tuple[Batch, bool]], check: SumCheck, counter: Any
+) -> Iterator[tuple[Batch, bool]]:
     """Batches until no rank has one left; a rank without repeats its last, or one of another rank, uncounted. ``check``
     is begun anew for each, and due on every rank or on none: until one of them could tell everything."""
     agreement, last = runtime.world.agreement, None
+    seen: Tensor | None = torch.zeros(3)  # of labels; not what training has seen: these are other data
     for i in itertools.count():
         item = next(batches, None)
         check.begin(i)
@@ -150,10 +154,12 @@ def _in_step(runtime: Runtime, batches: Iterator[tuple[Batch, bool]], check: Sum
                 "have": float(item is not None),
                 "seen": float(last is not None or item is not None),
                 "due": float(check.is_due),
+                "labels": compare_labels(seen, [] if item is None else [item[0]], counter),
             },
             "evaluation, a batch",
         )
         check.is_due = float(have["due"]) == runtime.world.size
+        seen = judge_labels(seen, have["labels"], "in this evaluation")
         if not float(have["have"]):
             if last is None:
                 raise UsageError(

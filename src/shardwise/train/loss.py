@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import ConfigError, UsageError
 from shardwise.train.batch import IGNORED
+from shardwise.train.labels import Batch, valid_labels
 
 __all__ = [
     "TaskModel",
@@ -27,7 +28,6 @@ __all__ = [
     "refuse_uncallable",
 ]
 
-Batch = Mapping[str, Tensor]
 Loss = Callable[[Any, Batch], Tensor | Mapping[str, Tensor]]
 _TAKES = {"loss": "output, batch", "count": "batch", "forward": "model, batch"}
 
@@ -76,25 +76,7 @@ def as_micro_batches(batches: Any) -> list[Batch]:
     return found
 
 
-def _count_aligned(batch: Batch) -> Tensor:
-    """Valid labels of a micro-batch; refuses labels that were not shifted."""
-    labels, tokens = batch.get("labels"), batch.get("input_ids")
-    if labels is None:
-        raise _no_count(batch)
-    if tokens is not None and tokens.shape == labels.shape and torch.equal(tokens, labels) and _varies(labels):
-        raise ConfigError(
-            "labels that equal input_ids",
-            why="labels[b, t] must be the token after input_ids[b, t]; as they are, the model learns to copy",
-            fix="shift them once: sw.Loader does it (prepare=shift_labels), or labels = ids[:, 1:], input_ids = ids[:, :-1]",
-        )
-    return (labels != IGNORED).sum()
-
-
-next_token_loss.count = _count_aligned  # type: ignore[attr-defined]
-
-
-def _varies(tokens: Tensor) -> bool:
-    return bool((tokens != tokens[..., :1]).any())  # a run of one token equals itself shifted
+next_token_loss.count = valid_labels  # type: ignore[attr-defined]
 
 
 def count_of(loss: Any, count: Callable[[Batch], Any] | None) -> Callable[[Batch], Any]:
@@ -107,7 +89,7 @@ def count_of(loss: Any, count: Callable[[Batch], Any] | None) -> Callable[[Batch
     """
     refuse_uncallable(count=count)
     own = getattr(loss, "count", None)
-    return next((found for found in (count, own) if callable(found)), _valid_labels)
+    return next((found for found in (count, own) if callable(found)), valid_labels)
 
 
 def refuse_uncallable(**given: Any) -> None:
@@ -119,21 +101,6 @@ def refuse_uncallable(**given: Any) -> None:
                 why=f"it is called as {name}({_TAKES[name]}), once for each micro-batch",
                 fix=f"pass {name}=lambda {_TAKES[name]}: ..., a function, or an object that can be called so",
             )
-
-
-def _valid_labels(batch: Batch) -> Tensor:
-    if "labels" not in batch:
-        raise _no_count(batch)
-    return (batch["labels"] != IGNORED).sum()
-
-
-def _no_count(batch: Batch) -> ConfigError:
-    return ConfigError(
-        f"a batch with the keys {sorted(batch)} and no count=",
-        why="the loss is divided by the number of valid tokens (or samples) of all ranks, and nothing says how many "
-        "this batch has",
-        fix='pass count=lambda batch: batch["x"].shape[0] (what one sum of your loss runs over), or give labels',
-    )
 
 
 def call(model: nn.Module, batch: Batch) -> Any:
