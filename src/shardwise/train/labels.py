@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import ConfigError
-from shardwise.train.batch import IGNORED
+from shardwise.train.batch import IGNORED, MicroBatch
 
 __all__ = ["compare_labels", "judge_labels", "make_labels", "shift_labels", "valid_labels"]
 
@@ -78,7 +78,10 @@ def _shifted(batch: Mapping[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
     if "attention_mask" in batch and batch["attention_mask"].shape == ids.shape:
         labels = labels.masked_fill(batch["attention_mask"][:, 1:] == 0, IGNORED)
     out["labels"] = labels
-    return {name: value.contiguous() for name, value in out.items()}
+    out = {name: value.contiguous() for name, value in out.items()}
+    if isinstance(batch, MicroBatch):  # of a Loader, whose paddings must stay paddings
+        return MicroBatch(out, index=batch.index, padding=batch.padding, window=batch.window)
+    return out
 
 
 def valid_labels(batch: Batch) -> Tensor:
