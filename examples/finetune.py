@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import shardwise as sw
 
@@ -24,11 +24,27 @@ def build(source: str = "runs/small") -> nn.Module:
     return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
 
 
-def samples(num: int = 256) -> list[dict[str, torch.Tensor]]:
-    """What to learn: the source of a module of Python's library, byte by byte."""
-    tokens = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8).long()
-    starts = range(0, min(num * CONTEXT, len(tokens) - CONTEXT), CONTEXT)
-    return [{"input_ids": tokens[start : start + CONTEXT]} for start in starts]
+def tokens(source: str) -> torch.Tensor:
+    """What to learn: the source of a module of Python's library, in tokens of the model's own tokenizer. The model of
+    small_model.py has none: its tokens are bytes."""
+    text = Path(argparse.__file__).read_text(encoding="utf-8")
+    if any((Path(source) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return torch.tensor(
+            AutoTokenizer.from_pretrained(source)(text, add_special_tokens=False, verbose=False)["input_ids"]
+        )
+    size = AutoConfig.from_pretrained(source).vocab_size
+    if size != 256:
+        raise SystemExit(
+            f"{source} has no tokenizer, and its vocabulary of {size} tokens is not that of bytes: save its tokenizer there"
+        )
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
+
+
+def samples(source: str, num: int = 256) -> list[dict[str, torch.Tensor]]:
+    """Sequences of CONTEXT tokens; the loader makes the labels."""
+    row = tokens(source)
+    starts = range(0, min(num * CONTEXT, len(row) - CONTEXT), CONTEXT)
+    return [{"input_ids": row[start : start + CONTEXT]} for start in starts]
 
 
 def main(source: str, dest: str, num_steps: int = 40) -> tuple[float, float]:
@@ -40,15 +56,16 @@ def main(source: str, dest: str, num_steps: int = 40) -> tuple[float, float]:
         optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
         step = sw.TrainStep(model, optim, loss=sw.next_token_loss, max_grad_norm=1.0)
         losses: list[float] = []
+        dataset = samples(source)
         while len(losses) < num_steps:
-            for window in sw.Loader(samples(), world, global_batch=16, micro_batch=8):
+            for window in sw.Loader(dataset, world, global_batch=16, micro_batch=8):
                 losses.append(float(step(window).loss))
                 if len(losses) == num_steps:
                     break
         sw.save_weights(model, dest)
 
         model.eval()
-        prompt = samples(1)[0]["input_ids"].unsqueeze(0).to(world.device)
+        prompt = dataset[0]["input_ids"].unsqueeze(0).to(world.device)
         with torch.no_grad():
             sharded = model(prompt).logits.cpu()
         if world.is_main:  # the stock library, on its own: one process, no sharding

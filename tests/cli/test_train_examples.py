@@ -4,6 +4,7 @@ import contextlib
 import io
 import re
 import runpy
+import shutil
 import warnings
 from pathlib import Path
 
@@ -76,6 +77,24 @@ def test_a_model_directory_is_fine_tuned_and_opened_by_the_stock_library(ranks, 
     two, other = ranks.run(finetune, 2, str(small), str(tmp_path / "two"), timeout_s=100)
     assert two[0] == pytest.approx(one[0], abs=1e-4) and two[0][1] < two[0][0] and other[1] == ""
     assert "opened by transformers, outputs differ by" in two[1] and "tensors from" in two[1]
+
+
+def tokens_of(source: str) -> list[int]:
+    return runpy.run_path(str(EXAMPLES / "finetune.py"))["tokens"](source).tolist()
+
+
+def test_a_model_with_a_tokenizer_is_fine_tuned_on_its_tokens(ranks, small, tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    shutil.copytree(small, tmp_path / "words")
+    made = Tokenizer(models.WordLevel({"[UNK]": 0, "the": 1, "import": 2, "self": 3}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]").save_pretrained(tmp_path / "words")
+    found = ranks.run(tokens_of, 1, str(tmp_path / "words"))[0]
+    assert set(found) == {0, 1, 2, 3} and found[:20] != ranks.run(tokens_of, 1, str(small))[0][:20]
+    ranks.run(finetune, 1, str(tmp_path / "words"), str(tmp_path / "tuned"), timeout_s=100)
+    assert AutoTokenizer.from_pretrained(tmp_path / "tuned")("import self")["input_ids"] == [2, 3]
 
 
 def test_the_command_line_fine_tunes_it_and_the_stock_library_measures_the_same_loss(ranks, small, tmp_path):

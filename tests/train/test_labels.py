@@ -212,7 +212,8 @@ def test_shift_labels_shifts_labels_that_are_given_and_make_labels_does_not():
     assert out["input_ids"].tolist() == [ids[:4]] and out["labels"].tolist() == [[-100, ids[2], ids[3], -100]]
     assert out["attention_mask"].shape == (1, 4) and out["weight"].shape == (1,)
     assert all(torch.equal(batch[name], value) for name, value in make_labels(batch).items())
-    padding = sw.shift_labels(sw.MicroBatch(batch, index=3, padding=True, window=(0, 4)))  # of a Loader with prepare=None
+    # Of a Loader with prepare=None:
+    padding = sw.shift_labels(sw.MicroBatch(batch, index=3, padding=True, window=(0, 4)))
     assert (padding.index, padding.padding, padding.window) == (3, True, (0, 4))
 
 

@@ -90,6 +90,7 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
     from shardwise.config.target import check_target
     from shardwise.layout import parse_layout
     from shardwise.train.reference_config import check_reference_args
+    from shardwise.train.tokens import check_tokens
 
     config, origins = loaded.config, loaded.origins
     try:
@@ -118,6 +119,7 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
             why="it is a directory" if Path(path).is_dir() else f"there is no such file (looked from {Path.cwd()})",
             fix="give the path of a text file, or of tokens as .npy or .bin",
         )
+    check_tokens(config, origins)
     # A token is a byte or more, and training and validation each need one window.
     if path is not None and (size := Path(path).stat().st_size) < 2 * (config.data.seq_len + 1):
         raise ConfigError(

@@ -150,8 +150,10 @@ class RunFolder:
 
 def unit_of(config: "RunConfig") -> str:
     """The unit of the loss."""
-    tokens = config.data.path is not None and config.data.path.endswith((".npy", ".bin"))
-    return "nats/token" if tokens else "nats/byte"
+    from shardwise.config.tokenizer import BYTES_MEANT, is_tokens
+
+    data = config.data
+    return "nats/token" if is_tokens(data.path) or data.tokenizer not in (None, BYTES_MEANT) else "nats/byte"
 
 
 def _hold(lock: Path, display: "Display") -> TextIO:

@@ -82,11 +82,12 @@ def _facts(config: "RunConfig") -> tuple[dict[str, Any], dict[str, str]]:
     Left out, since nodes may rightly differ in them: ``log``, and the path of ``checkpoint.export`` (rank 0 alone writes,
     and a node's scratch folder or a date in a name is its own), but not whether there are weights to write, in which all
     ranks take part; ``launch`` (how many ranks a node starts was checked against the world; of ``device``, what "auto"
-    came to is compared); ``parallel.layout``, which the world compared as resolved. Data is compared by what is in the file, not by its path: each node may read a copy on its own
+    came to is compared); ``parallel.layout``, which the world compared as resolved. Data and a tokenizer are compared by what is in the file, not by its path: each node may read a copy on its own
     disk, and copies under one path may be of different ages.
     """
     import msgspec
 
+    from shardwise.config.tokenizer import tokenizer_path
     from shardwise.train.going_on import file_sample
 
     sections = msgspec.to_builtins(config)
@@ -94,11 +95,13 @@ def _facts(config: "RunConfig") -> tuple[dict[str, Any], dict[str, str]]:
     facts = _flat(kept)
     del facts["parallel.layout"]
     facts["checkpoint.export"] = None if config.checkpoint.export is None else "a folder"
-    path = config.data.path
-    if path is None:
-        return facts, {}
-    facts["data.path"] = contents = file_sample(Path(path))
-    return facts, {"data.path": f"{path} ({contents})"}
+    shown: dict[str, str] = {}
+    files = {"data.path": config.data.path, "data.tokenizer": tokenizer_path(config.data.tokenizer)}
+    for key, path in files.items():
+        if path is not None:
+            facts[key] = contents = file_sample(Path(path))
+            shown[key] = f"{path} ({contents})"
+    return facts, shown
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -11,6 +11,7 @@ import msgspec
 
 from shardwise.config.options import Options, Parallel, doc, precision_of
 from shardwise.config.target import looks_like_target
+from shardwise.config.tokenizer import is_tokens
 from shardwise.errors import ConfigError
 
 __all__ = ["Checkpoint", "Data", "Launch", "Log", "Model", "Optim", "RunConfig", "Scaler", "Schedule", "Train"]
@@ -87,8 +88,13 @@ class Model(Options, frozen=True, kw_only=True):
 class Data(Options, frozen=True, kw_only=True):
     """What it is trained on, and how samples are grouped."""
 
-    path: Annotated[
-        str | None, doc("a text file (its bytes are the tokens), .npy or .bin of tokens; null: Python's help topics")
+    path: Annotated[str | None, doc("a text file, or .npy or .bin of tokens; null: Python's help topics")] = None
+    tokenizer: Annotated[
+        str | None,
+        doc(
+            "what the tokens of a text are: bytes; hf: by the tokenizer.json in model.hf; or by one in another directory; null: bytes, "
+            "unless the model has a tokenizer"
+        ),
     ] = None
     dtype: Annotated[Literal["uint8", "uint16", "uint32", "int32", "int64"], doc("dtype of the tokens in a .bin")] = (
         "uint16"
@@ -106,6 +112,12 @@ class Data(Options, frozen=True, kw_only=True):
                 f"data.micro_batch={self.micro_batch} with data.global_batch={self.global_batch}",
                 why="a step is a whole number of micro-batches, so micro_batch divides global_batch",
                 fix=f"use micro_batch={best}, or global_batch={-(-self.global_batch // self.micro_batch) * self.micro_batch}",
+            )
+        if self.tokenizer is not None and is_tokens(self.path):
+            raise ConfigError(
+                f"data.tokenizer={self.tokenizer!r} with data.path={self.path!r}",
+                why="the file holds tokens already, so it would have no effect",
+                fix="remove data.tokenizer, or name a text file",
             )
         if self.dtype != "uint16" and not (self.path or "").endswith(".bin"):
             raise ConfigError(
@@ -252,6 +264,16 @@ class RunConfig(Options, frozen=True, kw_only=True):
                 why="the model would never get values",
                 fix="add model.weights, or remove parallel.init",
             )
+        if self.data.tokenizer == "hf":
+            if self.model.hf is None:
+                raise ConfigError(
+                    "data.tokenizer='hf' without model.hf",
+                    why="it means the tokenizer in the directory of model.hf",
+                    fix="name the directory that has it: data.tokenizer=DIRECTORY",
+                )
+            # Settled here, as warmup_steps below: what reads the data need not know of the model.
+            settled_data = msgspec.structs.replace(self.data, tokenizer=self.model.hf)
+            msgspec.structs.force_setattr(self, "data", settled_data)
         schedule, steps = self.schedule, self.train.steps
         if schedule.warmup_steps is None:
             # Settled here, so that everything after this sees a number, and --print-config shows it.

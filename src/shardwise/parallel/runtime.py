@@ -7,7 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -120,6 +120,8 @@ class Runtime:
         self.explainers: list[Callable[[BaseException], ShardwiseError | None]] = []  # of techniques
         self.pending: Pending | None = None  # who knows the values that loading will not bring
         self.loaded_from: Path | None = None  # the model directory that its weights came from
+        # The file of the tokenizer that it is trained with; False: it is trained without one; None: that of where its weights came from.
+        self.tokenizer: Path | Literal[False] | None = None
         engine.tell_sums(functools.partial(_note_loose_sums, weakref.ref(self)))
         self._structure = Structure(module, num_ranks=world.size)
         self.half_loaded: set[str] = set()  # tensors that a load which failed had begun to write

@@ -1,9 +1,11 @@
 """What lies beside a model's weights so that stock libraries open them: its configuration, its tokenizer."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 from shardwise.anatomy import is_pretrained, user_class
+from shardwise.config.tokenizer import TOKENIZER_FILES, tokenizer_files
 from shardwise.parallel import Runtime
 from shardwise.state.formats.folder import companions_of
 from shardwise.state.naming import naming_of, shapes_of
@@ -18,7 +20,7 @@ def companion_files(runtime: Runtime, dtype: str | None = None) -> tuple[dict[st
     configuration as it is now; and what has to be told.
 
     Args:
-        runtime: of the model.
+        runtime: of the model. The tokenizer is the one that it was trained with, where that is known.
         dtype: of its parameters as they are stored, if it is not the model's own.
     """
     found: dict[str, bytes] = {}
@@ -27,6 +29,10 @@ def companion_files(runtime: Runtime, dtype: str | None = None) -> tuple[dict[st
         try:
             runtime.loaded_from.stat()  # it may have gone
             paths = companions_of(runtime.loaded_from)
+            if runtime.tokenizer is not None:
+                paths = [path for path in paths if path.name not in TOKENIZER_FILES]
+            if isinstance(runtime.tokenizer, Path):
+                paths += tokenizer_files(runtime.tokenizer.parent)
             found = {path.name: path.read_bytes() for path in paths if path.stat().st_size <= _MOST}
         except OSError as error:
             notes.append(

@@ -1,11 +1,13 @@
-"""Token sequences from files: text as bytes, ``.npy`` and ``.bin`` arrays; and a text that every Python has.
+"""Token sequences from files: text as bytes or by a tokenizer, ``.npy`` and ``.bin`` arrays; and a text that every Python has.
 
 A file is one long row of tokens, cut into windows of ``seq_len + 1``. Neighbours share one token, the last target of
 the one and the first input of the other, so that every token but the first is predicted exactly once an epoch.
 Arrays are memory-mapped: a file larger than memory is fine, and the ranks of one machine share its pages.
 """
 
+import functools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,11 +15,14 @@ from torch import Tensor
 
 from shardwise.errors import ConfigError
 
-__all__ = ["BYTES", "TokenFile", "TokenWindows", "pydoc_text"]
+__all__ = ["BYTES", "TokenFile", "TokenWindows", "encode", "pydoc_text"]
 
 BYTES = 256
 """Size of the vocabulary when the tokens are bytes."""
 
+_PIECE = (
+    1 << 20
+)  # characters that a tokenizer is given at once: what it makes of them takes some 100 bytes for each token
 _SCANNED = 1 << 26  # tokens looked at when a file is opened; what lies behind is checked as it is read
 
 
@@ -36,6 +41,58 @@ def pydoc_text() -> str:
             fix="name a text file: data.path=my.txt",
         ) from error
     return "\n\n".join(topics[name].strip() for name in sorted(topics)) + "\n"
+
+
+def encode(path: str | Path | None, tokenizer: Path) -> np.ndarray:
+    """The tokens of a text by a ``tokenizer.json``, uint32 [n], without special tokens. It is given about a million characters at
+    once, cut at the end of a line. The same on every rank, and kept for the next call.
+
+    Args:
+        path: a file in UTF-8; None: :func:`pydoc_text`.
+        tokenizer: the file.
+
+    Raises:
+        ConfigError: the text is not UTF-8, the file is no tokenizer, or the library ``tokenizers`` is missing.
+    """
+    ages = tuple(file and Path(file).stat().st_mtime_ns for file in (path, tokenizer))
+    return _encoded(path and str(path), str(tokenizer), ages)
+
+
+@functools.lru_cache(maxsize=1)  # a run opens its data twice, to train and to prove
+def _encoded(path: str | None, tokenizer: str, ages: tuple[Any, ...]) -> np.ndarray:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ConfigError(
+            f"data.tokenizer={tokenizer!r}",
+            why=f"it needs the library tokenizers: {error}",
+            fix="pip install 'shardwise[hf]', or give tokens as .npy",
+        ) from error
+    try:
+        read = Tokenizer.from_file(tokenizer)
+    except Exception as error:  # the library raises no kind of its own
+        raise ConfigError(
+            f"data.tokenizer={tokenizer!r}",
+            why=f"it cannot be read as a tokenizer: {error}",
+            fix="give the tokenizer.json that save_pretrained of a tokenizer has written",
+        ) from error
+    read.no_truncation()
+    read.no_padding()
+    try:
+        text = pydoc_text() if path is None else Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"data.path={path!r}",
+            why=f"it is not UTF-8: {error.reason} at byte {error.start}",
+            fix="write it again in UTF-8, or give tokens as .npy",
+        ) from error
+    found: list[np.ndarray] = []
+    start = 0
+    while start < len(text):
+        stop = text.find("\n", start + _PIECE) + 1 or len(text)
+        found.append(np.array(read.encode(text[start:stop], add_special_tokens=False).ids, dtype=np.uint32))
+        start = stop
+    return np.concatenate(found) if found else np.zeros(0, dtype=np.uint32)
 
 
 class TokenWindows:
@@ -65,9 +122,9 @@ class TokenWindows:
         self._check_range(tokens[:_SCANNED], 0)
 
     @classmethod
-    def from_text(cls, text: str, seq_len: int, *, name: str = "text") -> "TokenWindows":
+    def from_text(cls, text: str, seq_len: int, *, vocab: int | None = BYTES, name: str = "text") -> "TokenWindows":
         """Windows over the UTF-8 bytes of ``text``."""
-        return cls(np.frombuffer(text.encode(), dtype=np.uint8), seq_len, name=name)
+        return cls(np.frombuffer(text.encode(), dtype=np.uint8), seq_len, vocab=vocab, name=name)
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.seq_len
@@ -97,6 +154,15 @@ class TokenWindows:
             TokenWindows(self.tokens[:cut], self.seq_len, vocab=self.vocab, name=f"{self.name} (training part)"),
             TokenWindows(self.tokens[cut:], self.seq_len, vocab=self.vocab, name=f"{self.name} (validation part)"),
         )
+
+    def limit(self, vocab: int) -> None:
+        """The vocabulary is known now.
+
+        Raises:
+            ConfigError: a token outside of it.
+        """
+        self.vocab = vocab
+        self._check_range(self.tokens[:_SCANNED], 0)
 
     def _check_range(self, tokens: np.ndarray, start: int) -> None:
         for worst, at in ((tokens.max(), tokens.argmax), (tokens.min(), tokens.argmin)):

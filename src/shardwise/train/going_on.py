@@ -24,6 +24,7 @@ import msgspec
 from shardwise.config.render import dump_config, flow_text
 from shardwise.config.schema import RunConfig
 from shardwise.config.sources import EXTENSIONS
+from shardwise.config.tokenizer import BYTES_MEANT, tokenizer_path
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.state.checkpoint.opened import SavedRun
 from shardwise.state.vouched.manifest import folder_name, steps_in
@@ -46,7 +47,7 @@ START = dict.fromkeys(("model.weights", "model.rename", "model.cast", "model.str
 """How a run gets its first values: may be left out of the command that goes on."""
 FIXED = {
     "model.": _MODEL,
-    **dict.fromkeys(("data.path", "data.dtype", "data.val_fraction", "data.seq_len"), _DATA),
+    **dict.fromkeys(("data.path", "data.tokenizer", "data.dtype", "data.val_fraction", "data.seq_len"), _DATA),
 }
 _OPEN = ("model.args.", "model.rename.", "parallel.")
 """Below these, keys are the user's own, or come with the kind of a value."""
@@ -88,6 +89,8 @@ def changes_since(root: Path, config: RunConfig) -> list[str]:
             same = _same_files(key, old, files, saved.files)
         else:
             same = old == new or (key == "model.build" and _file_name(old) == _file_name(new))
+        if key == "data.tokenizer" and {old, new} <= {None, BYTES_MEANT}:
+            continue  # a text as bytes, said or not
         if same or (_of(START, key) and new == default.get(key)):
             continue
         why = _of(RESTORED, key) or _of(START, key) or _of(FIXED, key)
@@ -161,6 +164,9 @@ def _as_read(value: Any) -> Any:
 def _files_of(config: RunConfig) -> dict[str, str]:
     """Key -> what is in the file that it names."""
     found = {"data.path": _told("data.path", config.data.path)}
+    tokenizer = tokenizer_path(config.data.tokenizer)
+    if tokenizer is not None:
+        found["data.tokenizer"] = file_sample(tokenizer)
     if config.model.hf is not None:
         found["model.hf"] = _told("model.hf", config.model.hf)
     return found

@@ -32,11 +32,13 @@ from shardwise.train.metrics import MetricsWriter, Pace, cut_metrics
 from shardwise.train.parts import (
     Corpus,
     build_model,
+    limit_to_model,
     load_start,
     make_step,
     open_data,
     prompt_of,
     put_on_schedule,
+    set_tokenizer,
     vocab_of,
 )
 from shardwise.train.sample import complete_text, vocabulary, word_share
@@ -80,6 +82,8 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
     if config.model.start is not None and not checkpoints.are_there:
         emit("phase", text="loading weights")
         emit("loaded", text=str(load_start(config, model)))
+    limit_to_model(corpus, model)
+    set_tokenizer(config, model)
     step = make_step(config, model)
     run = _Run(config=config, world=world, corpus=corpus, model=model, step=step, emit=emit)
     run.check_space()

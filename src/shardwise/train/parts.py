@@ -1,5 +1,6 @@
 """The parts of a training run, each made from its section of the configuration."""
 
+import contextlib
 import inspect
 import math
 import re
@@ -14,22 +15,25 @@ from torch import nn
 from shardwise.config.schema import Data, Optim, RunConfig, Schedule
 from shardwise.config.suggest import did_you_mean, missing_blank
 from shardwise.config.target import load_target
+from shardwise.config.tokenizer import is_tokens, tokenizer_path
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.parallel import parallelize, runtime_of, world_of
 from shardwise.parallel.transforms import choose, transformed
 from shardwise.state import LoadReport, load_weights
-from shardwise.train.corpus import BYTES, TokenFile, TokenWindows, pydoc_text
-from shardwise.train.pretrained import build_pretrained, vocab_in
+from shardwise.train.corpus import BYTES, TokenFile, TokenWindows, encode, pydoc_text
+from shardwise.train.pretrained import build_pretrained
 from shardwise.train.reference import build as build_reference
 from shardwise.train.reference_config import check_reference_args
 from shardwise.train.scale import computes_half
 from shardwise.train.step import TrainStep
+from shardwise.train.tokens import vocab_of_folder
 from shardwise.world import World
 
 __all__ = [
     "Corpus",
     "build_model",
     "build_plain",
+    "limit_to_model",
     "load_start",
     "make_optimizer",
     "make_scaler",
@@ -38,9 +42,11 @@ __all__ = [
     "open_data",
     "prompt_of",
     "put_on_schedule",
+    "set_tokenizer",
     "vocab_of",
 ]
 
+_TOPICS = "Python's help topics"
 _SENTENCE = re.compile(r"(?<=[.\n] )[A-Z][a-z]+(?:\s[a-z]+){7}(?=\s)")
 
 
@@ -75,24 +81,45 @@ def open_data(data: Data, *, vocab: int | None) -> Corpus:
         vocab: size of the model's vocabulary, None where it is not known.
 
     Raises:
-        ConfigError: see :class:`~shardwise.train.corpus.TokenFile`.
+        ConfigError: see :class:`~shardwise.train.corpus.TokenFile` and :func:`~shardwise.train.corpus.encode`.
     """
-    if data.path is None:
-        whole: TokenWindows = TokenWindows.from_text(pydoc_text(), data.seq_len, name="Python's help topics")
+    tokenizer = tokenizer_path(data.tokenizer)
+    is_bytes = tokenizer is None and not is_tokens(data.path)
+    if tokenizer is not None:
+        name = f"{data.path or _TOPICS}, by {tokenizer}"
+        whole = TokenWindows(encode(data.path, tokenizer), data.seq_len, vocab=vocab, name=name)
+    elif data.path is None:
+        whole = TokenWindows.from_text(pydoc_text(), data.seq_len, vocab=vocab, name=_TOPICS)
     else:
         raw = data.dtype if data.path.endswith(".bin") else None
         whole = TokenFile(data.path, data.seq_len, dtype=raw, vocab=vocab)
-    is_text = data.path is None or not data.path.endswith((".npy", ".bin"))
     parts = whole.split(data.val_fraction) if data.val_fraction > 0 else (whole, None)
-    text = bytes(parts[0].tokens[: 1 << 24]).decode(errors="replace") if is_text else None
+    text = bytes(parts[0].tokens[: 1 << 24]).decode(errors="replace") if is_bytes else None
     return Corpus(name=whole.name, train=parts[0], val=parts[1], text=text)
 
 
 def vocab_of(config: RunConfig) -> int | None:
     """The reference model says its vocabulary; another model's is its own business."""
     if config.model.hf is not None:
-        return vocab_in(config.model.hf)
+        return vocab_of_folder(config.model.hf, config.model.args)
     return config.model.args.get("vocab", BYTES) if config.model.build is None else None
+
+
+def limit_to_model(corpus: Corpus, model: nn.Module) -> None:
+    """Refuses tokens that a model of the user's own cannot take, where it says how many it knows: by ``get_input_embeddings()`` or
+    ``config.vocab_size``, as models of transformers do.
+
+    Raises:
+        ConfigError: a token is larger.
+    """
+    embeddings: Any = None
+    if callable(getattr(model, "get_input_embeddings", None)):
+        with contextlib.suppress(NotImplementedError):
+            embeddings = model.get_input_embeddings()  # type: ignore[operator]
+    size = getattr(embeddings, "num_embeddings", getattr(getattr(model, "config", None), "vocab_size", None))
+    for part in (corpus.train, corpus.val):
+        if part is not None and part.vocab is None and isinstance(size, int):
+            part.limit(size)
 
 
 def build_model(config: RunConfig, world: World) -> nn.Module:
@@ -141,6 +168,13 @@ def load_start(config: RunConfig, model: nn.Module) -> LoadReport | None:
                 error.fix = f"in this run: {keys}"
                 break
         raise
+
+
+def set_tokenizer(config: RunConfig, model: nn.Module) -> None:
+    """Says which tokenizer belongs to the weights that are written: the one that the run uses, and none for bytes. For tokens that
+    were made before, it is that of where the weights came from."""
+    if not is_tokens(config.data.path):
+        runtime_of(model).tokenizer = tokenizer_path(config.data.tokenizer) or False
 
 
 def build_plain(config: RunConfig) -> nn.Module:

@@ -1,19 +1,20 @@
-"""A model from a Hugging Face directory: the class that its ``config.json`` names, built without values."""
+"""A model from a Hugging Face directory: the class that its ``config.json`` names, built without values. Torch-free until then."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from shardwise.config.suggest import did_you_mean
 from shardwise.errors import ConfigError
 
+if TYPE_CHECKING:
+    from torch import nn
+
 __all__ = ["build_pretrained", "vocab_in"]
 
 
-def build_pretrained(folder: str, changes: Mapping[str, Any]) -> nn.Module:
+def build_pretrained(folder: str, changes: Mapping[str, Any]) -> "nn.Module":
     """The model that a directory describes, with values as its constructor draws them.
 
     Args:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shardwise.config.tokenizer import TOKENIZER_FILES
 from shardwise.errors import CheckpointError
 from shardwise.state.files import unreadable
 from shardwise.state.formats.paths import inside
@@ -46,10 +47,8 @@ _TORCH = _Naming(  # as transformers wrote them before safetensors
 )
 
 COMPANIONS = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
-    "source.spm", "target.spm", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
-    "chat_template.json", "chat_template.jinja", "normalizer.json",
+    "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+    *TOKENIZER_FILES,
 )  # fmt: skip
 
 

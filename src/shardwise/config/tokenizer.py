@@ -1,0 +1,50 @@
+"""Where a tokenizer is: the files of a model directory that belong to it, and the one that is read."""
+
+from pathlib import Path
+
+from shardwise.errors import ConfigError
+
+__all__ = ["BYTES_MEANT", "TOKENIZER_FILES", "is_tokens", "tokenizer_files", "tokenizer_path"]
+
+BYTES_MEANT = "bytes"
+"""The value of ``data.tokenizer`` that says that tokens are the bytes of a text."""
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
+    "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "source.spm", "target.spm",
+    "chat_template.json", "chat_template.jinja", "normalizer.json",
+)  # fmt: skip
+
+
+def is_tokens(path: str | None) -> bool:
+    """Whether a data file holds tokens, and not a text."""
+    return path is not None and path.endswith((".npy", ".bin"))
+
+
+def tokenizer_files(folder: str | Path) -> list[Path]:
+    """The files in ``folder`` that belong to a tokenizer."""
+    return [Path(folder) / name for name in TOKENIZER_FILES if (Path(folder) / name).is_file()]
+
+
+def tokenizer_path(given: str | None) -> Path | None:
+    """The file of a tokenizer that ``data.tokenizer`` names, itself or the directory it is in; None where tokens are bytes.
+
+    Raises:
+        ConfigError: there is no such file, or the directory has none.
+    """
+    if given is None or given == BYTES_MEANT:
+        return None
+    path = Path(given)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if file.is_file() and file.suffix == ".json":
+        return file
+    others = ", ".join(other.name for other in tokenizer_files(path)) if path.is_dir() else ""
+    raise ConfigError(
+        f"data.tokenizer={given!r}",
+        why=f"there is no tokenizer.json in it (it has {others})"
+        if others
+        else f"there is no tokenizer.json (looked from {Path.cwd()})",
+        fix="write one by transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+        if others
+        else "give bytes, or a directory with a tokenizer.json, or that file",
+    )
