@@ -7,6 +7,7 @@ import argparse
 import importlib
 import math
 import textwrap
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.cli.arguments import Parser
@@ -26,7 +27,9 @@ _ELSEWHERE = {
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument(
-        "model", metavar="MODEL", help="the function that returns the nn.Module: pkg.mod:fn or path/to/file.py:fn"
+        "model",
+        metavar="MODEL",
+        help="the function that returns the nn.Module: pkg.mod:fn or path/to/file.py:fn; or a Hugging Face model directory",
     )
     parser.add_argument(
         "--layout", metavar="L", default="dp_shard=2", help="the layout to compare with one process (dp_shard=2)"
@@ -35,9 +38,16 @@ def add_arguments(parser: Parser) -> None:
         "--batch", metavar="FN", help="pkg.mod:fn, index -> micro-batch (a mapping of tensors); default: random tokens"
     )
     parser.add_argument("--loss", metavar="FN", help="pkg.mod:fn, (output, batch) -> sum; default: next-token loss")
+    parser.add_argument(
+        "--count",
+        metavar="FN",
+        help="pkg.mod:fn, batch -> what the loss is divided by; default: labels that are not -100",
+    )
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps to compare (3)")
     parser.add_argument("--accumulate", type=int, default=2, metavar="N", help="micro-batches per rank and step (2)")
-    parser.usage = "shardwise verify MODEL [--layout L] [--batch FN] [--loss FN] [--parallel.key=value ...]"
+    parser.usage = (
+        "shardwise verify MODEL [--layout L] [--batch FN] [--loss FN] [--count FN] [--parallel.key=value ...]"
+    )
 
 
 def more_help() -> str:
@@ -58,8 +68,8 @@ def run(args: argparse.Namespace) -> int:
     from shardwise.errors import ConfigError
     from shardwise.layout import layout_of, parse_layout
 
-    check_target(args.model, what="MODEL")
-    for option in ("batch", "loss"):
+    _check_model(args.model)
+    for option in ("batch", "loss", "count"):
         if getattr(args, option):
             check_target(getattr(args, option), what=f"--{option}")
     for option in ("steps", "accumulate"):
@@ -78,11 +88,33 @@ def run(args: argparse.Namespace) -> int:
         args.layout,
         batch=args.batch,
         loss=args.loss,
+        count=args.count,
         steps=args.steps,
         accumulate=args.accumulate,
         parallel=parallel,
         small_units=is_default,
     )
+
+
+def _check_model(given: str) -> None:
+    from shardwise.config.target import check_target, looks_like_target
+    from shardwise.errors import ConfigError
+
+    folder = Path(given)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"MODEL={given!r}",
+            why="there is no config.json in this directory",
+            fix="give a directory that save_pretrained has written, or name a function: path/to/file.py:fn",
+        )
+    if not folder.is_dir() and not looks_like_target(given):
+        raise ConfigError(
+            f"MODEL={given!r}",
+            why="it names neither a function nor a directory that is there; nothing is downloaded",
+            fix="write pkg.mod:fn, or path/to/file.py:fn, or give a directory that save_pretrained has written",
+        )
+    if not folder.is_dir():
+        check_target(given, what="MODEL", bare=True)
 
 
 def _parallel(overrides: list[str]) -> tuple["Parallel", bool]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shardwise.config.suggest import closest, did_you_mean
+from shardwise.config.suggest import closest, listing
 from shardwise.errors import ConfigError
 
 __all__ = ["check_target", "load_target", "looks_like_target"]
@@ -34,13 +34,14 @@ def looks_like_target(text: str) -> bool:
     return bool(colon) and name.isidentifier() and (place.endswith(".py") or bool(_MODULE.fullmatch(place)))
 
 
-def check_target(text: str, *, what: str = "target", origin: str = "") -> None:
+def check_target(text: str, *, what: str = "target", origin: str = "", bare: bool = False) -> None:
     """Refuse a target whose file, module or function is certainly missing. Runs none of its code.
 
     Args:
         text: ``pkg.mod:fn`` or ``path/to/file.py:fn``.
         what: what it was given as, for the message (``model.build``).
         origin: where it was given (``run.yaml:3``), for the message.
+        bare: it is called without arguments: the message lists only what can be.
 
     Raises:
         ConfigError: naming the part that is missing, and names like it.
@@ -60,7 +61,7 @@ def check_target(text: str, *, what: str = "target", origin: str = "") -> None:
         ) from None
     names, certain = _names_in(tree)
     if certain and name not in names:
-        raise _missing_name(given, name, str(file), names)
+        raise _missing_name(given, name, str(file), names, _defined(tree, bare=bare) or _defined(tree))
 
 
 def load_target(text: str, *, what: str = "target") -> Any:
@@ -82,8 +83,13 @@ def load_target(text: str, *, what: str = "target") -> Any:
         _search_in(os.getcwd())
         module = importlib.import_module(place)
     if not hasattr(module, name):
-        public = [key for key in vars(module) if not key.startswith("_")]
-        raise _missing_name(given, name, place, public)
+        found = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+        own = [
+            key
+            for key, value in found.items()
+            if callable(value) and getattr(value, "__module__", None) == module.__name__
+        ]
+        raise _missing_name(given, name, place, list(found), own)
     return getattr(module, name)
 
 
@@ -156,13 +162,37 @@ def _modules_in(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()]
 
 
-def _missing_name(given: str, name: str, place: str, names: Sequence[str]) -> ConfigError:
-    public = [known for known in names if not known.startswith("_")]
-    return ConfigError(
-        given,
-        why=f"{place} has no '{name}'",
-        fix=did_you_mean(name, public, what="it has"),
-    )
+def _missing_name(given: str, name: str, place: str, names: Sequence[str], defined: Sequence[str]) -> ConfigError:
+    """``names`` are all there are, to find the one that was meant; ``defined``, what may be meant at all, is listed."""
+    near = closest(name, defined) or closest(name, [known for known in names if not known.startswith("_")])
+    hint = f"did you mean '{near}'? " if near else ""
+    return ConfigError(given, why=f"{place} has no '{name}'", fix=f"{hint}it has: {listing(defined)}")
+
+
+def _defined(tree: ast.Module, *, bare: bool = False) -> list[str]:
+    """Functions and classes that a module itself defines; with ``bare``, those that can be called without arguments, as far as the
+    source tells."""
+    found = []
+    for node in tree.body:
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        if not bare or _is_bare(node):
+            found.append(node.name)
+    return found
+
+
+def _is_bare(node: ast.FunctionDef | ast.ClassDef) -> bool:
+    """Whether it can be called without arguments; of a class, whether it can be a module at all."""
+    if isinstance(node, ast.FunctionDef):
+        return not _num_required(node)
+    inits = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
+    return bool(node.bases) and all(_num_required(each) <= 1 for each in inits)  # self
+
+
+def _num_required(function: ast.FunctionDef) -> int:
+    given = function.args
+    positional = len(given.posonlyargs) + len(given.args) - len(given.defaults)
+    return positional + sum(default is None for default in given.kw_defaults)
 
 
 def _names_in(tree: ast.Module) -> tuple[list[str], bool]:

@@ -11,7 +11,7 @@ from shardwise.errors import ConfigError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["build_pretrained", "vocab_in"]
+__all__ = ["build_pretrained", "check_pretrained", "vocab_in"]
 
 
 def build_pretrained(folder: str, changes: Mapping[str, Any]) -> "nn.Module":
@@ -22,20 +22,36 @@ def build_pretrained(folder: str, changes: Mapping[str, Any]) -> "nn.Module":
         changes: fields of the configuration that are to be others.
 
     Raises:
+        ConfigError: as :func:`check_pretrained` says.
+    """
+    kind, config = check_pretrained(folder, changes)
+    return kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
+
+
+def check_pretrained(folder: str, changes: Mapping[str, Any], *, what: str = "model.hf") -> tuple[Any, Any]:
+    """The class of transformers that a directory names (AutoModelForCausalLM where it names none), and its configuration.
+
+    Args:
+        folder: with a ``config.json``.
+        changes: fields of the configuration that are to be others.
+        what: the directory was given as, for messages.
+
+    Raises:
         ConfigError: no configuration, a class that transformers does not have, or a field that the configuration has not.
     """
+    given = f"{what}={folder!r}"
     try:
         import transformers
     except ImportError as error:
-        raise ConfigError(
-            f"model.hf={folder!r}", why=f"it needs transformers: {error}", fix="pip install 'shardwise[hf]'"
-        ) from error
-    content = _content(folder)
+        raise ConfigError(given, why=f"it needs transformers: {error}", fix="pip install 'shardwise[hf]'") from error
+    content = _content(folder, given)
     if "auto_map" in content:
         raise ConfigError(
-            f"model.hf={folder!r}",
+            given,
             why="its class is code in that directory, which is not run",
-            fix="name a function that builds the model: model.build=pkg.mod:fn, and model.weights=" + folder,
+            fix="name a function that builds the model: model.build=pkg.mod:fn, and model.weights=" + folder
+            if what == "model.hf"
+            else "name a function that returns the model with its weights: pkg.mod:fn",
         )
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     for key in changes:
@@ -50,32 +66,33 @@ def build_pretrained(folder: str, changes: Mapping[str, Any]) -> "nn.Module":
     kind = getattr(transformers, name, None) if isinstance(name, str) else transformers.AutoModelForCausalLM
     if kind is None:
         raise ConfigError(
-            f"model.hf={folder!r}: the class {name}",
+            f"{given}: the class {name}",
             why=f"transformers {transformers.__version__} has none of that name",
-            fix="install the version that the model was made with, or name a function that builds it: model.build",
+            fix="install the version that the model was made with, or name a function that builds it"
+            + (": model.build" if what == "model.hf" else ""),
         )
-    return kind.from_config(config) if kind is transformers.AutoModelForCausalLM else kind(config)
+    return kind, config
 
 
 def vocab_in(folder: str) -> int | None:
     """Size of the vocabulary that a directory's configuration names."""
-    content = _content(folder)
+    content = _content(folder, f"model.hf={folder!r}")
     size = content.get("vocab_size", (content.get("text_config") or {}).get("vocab_size"))
     return size if isinstance(size, int) else None
 
 
-def _content(folder: str) -> dict[str, Any]:
+def _content(folder: str, given: str) -> dict[str, Any]:
     path = Path(folder) / "config.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         why = (error.strerror or str(error)) if isinstance(error, OSError) else f"it is no JSON: {error}"
         raise ConfigError(
-            f"model.hf={folder!r}: {path}", why=why, fix="name a directory that save_pretrained has written"
+            f"{given}: {path}", why=why, fix="name a directory that save_pretrained has written"
         ) from error
     if not isinstance(content, dict):
         raise ConfigError(
-            f"model.hf={folder!r}: {path}",
+            f"{given}: {path}",
             why="it holds no configuration",
             fix="name a directory that save_pretrained has written",
         )

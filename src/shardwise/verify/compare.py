@@ -225,7 +225,7 @@ def _relative(found: float, wanted: float) -> float:
 
 def _error(difference: Difference, recipe: Recipe, num_ranks: int, gate: float) -> VerifyError:
     return VerifyError(
-        f"{difference.kind} differs at step {difference.step}: error {difference.err:.3e}, gate {gate:.0e}",
+        f"{difference.kind} differs at step {difference.step}: error {difference.err:.3e}, allowed {gate:.0e}",
         why=f"{num_ranks} ranks on layout {recipe.grid} ({recipe.engine}) did not compute what one process computes",
         fix="do not train with this layout; if the model is deterministic, please report it",
         name=difference.name,

@@ -1,7 +1,10 @@
 """What ``shardwise verify`` runs: a named model against one plain process, over local CPU ranks."""
 
 import inspect
-from collections.abc import Callable
+import math
+import shutil
+import textwrap
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,30 +13,21 @@ from torch import Tensor, nn
 
 from shardwise.anatomy import read_anatomy
 from shardwise.config.options import Parallel, Sharding
-from shardwise.config.target import load_target
 from shardwise.errors import ConfigError
 from shardwise.layout import parse_layout
 from shardwise.train.loss import call, next_token_loss
 from shardwise.verify.compare import Report
 from shardwise.verify.draws import drawing_modules
-from shardwise.verify.oracle import Task
+from shardwise.verify.named import CountOfLoss, Function, in_words, named_model
+from shardwise.verify.oracle import Task, cast_batches
 from shardwise.verify.run import Transformed, verify
 
 __all__ = ["main"]
 
 _LENGTH, _BATCH = 16, 2
+_FIX_BATCH = "pass --batch pkg.mod:fn, a function of an index that returns a mapping of tensors with labels"
+_KINDS = {"grad": "gradients", "param": "parameters", "loss": "loss", "grad_norm": "gradient norm", "buffer": "buffers"}
 _TECHNIQUES = [name for name in Parallel.__struct_fields__ if name not in ("layout", "precision")]
-
-
-@dataclass(frozen=True)
-class _Named:
-    """A function known by its name, so that every rank can load it for itself."""
-
-    text: str
-    what: str
-
-    def __call__(self, *args: Any) -> Any:
-        return load_target(self.text, what=self.what)(*args)
 
 
 @dataclass(frozen=True)
@@ -52,6 +46,7 @@ def main(
     *,
     batch: str | None = None,
     loss: str | None = None,
+    count: str | None = None,
     steps: int = 3,
     accumulate: int = 2,
     parallel: Parallel,
@@ -60,39 +55,84 @@ def main(
     """Compares and prints the outcome; 0 if equal. Raises VerifyError, which names the first tensor that differs.
 
     Args:
-        model: "pkg.mod:fn", returns the module.
+        model: "pkg.mod:fn", returns the module; or a Hugging Face model directory.
         layout: without -1.
         batch: "pkg.mod:fn", takes the index of a micro-batch and returns it (``str -> Tensor``); None: random tokens, for
             a module that takes ``input_ids`` and has an embedding.
         loss: "pkg.mod:fn", as TrainStep takes it; None: cross entropy of aligned labels.
+        count: "pkg.mod:fn", as TrainStep takes it; None: the loss's own ``count``, else labels that are not -100.
         steps: optimizer steps.
         accumulate: micro-batches per rank and step.
         parallel: the techniques; its layout and precision are not used.
         small_units: compare once more with every block a unit of its own, where parameters are cut: more can go wrong there.
+
+    Raises:
+        ConfigError: one of the names cannot be used; with the place where it failed.
     """
     _say("loading the model")
-    build: Callable[[], nn.Module] = _Named(model, "MODEL")
-    num_ranks = 1
-    for degree in parse_layout(layout).values():
-        num_ranks *= degree
-    make: Callable[[int], dict[str, Tensor]] = _Named(batch, "--batch") if batch else _tokens_for(build())
-    windows = [[make(s * 1000 + i) for i in range(num_ranks * accumulate)] for s in range(steps)]
-    print(
-        f"comparing {num_ranks} ranks ({layout}) with one process: {steps} steps, {accumulate} micro-batches per rank"
+    build = named_model(model)
+    num_ranks = math.prod(parse_layout(layout).values())
+    windows = _windows(build(), batch, [num_ranks * accumulate] * steps)
+    sums: Any = Function(loss, "--loss") if loss else next_token_loss
+    counts = _counts(sums, count, batch, windows[0][0])
+    _print(f"{num_ranks} ranks ({layout}) against one process: {steps} steps, {accumulate} micro-batches per rank")
+    given = f"MODEL={model!r}" + (f" with --batch {batch}" if batch else "")
+    fix = (
+        "run it on one batch by itself until it works"
+        if batch
+        else f"correct it, or give the batches it takes: {_FIX_BATCH}"
     )
-    sums = _Named(loss, "--loss") if loss else next_token_loss
-    build, why = _without_dropout(build, parallel.transforms, windows, sums)
+    with in_words(given, "its forward, or the loss,", fix):
+        build, why = _without_dropout(build, parallel.transforms, windows, sums)
     if why:
-        print(why)
+        _print(why)
     options = {name: getattr(parallel, name) for name in _TECHNIQUES}
-    report = verify(build, layout, batches=windows, loss=sums, say=_say, **options)
-    _print(report)
+    report = verify(build, layout, batches=windows, loss=sums, count=counts, say=_say, **options)
+    _print_report(report)
     if small_units and report.engine == "fsdp2" and _has_blocks(build, parallel.transforms):
         _say("once more, with every block a unit")
         options["sharding"] = Sharding(min_unit_bytes=0)
-        again = verify(build, layout, batches=windows, loss=sums, say=_say, **options)
-        _print(again)
+        again = verify(build, layout, batches=windows, loss=sums, count=counts, say=_say, **options)
+        _print_report(again)
     return 0
+
+
+def _windows(module: nn.Module, batch: str | None, sizes: list[int]) -> list[list[Mapping[str, Tensor]]]:
+    """The micro-batches of each step, as the comparison's dtype has them."""
+    make: Callable[[int], Any] = Function(batch, "--batch") if batch else _tokens_for(module)
+    windows = []
+    with in_words(f"--batch={batch!r}", "calling it with the index of a micro-batch", _FIX_BATCH):
+        for step, size in enumerate(sizes):
+            windows.append([make(step * 1000 + i) for i in range(size)])
+    first = windows[0][0]
+    if not isinstance(first, Mapping) or not all(isinstance(value, Tensor) for value in first.values()):
+        raise ConfigError(
+            f"--batch={batch!r}",
+            why=f"it returned {type(first).__name__}, and a micro-batch maps names to tensors",
+            fix=_FIX_BATCH,
+        )
+    return cast_batches(windows, torch.float64)
+
+
+def _counts(sums: Any, count: str | None, batch: str | None, first: Mapping[str, Tensor]) -> Any:
+    """What counts a micro-batch: the function that is named, or the loss's own; None: its labels."""
+    if count is not None:
+        found: Any = Function(count, "--count")
+    elif isinstance(sums, Function) and callable(getattr(sums.load(), "count", None)):
+        found = CountOfLoss(sums)
+    elif "labels" in first:
+        return None
+    else:
+        raise ConfigError(
+            f"--batch={batch!r}: a batch with the keys {sorted(first)} and no --count",
+            why="the loss is divided by a number of tokens or samples, and nothing says how many this batch has",
+            fix="pass --count pkg.mod:fn, a function of the batch (or a loss with .count), or let the batch have labels",
+        )
+    with in_words(
+        f"--count={count!r}" if count else f"--loss={sums.text!r}, its count", "calling it", "correct that line"
+    ):
+        float(torch.as_tensor(found(first)))
+    return found
 
 
 def _has_blocks(build: Callable[[], nn.Module], transforms: Any) -> bool:
@@ -100,11 +140,23 @@ def _has_blocks(build: Callable[[], nn.Module], transforms: Any) -> bool:
         return bool(read_anatomy((Transformed(build, transforms) if transforms else build)()).lists)
 
 
-def _print(report: Report) -> None:
+def _print_report(report: Report) -> None:
+    _print("largest difference of the two runs, relative to the largest element:")
     for kind, worst in report.worst.items():
-        where = f" in {worst.name}, step {worst.step}" if worst.err else ""
-        print(f"  {kind:<10} largest difference {worst.err:.1e}{where}")
-    print(f"equal: {report}")
+        preposition = "on" if worst.name.startswith("rank ") else "in"
+        where = f"  {preposition} {worst.name}, step {worst.step}" if worst.err else ""
+        print(f"  {_KINDS.get(kind, kind):<14} {worst.err:.1e}{where}")
+    units = f"{report.num_units} unit{'s' if report.num_units != 1 else ''}"
+    print(
+        f"equal: {report.num_ranks} ranks, layout {report.layout}, {report.engine}, {units}, {report.num_steps} step{'s' if report.num_steps != 1 else ''}"
+    )
+    print(f"       largest difference {report.err:.1e}, allowed {report.gate:.0e}")
+
+
+def _print(text: str) -> None:
+    """A sentence, in lines of a terminal."""
+    width = max(60, min(120, shutil.get_terminal_size().columns))
+    print("\n".join(textwrap.wrap(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)))
 
 
 def _say(text: str) -> None:
@@ -127,8 +179,8 @@ def _without_dropout(
     told = ", ".join(name or "the model's own forward" for name in names[:3])
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return evaluating, (
-        f"in eval mode: in training, random numbers are drawn in {told}{more}, others on each side "
-        "(batch norm, if any, uses its running statistics)"
+        f"in eval mode: in training, random numbers are drawn in {told}{more} (dropout?), and the ranks would draw other ones than the "
+        "one process, so nothing could be equal; batch norm, if any, uses its running statistics"
     )
 
 
@@ -138,7 +190,7 @@ def _tokens_for(module: nn.Module) -> Callable[[int], dict[str, Tensor]]:
         raise ConfigError(
             f"{type(module).__name__} without --batch",
             why="its forward takes no input_ids, or it has no embedding, so there is nothing to guess a batch from",
-            fix="pass --batch pkg.mod:fn, a function of an index that returns a mapping of tensors with labels",
+            fix=_FIX_BATCH,
         )
     vocab = embedding.num_embeddings
 

@@ -18,9 +18,32 @@ from shardwise._compat import cast_floating
 from shardwise.train.loss import count_of
 from shardwise.verify.lift import LiftFloat32
 
-__all__ = ["StepRecord", "Task", "make_optimizer", "run_oracle"]
+__all__ = ["StepRecord", "Task", "cast_batches", "make_optimizer", "run_oracle"]
 
 Batch = Mapping[str, Tensor]
+
+
+def cast_batches(windows: Sequence[Sequence[Batch]], dtype: torch.dtype) -> list[list[Batch]]:
+    """Floating tensors in ``dtype``, complex ones in the complex dtype of that precision, as the module is; others as they are."""
+
+    def cast(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return (
+            value.to(dtype.to_complex())
+            if value.is_complex()
+            else value.to(dtype)
+            if value.is_floating_point()
+            else value
+        )
+
+    return [
+        [
+            {name: cast(value) for name, value in batch.items()} if isinstance(batch, Mapping) else batch
+            for batch in window
+        ]
+        for window in windows
+    ]
 
 
 @dataclass(frozen=True)

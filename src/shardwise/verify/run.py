@@ -18,7 +18,7 @@ from shardwise.parallel.transforms import choose, transformed
 from shardwise.train.loss import call, count_of, next_token_loss
 from shardwise.verify.compare import Report, compare
 from shardwise.verify.draws import drawing_modules
-from shardwise.verify.oracle import Task, run_oracle
+from shardwise.verify.oracle import Task, cast_batches, run_oracle
 from shardwise.verify.sharded import RankRecord, run_sharded
 
 __all__ = ["GATES", "Transformed", "verify"]
@@ -54,7 +54,8 @@ def verify(
         loss, count, forward: as :class:`~shardwise.train.step.TrainStep` takes them; top-level functions.
         optimizer: "sgd" (momentum 0.9), "adamw", or a top-level function of the parameters.
         max_grad_norm: clip, or None.
-        dtype: what both sides compute in; float64 shows faults that rounding would hide.
+        dtype: what both sides compute in, and what floating tensors of batches are cast to; float64 shows faults that rounding
+            would hide.
         gate: the largest error allowed; default 1e-12 in float64, 1e-5 in float32.
         num_ranks: needed where the layout has ``-1``.
         run: ``run(function, num_ranks, *args)`` -> results by rank, such as a pool's; default: fresh processes.
@@ -64,7 +65,8 @@ def verify(
 
     Raises:
         UsageError: an option that parallelize does not have.
-        VerifyError: naming the first tensor that differs; and what draws random numbers, which are others on each side.
+        VerifyError: naming the first tensor that differs; and what draws random numbers, if anything does: the ranks draw other ones
+            than the one process.
 
     Example:
         >>> report = verify(build, "dp_shard=2", batches=[[batch, other]])  # doctest: +SKIP
@@ -76,7 +78,7 @@ def verify(
     transforms = options.pop("transforms", ())
     task = Task(
         build=Transformed(build, transforms) if transforms else build,
-        windows=batches,
+        windows=cast_batches(batches, dtype),
         loss=loss,
         count=count_of(loss, count) if loss is not None or count is not None else None,
         forward=forward,
@@ -107,7 +109,7 @@ def _explained(error: VerifyError, task: Task) -> VerifyError:
     more = f" and {len(told) - 3} more" if len(told) > 3 else ""
     return VerifyError(
         error.given,
-        why=f"random numbers are drawn in {', '.join(told[:3])}{more}, and each side draws others: no two runs are equal",
+        why=f"random numbers are drawn in {', '.join(told[:3])}{more}: other ones in the one process than on the ranks, so nothing can be equal",
         fix="compare without them: dropout of 0, or a function that returns module.eval(); this says nothing of the layout",
         name=error.name,
     )

@@ -1,0 +1,169 @@
+"""What a command line names for a comparison: the model, batches, loss and count; every rank loads them for itself.
+
+Mistakes in them are told in words, with the line of the user's own code: a file that cannot be imported, a class that wants
+arguments, a function that returns something else.
+"""
+
+import contextlib
+import random
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shardwise.config.target import load_target
+from shardwise.errors import ConfigError, ShardwiseError, UsageError
+from shardwise.train.pretrained import check_pretrained
+
+__all__ = ["CountOfLoss", "Directory", "Function", "Model", "in_words", "named_model"]
+
+_OWN = (Path(torch.__file__).parent, Path(__file__).parents[1])
+
+
+@contextlib.contextmanager
+def in_words(given: str, doing: str, fix: str) -> Iterator[None]:
+    """Within, an exception of the user's code becomes a ConfigError: ``doing`` raised it, and where."""
+    try:
+        yield
+    except UsageError as error:
+        if "forward=" in error.fix:  # the command has no such option
+            error.fix = "name the keys of what --batch returns as the arguments of the forward"
+        raise
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        text = (str(error).strip().splitlines() or [""])[0]
+        raise ConfigError(
+            given, why=f"{doing} raised {type(error).__name__}: {text}{_place(error)}", fix=fix
+        ) from error
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line that is neither torch's nor ours, as a line of a message; nothing where there is none."""
+    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) and error.filename:
+        frames.append((Path(error.filename), error.lineno))
+    user = [
+        place
+        for place in frames
+        if not str(place[0]).startswith("<") and not any(place[0].is_relative_to(folder) for folder in _OWN)
+    ]
+    if not user:
+        return ""
+    file, line = user[-1]
+    with contextlib.suppress(ValueError):
+        file = file.relative_to(Path.cwd())
+    return f"\n       at {file}, line {line}"
+
+
+@contextlib.contextmanager
+def _streams_kept() -> Iterator[None]:
+    """Random numbers that are drawn within are drawn again afterwards: a file may make a module as it is imported."""
+    python, arrays = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function known by its name; ``what`` it was given as (``--batch``)."""
+
+    text: str
+    what: str
+
+    def __call__(self, *args: Any) -> Any:
+        return self.load()(*args)
+
+    def load(self) -> Any:
+        """What the name stands for.
+
+        Raises:
+            ConfigError: it cannot be imported, or called.
+        """
+        given = f"{self.what}={self.text!r}"
+        fix = "correct that line, or install what it imports; then run again"
+        # Streams: a rank imports it while it builds, and one process did before.
+        with in_words(given, "importing it", fix), _streams_kept():
+            found = load_target(self.text, what=self.what)
+        if not callable(found) or isinstance(found, nn.Module):
+            kind = (
+                "a module that is made already" if isinstance(found, nn.Module) else f"of type {type(found).__name__}"
+            )
+            raise ConfigError(
+                given,
+                why=f"it is {kind}, and a function is called",
+                fix="name a function, or a class: def build(): return Net(...)",
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class CountOfLoss:
+    """The ``count`` of a loss that is known by its name."""
+
+    loss: Function
+
+    def __call__(self, batch: Mapping[str, Tensor]) -> Any:
+        return self.loss.load().count(batch)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A module by the name of its class, or of a function that returns it."""
+
+    text: str
+
+    def __call__(self) -> nn.Module:
+        given = f"MODEL={self.text!r}"
+        make = Function(self.text, "MODEL").load()
+        place, _, name = self.text.rpartition(":")
+        function = f"def build(): return {name}(...), and give {place}:build"
+        with in_words(given, "calling it", f"if it needs arguments, write a function that has none: {function}"):
+            module = make()
+        if not isinstance(module, nn.Module):
+            raise ConfigError(
+                given,
+                why=f"it returned {type(module).__name__}, and a torch.nn.Module is compared",
+                fix="name a function that returns the module, or the module's class",
+            )
+        return module
+
+
+@dataclass(frozen=True)
+class Directory:
+    """A Hugging Face model directory: the class that its ``config.json`` names, with its weights."""
+
+    folder: str
+
+    def __call__(self) -> nn.Module:
+        kind, config = check_pretrained(self.folder, {}, what="MODEL")
+        if (
+            torch.get_default_device().type == "meta"
+        ):  # only to look at its structure, and transformers would refuse to load
+            return kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
+        import transformers
+
+        shows = transformers.utils.logging.is_progress_bar_enabled()
+        transformers.utils.logging.disable_progress_bar()
+        try:
+            with in_words(
+                f"MODEL={self.folder!r}", "loading it", "check that its weights are those of its config.json"
+            ):
+                return kind.from_pretrained(self.folder, config=config, local_files_only=True).train()
+        finally:
+            if shows:
+                transformers.utils.logging.enable_progress_bar()
+
+
+def named_model(text: str) -> Callable[[], nn.Module]:
+    """What MODEL stands for: a directory, or a name."""
+    return Directory(text) if Path(text).is_dir() else Model(text)
