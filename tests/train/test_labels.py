@@ -133,6 +133,21 @@ MEANT = {
 }
 
 
+def second_run():
+    with sw.init("dp_shard=1", device="cpu") as world:
+        model = sw.parallelize(build, world)
+        texts = []
+        for batch in (sw.shift_labels(collated(0, prompt=2)), collated(1, prompt=2)):
+            step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), forward=forward)
+            texts.append(refused(lambda s=step, b=batch: s([b]).num_tokens))
+        return texts
+
+
+def test_a_second_step_on_the_same_model_compares_anew(ranks):
+    first, second = ranks.run(second_run, 1)[0]
+    assert first == "no error: 20" and second.startswith("labels that equal input_ids at all 20")
+
+
 def meant():
     with sw.init("dp_shard=1", device="cpu") as world:
         found = {}

@@ -112,6 +112,7 @@ class TrainStep:
         self.max_grad_norm, self.on_nonfinite = max_grad_norm, on_nonfinite
         self.num_steps = self.num_skipped = 0
         self._runtime: Runtime = runtime
+        runtime.labels_seen = torch.zeros(3)  # another step may be given other data
         self._scale = LossScale(runtime, optim, scaler)
         self._norm = GradientNorm(self._runtime, whole_after=self._runtime.replicated)
         self._sums = SumCheck(count_of(loss, self.count))
