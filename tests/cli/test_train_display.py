@@ -159,7 +159,9 @@ def test_commands_fit_a_narrow_terminal_and_can_be_copied(monkeypatch):
     Display(stream=stream, live=False).commands("try", [(command, "whole copies")])
     assert all(len(line) <= 80 for line in stream.getvalue().splitlines())
     label, *lines = stream.getvalue().splitlines()
-    assert label == "try        # whole copies" and shlex.split("\n".join(lines).replace("\\\n", "")) == shlex.split(command)
+    assert label == "try        # whole copies" and shlex.split("\n".join(lines).replace("\\\n", "")) == shlex.split(
+        command
+    )
     pipe = io.StringIO()
     Display(stream=pipe, live=False).commands("try", [(command, "whole copies")])
     assert pipe.getvalue() == f"try        {command}  # whole copies\n"
