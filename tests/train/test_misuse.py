@@ -1,5 +1,7 @@
 """What people type at first, and what would train silently wrong: each is named, with the call to make instead."""
 
+import types
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,6 +26,33 @@ def sum_loss(output, b):
 
 def with_number(output, b):
     return {"loss": sum_loss(output, b), "right": float((output.argmax(-1) == b["labels"]).sum())}
+
+
+class Returning(nn.Module):
+    """A language model that returns more than logits."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.embed = kind, nn.Embedding(5, 5)
+
+    def forward(self, input_ids, labels=None):
+        logits = self.embed(input_ids)
+        if self.kind == "tuple":
+            return None, logits
+        if self.kind == "dict":
+            return {"scores": logits}
+        loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return types.SimpleNamespace(logits=logits, loss=loss)
+
+
+def step_on_tokens(world, kind, **options):
+    model = sw.parallelize(lambda: Returning(kind), world)
+    step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    step([{"input_ids": torch.tensor([[0, 1, 2]]), "labels": torch.tensor([[1, 2, 3]])}])
+
+
+def step_without_labels(model, key, value):
+    sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda o, b: o.sum())([{key: value}])
 
 
 def errors():
@@ -59,6 +88,11 @@ def errors():
             "None field": lambda: next(iter(sw.Loader([{"mask": None}], world, global_batch=1, micro_batch=1))),
             "DataLoader": lambda: sw.Loader(DataLoader([batch()], batch_size=1), world, global_batch=1, micro_batch=1),
             "float labels": lambda: sw.TrainStep(model, optim)([{"x": torch.ones(2, 4), "labels": torch.ones(2, 3)}]),
+            "tuple output": lambda: step_on_tokens(world, "tuple"),
+            "dict output": lambda: step_on_tokens(world, "dict"),
+            "loss of a model without labels": lambda: step_on_tokens(world, "object", loss=lambda o, b: o.loss),
+            "no count of tokens": lambda: step_without_labels(model, "input_ids", torch.ones(2, 4)),
+            "no count of samples": lambda: step_without_labels(model, "pixels", torch.ones(2, 4)),
         }
         for name, call in tries.items():
             try:
@@ -93,6 +127,11 @@ WORDS = {
     "string field": "'text' of a sample is 'a word'",
     "None field": "'mask' of a sample is None",
     "DataLoader": "pass loader.dataset; Loader makes the batches itself",
+    "tuple output": "loss=lambda output, batch: sw.next_token_loss(output[1], batch)",
+    "dict output": "next_token_loss of a dict with the keys ['scores']",
+    "loss of a model without labels": "pass forward=lambda model, batch: model(**batch)",
+    "no count of tokens": 'count=lambda batch: batch["input_ids"].numel()',
+    "no count of samples": 'count=lambda batch: batch["pixels"].shape[0]',
     "float labels": "a cross entropy: a label is the number of a class",
 }
 

@@ -95,9 +95,14 @@ def valid_labels(batch: Batch) -> Tensor:
             f"a batch with the keys {sorted(batch)} and no count=",
             why="the loss is divided by the number of valid tokens (or samples) of all ranks, and nothing says how many "
             "this batch has",
-            fix='pass count=lambda batch: batch["x"].shape[0] (what one sum of your loss runs over), or give labels',
+            fix=f"pass count=lambda batch: {_example_of_count(batch)} (what one sum of your loss runs over), or give labels",
         )
     return (batch["labels"] != IGNORED).sum()
+
+
+def _example_of_count(batch: Batch) -> str:
+    name = next((name for name, value in batch.items() if isinstance(value, Tensor) and value.dim()), "x")
+    return f'batch["{name}"].numel()' if name == "input_ids" else f'batch["{name}"].shape[0]'
 
 
 def _refuse_shifted(tokens: Tensor, labels: Tensor) -> None:

@@ -6,7 +6,7 @@ sum is divided by that one number.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ def next_token_loss(output: Any, batch: Batch) -> Tensor:
         batch: with ``labels`` [B, T] aligned to the logits: ``labels[b, t]`` is the target of ``logits[b, t]``; -100 is
             ignored.
     """
-    logits = output if isinstance(output, Tensor) else output.logits
+    logits = output if isinstance(output, Tensor) else _logits_of(output)
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     labels = batch["labels"]
@@ -51,6 +51,29 @@ def next_token_loss(output: Any, batch: Batch) -> Tensor:
             fix='give a loss of your own: loss=lambda output, batch: F.mse_loss(output, batch["labels"], reduction="sum")',
         )
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def _logits_of(output: Any) -> Tensor:
+    """Logits of an output that is no tensor."""
+    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if isinstance(found, Tensor):
+        return found
+    name, take = type(output).__name__, "output[...]"
+    if isinstance(output, tuple | list):
+        parts = [f"{list(part.shape)}" if isinstance(part, Tensor) else type(part).__name__ for part in output]
+        name, take = f"{name} of {', '.join(parts) or 'nothing'}", f"output[{next(_tensors_at(output), 0)}]"
+    elif isinstance(output, Mapping):
+        name = f"{name} with the keys {sorted(map(str, output))}"
+    raise ConfigError(
+        f"next_token_loss of a {name}",
+        why="the default loss takes logits [B, T, V]: the model's output, or its .logits",
+        fix=f"take them out: loss=lambda output, batch: sw.next_token_loss({take}, batch), "
+        "or give a loss of your own for what the model returns",
+    )
+
+
+def _tensors_at(output: Any) -> Iterator[int]:
+    return (i for i, part in enumerate(output) if isinstance(part, Tensor) and part.dim() > 1)
 
 
 def as_micro_batches(batches: Any) -> list[Batch]:
@@ -145,6 +168,14 @@ def as_sums(result: Any) -> dict[str, Tensor]:
             fix='return {"loss": total, ...}',
         )
     for name, value in sums.items():
+        if value is None:
+            raise ConfigError(
+                f"a loss whose {name!r} is None",
+                why="it returns nothing, or it takes the loss that the model computes itself, and the model was given no labels: the default "
+                "forward leaves them out",
+                fix="return the sum; to have the model compute it, pass forward=lambda model, batch: model(**batch). The .loss of a "
+                "Hugging Face model is a mean: times what is counted, it is a sum",
+            )
         if not isinstance(value, Tensor):
             raise ConfigError(
                 f"a loss whose {name!r} is of type {type(value).__name__}",
