@@ -32,6 +32,7 @@ def device(request) -> torch.device:
         # Asked for by name, a missing device is a failure; met among all tests, it is not.
         (pytest.fail if request.config.option.markexpr.strip() == "gpu" else pytest.skip)(NEEDS)
     gc.collect()
+    torch.cuda.init()  # or there is nothing whose statistics could be reset
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(0)
     return torch.device("cuda", 0)

@@ -4,11 +4,16 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from state.layouts import LAYOUTS, TRIPS
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from zoo import VOCAB, ConvNet, Odd
 
 import shardwise as sw
+from shardwise.parallel.tensors import like_parameter
 
 EVERY = sw.Sharding(min_unit_bytes=0)
 OPTIMIZERS = {
@@ -429,3 +434,23 @@ def extra_by_kind(kind):
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"])
 def test_extra_states_come_along_and_a_model_made_for_loading_is_ready(ranks, kind):
     assert ranks.run(extra_by_kind, 2, kind) == [(7, True)] * 2
+
+
+def over_a_mesh_of_devices():
+    """On a mesh of devices that are not there: state of a parameter that is offloaded must not be moved to one."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = DeviceMesh("cuda", torch.arange(1), _init_backend=False, _rank=0)
+        spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(torch.Size([6, 3]), (3, 1), torch.bfloat16))
+        param = nn.Parameter(DTensor(torch.ones(6, 3, dtype=torch.bfloat16), spec, requires_grad=True))
+        value = torch.arange(18.0).view(6, 3)
+        state = like_parameter(value, param)
+        local = state.to_local()
+        return local.device.type, local.data_ptr() == value.data_ptr(), state.dtype, tuple(state.shape)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_state_of_an_offloaded_parameter_stays_in_host_memory(ranks):
+    assert ranks.run(over_a_mesh_of_devices, 1)[0] == ("cpu", True, torch.float32, (6, 3))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise._compat import local_tensor, share_hooks
+from shardwise._torch.dtensor import cut_like
 from shardwise.anatomy import canonical_modules, canonical_tensors
 
 __all__ = [
@@ -175,9 +176,7 @@ def like_parameter(value: Any, param: nn.Parameter) -> Any:
         return value
     if value.dim() == 0:
         return value
-    return DTensor.from_local(
-        value, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
+    return cut_like(value, param)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

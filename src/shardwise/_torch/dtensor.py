@@ -1,0 +1,17 @@
+"""DTensors over memory that is there."""
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+__all__ = ["cut_like"]
+
+
+def cut_like(local: Tensor, other: DTensor) -> DTensor:
+    """``local`` as this rank's part of a tensor that is cut as ``other`` is, over the same memory, wherever it is.
+
+    ``DTensor.from_local`` moves it to the device of the mesh: of a parameter that is offloaded, state would come to the device, where
+    the optimizer does not step.
+    """
+    meta = TensorMeta(other.shape, other.stride(), local.dtype)
+    return DTensor(local.detach(), DTensorSpec(other.device_mesh, other.placements, tensor_meta=meta), requires_grad=False)
