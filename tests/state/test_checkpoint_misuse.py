@@ -23,7 +23,7 @@ from shardwise.state.checkpoint.contents import check_texts
 
 
 def train(windows, step, num: int) -> list[float]:
-    return [step(window).loss for window, _ in zip(windows, range(num), strict=False)]
+    return [step(window).loss for _, window in zip(range(num), windows, strict=False)]
 
 
 def fresh(world, **options):

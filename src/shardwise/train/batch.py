@@ -15,6 +15,19 @@ IGNORED = -100
 """The label of a position whose prediction does not count."""
 
 
+class Place(tuple[int, int]):
+    """Which window of a Loader a micro-batch is of: (epoch, place of its first sample in the epoch's order), and which Loader, by number:
+    it may have come through threads and processes that read ahead."""
+
+    loader: int | None = None
+
+    @classmethod
+    def of(cls, epoch: int, start: int, loader: int) -> "Place":
+        found = cls((epoch, start))
+        found.loader = loader
+        return found
+
+
 class MicroBatch(dict[str, Tensor]):
     """One micro-batch: a mapping from names to tensors that knows its place in the window.
 

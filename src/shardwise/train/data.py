@@ -13,7 +13,9 @@ The position is counted in samples of the global order, never in batches of a ra
 go on with two, and no sample is seen twice or missed.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,11 +24,26 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from shardwise.errors import ConfigError, UsageError
-from shardwise.train.batch import IGNORED, MicroBatch, default_collate
+from shardwise.state.datasets import DatasetState, states_in
+from shardwise.train.batch import IGNORED, MicroBatch, Place, default_collate
 from shardwise.train.labels import make_labels, shift_labels
 from shardwise.train.order import sample_order
 
-__all__ = ["IGNORED", "Loader", "MicroBatch", "default_collate", "make_labels", "sample_order", "shift_labels"]
+__all__ = [
+    "IGNORED",
+    "Loader",
+    "MicroBatch",
+    "default_collate",
+    "make_labels",
+    "mark_used",
+    "sample_order",
+    "shift_labels",
+]
+
+_LOADERS: "weakref.WeakValueDictionary[int, Loader]" = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
+_START = (-1, -1)  # the place of no window: before the first
+_KEPT = 64  # windows read ahead of training of which the dataset's own state is kept
 
 
 class DataWorld(Protocol):
@@ -90,6 +107,9 @@ class Loader:
         self.seed = int(world.seed)
         self.epoch = 0
         self._position = 0
+        self._number = next(_NUMBERS)
+        _LOADERS[self._number] = self
+        self._begin()
         self._turn = 0  # counts iterators and loaded positions, so that an iterator notices it is no longer the one
 
     def __len__(self) -> int:
@@ -102,9 +122,12 @@ class Loader:
         if self._position >= self.num_samples:
             self._next_epoch()
         while self._position < self.num_samples:
-            window = self._window(self._position)
+            place = Place.of(self.epoch, self._position, self._number)
+            self._reading(place)
+            window = self._window(place)
             # Before the yield: while the caller holds a window, the position is behind it.
             self._position = min(self._position + self.global_batch, self.num_samples)
+            self._num_handed_out += 1
             yield window
             if turn != self._turn:
                 raise UsageError(
@@ -117,23 +140,23 @@ class Loader:
     def _next_epoch(self) -> None:
         self.epoch, self._position = self.epoch + 1, 0
 
-    def _window(self, start: int) -> list[MicroBatch]:
-        axis = self.world.axis("dp")
+    def _window(self, place: Place) -> list[MicroBatch]:
+        axis, start = self.world.axis("dp"), place[1]
         stop = min(start + self.global_batch, self.num_samples)
         num_micro = -(-(stop - start) // self.micro_batch)
         per_rank = -(-num_micro // axis.size)
         mine: list[MicroBatch] = []
         for index in range(axis.rank, per_rank * axis.size, axis.size):
             if index < num_micro:
-                mine.append(self._micro_batch(index, start, stop))
+                mine.append(self._micro_batch(index, place, stop))
             else:
                 # A rank without a micro-batch of its own copies the first one of the window.
-                source = mine[0] if mine else self._micro_batch(0, start, stop)
-                mine.append(MicroBatch(source, index=index, padding=True, window=(self.epoch, start)))
+                source = mine[0] if mine else self._micro_batch(0, place, stop)
+                mine.append(MicroBatch(source, index=index, padding=True, window=place))
         return mine
 
-    def _micro_batch(self, index: int, start: int, stop: int) -> MicroBatch:
-        first = start + index * self.micro_batch
+    def _micro_batch(self, index: int, place: Place, stop: int) -> MicroBatch:
+        first = place[1] + index * self.micro_batch
         samples = np.arange(first, min(first + self.micro_batch, stop))
         if self.shuffle:
             samples = sample_order(samples, self.num_samples, seed=self.seed, epoch=self.epoch)
@@ -141,11 +164,60 @@ class Loader:
         if self.prepare is not None:
             batch = _mapping(self.prepare(batch), "prepare")
         on_device = {name: value.to(self.world.device) for name, value in batch.items()}
-        return MicroBatch(on_device, index=index, window=(self.epoch, start))
+        return MicroBatch(on_device, index=index, window=place)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position after the last window handed out; plain numbers, the same on every rank."""
-        epoch, position = self.epoch, self._position
+    # ---- what was used -----------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """From here on windows are counted."""
+        self._begun = self.epoch, self._position
+        self._used: tuple[int, int] | None = None
+        self._num_handed_out = 0
+        self._read: tuple[int, int] | None = None  # the last window that was begun to be read
+        # Behind each window that is not yet used: with a reader ahead, what the dataset has now is not what it had at the last used.
+        self._states: dict[tuple[int, int], DatasetState] = {}
+
+    def _reading(self, place: Place) -> None:
+        """Before the window at ``place`` is read."""
+        own = self.own_states()
+        if own:
+            self._states[self._read or _START] = own.taken()
+            while len(self._states) > _KEPT:
+                self._states.pop(next(iter(self._states)))
+        self._read = tuple(place)
+
+    def mark_used(self, place: Place) -> None:
+        """The window at ``place`` was trained, or evaluated: a checkpoint goes on behind it."""
+        self._used = tuple(place)
+        for older in [window for window in list(self._states) if window < self._used]:
+            self._states.pop(older, None)
+
+    def used_state_dict(self, num_trained: int | None) -> tuple[dict[str, Any], int]:
+        """:meth:`state_dict` after the last window that was trained or evaluated, where windows have kept their place; and how many
+        were read beyond those that were trained, where they have not.
+
+        Args:
+            num_trained: windows that were trained since the loader's position was set; None: not known.
+        """
+        if self._used is not None:
+            epoch, start = self._used
+            return self._state_at(epoch, min(start + self.global_batch, self.num_samples)), 0
+        if num_trained == 0:
+            return self._state_at(*self._begun), 0
+        return self.state_dict(), max(0, self._num_handed_out - (num_trained or self._num_handed_out))
+
+    def own_states(self) -> DatasetState:
+        """Objects with a state of their own in the dataset, ``collate`` and ``prepare``."""
+        return states_in(dataset=self.dataset, collate=self.collate, prepare=self.prepare)
+
+    def used_states(self) -> DatasetState | None:
+        """Their states after the last window that was used; None: it was read in another process, or too long ago."""
+        own = self.own_states()
+        if self._read == self._used:
+            return own.taken()
+        return self._states.get(self._used or _START)
+
+    def _state_at(self, epoch: int, position: int) -> dict[str, Any]:
         if position >= self.num_samples:
             epoch, position = epoch + 1, 0
         return {
@@ -155,6 +227,10 @@ class Loader:
             "num_samples": self.num_samples,
             "shuffle": self.shuffle,
         }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last window handed out; plain numbers, the same on every rank."""
+        return self._state_at(self.epoch, self._position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a position, under any data-parallel degree, global batch and micro-batch.
@@ -167,6 +243,7 @@ class Loader:
         self.check_state_dict(state)
         self.epoch, self._position, self.seed = int(state["epoch"]), int(state["position"]), int(state["seed"])
         self._turn += 1
+        self._begin()
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises what :meth:`load_state_dict` would; nothing changes."""
@@ -184,6 +261,15 @@ class Loader:
                     why="the position counts samples of one order; in another, samples would be repeated or missed",
                     fix=f"use the dataset and options of the interrupted run ({key}={state[key]}), or start anew",
                 )
+
+
+def mark_used(batches: Iterable[Any]) -> None:
+    """Notes in the Loaders of these micro-batches that they were trained, or evaluated."""
+    for place in dict.fromkeys(getattr(batch, "window", None) for batch in batches):
+        if isinstance(place, Place) and place.loader is not None:
+            loader = _LOADERS.get(place.loader)
+            if loader is not None:
+                loader.mark_used(place)
 
 
 def _check_sizes(global_batch: int, micro_batch: int) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import UsageError
 from shardwise.parallel import Runtime, runtime_of
+from shardwise.train.data import mark_used
 from shardwise.train.exchange import buffer_versions, buffers_written, equalise_buffers
 from shardwise.train.kept import clone_buffers, restore_buffers
 from shardwise.train.labels import compare_labels, judge_labels
@@ -135,7 +136,9 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
 
 def _flat(loader: Iterable[Any]) -> Iterator[tuple[Batch, bool]]:
     for item in loader:
-        for batch in [item] if isinstance(item, Mapping) else item:
+        batches = [item] if isinstance(item, Mapping) else list(item)
+        mark_used(batches)
+        for batch in batches:
             yield batch, not getattr(batch, "padding", False)
 
 

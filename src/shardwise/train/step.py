@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import ConfigError, NonFiniteError, ShardwiseError, UsageError
 from shardwise.parallel import Runtime, runtime_of
+from shardwise.state.given import Given
 from shardwise.train.kept import clone_buffers, restore_buffers
 from shardwise.train.loss import Batch, Loss, as_sums, call, count_of, forward_of, next_token_loss, refuse_uncallable
 from shardwise.train.norm import GradientNorm
@@ -119,11 +120,14 @@ class TrainStep:
         self._before_step = methods_called(model, "pre_optimizer_step")
         self._after_step = methods_called(model, "post_optimizer_step")
         _agree_on_settings(self)
+        self.given = Given(runtime, optim, scheduler, self.scaler)
         if is_elementwise(optim):
             local_optimizer(optim)
 
     def __call__(self, window: Iterable[Batch]) -> StepOutput:
         self._refuse_old_gradients()
+        if self._runtime.step == 0:
+            self.given.take()
         with Window(self.model, window, loss=self.loss, count=self.count, trains=True) as w:
             may_skip = self.on_nonfinite == "skip" or self.scaler is not None
             kept = clone_buffers(self._runtime) if may_skip else {}

@@ -23,6 +23,7 @@ from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.step_checks import refuse_unsummed
 from shardwise.train.batch import MicroBatch
 from shardwise.train.count import agree_on_count
+from shardwise.train.data import mark_used
 from shardwise.train.exchange import Exchange, buffer_versions
 from shardwise.train.kept import KeptGradients, clone_buffers, restore_buffers
 from shardwise.train.loss import Batch, as_micro_batches, count_of
@@ -166,6 +167,7 @@ class Window:
             refuse_unused(runtime, self.agreed.get("used"))
         self._kept_gradients.add_back()
         runtime.step += 1
+        mark_used(self.batches)
         runtime.leave_window()
         return self.agreed
 
@@ -224,6 +226,7 @@ def count_tokens(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None
     """
     runtime, given = runtime_of(model), as_micro_batches(batches)
     runtime.paddings = [bool(getattr(batch, "padding", False)) for batch in given]
+    mark_used(given)
     return agree_on_count(runtime, given, count_of(loss, count), trains=False)
 
 

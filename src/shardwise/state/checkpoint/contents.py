@@ -172,6 +172,7 @@ def contents_of(
     own: Callable[[], Mapping[str, Any]],
     extra: Mapping[str, Any],
     texts: Mapping[str, bytes],
+    of_rank: Callable[[], Any] = lambda: None,
 ) -> Contents:
     """Takes down what has to be saved; tensors are those of the run, not copies. All ranks must call it.
 
@@ -181,6 +182,7 @@ def contents_of(
         own: gives name -> JSON-like value with tensors: the step's state, the loader's position.
         extra: as :func:`check_extra` lets them pass.
         texts: further files, by path.
+        of_rank: gives what each rank keeps for itself: the state of the dataset.
 
     Raises:
         UnsupportedError: on every rank; state that is neither JSON nor a tensor, by name.
@@ -199,17 +201,22 @@ def contents_of(
     groups = [_weights(prefix, other, found, notes) for prefix, other in models.items()]
     # Code of the user's, which may fail on one rank alone: the others would wait for it in the next exchange.
     place = "a checkpoint, taking down what modules and extra objects keep"
-    plain = together(world, place, lambda: _plain_states(own(), models, extra, tensors))
+    mine: dict[str, Tensor] = {}
+    plain, data = together(
+        world,
+        place,
+        lambda: (_plain_states(own(), models, extra, tensors), to_plain(of_rank(), f"data/{world.rank}", mine)),
+    )
     if optim is not None:
         group, plain["optimizer"] = _optimizer(runtime, optim, tensors)
         groups += [group] if group is not None else []
     digests = _digests(plain, tensors)
-    mine: dict[str, Tensor] = {}
     random = to_plain(streams(world.device), f"random/{world.rank}", mine)
-    everyone = world.gather((random, {name: tensor.numpy() for name, tensor in mine.items()}, digests))
+    everyone = world.gather((random, data, {name: tensor.numpy() for name, tensor in mine.items()}, digests))
     _refuse_unlike([told for *_, told in everyone])
     plain["random"] = {"seed": world.seed, "ranks": [told for told, *_ in everyone]}
-    for _, theirs, _ in everyone:
+    plain["data"] = {"ranks": [told for _, told, *_ in everyone]}
+    for _, _, theirs, _ in everyone:
         tensors |= {name: torch.from_numpy(values) for name, values in theirs.items()}
     found[RECIPE] = runtime.recipe.to_json().encode()
     _refuse_unknown_dtypes(tensors)

@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -238,16 +238,19 @@ class CheckpointManager:
             own=lambda: {
                 "step": self.step.state_dict(),
                 "loader": self._returning.position(),
+                "given": self._returning.given_state(),
                 "figure": figure,
                 "best": self._keeping.best,
                 "time": _now(),
             },
             extra=self.extra,
             texts=self._texts,
+            of_rank=self._returning.dataset_states,
         )
         going_on = self._returning.restored is not None or self._saved_step is not None
         self._directory.refuse_behind(contents.step, going_on, self._returning.left_behind)
-        self._warn(contents.notes)
+        self._warn([*contents.notes, *self._returning.notes])
+        self._returning.notes.clear()
         write = functools.partial(self._write, figure)
         if self._background is None:
             write(self._world, contents)
@@ -286,24 +289,32 @@ class CheckpointManager:
 
     # ---- loading ---------------------------------------------------------------------------------------------
 
-    def resume(self, loader: Iterable[Any]) -> Iterator[Any]:
+    def resume(self, loader: Iterable[Any], *, override: Sequence[str] = ()) -> Iterator[Any]:
         """The windows of ``loader``, from where the newest good checkpoint stands; from the beginning where there is none.
         All ranks must call it; each call goes to the end of an epoch, as iterating over the loader does.
 
+        Args:
+            loader: the run's; its position is saved from here on.
+            override: names of settings (``"lr"``, ``"weight_decay"``, ``"T_max"``) in which the program's own value takes effect, where
+                it is another than the saved run was given. Under a scheduler the rate is the one that the program's schedule has at
+                this step.
+
         Raises:
             CheckpointError: there are checkpoints, and none of them can be read.
-            ConfigError: a loader that cannot say where it is.
+            ConfigError: a loader that cannot say where it is; or settings of the optimizer, the scheduler or the scaler that the saved
+                run was given otherwise, and that are not in ``override``. Nothing of the run has changed then.
         """
         if self._returning.loader is None:  # the first epoch: a checkpoint may be loaded
             self.wait()
-        self._warn(self._returning.take(loader))
+        self._warn(self._returning.take(loader, override))
         return iter(loader)
 
-    def load(self, step: int | None = None) -> int | None:
+    def load(self, step: int | None = None, *, override: Sequence[str] = ()) -> int | None:
         """Puts the run where a checkpoint has it. All ranks must call it.
 
         Args:
             step: of the checkpoint; None: the newest good one: each that cannot be read is passed over, with a warning.
+            override: as :meth:`resume` takes it.
 
         Returns:
             windows trained before it; None where there is no checkpoint.
@@ -311,9 +322,11 @@ class CheckpointManager:
         Raises:
             CheckpointError: on every rank; none can be read, or the one named cannot, or it is of another model. Nothing of
                 the run has changed then.
+            ConfigError: settings that are other than they were, as :meth:`resume` says.
         """
         self.wait()
-        loaded, notes = self._returning.load_newest() if step is None else self._returning.load(step)
+        back = self._returning
+        loaded, notes = back.load_newest(override) if step is None else back.load(step, override)
         self._warn(notes)
         return loaded
 

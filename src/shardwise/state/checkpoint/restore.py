@@ -20,6 +20,7 @@ from shardwise.state.extra import set_extra_states
 from shardwise.state.filling import Filling
 from shardwise.state.fitting import Plan, Rules, own_boxes, plan_of
 from shardwise.state.formats import open_folder
+from shardwise.state.given import Settled
 from shardwise.state.optimizer import fitting_state, install_state
 from shardwise.state.stored import FileTensor
 from shardwise.state.together import together
@@ -54,7 +55,7 @@ def restore(
     model: nn.Module,
     optim: torch.optim.Optimizer | None,
     extra: Mapping[str, Any],
-    check: Callable[[Mapping[str, Any]], None] = lambda own: None,
+    check: Callable[[Mapping[str, Any]], Settled | None] = lambda own: None,
 ) -> Restored:
     """Puts a model, its optimizer and ``extra`` objects where a checkpoint has them. All ranks must call it.
 
@@ -63,7 +64,8 @@ def restore(
         model: from ``parallelize``, under any layout.
         optim: built from its parameters; may be fresh. None: the optimizer's state is left where it is.
         extra: as they were saved.
-        check: is given what the step and the loader kept, before anything changes; raises if that does not fit.
+        check: is given what the step and the loader kept, before anything changes; raises if that does not fit, and returns what
+            is put in place of it.
 
     Raises:
         CheckpointError: on every rank; it is not whole, not what was written, or of another model. Nothing has changed.
@@ -107,7 +109,7 @@ class _Reading:
         self._values: dict[str, dict[str, Tensor]] = {}
         self._made: dict[str, dict[str, Any]] = {}
 
-    def match(self, check: Callable[[Mapping[str, Any]], None]) -> None:
+    def match(self, check: Callable[[Mapping[str, Any]], Settled | None]) -> None:
         """Everything that can be known without reading a large tensor."""
         try:
             self._match(check)
@@ -118,7 +120,7 @@ class _Reading:
                 self.saved.folder, f"its state does not fit together: {type(error).__name__}: {error}"
             ) from error
 
-    def _match(self, check: Callable[[Mapping[str, Any]], None]) -> None:
+    def _match(self, check: Callable[[Mapping[str, Any]], Settled | None]) -> None:
         state, self._moments = self.saved.state()
         needed = ("optimizer", "model", "extra", "random") if self.optim is not None else ("model", "extra", "random")
         missing = [name for name in needed if name not in state]
@@ -139,7 +141,10 @@ class _Reading:
         self.own = {
             name: value for name, value in state.items() if name not in ("optimizer", "model", "extra", "random")
         }
-        check(self.own)
+        settled = check(self.own)
+        if settled is not None and self.optim is not None:
+            self._settings = settled.settings(self._settings)
+            self.own["step"] = {**self.own["step"], **settled.step}
 
     def _plan(self, prefix: str, runtime: Runtime) -> Plan:
         rules = Rules(strict=True, rename=(), cast=False, check_finite=False)

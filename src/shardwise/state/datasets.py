@@ -1,0 +1,112 @@
+"""What a dataset keeps itself: objects with ``state_dict`` and ``load_state_dict``, and random generators, found by their places.
+
+A :class:`~shardwise.Loader` reads samples by number, so that a dataset without either is the same after a resume. One that counts, or
+draws, goes on from its own state, which is each rank's own: every rank reads other samples.
+"""
+
+import copy
+import functools
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shardwise.world.rng import is_generator
+
+__all__ = ["DatasetState", "put_states", "states_in"]
+
+_DEPTH, _MOST = 4, 64  # how far inside an object is looked, and how many entries of a list or mapping are
+
+
+@dataclass(frozen=True)
+class DatasetState:
+    """Objects with a state of their own, or their states.
+
+    Attributes:
+        values: place ("dataset.transform.rng") -> the object, or once :meth:`taken` its state.
+    """
+
+    values: Mapping[str, Any]
+
+    def __bool__(self) -> bool:
+        return bool(self.values)
+
+    def taken(self) -> "DatasetState":
+        """Copies of what they hold now."""
+        return DatasetState({place: _state_of(value) for place, value in self.values.items()})
+
+
+def states_in(**roots: Any) -> DatasetState:
+    """What is found at ``roots``, and inside them."""
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    for name, root in roots.items():
+        for place, value in _inside(root, name, seen, _DEPTH):
+            found[place] = value
+    return DatasetState(found)
+
+
+def put_states(found: DatasetState, states: Mapping[str, Any]) -> list[str]:
+    """Gives the objects in ``found`` their states; returns the places that are missing on one side."""
+    places = [place for place in states if place in found.values]
+    for place in sorted(places, key=lambda place: is_generator(found.values[place])):
+        _set_state(found.values[place], states[place])
+    return sorted(set(states) ^ set(found.values))
+
+
+def _inside(value: Any, place: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+    if id(value) in seen or isinstance(
+        value, type | Tensor | np.ndarray | nn.Module | str | bytes | int | float | None
+    ):
+        return
+    seen.add(id(value))
+    if is_generator(value):
+        yield place, value
+        return
+    if all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")):
+        yield place, value
+    if depth:
+        for name, inner in _members(value):
+            yield from _inside(inner, f"{place}.{name}", seen, depth - 1)
+
+
+def _members(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, functools.partial):
+        yield from {"func": value.func, **dict(enumerate(value.args)), **value.keywords}.items()  # type: ignore[misc]
+    elif isinstance(value, list | tuple | Mapping):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        if len(value) <= _MOST:
+            yield from ((str(name), inner) for name, inner in items)
+    elif hasattr(value, "__self__"):
+        yield "self", value.__self__
+    else:
+        yield from (getattr(value, "__dict__", None) or {}).items()
+
+
+def _state_of(value: Any) -> Any:
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, np.random.Generator):
+        return copy.deepcopy(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return value.get_state()
+    if isinstance(value, random.Random):
+        version, words, normal = value.getstate()
+        return version, np.array(words, dtype=np.uint32), normal
+    return copy.deepcopy(value.state_dict())
+
+
+def _set_state(value: Any, state: Any) -> None:
+    if isinstance(value, torch.Generator | np.random.RandomState):
+        value.set_state(state)
+    elif isinstance(value, np.random.Generator):
+        value.bit_generator.state = state
+    elif isinstance(value, random.Random):
+        version, words, normal = state
+        value.setstate((version, tuple(words.tolist()), normal))
+    else:
+        value.load_state_dict(copy.deepcopy(state))

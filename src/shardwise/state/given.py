@@ -1,0 +1,330 @@
+"""What a program gave its optimizer, its scheduler and its gradient scaler when it built them.
+
+A checkpoint holds it beside the values that are in force when it is saved: a rate that a scheduler, or the loop itself, has moved is
+no changed setting, and a rate that the program now gives otherwise is one.
+"""
+
+import copy
+import types
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.errors import ConfigError
+from shardwise.parallel import Runtime
+from shardwise.state.optimizer import settings_of
+
+__all__ = ["Change", "Given", "Settled", "scheduler_changes", "scheduler_settings"]
+
+HOW = frozenset({"foreach", "capturable", "differentiable", "fused"})
+"""How a step is computed, not what: the program's own is in force."""
+_MOVED = ("lr", "momentum", "betas", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+"""What a scheduler sets in a group."""
+_POSITION = frozenset(
+    {"last_epoch", "base_lrs", "_last_lr", "_step_count", "_get_lr_called_within_step", "_is_initial", "T_cur", "T_i"}
+    | {"best", "num_bad_epochs", "cooldown_counter", "mode_worse"}
+)
+"""What a scheduler's state holds that is no setting, or stands in the groups."""
+_SCALER = {
+    "scale": "init_scale",
+    "growth_factor": "growth_factor",
+    "backoff_factor": "backoff_factor",
+    "growth_interval": "growth_interval",
+}
+_NONE = object()
+_SEEN: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()  # optimizer or scheduler -> at first sight
+
+
+@dataclass(frozen=True)
+class Change:
+    """One setting that the program gives otherwise than the run that was saved.
+
+    Attributes:
+        name: by which it may be overridden.
+        place: of what: "group 0 (embed.weight and 3 more)".
+        now: what the program gives.
+        was: what the saved run was given.
+        group: number of the group, if it is of one.
+        part: "optimizer", "scheduler" or "scaler"; "" for a scheduler in ``extra``, of which nothing can be overridden.
+    """
+
+    name: str
+    place: str
+    now: Any
+    was: Any
+    group: int | None = None
+    part: str = "optimizer"
+
+    def is_named_in(self, override: Sequence[str]) -> bool:
+        """Whether the program's value is to take effect."""
+        return self.part != "" and (self.name in override or self.part in override)
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.place} is {_shown(self.now)}, and was {_shown(self.was)}"
+
+
+@dataclass
+class Settled:
+    """What is put into a run in place of what the checkpoint has.
+
+    Attributes:
+        groups: for each group, settings that replace the saved ones.
+        step: entries of the step's state that do.
+    """
+
+    groups: list[dict[str, Any]]
+    step: dict[str, Any] = field(default_factory=dict)
+
+    def settings(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The settings that the groups take, in their order."""
+        return [
+            {key: value for key, value in theirs.items() if key not in HOW} | mine
+            for theirs, mine in zip(saved, self.groups, strict=True)
+        ]
+
+
+class Given:
+    """Settings as they were before the first step.
+
+    Args:
+        runtime: of the model.
+        optim: built from its parameters.
+        scheduler: with which a :class:`~shardwise.TrainStep` was built; None: none, or one that it does not know.
+        scaler: the same for the gradient scaler.
+    """
+
+    def __init__(self, runtime: Runtime, optim: torch.optim.Optimizer, scheduler: Any = None, scaler: Any = None):
+        self._runtime, self._optim, self._scheduler, self._scaler = runtime, optim, scheduler, scaler
+        if optim in _SEEN:
+            self._groups: list[dict[str, Any]] = _SEEN[optim]
+            self._take_parts()
+        else:
+            self.take()
+
+    def take(self) -> None:
+        """Takes down what is there now: before the first step the program may still set something by hand."""
+        self._groups = _SEEN[self._optim] = [
+            settings_of(self._runtime, group, self._runtime.parameters) for group in self._optim.param_groups
+        ]
+        self._take_parts()
+
+    def _take_parts(self) -> None:
+        self._position = scheduler_position(self._scheduler)
+        self._of_scheduler = scheduler_settings(self._scheduler)
+        state = {} if self._scaler is None else self._scaler.state_dict()
+        self._of_scaler = {name: state[key] for key, name in _SCALER.items() if key in state}
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint; equal on every rank."""
+        groups = [
+            {key: value for key, inner in group.items() if (value := _plain(inner)) is not _NONE}
+            for group in self._groups
+        ]
+        return {"groups": groups, "scheduler": self._of_scheduler, "scaler": self._of_scaler}
+
+    # ---- what is other than it was ---------------------------------------------------------------------------
+
+    def changes(self, saved: Mapping[str, Any]) -> list[Change]:
+        """All settings that are other than in ``saved``, what :meth:`state` gave for the run that was saved."""
+        return [
+            *self._group_changes(saved["groups"]),
+            *scheduler_changes(type(self._scheduler).__name__, self._of_scheduler, saved["scheduler"]),
+            *(
+                Change(name, "the gradient scaler", self._of_scaler[name], was, part="scaler")
+                for name, was in saved["scaler"].items()
+                if name in self._of_scaler and not _same(self._of_scaler[name], was)
+            ),
+        ]
+
+    def _group_changes(self, saved: Sequence[Mapping[str, Any]]) -> Iterator[Change]:
+        for number, mine in enumerate(self.state()["groups"]):
+            theirs = next((other for other in saved if set(other["params"]) & set(mine["params"])), None)
+            if theirs is None:
+                continue
+            more = f" and {len(mine['params']) - 1} more" if len(mine["params"]) > 1 else ""
+            place = f"group {number} ({mine['params'][0]}{more})"
+            now, was = _given_in(mine), _given_in(theirs)
+            for key in now:
+                if key in was and not _same(now[key], was[key]):
+                    yield Change(key, place, now[key], was[key], number)
+
+    def known(self) -> list[str]:
+        """Names that can be overridden."""
+        groups = (key for group in self._groups for key in group if key not in ("params", "param_names", "initial_lr"))
+        scheduler = () if self._scheduler is None else ("scheduler", *map(_name_in, self._of_scheduler))
+        names = dict.fromkeys((*groups, *scheduler, *self._of_scaler))
+        return [name for name in names if not name.startswith("_")]
+
+    # ---- what is put in place --------------------------------------------------------------------------------
+
+    def settled(self, accepted: Iterable[Change], step: Mapping[str, Any]) -> Settled:
+        """What makes the ``accepted`` changes take effect in a run whose saved step has the state ``step``. Nothing changes yet.
+
+        Raises:
+            ConfigError: a scheduler would undo them.
+        """
+        found = Settled([{} for _ in self._groups])
+        moved = [change for change in accepted if change.part == "scheduler" or change.name in _MOVED]
+        for change in accepted:
+            if change.part == "scaler":
+                key = next(key for key, name in _SCALER.items() if name == change.name)
+                found.step["scaler"] = {**found.step.get("scaler", step["scaler"]), key: change.now}
+            elif change.group is not None and change.name in self._groups[change.group]:
+                found.groups[change.group][change.name] = self._groups[change.group][change.name]
+        if not moved:
+            return found
+        if self._scheduler is not None:
+            return self._rescheduled(found, step)
+        if any("initial_lr" in group for group in self._optim.param_groups):
+            raise ConfigError(
+                f"override of {', '.join(dict.fromkeys(change.name for change in moved))}, with a scheduler that the step does not have",
+                why="the optimizer's groups have an initial_lr, so a scheduler sets their rates, and its state would set the old ones",
+                fix="give it to the step: sw.TrainStep(..., scheduler=scheduler); or resume without override, and set group['lr'], "
+                "group['initial_lr'] and the scheduler's base_lrs afterwards",
+            )
+        return found
+
+    def _rescheduled(self, found: Settled, step: Mapping[str, Any]) -> Settled:
+        """The program's own schedule, at the step where the saved one was: as if it had been this one from the beginning."""
+        saved, begun = step["scheduler"], getattr(self._scheduler, "last_epoch", None)
+        if scheduler_position(self._scheduler) != self._position:
+            raise ConfigError(
+                "override of what a scheduler sets, after it was stepped",
+                why="the rate at the checkpoint's step is found by stepping the scheduler from its beginning",
+                fix="resume before the first step",
+            )
+        reached = saved.get("last_epoch") if isinstance(saved, Mapping) else None
+        is_counted = isinstance(begun, int) and isinstance(reached, int)
+        num_steps = reached - begun if is_counted else step["num_steps"] - step["num_skipped"]
+        groups = [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in self._groups]
+        twin = _twin(self._scheduler, _Groups(groups, self._optim.defaults))
+        try:
+            for _ in range(num_steps):
+                twin.step()
+        except Exception as error:  # of the scheduler's own rules: OneCycleLR ends after total_steps
+            raise ConfigError(
+                f"override: {type(self._scheduler).__name__} as it is built now",
+                why=f"it cannot be stepped {num_steps} times, to where the checkpoint is: {type(error).__name__}: {error}",
+                fix="give it enough steps, or resume without override",
+            ) from error
+        for mine, group in zip(found.groups, groups, strict=True):
+            mine.update({key: group[key] for key in _MOVED if key in group})
+        found.step["scheduler"] = twin.state_dict()
+        return found
+
+
+class _Groups:
+    """What a scheduler needs of an optimizer."""
+
+    def __init__(self, param_groups: list[dict[str, Any]], defaults: Mapping[str, Any]):
+        self.param_groups, self.defaults = param_groups, defaults
+        self._opt_called = True
+        self.step = types.SimpleNamespace(_wrapped_by_lr_sched=True)
+
+
+def _twin(scheduler: Any, groups: _Groups) -> Any:
+    """A copy that sets the rates of ``groups``; functions that it was given are shared."""
+    twin = copy.copy(scheduler)
+    twin.__dict__ = {key: list(value) if type(value) is list else value for key, value in vars(scheduler).items()}
+    twin.optimizer = groups
+    if hasattr(scheduler, "_schedulers"):
+        twin._schedulers = [_twin(inner, groups) for inner in scheduler._schedulers]
+    return twin
+
+
+# ---- schedulers --------------------------------------------------------------------------------------------------
+
+
+def scheduler_settings(scheduler: Any) -> dict[str, Any]:
+    """Path -> value of what loading a scheduler's state would replace and is no position; {} for what keeps no state."""
+    state = scheduler.state_dict() if callable(getattr(scheduler, "state_dict", None)) else {}
+    return dict(_settings_in(state)) if isinstance(state, Mapping) else {}
+
+
+def scheduler_changes(
+    kind: str, mine: Mapping[str, Any], saved: Mapping[str, Any], part: str = "scheduler"
+) -> list[Change]:
+    """What of a scheduler is other than it was; what follows from another setting is left out."""
+    found = {
+        path: Change(_name_in(path), f"the {kind}", mine[path], was, part=part)
+        for path, was in saved.items()
+        if path in mine and not _same(mine[path], was)
+    }
+    own = [change for change in found.values() if not change.name.startswith("_")]
+    inner = [Change("scheduler", change.place, change.now, change.was, part=part) for change in found.values()]
+    return own or inner[:1]
+
+
+def scheduler_position(scheduler: Any) -> Any:
+    """Where a scheduler is: it has not been stepped between two equal ones."""
+    return getattr(scheduler, "last_epoch", None), getattr(scheduler, "_step_count", None)
+
+
+def _settings_in(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in state.items():
+        if key in ("_schedulers", "lr_lambdas") and isinstance(value, list):
+            for number, inner in enumerate(value):
+                if isinstance(inner, Mapping):
+                    yield from _settings_in(inner, f"{prefix}{key}/{number}/")
+        elif key not in _POSITION and (plain := _plain(value)) is not _NONE:
+            yield f"{prefix}{key}", plain
+
+
+def _name_in(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+# ---- values ------------------------------------------------------------------------------------------------------
+
+
+def _given_in(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a group that a program gives: the rate from which a scheduler starts, and no momentum that one cycles."""
+    found = {key: value for key, value in group.items() if key not in ("params", "param_names") and key not in HOW}
+    if "initial_lr" in found:
+        found["lr"] = found.pop("initial_lr")
+    if "max_momentum" in found:
+        found.pop("momentum", None)
+        if "betas" in found:
+            found["betas"] = tuple(found["betas"][1:])
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """A copy of what a checkpoint can hold and compare; ``_NONE`` of anything else."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return value.item()
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone() if value.numel() <= 4096 else _NONE
+    if isinstance(value, Mapping):
+        items = {str(key): _plain(inner) for key, inner in value.items()}
+        return _NONE if any(inner is _NONE for inner in items.values()) else items
+    if isinstance(value, list | tuple):
+        found = [_plain(inner) for inner in value]
+        return _NONE if any(inner is _NONE for inner in found) else found
+    return _NONE
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        like = one if isinstance(one, Tensor) else other
+        try:
+            return torch.equal(*(torch.as_tensor(value, dtype=like.dtype) for value in (one, other)))
+        except (TypeError, ValueError, RuntimeError):
+            return False
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other) or (one != one and other != other)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value.tolist() if isinstance(value, Tensor) else tuple(value) if isinstance(value, list) else value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
