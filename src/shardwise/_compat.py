@@ -42,6 +42,7 @@ __all__ = [
     "forget_failed_group",
     "function_modes",
     "gathered_parameters",
+    "group_timeout_s",
     "is_accumulated",
     "is_spectral_norm",
     "is_taken_apart",
@@ -73,6 +74,14 @@ __all__ = [
 def default_store() -> dist.Store:
     """The store of the default process group: a peer can leave word there while its main thread is blocked."""
     return dist.distributed_c10d._get_default_store()
+
+
+def group_timeout_s(device: torch.device) -> float | None:
+    """Seconds that collectives of the default group wait; None where this torch, or the backend, does not say."""
+    try:
+        return float(dist.group.WORLD._get_backend(device).options._timeout.total_seconds())  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def connection_to(store: dist.Store) -> dist.Store:

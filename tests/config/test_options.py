@@ -115,7 +115,7 @@ def test_records_are_frozen_and_take_keywords_only():
         Sharding().engine = "ddp"
     with pytest.raises(TypeError):
         Sharding("ddp")
-    with pytest.raises(TypeError, match="egine"):
+    with pytest.raises(ConfigError, match="egine"):
         Sharding(egine="ddp")
 
 

@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from shardwise.config.check import checked
+from shardwise.config.foreign import why_and_fix
+from shardwise.errors import ConfigError
 
 __all__ = ["Options", "doc", "hints_of"]
 
@@ -23,7 +25,19 @@ def hints_of(cls: type[msgspec.Struct]) -> dict[str, Any]:
     return {name: hints[name] for name in cls.__struct_fields__}
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Checked(type(msgspec.Struct)):  # type: ignore[misc]
+    """Tells a keyword that a record does not have as any other mistake in it."""
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        known = cls.__struct_fields__
+        for key, value in given.items():
+            if key not in known:
+                why, fix = why_and_fix(cls.__name__, key, known)
+                raise ConfigError(f"{cls.__name__}({key}={value!r:.60})", why=why, fix=fix)
+        return super().__call__(*args, **given)
+
+
+class Options(msgspec.Struct, metaclass=_Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all option records: every field is checked, and lists become tuples, when one is built."""
 
     functions: ClassVar[frozenset[str]] = frozenset()  # fields that may also be a function, given from Python

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from shardwise.config.options import Options, Parallel, doc, precision_of
+from shardwise.config.options import Options, Parallel, default_of, doc, precision_of
 from shardwise.config.target import looks_like_target
 from shardwise.config.tokenizer import is_tokens
 from shardwise.errors import ConfigError
@@ -215,6 +215,17 @@ class Checkpoint(Options, frozen=True, kw_only=True):
         AboveZero | None,
         doc("seconds of training after which the run saves, and ends with exit status 75; null: no limit"),
     ] = None
+
+    def check(self) -> None:
+        if self.every is not None or self.stop_after_s is not None:
+            return
+        for key in ("keep", "keep_every", "background"):
+            if getattr(self, key) != default_of(Checkpoint, key):
+                raise ConfigError(
+                    f"Checkpoint({key}={getattr(self, key)!r}) without every",
+                    why="no checkpoints are made, so it would have no effect",
+                    fix=f"say how often they are: checkpoint.every=100; or remove {key}",
+                )
 
 
 class Log(Options, frozen=True, kw_only=True):

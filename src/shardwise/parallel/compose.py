@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardwise._compat import DDPModule
-from shardwise.anatomy import dtype_of, read_anatomy
+from shardwise._compat import DDPModule, is_spectral_norm
+from shardwise.anatomy import canonical_modules, dtype_of, read_anatomy
 from shardwise.config.options import (
     DDP,
     Compile,
@@ -111,7 +111,7 @@ def parallelize(
         compile=compile_of(compile),
     )
     check_edits(module, recipe, world)
-    recipe = msgspec.structs.replace(recipe, notes=(*recipe.notes, *notes_of(own)))
+    recipe = msgspec.structs.replace(recipe, notes=(*recipe.notes, *notes_of(own), *_counting(module)))
     if source.note is not None:
         recipe = _with_note(recipe, source.note)
     refuse_unfit_parts(module, recipe, world)
@@ -122,6 +122,17 @@ def parallelize(
     in_large_pages(tensor for name, tensor in runtime.local_tensors().items() if name in without_memory)
     source.write(runtime)
     return module  # type: ignore[return-value]
+
+
+def _counting(module: nn.Module) -> list[Note]:
+    """A warning of each module with state that every forward advances: ranks run a part of a window's forwards each."""
+    names = dict.fromkeys(
+        name.partition(".parametrizations.")[0].removesuffix(".parametrizations")
+        for name, child in canonical_modules(module)
+        if is_spectral_norm(child)
+    )
+    why = "warning: the power iteration of its spectral norm advances once per forward of a rank, so numbers depend on the number of ranks"
+    return [Note(name=name, why=why) for name in names]
 
 
 def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:

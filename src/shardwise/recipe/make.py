@@ -11,7 +11,7 @@ from shardwise.recipe.edits import make_edits
 from shardwise.recipe.parts import Parts
 from shardwise.recipe.recipe import Engine, Recipe, check_recipe
 from shardwise.recipe.records import ROOT, Anatomy, Buffer, Cut, Note, Param, TensorFact, Unit
-from shardwise.recipe.units import make_units, unit_of_params
+from shardwise.recipe.units import check_names, make_units, unit_of_params
 
 __all__ = ["fingerprint_of", "make_recipe"]
 
@@ -40,6 +40,7 @@ def make_recipe(
         units, unit_notes = make_units(anatomy, sharding, precision.compute)
         notes += unit_notes
     else:
+        check_names(anatomy, sharding)
         units = (Unit(name=ROOT, modules=(ROOT,), reshard=False, why="replicated: DDP keeps every parameter whole"),)
     notes += _without_effect(units, engine, layout, sharding, ddp or DDP())
     homes = unit_of_params(anatomy, units)

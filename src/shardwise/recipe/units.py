@@ -47,6 +47,19 @@ def make_units(anatomy: Anatomy, sharding: Sharding, compute: str | None) -> tup
     return with_timing(anatomy, found, sharding), (*notes, *_large(anatomy, found, sizes))
 
 
+def check_names(anatomy: Anatomy, sharding: Sharding) -> None:
+    """Refuses what :func:`make_units` would, where there are no units: a slip in a name is the same on every layout.
+
+    Raises:
+        PlanError: a name pattern that matches no module.
+    """
+    if isinstance(sharding.units, tuple):
+        _named_blocks(anatomy, sharding.units)
+    reshard = sharding.reshard_after_forward
+    for pattern in reshard if isinstance(reshard, dict) else ():
+        modules_named(anatomy, pattern, f"reshard_after_forward={{{pattern!r}: ...}}")
+
+
 def unit_of_params(anatomy: Anatomy, units: tuple[Unit, ...]) -> dict[str, str]:
     """The unit of every parameter: the one that holds its first owner, else the root."""
     home = {module: unit.name for unit in units for module in unit.modules if module != ROOT}

@@ -15,6 +15,7 @@ from shardwise.train.exchange import buffer_versions, buffers_written, equalise_
 from shardwise.train.kept import clone_buffers, restore_buffers
 from shardwise.train.labels import compare_labels, judge_labels
 from shardwise.train.loss import Batch, Loss, as_sums, call, count_of, forward_of, next_token_loss, refuse_uncallable
+from shardwise.train.refuse import refuse_autocast
 from shardwise.train.sums import SumCheck
 from shardwise.world.rng import derive_seed, forked_streams
 
@@ -51,6 +52,7 @@ def evaluate(
         RankError: a rank does not come: it has left, or makes another call.
     """
     refuse_uncallable(loss=loss, forward=forward)
+    refuse_autocast(runtime_of(model), "an evaluation")
     counter = count_of(loss, count if count is not None or loss is not None else getattr(model, "count", None))
     sums = _Sums(runtime_of(model), loss, counter, forward_of(loss, forward))
     with _eval_mode(model):

@@ -16,6 +16,7 @@ __all__ = [
     "facts_of_schedule",
     "no_gradient",
     "nothing_of",
+    "refuse_autocast",
     "refuse_gradless",
     "refuse_other_state",
     "refuse_parameters",
@@ -155,8 +156,23 @@ def _listed(names: Any) -> str:
 # ---- nothing to differentiate ----------------------------------------------------------------------------------
 
 
+def refuse_autocast(runtime: Runtime, what: str) -> None:
+    """Raises UsageError inside ``torch.autocast``: it rounds operator by operator, otherwise than the recipe's dtypes."""
+    device = runtime.world.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+        word = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype, dtype)
+        raise UsageError(
+            f"{what} inside torch.autocast({device!r}, dtype=torch.{dtype})",
+            why="autocast casts operator by operator, and the dtypes that the model was sharded with say otherwise",
+            fix=f'call it outside, and give the dtype to parallelize(..., precision="{word}"); in a loop of your own, sw.window takes '
+            "autocast around the forward",
+        )
+
+
 def refuse_gradless(runtime: Runtime) -> None:
-    """Raises UsageError where no backward can come to a gradient, whatever the loss: told before the first forward."""
+    """Raises UsageError where no backward can come to a gradient, whatever the loss, or inside autocast: told before the first forward."""
+    refuse_autocast(runtime, "a training step")
     if torch.is_inference_mode_enabled() or not torch.is_grad_enabled() or not _is_trained(runtime):
         raise no_gradient(runtime)
 

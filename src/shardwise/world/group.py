@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from shardwise._compat import default_store, forget_failed_group
+from shardwise._compat import default_store, forget_failed_group, group_timeout_s
 from shardwise.errors import ConfigError, RankError
 from shardwise.world.env import Env
 from shardwise.world.watch import Watch
 
 __all__ = [
+    "check_group",
     "choose_device",
     "env_of_group",
     "has_cpu_backend",
@@ -60,6 +61,37 @@ def choose_device(device: str | torch.device | None, env: Env) -> torch.device:
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def check_group(backend: str | None, device: torch.device, timeout_s: float | None) -> None:
+    """Refuses options that the group which exists already does not have.
+
+    Raises:
+        ConfigError: with what it has.
+    """
+    has = dict(part.split(":", 1) for part in str(dist.get_backend_config()).split(","))
+    words = ", ".join(f"{kind}:{name}" for kind, name in has.items())
+    wanted = [part.partition(":") for part in (backend or "").split(",") if part]
+    for kind, colon, name in wanted:
+        if (has.get(kind) != name) if colon else (has.get(device.type) != kind):
+            raise ConfigError(
+                f"backend={backend!r} with a process group that exists already",
+                why=f"init_process_group was called before sw.init, and the group's backend is {words}",
+                fix="leave backend out, or give it to init_process_group; or leave that call out: sw.init starts the group",
+            )
+    if device.type not in has:
+        raise ConfigError(
+            f"device={device.type!r} with a process group that exists already",
+            why=f"init_process_group was called before sw.init, and the group has no backend for it: {words}",
+            fix='call init_process_group("cuda:nccl,cpu:gloo"), or leave it out: sw.init starts the group',
+        )
+    held = group_timeout_s(device)
+    if timeout_s is not None and held is not None and abs(held - timeout_s) > 0.01:
+        raise ConfigError(
+            f"timeout_s={timeout_s:g} with a process group that exists already",
+            why=f"init_process_group was called before sw.init, and its collectives wait for {held:g} s",
+            fix=f"leave timeout_s out, or give it to that call: init_process_group(..., timeout=timedelta(seconds={timeout_s:g}))",
+        )
 
 
 def start_group(env: Env, backend: str | None, device: torch.device, timeout_s: float) -> None:

@@ -20,6 +20,7 @@ from shardwise.world.axis import Axis
 from shardwise.world.env import Env, read_env
 from shardwise.world.fingerprint import agree_on, package_versions
 from shardwise.world.group import (
+    check_group,
     choose_device,
     env_of_group,
     has_cpu_backend,
@@ -43,7 +44,7 @@ def init(
     *,
     device: str | torch.device | None = None,
     backend: str | None = None,
-    timeout_s: float = 600.0,
+    timeout_s: float | None = None,
     seed: int = 0,
 ) -> "World":
     """Joins this process to its peers and lays them out. Every rank must call it, with the same arguments.
@@ -57,22 +58,27 @@ def init(
         layout: degrees of the mesh axes, such as ``"dp_shard=4"`` or ``"dp_replicate=2,dp_shard=-1"``.
         device: ``"cpu"``, ``"cuda"`` or a device; None = this rank's accelerator if there is one, else the CPU.
         backend: torch backend string such as ``"gloo"`` or ``"cuda:nccl,cpu:gloo"``; None = the one that suits the
-            device, with gloo for CPU tensors beside it. ``TORCH_DISTRIBUTED_BACKEND`` overrides None.
-        timeout_s: seconds a collective may wait for a peer.
+            device, with gloo for CPU tensors beside it. ``TORCH_DISTRIBUTED_BACKEND`` overrides None. Of an existing group: the
+            one that it has, or an error.
+        timeout_s: seconds a collective may wait for a peer; None: 600. Of an existing group: the one that it has, or an error.
         seed: seed of every random stream of the run.
 
     Raises:
         LayoutError: the layout does not fit the number of ranks (raised before any process group starts).
-        ConfigError: an environment that contradicts itself, a device that is not there.
+        ConfigError: an environment that contradicts itself, a device that is not there, a backend or timeout other than that of
+            the existing group.
         RankError: ranks that were started with different layouts, seeds or package versions; nobody to meet at
             the address.
     """
     existing = dist.is_initialized()
     env = env_of_group() if existing else read_env()
     resolved = layout_of(layout, env.world_size)
-    if not 0 < timeout_s < math.inf:
+    if timeout_s is not None and not 0 < timeout_s < math.inf:
         raise ConfigError(f"timeout_s={timeout_s}", why="it is a number of seconds above 0", fix="use timeout_s=600")
     chosen = choose_device(device, env)
+    if existing:
+        check_group(backend, chosen, timeout_s)
+    timeout_s = 600.0 if timeout_s is None else timeout_s
     if not existing:
         start_group(env, backend, chosen, timeout_s)
     try:

@@ -1,0 +1,103 @@
+"""A group that the program has started itself: options of ``sw.init`` that it does not have are refused."""
+
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise as sw
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77))
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"backend": "nonsense"}, "backend='nonsense' with a process group that exists already"),
+        ({"backend": "nccl"}, "backend='nccl' with a process group that exists already"),
+        ({"backend": "cpu:mpi,cuda:nccl"}, "backend='cpu:mpi,cuda:nccl' with a process group that exists already"),
+        ({"timeout_s": 30}, "timeout_s=30 with a process group that exists already"),
+    ],
+)
+def test_options_that_the_group_does_not_have_are_refused(group, given, told):
+    with pytest.raises(sw.ConfigError) as error:
+        sw.init(device="cpu", **given)
+    assert error.value.given == told and ("cpu:gloo" in error.value.why or "77 s" in error.value.why)
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"backend": "gloo"}, {"backend": "cpu:gloo"}, {"timeout_s": 77}, {"backend": None}]
+)
+def test_options_that_it_has_are_taken(group, given):
+    with sw.init(device="cpu", **given) as world:
+        assert world.size == 1
+
+
+def test_a_group_without_a_backend_for_the_device_is_refused():
+    dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(sw.ConfigError, match="has no backend for it: cuda:gloo"):
+            sw.init(device="cpu")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_backend_that_torch_does_not_have_is_refused_before_anything_starts():
+    with pytest.raises(sw.ConfigError, match="backend='nonsense' on cpu"):
+        sw.init(device="cpu", backend="nonsense")
+    assert not dist.is_initialized()
+
+
+def plain_sum(output, batch):
+    return nn.functional.cross_entropy(output, batch["labels"], reduction="sum")
+
+
+def test_autocast_around_a_step_and_an_evaluation_is_refused():
+    data = [{"input": torch.linspace(-1, 1, 4), "labels": torch.tensor(i % 3)} for i in range(4)]
+    with sw.init(device="cpu") as world:
+        model = sw.parallelize(lambda: nn.Linear(4, 3), world)
+        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=plain_sum)
+        loader = sw.Loader(data, world, global_batch=4, micro_batch=2)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            with pytest.raises(sw.UsageError, match=r"a training step inside torch\.autocast") as told:
+                step(next(iter(loader)))
+            assert 'precision="bf16"' in told.value.fix
+            with pytest.raises(sw.UsageError, match=r"an evaluation inside torch\.autocast"):
+                sw.evaluate(model, loader, loss=plain_sum)
+
+        def inside(model, batch):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return model(batch["input"])
+
+        step = sw.TrainStep(model, step.optim, loss=plain_sum, forward=inside)
+        assert step(next(iter(loader))).step == 1
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [{"units": ("nosuch",)}, {"reshard_after_forward": {"nosuch": False}}],
+)
+def test_a_name_that_matches_nothing_is_refused_on_one_rank_too(sharding):
+    with sw.init(device="cpu") as world, pytest.raises(sw.errors.PlanError, match="nosuch"):
+        sw.parallelize(lambda: nn.Sequential(nn.Linear(4, 4)), world, sharding=sw.Sharding(**sharding))
+
+
+@pytest.mark.parametrize("kind", ["parametrization", "hook"])
+def test_describe_names_a_spectral_norm(kind):
+    def build():
+        made = nn.utils.parametrizations.spectral_norm if kind == "parametrization" else nn.utils.spectral_norm
+        return nn.Sequential(nn.Linear(4, 4), made(nn.Linear(4, 4)))
+
+    with sw.init(device="cpu") as world, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        text = sw.describe(sw.parallelize(build(), world))
+        assert "1: warning: the power iteration of its spectral norm advances once per forward" in text
+        assert "power iteration" not in sw.describe(sw.parallelize(lambda: nn.Linear(4, 4), world))
