@@ -75,7 +75,7 @@ def test_a_slurm_step_of_two_tasks(ranks):
 
 def _existing_group():
     dist.init_process_group("gloo")
-    with sw.init("dp_replicate=2", device="cpu", timeout_s=20) as world:
+    with sw.init("dp_replicate=2", device="cpu") as world:
         gathered = world.gather(world.rank)
     total = torch.ones(1)
     dist.all_reduce(total)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardwise._compat import TorchDispatchMode, local_tensor
@@ -65,7 +66,8 @@ def run_sharded(task: Task, layout: str, options: Mapping[str, Any] | None = Non
 
     Every rank builds the module, ranks other than 0 with another seed: a rank that kept its own values would be seen.
     """
-    with init(layout, device="cpu", timeout_s=60) as world:
+    # Within a run that is being proved, the group and how long it waits are that run's.
+    with init(layout, device="cpu", timeout_s=None if dist.is_initialized() else 60) as world:
         module = task.make(task.seed + world.rank)
         model = parallelize(module, world, **(options or {}))
         optim = make_optimizer(task, [p for p in model.parameters() if p.requires_grad])
