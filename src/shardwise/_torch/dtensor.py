@@ -14,4 +14,6 @@ def cut_like(local: Tensor, other: DTensor) -> DTensor:
     the optimizer does not step.
     """
     meta = TensorMeta(other.shape, other.stride(), local.dtype)
-    return DTensor(local.detach(), DTensorSpec(other.device_mesh, other.placements, tensor_meta=meta), requires_grad=False)
+    return DTensor(
+        local.detach(), DTensorSpec(other.device_mesh, other.placements, tensor_meta=meta), requires_grad=False
+    )
