@@ -40,7 +40,7 @@ def test_nodes_with_other_overrides_are_named_before_training_with_every_key(ran
     for code, text in start_nodes(ranks, tmp_path, ours, theirs):
         assert code == 1 and "Traceback" not in text, text
         keys = "data.path, data.global_batch, optim.lr, train.steps"
-        assert f"RankError: the ranks' configurations differ between ranks: {keys}\n" in text
+        assert f"RankError: the ranks' configurations differ between ranks: {keys} (shown by rank " in text
         assert "why: data.path: rank 0: a.txt (600 bytes, sample sha256 " in text
         assert "rank 1: b.txt (600 bytes, sample sha256 " in text
         assert "\n       data.global_batch: rank 0: 16; rank 1: 32\n" in text

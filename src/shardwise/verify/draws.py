@@ -37,9 +37,7 @@ def drawing_modules(task: Task) -> list[str]:
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad(), task.lifted():
             enter("")
-            result = task.forward(module, batch) if task.loss is not None else module(batch)
-            if task.loss is not None:
-                task.loss(result, batch)
+            task.result(module, batch)
             leave()
     finally:
         random.setstate(python)

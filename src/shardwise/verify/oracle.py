@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._compat import cast_floating
-from shardwise.train.loss import count_of
+from shardwise.train.loss import count_of, forward_of
 from shardwise.verify.lift import LiftFloat32
 
 __all__ = ["StepRecord", "Task", "cast_batches", "make_optimizer", "run_oracle"]
@@ -53,9 +53,9 @@ class Task:
     Attributes:
         build: makes the module; torch, numpy and Python draw from ``seed`` while it does.
         windows: per step, the micro-batches of all ranks in global order.
-        loss: ``loss(output, batch)`` -> sum, or a mapping of sums; None: the module's forward takes the batch and returns it.
+        loss: ``loss(output, batch)`` -> sum, or a mapping of sums; None: what ``forward`` returns is the sum.
         count: ``count(batch)`` -> valid tokens; None: the module's own ``count``, else valid labels.
-        forward: ``forward(model, batch)`` -> output.
+        forward: ``forward(model, batch)`` -> output; without a loss the default is ``model(batch)``.
         optimizer: "sgd" (with momentum), "adamw", or a callable taking parameters.
         max_grad_norm: None = no clipping.
         dtype: what the module is cast to, its complex tensors to the complex dtype of that precision; float64 lifts
@@ -77,6 +77,11 @@ class Task:
         """The module with its first values, in the task's dtype."""
         with _drawing_from(self.seed if seed is None else seed):
             return cast_floating(self.build(), self.dtype)
+
+    def result(self, model: nn.Module, batch: Batch) -> Any:
+        """What ``model`` and the loss make of a micro-batch: a sum, or a mapping of sums."""
+        output = forward_of(self.loss, self.forward)(model, batch)
+        return output if self.loss is None else self.loss(output, batch)
 
     def lifted(self) -> contextlib.AbstractContextManager:
         """Float64 from end to end, if that is the task's dtype."""
@@ -140,7 +145,7 @@ def _step(
     divisor = tokens or 1.0
     for batch in reversed(window) if otherwise else window:
         with task.lifted():
-            result = task.loss(task.forward(model, batch), batch) if task.loss is not None else model(batch)
+            result = task.result(model, batch)
         loss = result["loss"] if isinstance(result, Mapping) else result
         (loss if otherwise else loss / divisor).backward()
         total += float(loss.detach())

@@ -11,6 +11,7 @@ from torch import Tensor
 from shardwise._compat import TorchDispatchMode, local_tensor
 from shardwise.parallel import parallelize, recipe_of, runtime_of
 from shardwise.train.batch import MicroBatch
+from shardwise.train.loss import forward_of
 from shardwise.train.step import TrainStep
 from shardwise.verify.oracle import Task, make_optimizer
 from shardwise.world import World, init
@@ -71,14 +72,12 @@ def run_sharded(task: Task, layout: str, options: Mapping[str, Any] | None = Non
         module = task.make(task.seed + world.rank)
         model = parallelize(module, world, **(options or {}))
         optim = make_optimizer(task, [p for p in model.parameters() if p.requires_grad])
-        if task.loss is None:
-            model.forward = _Lifted(task, model.forward)
         step = TrainStep(
             model,
             optim,
             loss=None if task.loss is None else _Lifted(task, task.loss),
             count=task.count,
-            forward=_Lifted(task, task.forward),
+            forward=_Lifted(task, forward_of(task.loss, task.forward)),
             max_grad_norm=task.max_grad_norm,
         )
         steps = [_run_step(step, optim, share_of(window, world)) for window in task.windows]
