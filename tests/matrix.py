@@ -1,14 +1,17 @@
 """The parity matrix: every model of the zoo under every layout, accumulation, clipping and unit size."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 from zoo import CASES
 
 from shardwise.config.options import Sharding
 from shardwise.verify import Report, verify
+from shardwise.world import World
 
 LAYOUTS = {  # name -> (layout, ranks, engine)
     "one": ("dp_shard=1", 1, "auto"),
@@ -20,6 +23,8 @@ LAYOUTS = {  # name -> (layout, ranks, engine)
     "hsdp-2x2": ("dp_replicate=2,dp_shard=2", 4, "auto"),
     "fsdp2-2x1": ("dp_replicate=2", 2, "fsdp2"),
 }
+ON_BOTH_AXES = ("hsdp-1x2",)
+"""Where the mesh keeps its axis of one replica, which Shardwise leaves out: FSDP2's code for replicas, on two ranks."""
 DEFAULT_UNIT = 16 << 20
 
 
@@ -48,7 +53,7 @@ class Cell:
             "forward": case.forward,
             "max_grad_norm": 0.5 if self.clip else None,
             "sharding": Sharding(engine=engine, min_unit_bytes=self.min_unit_bytes),
-            "run": run,
+            "run": functools.partial(_on_both_axes, run) if self.layout in ON_BOTH_AXES else run,
         }
         return verify(case.build, layout, **{**options, **changes})
 
@@ -67,8 +72,18 @@ class Cell:
             assert counts["_allgather_base"] == self.accumulate * (2 * (units - 1) + 1)
             whole = report.bytes_per_rank
             assert max(whole) < sum(whole)
-        if "dp_replicate=2" in layout:
+        if "dp_replicate=2" in layout or self.layout in ON_BOTH_AXES:
             assert exchanges == 2 + units
+
+
+def _on_both_axes(run: Callable[..., Any], function: Callable[..., Any], size: int, *args: Any) -> Any:
+    """``run(function, size, *args)``, with a mesh of both axes on each rank."""
+    return run(_with_both_axes, size, function, *args)
+
+
+def _with_both_axes(function: Callable[..., Any], *args: Any) -> Any:
+    with mock.patch.object(World, "sharding_mesh", lambda world: world.mesh):
+        return function(*args)
 
 
 def all_cells() -> Iterator[Cell]:

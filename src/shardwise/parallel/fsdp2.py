@@ -42,7 +42,7 @@ __all__ = ["FSDP2Engine", "apply_fsdp2"]
 def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine":
     """Shards ``module`` in place. Parameters may be on meta; they stay there until they are given values."""
     modules = dict(canonical_modules(module))
-    mesh = world.mesh if world.layout.dp_replicate > 1 else world.mesh["dp_shard"]
+    mesh = world.sharding_mesh()
     _refuse_other_cuts(recipe)
     cut = {name for name, param in recipe.params.items() if param.cuts}
     parameters = tensors_of(module, "_parameters")

@@ -299,6 +299,10 @@ class World:
         groups = [self._group(self.layout.ranks_along(name, self.rank)) for name in names]
         return DeviceMesh.from_group(groups, self.device.type, mesh=grid, mesh_dim_names=names)
 
+    def sharding_mesh(self) -> DeviceMesh:
+        """The ranks that share one model: replicas of groups that shard, or the one group that there is, which needs no sum over replicas."""
+        return self.mesh if self.layout.dp_replicate > 1 else self.mesh["dp_shard"]
+
     def resharding_mesh(self, size: int) -> DeviceMesh:
         """The ranks of :attr:`mesh` in rows of ``size`` neighbours, over which ``reshard_after_forward=size`` cuts parameters between forward
         and backward. One for all units: torch makes groups for each unit anew, and each group has threads (of NCCL, memory of the
