@@ -1,5 +1,7 @@
 """The proof line: right for a right model, red for one that computes differently on its ranks, left out when too large."""
 
+import math
+
 import pytest
 
 from shardwise.config.schema import Data, Model, Optim, Parallel, RunConfig
@@ -17,17 +19,18 @@ def _config(layout: str, **model) -> RunConfig:
     )
 
 
-def _prove(config: RunConfig, most: int | None = None) -> dict:
+def _prove(config: RunConfig, most: int | None = None, seconds: float = math.inf, least_s: float | None = None) -> dict:
     from shardwise.cli import train_proof
     from shardwise.world import init
 
-    limit = train_proof.MOST_PARAMS
+    limit, least = train_proof.MOST_PARAMS, train_proof._LEAST_S
+    train_proof._LEAST_S = least if least_s is None else least_s
     train_proof.MOST_PARAMS = limit if most is None else most
     try:
         with init(config.parallel.layout, device="cpu") as world:
-            return train_proof.prove(config, world)
+            return train_proof.prove(config, world, seconds=seconds)
     finally:
-        train_proof.MOST_PARAMS = limit
+        train_proof.MOST_PARAMS, train_proof._LEAST_S = limit, least
 
 
 @pytest.mark.parametrize(
@@ -40,6 +43,15 @@ def test_every_rank_gets_one_small_number_and_where(ranks, layout, num_ranks):
     assert 0 <= first["largest"] < 1e-12
     assert first["name"] in first["text"] and f"{first['largest']:.1e}" in first["text"]
     assert f"layout {layout} against one plain process" in first["text"]
+
+
+def test_a_short_run_is_proved_in_its_time_and_says_what_was_left_out(ranks):
+    first, second = ranks.run(_prove, 2, _config("dp_shard=2"), None, 1e-3, 0.0)
+    assert first == second and 0 <= first["largest"] < 1e-12
+    assert "1 step in fp64" in first["text"]
+    assert first["text"].endswith(
+        "left out: 4 of the 6 micro-batches of a step, 2 more steps, for which the run was too short"
+    )
 
 
 def test_a_model_that_computes_otherwise_on_another_rank_is_named(ranks, tmp_path):

@@ -3,8 +3,13 @@
 The two sides and the comparison are those of :mod:`shardwise.verify`; here they are given the run's own model, data,
 layout, clipping and kind of optimizer, and run inside the ranks there are. The model is in eval mode: dropout would
 draw different numbers on the two sides.
+
+It runs on the CPU, whatever the run's device, and takes no longer than the run did, or a quarter of a minute: what it leaves
+out for that it says.
 """
 
+import math
+import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +25,18 @@ NUM_STEPS = 3
 MOST_PARAMS = 5_000_000
 """Larger models are left out: each rank sends its share of every gradient and weight to rank 0, in fp64, per step."""
 
+_LEAST_S = 15.0
+_FLOPS_PER_S = 5e9  # of a CPU in fp64: a low guess, only for how many micro-batches there is time for
+_SIDES = 2
 
-def prove(config: "RunConfig", world: "World") -> dict[str, Any]:
+
+def prove(config: "RunConfig", world: "World", *, seconds: float = math.inf) -> dict[str, Any]:
     """Compares three steps of the run with one plain process; every rank must call it.
+
+    Args:
+        config: the run.
+        world: its ranks.
+        seconds: that the run took, the same on every rank: the comparison leaves out steps and micro-batches to take no longer.
 
     Returns:
         ``largest``, the largest relative difference of a gradient (None: not compared), ``name`` of that parameter, and
@@ -32,15 +46,54 @@ def prove(config: "RunConfig", world: "World") -> dict[str, Any]:
         VerifyError: something differs by more than rounding; on every rank.
     """
     from shardwise.train.parts import build_plain
-    from shardwise.verify import GATES, compare, run_oracle, run_sharded
 
-    task = _task(config, world)
     count = sum(p.numel() for p in build_plain(config).parameters())
     if count > MOST_PARAMS:
         text = f"left out: {count:,} parameters are too many to gather at every step (at most {MOST_PARAMS:,})"
         return {"largest": None, "name": None, "text": text}
-    given = config.parallel
+    budget = max(seconds, _LEAST_S)
+    most, left_out = _micro_batches(config, world, count, budget)
+    num_steps, start = 1, time.monotonic()
+    found = _compared(config, world, num_steps, most)
+    # Equal on every rank: rank 0, which runs both sides, says whether there is time for all of them.
+    if world.broadcast((time.monotonic() - start) * (1 + NUM_STEPS) <= budget):
+        num_steps = NUM_STEPS
+        found = _compared(config, world, num_steps, most)
+    else:
+        left_out.append(f"{NUM_STEPS - 1} more steps, for which the run was too short")
+    if _leaves_out_compile(config, world):
+        left_out.append("compile, which would compile for the CPU")
+    outcome, num_gradients = found
+    text = (
+        f"largest gradient difference {outcome.err:.1e} (relative, in {outcome.name}): {num_steps} "
+        f"step{'s' if num_steps > 1 else ''} in fp64, layout {world.layout} against one plain process, {num_gradients} gradients "
+        f"each{'; left out: ' if left_out else ''}{', '.join(left_out)}"
+    )
+    return {"largest": outcome.err, "name": outcome.name, "text": text}
+
+
+def _micro_batches(config: "RunConfig", world: "World", num_params: int, budget_s: float) -> tuple[int, list[str]]:
+    """How many micro-batches of each window there is time for, and what to say of it."""
+    data = config.data
+    whole = -(-data.global_batch // data.micro_batch)
+    flops = 6.0 * num_params * data.micro_batch * data.seq_len * _SIDES * NUM_STEPS
+    most = max(world.axis("dp").size, int(min(float(whole), budget_s * _FLOPS_PER_S / flops)))
+    most = min(most, whole)
+    return most, [f"{whole - most} of the {whole} micro-batches of a step"] if most < whole else []
+
+
+def _leaves_out_compile(config: "RunConfig", world: "World") -> bool:
+    return config.parallel.compile is not None and world.device.type != "cpu"
+
+
+def _compared(config: "RunConfig", world: "World", num_steps: int, most: int) -> tuple[Any, int]:
+    """The largest difference of a gradient in so many steps, and how many gradients there were; on every rank."""
+    from shardwise.verify import GATES, compare, run_oracle, run_sharded
+
+    task, given = _task(config, world, num_steps, most), config.parallel
     options = {"sharding": given.sharding, "ddp": given.ddp, "remat": given.remat, "compile": given.compile}
+    if _leaves_out_compile(config, world):
+        del options["compile"]
     records = world.gather(run_sharded(task, str(world.layout), options))
     outcome: Any = None
     if world.is_main:
@@ -51,15 +104,11 @@ def prove(config: "RunConfig", world: "World") -> dict[str, Any]:
     outcome = world.broadcast(outcome)
     if isinstance(outcome, VerifyError):
         raise outcome
-    text = (
-        f"largest gradient difference {outcome.err:.1e} (relative, in {outcome.name}): {NUM_STEPS} steps in fp64, layout "
-        f"{world.layout} against one plain process, {len(records[0].steps[0].grads)} gradients each"
-    )
-    return {"largest": outcome.err, "name": outcome.name, "text": text}
+    return outcome, len(records[0].steps[0].grads)
 
 
-def _task(config: "RunConfig", world: "World") -> Any:
-    """What both sides run: the first windows of the run, with the micro-batches of all ranks."""
+def _task(config: "RunConfig", world: "World", num_steps: int, most: int) -> Any:
+    """What both sides run: the first windows of the run, with the micro-batches of all ranks, at most ``most`` of each."""
     import torch
 
     from shardwise.train.data import Loader
@@ -74,10 +123,10 @@ def _task(config: "RunConfig", world: "World") -> Any:
     )
     loader = Loader(corpus.train, alone, global_batch=data.global_batch, micro_batch=data.micro_batch)
     windows: list[Any] = []
-    while len(windows) < NUM_STEPS:
+    while len(windows) < num_steps:
         for window in loader:
-            windows.append(window)
-            if len(windows) == NUM_STEPS:
+            windows.append(window[:most])
+            if len(windows) == num_steps:
                 break
     return Task(
         build=lambda: build_plain(config).eval(),

@@ -49,8 +49,8 @@ def run_rank(config: "RunConfig", send: Callable[[dict[str, Any]], object]) -> d
         start = time.perf_counter()
         result = train(config, world, emit)
         result["seconds"] = time.perf_counter() - start
-        emit("phase", text="proving: the same 3 steps in one plain process")
-        result["proof"] = prove(config, world)
+        emit("phase", text="proving: the same steps in one plain process")
+        result["proof"] = prove(config, world, seconds=world.broadcast(result["seconds"]))
     return result
 
 
