@@ -10,7 +10,7 @@ from parallel.recompute import LAYOUTS, assert_same, build, one_process, train
 from torch import nn
 
 from shardwise.config.options import Compile, Remat, Sharding
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.parallel import compile as act
 from shardwise.parallel import describe, parallelize
 from shardwise.world import init
@@ -49,6 +49,14 @@ def test_words_of_torch_compile_reach_it(monkeypatch):
     assert {key: given[key] for key in ("backend", "mode", "dynamic", "fullgraph")} == {
         "backend": "inductor", "mode": "reduce-overhead", "dynamic": True, "fullgraph": True,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_modes_that_replay_cuda_graphs_are_refused_on_cuda_alone(mode):
+    with pytest.raises(UnsupportedError, match=f"Compile\\(mode='{mode}'\\) on cuda"):
+        act.refuse_graphs(mode, torch.device("cuda", 0))
+    act.refuse_graphs(mode, torch.device("cpu"))
+    act.refuse_graphs("max-autotune-no-cudagraphs", torch.device("cuda", 0))
 
 
 def test_nothing_is_compiled_unasked(ranks):

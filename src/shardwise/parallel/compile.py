@@ -42,6 +42,7 @@ def check_compile(module: nn.Module, edits: Sequence[Edit], world: World) -> Non
                 why="no backend has this name",
                 fix=did_you_mean(backend, known, what="backends"),
             )
+        refuse_graphs(edit.args["mode"], world.device)
         if backend == "inductor" and world.device.type == "cpu" and _compiler() is None:
             raise UnsupportedError(
                 'Compile(backend="inductor") on cpu without a C++ compiler',
@@ -56,6 +57,17 @@ def check_compile(module: nn.Module, edits: Sequence[Edit], world: World) -> Non
                 fix="leave out your own torch.compile, or compile=",
                 name=edit.module,
             )
+
+
+def refuse_graphs(mode: str | None, device: torch.device) -> None:
+    """Raises UnsupportedError for a mode that replays CUDA graphs on ``device``."""
+    if device.type == "cuda" and mode in ("reduce-overhead", "max-autotune"):
+        raise UnsupportedError(
+            f"Compile(mode={mode!r}) on cuda",
+            why="it replays CUDA graphs: each block writes its output where it wrote the last one, which is overwritten while the "
+            "backward, or the next micro-batch of a window, still needs it",
+            fix='use mode="max-autotune-no-cudagraphs", or leave mode out',
+        )
 
 
 def apply_compile(module: nn.Module, edits: Sequence[Edit], world: World) -> None:
