@@ -26,23 +26,24 @@ BLUE, LIGHT, ORANGE, GREY = "#3182bd", "#9ecae1", "#fd8d3c", "#e8e8e8"
 # ---- measure -------------------------------------------------------------------------------------------------------------
 
 
-def measure() -> dict[str, Any]:
-    """The figures of every picture, as JSON."""
+def measure(only: str | None = None) -> dict[str, Any]:
+    """The figures of every picture, or of one, as JSON."""
     sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
     from conftest import PRELOAD
 
     from shardwise.testing import RankPool
 
     with RankPool(preload=PRELOAD) as pool:
-        return {
-            "layout": _layout(),
-            "units": _units(pool.run),
-            "remat": _remat(pool.run),
-            "precision": _precision(pool.run),
-            "init": _init(pool.run),
-            "weights": _weights(pool.run),
-            "checkpoint": _checkpoint(pool.run),
+        made: dict[str, Callable[[], Any]] = {
+            "layout": _layout,
+            "units": lambda: _units(pool.run),
+            "remat": lambda: _remat(pool.run),
+            "precision": lambda: _precision(pool.run),
+            "init": lambda: _init(pool.run),
+            "weights": lambda: _weights(pool.run),
+            "checkpoint": lambda: _checkpoint(pool.run),
         }
+        return {name: make() for name, make in made.items() if only in (None, name)}
 
 
 def _layout() -> dict[str, list[list[int]]]:
@@ -80,9 +81,8 @@ def _units(run: Callable[..., list]) -> dict[str, list[int]]:
 
 
 def _remat(run: Callable[..., list]) -> dict[str, dict[str, int]]:
-    """Setting -> bytes that forward keeps for backward, and operators that backward runs, in one micro-batch. Without
-    selective: torch keeps what it saves out of the sight of hooks on saved tensors."""
-    from parallel.recompute import train
+    """Setting -> bytes that forward keeps for backward, and operators that backward runs, of four blocks of two linears with tanh."""
+    from parallel.recompute import kept_and_run
 
     from shardwise.config.options import Remat
 
@@ -92,11 +92,8 @@ def _remat(run: Callable[..., list]) -> dict[str, dict[str, int]]:
         "Remat(every=2)": Remat(every=2),
         'remat="full"': "full",
     }
-    found = {}
-    for name, remat in settings.items():
-        seen = run(train, 1, "dp_shard=1", remat=remat)[0]
-        found[name] = {"bytes": seen["kept"][0], "operators": sum(seen["backward"].values()) // seen["micro"]}
-    return found
+    found = {name: run(kept_and_run, 1, remat)[0] for name, remat in settings.items()}
+    return {name: {"bytes": kept, "operators": operators} for name, (kept, operators) in found.items()}
 
 
 def _precision(run: Callable[..., list]) -> dict[str, dict[str, float]]:
@@ -323,9 +320,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--draw", action="store_true", help="only draw, from the figures there are")
     parser.add_argument("--to", type=Path, default=ROOT / "docs", help="the folder of the pictures (docs)")
+    parser.add_argument("--only", choices=list(DRAWINGS), help="measure this one anew")
     given = parser.parse_args(argv)
     if not given.draw:
-        DATA.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
+        known = json.loads(DATA.read_text(encoding="utf-8")) if given.only else {}
+        DATA.write_text(json.dumps(known | measure(given.only), indent=1) + "\n", encoding="utf-8")
     figures = json.loads(DATA.read_text(encoding="utf-8"))
     for name in DRAWINGS:
         draw(name, figures[name], given.to / f"{name}.svg")

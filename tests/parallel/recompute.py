@@ -6,6 +6,7 @@ from collections import Counter
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from shardwise._compat import TorchDispatchMode, local_tensor
 from shardwise.config.options import Sharding
@@ -129,6 +130,41 @@ def bytes_kept(found: list[int]):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield
+
+
+class Wide(nn.Module):
+    """A block of two linears with tanh between them, as in docs/remat.md."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + F.dropout(self.down(torch.tanh(self.up(x))), 0.2)
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Wide() for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def kept_and_run(remat) -> tuple[int, int]:
+    """Bytes that one forward leaves in memory for backward, and operators that backward runs. Bytes by torch's own profiler: hooks on
+    saved tensors do not see what selective keeps."""
+    with init("dp_shard=1", device="cpu", seed=SEED) as world:
+        model, x = parallelize(Stack, world, sharding=Sharding(min_unit_bytes=0), remat=remat), torch.ones(128, 64)
+        for _ in range(2):  # the first one also makes what stays for good
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+                loss = model(x).square().sum()
+            with CountOps() as ops:
+                loss.backward()
+        return sum(event.self_cpu_memory_usage for event in profiler.events()), sum(ops.counts.values())
 
 
 def train(layout: str, engine: str = "auto", make=build, units=None, **options):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from matrix import Cell
-from parallel.recompute import LAYOUTS, assert_same, build, one_process, train
+from parallel.recompute import LAYOUTS, assert_same, build, kept_and_run, one_process, train
 from torch import nn
 
 from shardwise.config.options import Precision, Remat, Sharding
@@ -44,6 +44,14 @@ RUNS = {"none": (1, 1, 1), "full": (2, 2, 2), "selective": (2, 2, 2), "every-2":
 def test_blocks_run_as_often_as_asked(ranks, layout, way):
     for answer in on(ranks, layout, remat=WAYS[way]):
         assert answer["runs"] == [times * answer["micro"] for times in RUNS[way]]
+
+
+def test_selective_may_keep_more_than_no_remat(ranks):
+    """As docs/remat.md says and draws: of blocks with tanh it keeps the matrix products beside what tanh keeps."""
+    none, selective, every, full = (
+        ranks.run(kept_and_run, 1, remat)[0][0] for remat in (None, "selective", Remat(every=2), "full")
+    )
+    assert full < every < none < selective
 
 
 @pytest.mark.parametrize("layout", ["ddp-2", "fsdp-2"])
