@@ -315,6 +315,13 @@ DRAWINGS: dict[str, Callable[[Any, Any], None]] = {
 }
 
 
+def _stamp() -> str:
+    sys.path.insert(0, str(ROOT / "tools"))
+    from stamp import stamp
+
+    return stamp("docs/data/pages.json")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measures unless told not to, then draws. Returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -323,7 +330,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", choices=list(DRAWINGS), help="measure this one anew")
     given = parser.parse_args(argv)
     if not given.draw:
-        known = json.loads(DATA.read_text(encoding="utf-8")) if given.only else {}
+        known = json.loads(DATA.read_text(encoding="utf-8")) if given.only else {"made_from": _stamp()}
         DATA.write_text(json.dumps(known | measure(given.only), indent=1) + "\n", encoding="utf-8")
     figures = json.loads(DATA.read_text(encoding="utf-8"))
     for name in DRAWINGS:

@@ -19,12 +19,14 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 from families import FAMILIES  # noqa: E402
 from handwritten.models import WRITTEN  # noqa: E402
 from packages import PACKAGES  # noqa: E402
+from stamp import stamped  # noqa: E402
 from subjects import PARITY_LAYOUTS, Subject  # noqa: E402
 
 from shardwise.errors import ShardwiseError  # noqa: E402
 from shardwise.testing import RankPool  # noqa: E402
 
-TABLE = ROOT / "docs" / "families.md"
+PAGE = "docs/families.md"
+TABLE = ROOT / PAGE
 HEAD = """# Models that nobody here wrote, measured
 
 Written by `python tools/families_table.py`. Nothing is changed in any of these models: they are built from a small configuration,
@@ -118,6 +120,10 @@ def main() -> int:
                 failures += faults
                 print(f"{row}  {time.monotonic() - start:.0f} s, {len(failures)} failed", flush=True)
                 _write(name, row)
+    if names == everything:
+        TABLE.write_text(
+            stamped(PAGE, TABLE.read_text(encoding="utf-8").rpartition("\nMeasured at")[0]), encoding="utf-8"
+        )
     print(*failures, sep="\n")
     return 1 if failures else 0
 
@@ -161,7 +167,7 @@ def _write(name: str, row: str) -> None:
         rows = [kept[name] for name in section.subjects if name in kept]
         table = "\n".join(["| " + " | ".join(head) + " |", "|---" * len(head) + "|", *rows])
         parts.append(f"## {section.title}\n\n{section.text}\n\n{table}\n\n{len(rows)} models.\n")
-    TABLE.write_text("\n".join(parts))
+    TABLE.write_text(stamped(PAGE, "\n".join(parts), kept=text), encoding="utf-8")
 
 
 def _code(names: set[str]) -> list[str]:

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 from conftest import PRELOAD  # noqa: E402
+from stamp import stamped  # noqa: E402
 from state.mutant_checkpoints import KINDS  # noqa: E402
 from state.mutant_dcp import DCP_KINDS, OUTCOMES, dcp_outcomes, saved_both  # noqa: E402
 from state.test_checkpoint_hostile import outcomes  # noqa: E402
@@ -81,7 +82,7 @@ def main() -> int:
     print(text, *passed.items(), sep="\n")
     if not given.print:
         head = HEAD.format(torch=importlib.metadata.version("torch"), num=given.num, seed=given.seed)
-        TABLE.write_text(head + text, encoding="utf-8")
+        TABLE.write_text(stamped("docs/hostile-table.md", head + text), encoding="utf-8")
     return 1 if passed else 0
 
 

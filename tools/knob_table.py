@@ -14,6 +14,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 from conftest import PRELOAD  # noqa: E402
 from parallel.knobs import KNOBS, see  # noqa: E402
 from parallel.test_knobs import compare  # noqa: E402
+from stamp import stamped  # noqa: E402
 
 from shardwise.testing import RankPool  # noqa: E402
 
@@ -46,7 +47,7 @@ def main() -> int:
                 )
                 print(rows[-1], flush=True)
     if not given.print:
-        TABLE.write_text(HEAD + "\n".join(rows) + "\n", encoding="utf-8")
+        TABLE.write_text(stamped("docs/knobs-table.md", HEAD + "\n".join(rows)), encoding="utf-8")
     return 0
 
 

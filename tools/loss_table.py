@@ -15,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
+from stamp import stamped  # noqa: E402
 from world.loss_runs import LAUNCHERS, Run, names, run  # noqa: E402
 from world.losses import CAUSES, ONLY_SLOW  # noqa: E402
 from world.test_losses import lose  # noqa: E402
@@ -116,7 +117,8 @@ def main() -> int:
         before = TABLE.read_text(encoding="utf-8") if given.cause and TABLE.exists() else ""
         if before:  # its head is of the run that made most of the page
             head = before[: before.index(_LOST_HEAD)]
-        TABLE.write_text(head + _page(rows, before.splitlines()), encoding="utf-8")
+        page = stamped("docs/loss-table.md", head + _page(rows, before.splitlines()), kept=before or None)
+        TABLE.write_text(page, encoding="utf-8")
     return 0
 
 

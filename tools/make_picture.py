@@ -50,6 +50,9 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
         for column, name in enumerate(TITLES):
             _losses(figure.add_subplot(grid[0, column]), results[name], TITLES[name], legend=column == 0)
             _differences(figure.add_subplot(grid[1, column]), results[name], legend=column == 0)
+        figure.supxlabel(
+            f"measured at {results['made_from'].replace('`', '')}", fontsize=6, x=0.99, ha="right", color="#888888"
+        )
         _bytes(figure.add_subplot(grid[:, 2]), results["fp32"]["bytes"])
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
 
@@ -108,7 +111,14 @@ def distances(results: Mapping[str, Any]) -> str:
             for curve in (*STYLES, "plain, split otherwise")
         ]
         lines.append(f"| {title}, {results[name]['steps']} steps | {' | '.join(cells)} | {results[name]['gate']:.0e} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", f"Measured at {results['made_from']}."])
+
+
+def _stamp() -> str:
+    sys.path.insert(0, str(ROOT / "tools"))
+    from stamp import stamp
+
+    return stamp("docs/data/curves.json")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -120,6 +130,8 @@ def main(argv: list[str] | None = None) -> int:
         code = subprocess.call([sys.executable, str(ROOT / "benchmarks" / "curves.py"), "--out", str(DATA)])
         if code:
             return code
+        measured = json.loads(DATA.read_text(encoding="utf-8")) | {"made_from": _stamp()}
+        DATA.write_text(json.dumps(measured) + "\n", encoding="utf-8")
     results = json.loads(DATA.read_text(encoding="utf-8"))
     draw(results, PICTURE)
     before, _, rest = PAGE.read_text(encoding="utf-8").partition("<!-- curves -->\n")

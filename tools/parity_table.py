@@ -18,6 +18,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 from conftest import PRELOAD  # noqa: E402
 from matrix import LAYOUTS, all_cells, sample_cells  # noqa: E402
+from stamp import stamped  # noqa: E402
 from zoo import CASES  # noqa: E402
 
 from shardwise.errors import ShardwiseError  # noqa: E402
@@ -70,7 +71,8 @@ def main() -> int:
     print(text, *failures, sep="\n")
     if only is None:
         option, scope = (" --sample", _SAMPLE) if given.sample else ("", _WHOLE)
-        TABLE.write_text(HEAD.format(option=option, scope=scope) + text)
+        page = HEAD.format(option=option, scope=scope) + text
+        TABLE.write_text(stamped("docs/parity-table.md", page), encoding="utf-8")
     return 1 if failures else 0
 
 

@@ -1,6 +1,7 @@
 """How much of each transformers family is whole on every rank at once, by its configuration as it comes; no weights are made.
 
     python tools/units_table.py                 # the table, on the terminal
+    python tools/units_table.py --write         # into docs/units.md
     python tools/units_table.py OPTForCausalLM  # of some
     python tools/units_table.py --json FILE     # family -> [share of the root unit, of it embeddings, units, seconds]
     python tools/units_table.py --before FILE   # with the shares of such a file beside them: docs/data/units-before.json, of when
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from stamp import stamped
 from torch import nn
 
 import shardwise as sw
@@ -33,6 +35,8 @@ from shardwise.layout import Layout
 from shardwise.parallel import recipe_of
 from shardwise.recipe import ROOT, make_recipe
 
+ROOT_FOLDER = Path(__file__).parents[1]
+PAGE, BEFORE = ROOT_FOLDER / "docs" / "units.md", ROOT_FOLDER / "docs" / "data" / "units-before.json"
 RANKS, MEMORY = 8192, 18 * 2**30  # bytes of address space
 
 FAMILIES = (
@@ -147,6 +151,9 @@ def main() -> int:
     parser.add_argument("families", nargs="*", default=FAMILIES)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--before", type=Path)
+    parser.add_argument(
+        "--write", action="store_true", help="write the table of all, with what was before, into docs/units.md"
+    )
     options = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
     found = {}
@@ -159,9 +166,16 @@ def main() -> int:
     if options.json:
         options.json.write_text(json.dumps(found))
         return 0
-    before = json.loads(options.before.read_text()) if options.before else {}
-    for line in table(found, before):
-        print(line)
+    old = BEFORE if options.write else options.before
+    lines = table(found, json.loads(old.read_text(encoding="utf-8")) if old else {})
+    print("\n".join(lines))
+    if options.write:
+        if set(found) != set(FAMILIES):
+            raise SystemExit("nothing written: the page is of all families")
+        start, end = "<!-- units -->\n", "<!-- /units -->"
+        before, _, rest = PAGE.read_text(encoding="utf-8").partition(start)
+        text = stamped("docs/units.md", "\n".join(lines))
+        PAGE.write_text(before + start + text + end + rest.partition(end)[2], encoding="utf-8")
     return 0
 
 

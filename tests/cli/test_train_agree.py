@@ -37,15 +37,16 @@ def test_nodes_with_other_overrides_are_named_before_training_with_every_key(ran
     (tmp_path / "b.txt").write_text("one two three! " * 40)
     ours = ("--data.path=a.txt", "--data.global_batch=16", "--optim.lr=1e-3", "--train.steps=3")
     theirs = ("--data.path=b.txt", "--data.global_batch=32", "--optim.lr=2e-3", "--train.steps=4")
-    for code, text in start_nodes(ranks, tmp_path, ours, theirs):
-        assert code == 1 and "Traceback" not in text, text
-        keys = "data.path, data.global_batch, optim.lr, train.steps"
-        assert f"RankError: the ranks' configurations differ between ranks: {keys} (shown by rank " in text
-        assert "why: data.path: rank 0: a.txt (600 bytes, sample sha256 " in text
-        assert "rank 1: b.txt (600 bytes, sample sha256 " in text
-        assert "\n       data.global_batch: rank 0: 16; rank 1: 32\n" in text
-        assert "\n       optim.lr: rank 0: 0.001; rank 1: 0.002\n" in text
-        assert "\n       train.steps: rank 0: 3; rank 1: 4\n" in text
+    keys = "data.path, data.global_batch, optim.lr, train.steps"
+    (code, first), (other_code, second) = start_nodes(ranks, tmp_path, ours, theirs)
+    assert code == other_code == 1 and "Traceback" not in first + second, first + second
+    assert f"RankError: the ranks' configurations differ between ranks: {keys} (shown by rank 0)\n" in second
+    assert f"RankError: the ranks' configurations differ between ranks: {keys}\n" in first
+    assert "why: data.path: rank 0: a.txt (600 bytes, sample sha256 " in first
+    assert "rank 1: b.txt (600 bytes, sample sha256 " in first
+    assert "\n       data.global_batch: rank 0: 16; rank 1: 32\n" in first
+    assert "\n       optim.lr: rank 0: 0.001; rank 1: 0.002\n" in first
+    assert "\n       train.steps: rank 0: 3; rank 1: 4\n" in first
     assert not (tmp_path / "runs/latest/metrics.jsonl").exists()
 
 
