@@ -8,7 +8,9 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from parallel.recompute import CountOps, bytes_kept
@@ -16,8 +18,10 @@ from torch import Tensor, nn
 from zoo import CASES
 
 from shardwise._compat import unit_groups
-from shardwise.config.options import DDP, Compile, Prefetch, Remat, Sharding
-from shardwise.parallel import parallelize, runtime_of
+from shardwise.config.options import DDP, Compile, Precision, Prefetch, Remat, Sharding
+from shardwise.parallel import parallelize, remat, runtime_of
+from shardwise.parallel.fsdp2 import _offload
+from shardwise.recipe import Edit
 from shardwise.train.step import TrainStep
 from shardwise.verify.sharded import CountCollectives, share_of
 from shardwise.world import init
@@ -43,6 +47,12 @@ class Seen:
     operators: int = 0  # that ran, forward and backward
     graphs: int = 0  # graphs that were compiled
     held: list[int] = field(default_factory=list)  # bytes of gathered parameters, after each event in order
+    units: int = 0  # of FSDP2
+    scattered: int = 0  # bytes of gradients that are reduced and scattered
+    attention: int = 0  # attention operators that ran forward, or forward again
+    dtypes: tuple[str, str] = ("", "")  # of what the model's forward is given, and of what the model returns
+    buffer: float = 0.0  # the mean of a batch norm's running mean
+    asked: Any = None  # what torch was asked for, or what came of it
 
 
 def _count(name: str) -> Callable[[Seen], int]:
@@ -68,6 +78,7 @@ def gathered_before(first: str, second: str) -> Callable[[Seen], bool]:
 class Knob:
     """One setting, where it applies, and how it shows."""
 
+    option: str  # whose setting it is
     setting: str  # as a user writes it
     options: dict[str, Any]
     layouts: dict[int, str]
@@ -75,23 +86,138 @@ class Knob:
     seen: Callable[[Seen], Any]
     differs: Callable[[Any, Any], bool]  # (with the knob, by default) -> whether it is as it must be
     base: dict[str, Any] = field(default_factory=lambda: {"sharding": Sharding(**BLOCKS)})
+    watch: Callable[..., Seen] | None = None  # what a rank does to see it; None: see()
+    gate: float | None = None  # how far the numbers may be from one process's; None: rounding of float64
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model before the setting: float32 for those of precision, which change the numbers."""
+        return torch.float64 if self.gate is None else torch.float32
 
     @property
     def is_slow(self) -> bool:
         return "compile" in self.options
 
+    def run(self, run: Callable[..., Any], size: int, options: dict[str, Any]) -> list[Seen]:
+        """What each of ``size`` ranks sees with ``options``; ``run`` is a pool's."""
+        more = () if self.watch else (self.dtype,)
+        return run(self.watch or see, size, self.layouts[size], options, *more, timeout_s=170)
+
 
 def of_sharding(text: str, layouts: dict[int, str], observable: str, seen: Any, differs: Any) -> Knob:
     options = eval(f"dict({text})", {"Prefetch": Prefetch, "dict": dict})
-    return Knob(text, {"sharding": Sharding(**BLOCKS, **options)}, layouts, observable, seen, differs)
+    option = f"Sharding.{text.partition('=')[0]}"
+    return Knob(option, text, {"sharding": Sharding(**BLOCKS, **options)}, layouts, observable, seen, differs)
 
 
-def of_blocks(text: str, layouts: dict[int, str], observable: str, seen: Any, differs: Any) -> Knob:
-    options = eval(f"dict({text})", {"Remat": Remat, "Compile": Compile, "dict": dict})
-    base = {"sharding": Sharding(**BLOCKS)} if layouts is FSDP else {}
-    return Knob(text, {**base, **options}, layouts, observable, seen, differs, base)
+def of_blocks(
+    option: str,
+    text: str,
+    layouts: dict[int, str],
+    observable: str,
+    seen: Any,
+    differs: Any,
+    by_default: str = "",
+    **more: Any,
+) -> Knob:
+    """A setting of how blocks run; ``by_default``: what it is compared with, where that is not a model without it."""
+    options, usual = (
+        eval(f"dict({words})", {"Remat": Remat, "Compile": Compile, "Precision": Precision, "dict": dict})
+        for words in (text, by_default)
+    )
+    base = {"sharding": Sharding(**BLOCKS)} if layouts is not REPLICAS else {}
+    return Knob(option, text, {**base, **options}, layouts, observable, seen, differs, {**base, **usual}, **more)
 
 
+# ---- what a rank sees of what a window of the reference model does not show ---------------------------------------------------
+
+
+class Halves(nn.Module):
+    """Two blocks, the second with a graph break, and a batch norm that counts what each rank has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.norm(x)
+
+
+class Broken(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        torch._dynamo.graph_break()
+        return x
+
+
+def see_sizes(layout: str, options: dict[str, Any]) -> Seen:
+    """Graphs that are compiled for batches of four sizes."""
+    with init(layout, device="cpu", timeout_s=60) as world:
+        model, before = parallelize(Halves(), world, **options), _graphs_compiled()
+        for size in (4, 5, 6, 7):
+            model(torch.ones(size, 6)).sum().backward()
+        return Seen(graphs=_graphs_compiled() - before)
+
+
+def see_break(layout: str, options: dict[str, Any]) -> Seen:
+    """Whether a block that is two graphs is an error."""
+    with init(layout, device="cpu", timeout_s=60) as world:
+        model = Halves()
+        model.blocks[1] = Broken(6, 6)
+        model = parallelize(model, world, **options)
+        try:
+            model(torch.ones(4, 6))
+        except Exception as error:
+            return Seen(asked="graph_break" in str(error) or "fullgraph" in str(error))
+        return Seen(asked=False)
+
+
+def see_asked(layout: str, options: dict[str, Any]) -> Seen:
+    """The mode that torch.compile is given, and how many blocks it was put on."""
+    given: list[dict[str, Any]] = []
+    fake = mock.patch.object(torch, "compile", lambda function, **words: given.append(words) or function)
+    with init(layout, device="cpu", timeout_s=60) as world, fake:
+        recipe = runtime_of(parallelize(Halves(), world, **options)).recipe
+    blocks = sum(edit.technique == "compile" for edit in recipe.edits)
+    return Seen(asked=given[0]["mode"] or "none", units=blocks)
+
+
+def see_dtypes(layout: str, options: dict[str, Any]) -> Seen:
+    """Of what forward is given, and of what the model returns."""
+    seen: list[Tensor] = []
+    with init(layout, device="cpu", timeout_s=60) as world:
+        model = Halves()
+        model.forward = lambda x: seen.append(x) or x + model.norm.weight.sum()  # type: ignore[method-assign]
+        out = parallelize(model, world, **options)(torch.ones(4, 6))
+    return Seen(dtypes=(_name(seen[0]), _name(out)))
+
+
+def see_buffers(layout: str, options: dict[str, Any]) -> Seen:
+    """A running mean after a window in which each rank saw another mean."""
+    with init(layout, device="cpu", timeout_s=60) as world:
+        torch.manual_seed(0)
+        model = parallelize(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double(), world, **options)
+        step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=_squares, count=len_of)
+        step([{"x": torch.arange(24, dtype=torch.float64).reshape(4, 6) * (1 + world.rank) ** 2}])
+        return Seen(buffer=float(model.get_buffer("1.running_mean").mean()))
+
+
+def _squares(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return output.square().sum()
+
+
+def len_of(batch: dict[str, Tensor]) -> int:
+    return len(batch["x"])
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+_COARSE = 0.05  # bfloat16 has eight bits
 BYTES_OF_GATHERED, GATHERS, SCATTERS = "bytes gathered at most in backward", "gathers", "reduce-scatters"
 KEPT, GRAPHS = "bytes kept from forward to backward", "graphs compiled"
 KNOBS = [
@@ -116,33 +242,108 @@ KNOBS = [
                 gathered_before("blocks.0", "backward blocks.2"), lambda a, b: a and not b),
     of_sharding("offload=True", FSDP, "shards kept in host memory", lambda s: s.on_host, lambda a, b: a and not b),
     of_sharding("offload=True", HSDP, "shards kept in host memory", lambda s: s.on_host, lambda a, b: a and not b),
-    *[Knob(text, {"sharding": Sharding(**options)}, FSDP, GATHERS, gathers, differs) for text, options, differs in (
+    *[Knob(f"Sharding.{text.partition('=')[0]}", text, {"sharding": Sharding(**options)}, FSDP, GATHERS, gathers, differs) for text, options, differs in (
         ("units='none'", {"units": "none"}, lambda a, b: a == 2 < b),
         ("units=('blocks.1',)", {"units": ("blocks.1",)}, lambda a, b: a == 2 * (2 + 1) < b),
         ("min_unit_bytes=15_000", {"min_unit_bytes": 15_000}, lambda a, b: 2 < a < b),
         ("min_unit_params=2_000", {"min_unit_params": 2_000}, lambda a, b: 2 < a < b),
     )],
-    Knob("DDP(bucket_cap_mb=0.001)", {"ddp": DDP(bucket_cap_mb=1e-3)}, REPLICAS, "all-reduces", sums,
+    Knob("Sharding.engine", "engine='fsdp2'", {"sharding": Sharding(engine="fsdp2", **BLOCKS)}, REPLICAS, "units of FSDP2",
+         lambda s: s.units, lambda a, b: a == 4 > b == 0, {}),
+    Knob("Sharding.buffers", "buffers='mean'", {"sharding": Sharding(buffers="mean")}, {**FSDP, **REPLICAS},
+         "a running mean, of ranks that differ", lambda s: round(s.buffer, 4), lambda a, b: abs(a) > abs(b) > 0, {},
+         see_buffers),
+    Knob("DDP.bucket_cap_mb", "DDP(bucket_cap_mb=0.001)", {"ddp": DDP(bucket_cap_mb=1e-3)}, REPLICAS, "all-reduces", sums,
          lambda a, b: a > b, {}),
-    *[of_blocks(text, layouts, KEPT, lambda s: s.kept, lambda a, b: 0 < a < b)
+    *[of_blocks(f"Remat.{option}", text, layouts, KEPT, lambda s: s.kept, lambda a, b: 0 < a < b)
       for layouts in (FSDP, REPLICAS)
-      for text in ("remat='full'", "remat=Remat(every=2)", "remat=Remat(targets=('blocks.0',))")],
-    *[of_blocks("remat='selective'", layouts, "operators run", lambda s: s.operators, lambda a, b: a > b)
+      for option, text in (("mode", "remat='full'"), ("every", "remat=Remat(every=2)"),
+                           ("targets", "remat=Remat(targets=('blocks.0',))"))],
+    *[of_blocks("Remat.mode", "remat='selective'", layouts, "operators run", lambda s: s.operators, lambda a, b: a > b)
       for layouts in (FSDP, REPLICAS)],
-    *[of_blocks("compile=Compile(backend='aot_eager')", layouts, GRAPHS, lambda s: s.graphs, lambda a, b: a > b == 0)
-      for layouts in (FSDP, REPLICAS)],
+    *[of_blocks("Remat.save", "remat=Remat(mode='selective', save=('matmul',))", layouts, "attentions run",
+                lambda s: s.attention, lambda a, b: a == 2 * b > 0, "remat='selective'") for layouts in (FSDP, REPLICAS)],
+    *[of_blocks("Compile.backend", "compile=Compile(backend='aot_eager')", layouts, GRAPHS, lambda s: s.graphs,
+                lambda a, b: a > b == 0) for layouts in (FSDP, REPLICAS)],
+    of_blocks("Compile.targets", "compile=Compile(targets=('blocks.0',), backend='eager')", FSDP, "blocks compiled",
+              lambda s: s.units, lambda a, b: a == 1 < b, "compile=Compile(backend='eager')", watch=see_asked),
+    of_blocks("Compile.mode", "compile=Compile(mode='max-autotune-no-cudagraphs')", {2: FSDP[2]}, "what torch.compile is given",
+              lambda s: s.asked, lambda a, b: a == "max-autotune-no-cudagraphs" and b == "none", "compile=Compile()",
+              watch=see_asked),
+    of_blocks("Compile.dynamic", "compile=Compile(backend='eager', dynamic=True)", FSDP, "graphs for four sizes",
+              lambda s: s.graphs, lambda a, b: 0 < a < b, "compile=Compile(backend='eager')", watch=see_sizes),
+    of_blocks("Compile.dynamic", "compile=Compile(backend='eager', dynamic=False)", FSDP, "graphs for four sizes",
+              lambda s: s.graphs, lambda a, b: a > b, "compile=Compile(backend='eager')", watch=see_sizes),
+    of_blocks("Compile.fullgraph", "compile=Compile(backend='eager', fullgraph=True)", FSDP, "a block of two graphs is an error",
+              lambda s: s.asked, lambda a, b: a and not b, "compile=Compile(backend='eager')", watch=see_break, gate=1e-5),
+    of_blocks("Compile.activation_memory_budget", "compile=Compile(backend='aot_eager', activation_memory_budget=0.0)", FSDP, KEPT,
+              lambda s: s.kept, lambda a, b: 0 < a < b, "compile=Compile(backend='aot_eager')"),
+    of_blocks("Precision.storage", "precision=Precision(storage='bfloat16')", FSDP, "bytes of parameters at rest",
+              lambda s: s.at_rest, lambda a, b: 2 * a == b, gate=_COARSE),
+    of_blocks("Precision.compute", "precision=Precision(compute='bfloat16')", FSDP, BYTES_OF_GATHERED,
+              lambda s: s.whole_params, lambda a, b: 2 * a == b, gate=_COARSE),
+    of_blocks("Precision.reduce", "precision=Precision(compute='bfloat16', reduce='float32')", FSDP, "bytes reduced and scattered",
+              lambda s: s.scattered, lambda a, b: a == 2 * b, "precision=Precision(compute='bfloat16')", gate=_COARSE),
+    of_blocks("Precision.output", "precision=Precision(compute='bfloat16', output='float32')", FSDP, "dtype of the output",
+              lambda s: s.dtypes[1], lambda a, b: (a, b) == ("float32", "bfloat16"), "precision=Precision(compute='bfloat16')",
+              watch=see_dtypes, gate=_COARSE),
+    of_blocks("Precision.cast_inputs", "precision=Precision(compute='bfloat16', cast_inputs='none')", FSDP,
+              "dtype of what forward is given", lambda s: s.dtypes[0], lambda a, b: (a, b) == ("float32", "bfloat16"),
+              "precision=Precision(compute='bfloat16')", watch=see_dtypes, gate=_COARSE),
+    of_blocks("Precision.parts", "precision=Precision(parts={'blocks.*': 'bf16'})", FSDP, BYTES_OF_GATHERED,
+              lambda s: s.whole_params, lambda a, b: a < b, gate=_COARSE),
+]  # fmt: skip
+
+
+# ---- what needs an accelerator: what torch would be asked for on one ------------------------------------------------------------
+
+
+def _pins(asked: bool) -> bool:
+    return _offload(SimpleNamespace(offload=True, pin_memory=asked), _CUDA).pin_memory
+
+
+def _moved(asked: bool) -> int:
+    """Inputs of blocks that a forward hands to the function that copies them to host memory."""
+    model, moved = Halves(), []
+    edits = [Edit(f"blocks.{i}", "remat", "", {"mode": "full", "offload": asked}, "") for i in range(3)]
+    remat.apply_remat(model, edits, _CUDA)
+    with mock.patch.object(remat, "_to_host", lambda tensor: moved.append(tensor) or tensor):
+        model(torch.ones(4, 6, requires_grad=True))
+    return len(moved)
+
+
+_CUDA: Any = SimpleNamespace(device=torch.device("cuda", 0))
+
+
+@dataclass(frozen=True)
+class DeviceKnob:
+    """A setting of which torch does nothing on a CPU."""
+
+    option: str
+    setting: str
+    observable: str
+    seen: Callable[[bool], Any]  # whether it is asked for -> what is asked of torch on cuda
+    asked: bool
+    differs: Callable[[Any, Any], bool]
+
+
+DEVICE_KNOBS = [
+    DeviceKnob("Sharding.pin_memory", "Sharding(offload=True, pin_memory=False)", "page-locked memory for shards",
+               _pins, False, lambda a, b: b and not a),
+    DeviceKnob("Remat.offload", "Remat(offload=True)", "inputs of blocks that are copied to host memory in a forward", _moved, True,
+               lambda a, b: a >= 3 > b == 0),
 ]  # fmt: skip
 
 
 # ---- what a rank sees ------------------------------------------------------------------------------------------------
 
 
-def see(layout: str, options: dict[str, Any], case: str = "reference") -> Seen:
+def see(layout: str, options: dict[str, Any], dtype: torch.dtype = torch.float64, case: str = "reference") -> Seen:
     """One window of two micro-batches on this rank of ``layout``. All ranks call it."""
     chosen, before = CASES[case], _graphs_compiled()
     with init(layout, device="cpu", timeout_s=60) as world:
         torch.manual_seed(0)
-        model = parallelize(chosen.build().double(), world, **options)
+        model = parallelize(chosen.build().to(dtype), world, **options)
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
         step = TrainStep(model, optim, loss=chosen.loss, count=chosen.count, forward=chosen.forward)
         first, second = chosen.windows(2, 2 * world.size)
@@ -151,11 +352,28 @@ def see(layout: str, options: dict[str, Any], case: str = "reference") -> Seen:
         held = [runtime.local_tensors_of(name) for name in runtime.parameters]
         seen = Seen(at_rest=sum(tensor.numel() * tensor.element_size() for tensor in held))
         kept: list[int] = []
-        with _watched(model, seen), CountCollectives() as counter, CountOps() as ops, bytes_kept(kept):
+        with _watched(model, seen), _CountBytes() as counter, CountOps() as ops, bytes_kept(kept):
             step(share_of(second, world))
         seen.collectives, seen.operators = counter.counts, sum(ops.counts.values())
+        seen.attention = sum(count for name, count in ops.counts.items() if _is_attention(name))
+        seen.scattered, seen.units = counter.scattered, sum(1 for child in model.modules() for _ in unit_groups(child))
         seen.kept, seen.graphs = kept[0], _graphs_compiled() - before
         return seen
+
+
+class _CountBytes(CountCollectives):
+    """Also how many bytes are reduced and scattered."""
+
+    scattered = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "reduce_scatter" in str(func):
+            self.scattered += args[1].nbytes
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _is_attention(name: str) -> bool:
+    return "scaled_dot_product" in name and "backward" not in name
 
 
 @contextlib.contextmanager

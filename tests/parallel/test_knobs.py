@@ -2,15 +2,27 @@
 
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from parallel.knobs import FSDP, HSDP, KNOBS, REPLICAS, Knob, Seen, gathers, scatters, see, sums
+from parallel.knobs import (
+    DEVICE_KNOBS,
+    FSDP,
+    HSDP,
+    KNOBS,
+    REPLICAS,
+    DeviceKnob,
+    Knob,
+    Seen,
+    gathers,
+    scatters,
+    see,
+    sums,
+)
 from zoo import CASES
 
 from shardwise.config.fsdp1 import from_fsdp1
 from shardwise.config.options import DDP, Compile, Precision, Remat, Sharding
-from shardwise.parallel.fsdp2 import _offload
 from shardwise.verify import Report, verify
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +37,7 @@ ON_RANKS = [  # where a knob is seen on 2 ranks, the same on 4 is for the soak; 
 ]
 
 
-def compare(run, size: int, layout: str, options: dict, steps: int = 2) -> Report:
+def compare(run, size: int, layout: str, options: dict, steps: int = 2, **more: Any) -> Report:
     case = CASES["reference"]
     return verify(
         case.build,
@@ -36,68 +48,41 @@ def compare(run, size: int, layout: str, options: dict, steps: int = 2) -> Repor
         forward=case.forward,
         max_grad_norm=0.5,
         run=run,
+        **more,
         **options,
     )
 
 
-_usual: dict[str, list[Seen]] = {}
+_usual: dict[tuple, list[Seen]] = {}
 
 
-def by_default_on(ranks, size: int, layout: str, base: dict) -> list[Seen]:
-    if layout not in _usual:
-        _usual[layout] = ranks.run(see, size, layout, base)
-    return _usual[layout]
+def by_default_on(ranks, size: int, knob: Knob) -> list[Seen]:
+    key = (knob.layouts[size], repr(knob.base), knob.watch, knob.dtype)
+    if key not in _usual:
+        _usual[key] = knob.run(ranks.run, size, knob.base)
+    return _usual[key]
 
 
 @pytest.mark.parametrize(("knob", "size"), ON_RANKS)
 def test_a_knob_leaves_the_numbers_and_shows(ranks, knob: Knob, size: int):
     layout = knob.layouts[size]
-    compare(ranks.run, size, layout, knob.options)
-    changed, usual = ranks.run(see, size, layout, knob.options), by_default_on(ranks, size, layout, knob.base)
+    compare(ranks.run, size, layout, knob.options, gate=knob.gate, dtype=knob.dtype)
+    changed, usual = knob.run(ranks.run, size, knob.options), by_default_on(ranks, size, knob)
     for with_knob, by_default in zip(changed, usual, strict=True):
         a, b = knob.seen(with_knob), knob.seen(by_default)
         assert knob.differs(a, b), f"{knob.setting}: {knob.observable}: {a}, by default {b}"
 
 
-SHOWN_ELSEWHERE = {  # option -> the file of the test in which it shows, where it cannot as a row of this table
-    "Sharding.engine": "tests/matrix.py",
-    "Sharding.buffers": "tests/train/test_exchange.py",
-    "Sharding.pin_memory": "tests/parallel/test_knobs.py",  # page-locked memory is an accelerator's
-    "Remat.save": "tests/parallel/test_remat.py",
-    "Remat.offload": "tests/gpu",
-    "Compile.mode": "tests/parallel/test_compile.py",
-    "Compile.dynamic": "tests/parallel/test_compile.py",
-    "Compile.fullgraph": "tests/parallel/test_compile.py",
-    "Compile.activation_memory_budget": "tests/parallel/test_compile.py",
-    "Compile.targets": "tests/parallel/test_compile.py",
-    **dict.fromkeys(
-        ("Precision.storage", "Precision.compute", "Precision.reduce", "Precision.output", "Precision.cast_inputs"),
-        "tests/parallel/test_precision.py",  # its numbers are not those of float64
-    ),
-    "Precision.parts": "tests/parallel/test_precision_parts.py",
-}
+@pytest.mark.parametrize("knob", DEVICE_KNOBS, ids=lambda knob: knob.option)
+def test_a_knob_of_an_accelerator_shows_in_what_torch_is_asked_for(knob: DeviceKnob):
+    a, b = knob.seen(knob.asked), knob.seen(not knob.asked)
+    assert knob.differs(a, b), f"{knob.setting}: {knob.observable}: {a}, by default {b}"
 
 
-@pytest.mark.parametrize(
-    ("device", "asked", "pinned"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
-)
-def test_pin_memory_reaches_fsdp2_where_there_is_an_accelerator(device, asked, pinned):
-    recipe = SimpleNamespace(offload=True, pin_memory=asked)
-    policy = _offload(recipe, SimpleNamespace(device=SimpleNamespace(type=device)))
-    assert policy.pin_memory is pinned
-
-
-def test_every_option_is_a_row_or_shows_in_another_test():
-    settings = " ".join(knob.setting for knob in KNOBS).replace("remat='", "Remat mode='")
-    for record in (Sharding, DDP, Remat, Compile, Precision):
-        for option in record.__struct_fields__:
-            name = f"{record.__name__}.{option}"
-            if name in SHOWN_ELSEWHERE:
-                file = ROOT / SHOWN_ELSEWHERE[name]
-                text = "".join(f.read_text() for f in (file.rglob("*.py") if file.is_dir() else [file]))
-                assert option in text, name
-            else:
-                assert f"{option}=" in settings, name
+def test_every_option_is_a_row():
+    shown = {knob.option for knob in (*KNOBS, *DEVICE_KNOBS)}
+    options = {f"{r.__name__}.{o}" for r in (Sharding, DDP, Remat, Compile, Precision) for o in r.__struct_fields__}
+    assert shown == options
 
 
 # ---- FSDP1's strategies ------------------------------------------------------------------------------------------------
