@@ -81,6 +81,9 @@ def test_layout_of(text, ranks, expected):
         ("dp_shard=2,dp_shard=2", 4, ["dp_shard twice"]),
         ("4", 4, ["axis=degree"]),
         ("dp_shard=two", 2, ["axis=degree"]),
+        ("dp_replicate=node", 2, ["dp_replicate=node", "neighbours are along dp_shard"]),
+        ({"dp_shard": "nodes"}, 2, ["dp_shard=nodes", "of dp_shard also 'node'"]),
+        ("dp_shard=node", 8, ["not known here", '"dp_replicate=-1,dp_shard=8"']),
     ],
 )
 def test_impossible_layouts_are_refused_with_the_numbers(text, ranks, words):
@@ -110,3 +113,24 @@ def test_the_nearest_layouts_offered_do_work():
 def test_str_round_trips():
     for layout in _all_layouts(12):
         assert Layout(**{**Layout().degrees, **parse_layout(str(layout))}) == layout
+
+
+@pytest.mark.parametrize("given", ["dp_replicate=-1,dp_shard=node", {"dp_replicate": -1, "dp_shard": "node"}])
+def test_a_node_takes_the_number_of_its_ranks(given):
+    assert layout_of(given, 16, 8) == layout_of(given, 16, lambda: 8) == Layout(dp_replicate=2, dp_shard=8)
+    assert parse_layout(given) == {"dp_replicate": -1, "dp_shard": "node"}
+    assert layout_of("dp_shard=-1", 16, lambda: pytest.fail("asked for nothing")) == Layout(dp_shard=16)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("dp_shard=node", ["layout 'dp_shard=node' on 8 ranks, 4 on each node", '"dp_replicate=2,dp_shard=4"']),
+        ("dp_replicate=4,dp_shard=node", ["multiply to 16"]),
+    ],
+)
+def test_a_node_that_does_not_fit_says_what_does(text, words):
+    with pytest.raises(LayoutError) as caught:
+        layout_of(text, 8, 4)
+    for word in words:
+        assert word in str(caught.value)

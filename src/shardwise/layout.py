@@ -3,18 +3,19 @@
 A layout is a grid. Its axes, outer to inner, are ``pp, dp_replicate, dp_shard, cp, tp``; rank 0 is the first cell and
 the innermost axis moves fastest, so ``rank = ravel(coordinates)``. Derived axes join mesh axes for one purpose:
 ``dp`` (who reads other data), ``fsdp`` (over whom parameters are sharded), ``loss`` (over whom loss and tokens are
-summed). Nothing here imports torch; :mod:`shardwise.world` turns a layout into process groups.
+summed). ``dp_shard=node`` stands for the number of ranks of a node. Nothing here imports torch;
+:mod:`shardwise.world` turns a layout into process groups.
 """
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from shardwise.errors import LayoutError, UnsupportedError
 
-__all__ = ["AXES", "BUILT_AXES", "DERIVED_AXES", "Coord", "Layout", "layout_of", "parse_layout"]
+__all__ = ["AXES", "BUILT_AXES", "DERIVED_AXES", "NODE", "Coord", "Layout", "layout_of", "parse_layout"]
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DERIVED_AXES = {
@@ -23,6 +24,7 @@ DERIVED_AXES = {
     "loss": ("dp_replicate", "dp_shard", "cp"),
 }
 BUILT_AXES = ("dp_replicate", "dp_shard")  # axes whose technique exists; a degree above 1 elsewhere is refused
+NODE = "node"  # a degree of dp_shard: as many ranks as a node has
 _EXAMPLE = '"dp_shard=4" or "dp_replicate=2,dp_shard=-1"'
 
 
@@ -128,19 +130,24 @@ def mesh_axes(axis: str) -> tuple[str, ...]:
     raise _unknown_axis(axis)
 
 
-def layout_of(value: "str | Layout | Mapping[str, int]", num_ranks: int) -> Layout:
+def layout_of(
+    value: "str | Layout | Mapping[str, int | str]",
+    num_ranks: int,
+    ranks_per_node: int | Callable[[], int] | None = None,
+) -> Layout:
     """The layout ``value`` means on ``num_ranks`` ranks: parsed, ``-1`` inferred, refused if it cannot work.
 
     Args:
         value: ``"dp_shard=-1,dp_replicate=2"``, a mapping of degrees, or a :class:`Layout`.
         num_ranks: how many ranks there are.
+        ranks_per_node: what ``dp_shard=node`` stands for, or a function that finds it, called for such a layout alone.
 
     Raises:
-        LayoutError: unknown axis, degree 0, two ``-1``, or degrees that do not multiply to ``num_ranks``;
-            the message names the nearest layouts that work.
+        LayoutError: unknown axis, degree 0, two ``-1``, ``node`` where a node's ranks are not known or do not divide
+            ``num_ranks``, or degrees that do not multiply to ``num_ranks``; the message names the nearest layouts that work.
         UnsupportedError: an axis whose technique is not built yet.
     """
-    degrees = dict(value.degrees) if isinstance(value, Layout) else parse_layout(value)
+    degrees: dict[str, int | str] = dict(value.degrees) if isinstance(value, Layout) else parse_layout(value)
     text = str(value) if isinstance(value, str | Layout) else ",".join(f"{a}={d}" for a, d in degrees.items())
     for axis, degree in degrees.items():
         if axis not in BUILT_AXES and degree != 1:
@@ -149,26 +156,38 @@ def layout_of(value: "str | Layout | Mapping[str, int]", num_ranks: int) -> Layo
                 why=f"{axis} is an axis of the design whose technique is not built yet",
                 fix=f"leave {axis} out; axes that work: {', '.join(BUILT_AXES)}",
             )
-    return Layout(**_infer(degrees, num_ranks, text))
+    ranks = f"{num_ranks} rank" + ("s" if num_ranks != 1 else "")
+    size = _node_size(text, num_ranks, ranks_per_node) if NODE in degrees.values() else 0
+    found = {axis: size if degree == NODE else int(degree) for axis, degree in degrees.items()}
+    return Layout(
+        **_infer(found, num_ranks, f"layout {text!r} on {ranks}" + (f", {size} on each node" if size else ""))
+    )
 
 
-def parse_layout(value: str | Mapping[str, int]) -> dict[str, int]:
-    """Degrees as written, ``-1`` kept.
+def parse_layout(value: str | Mapping[str, int | str]) -> dict[str, int | str]:
+    """Degrees as written, ``-1`` and ``node`` kept.
 
     Raises:
-        LayoutError: not ``axis=degree`` pairs, unknown axis, an axis given twice, degree 0 or below -1.
+        LayoutError: not ``axis=degree`` pairs, unknown axis, an axis given twice, degree 0 or below -1, ``node`` for another
+            axis than ``dp_shard``.
     """
     pairs = list(_pairs(value)) if isinstance(value, str) else list(value.items())
-    degrees: dict[str, int] = {}
+    degrees: dict[str, int | str] = {}
     for axis, degree in pairs:
         if axis not in AXES:
             raise _unknown_axis(axis)
         if axis in degrees:
             raise LayoutError(f"layout {value!r}: {axis} twice", why="an axis has one degree", fix=f"keep one {axis}=")
-        if isinstance(degree, bool) or not isinstance(degree, int) or degree == 0 or degree < -1:
+        if degree == NODE and axis != "dp_shard":
+            raise LayoutError(
+                f"layout {value!r}: {axis}=node",
+                why="the ranks of a node are neighbours, and neighbours are along dp_shard",
+                fix='write "dp_replicate=-1,dp_shard=node" to shard within each node and replicate across nodes',
+            )
+        if degree != NODE and (isinstance(degree, bool) or not isinstance(degree, int) or degree == 0 or degree < -1):
             raise LayoutError(
                 f"layout {value!r}: {axis}={degree}",
-                why="a degree is a number of ranks, 1 or more, or -1 for 'whatever is left'",
+                why="a degree is a number of ranks, 1 or more, or -1 for 'whatever is left'; of dp_shard also 'node'",
                 fix=f"write {axis}=1 or leave {axis} out",
             )
         degrees[axis] = degree
@@ -182,19 +201,40 @@ def parse_layout(value: str | Mapping[str, int]) -> dict[str, int]:
     return degrees
 
 
-def _pairs(text: str) -> Iterator[tuple[str, int]]:
+def _pairs(text: str) -> Iterator[tuple[str, int | str]]:
     for item in filter(None, (part.strip() for part in text.split(","))):
         axis, equals, degree = (part.strip() for part in item.partition("="))
+        if equals and degree == NODE:
+            yield axis, NODE
+            continue
         if not equals or not degree.lstrip("-").isdigit():
             raise LayoutError(
                 f"layout {text!r}: {item!r}",
-                why="a layout is a list of axis=degree, with whole numbers",
+                why="a layout is a list of axis=degree, with whole numbers, or dp_shard=node",
                 fix=f"write it like {_EXAMPLE}",
             )
         yield axis, int(degree)
 
 
-def _infer(degrees: dict[str, int], num_ranks: int, text: str) -> dict[str, int]:
+def _node_size(text: str, num_ranks: int, given: int | Callable[[], int] | None) -> int:
+    size = given() if callable(given) else given
+    if size is None:
+        raise LayoutError(
+            f"layout {text!r}",
+            why="how many ranks a node has is not known here",
+            fix='give the number in place of node: "dp_replicate=-1,dp_shard=8"',
+        )
+    if num_ranks % size:
+        raise LayoutError(
+            f"layout {text!r} on {num_ranks} ranks, {size} of them on this node",
+            why=f"{size} does not divide {num_ranks}, so nodes have different numbers of ranks, and a shard group of each node "
+            "would have another size",
+            fix="start as many ranks on every node, or give dp_shard a number that divides those of all nodes",
+        )
+    return size
+
+
+def _infer(degrees: dict[str, int], num_ranks: int, given: str) -> dict[str, int]:
     fixed = math.prod(degree for degree in degrees.values() if degree != -1)
     free = next((axis for axis, degree in degrees.items() if degree == -1), None)
     if free is not None and num_ranks % fixed == 0:
@@ -209,7 +249,7 @@ def _infer(degrees: dict[str, int], num_ranks: int, text: str) -> dict[str, int]
     )
     options = " or ".join(f'"{layout}"' for layout in _nearest(degrees, num_ranks))
     raise LayoutError(
-        f"layout {text!r} on {ranks}",
+        given,
         why=why,
         fix=f"on {ranks} use {options}" + (f", or start {fixed} ranks" if not free else ""),
     )

@@ -229,8 +229,10 @@ def test_an_error_on_a_rank_is_told_once_as_a_sentence(tmp_path, text):
 
 def test_torchrun_works_as_it_is(tmp_path, text):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardwise")
-    done = start(tmp_path, "train", *TINY, f"--data.path={text}", before=torchrun)
+    node = "--parallel.layout=dp_replicate=-1,dp_shard=node"
+    done = start(tmp_path, "train", *TINY, node, f"--data.path={text}", before=torchrun)
     assert done.returncode == 0, done.stderr + done.stdout
+    assert "layout     dp_shard=2: " in done.stdout
     assert done.stdout.count("ranks      2, as the launcher of this environment started them") == 1
     assert done.stdout.count("\nresult ") == 1
     assert (tmp_path / "runs/latest/loss.png").exists()

@@ -33,6 +33,51 @@ def test_each_strategy(name, layout, reshard, engine):
     assert (made.layout, made.sharding.reshard_after_forward, made.sharding.engine) == (layout, reshard, engine)
 
 
+@pytest.mark.parametrize(("name", "reshard"), [("HYBRID_SHARD", True), ("_HYBRID_SHARD_ZERO2", False)])
+def test_a_hybrid_strategy_shards_within_the_node_that_the_launcher_says(name, reshard):
+    made = quiet(Enum("ShardingStrategy", name)[name])
+    assert (made.layout, made.sharding.reshard_after_forward) == ("dp_replicate=-1,dp_shard=node", reshard)
+
+
+OUMI = {  # every field of oumi's FSDPParams, with its default, as its configuration is written out
+    "enable_fsdp": False,
+    "sharding_strategy": "FULL_SHARD",
+    "cpu_offload": False,
+    "mixed_precision": None,
+    "backward_prefetch": "BACKWARD_PRE",
+    "forward_prefetch": False,
+    "use_orig_params": None,
+    "state_dict_type": "FULL_STATE_DICT",
+    "auto_wrap_policy": "NO_WRAP",
+    "min_num_params": 100_000,
+    "transformer_layer_cls": None,
+    "sync_module_states": True,
+}
+
+
+def test_oumis_fields_by_their_names_and_defaults():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        off = from_fsdp1(**OUMI)
+    assert (off.layout, off.sharding.engine) == ("dp_replicate=-1", "ddp")
+    said = warned(**{**OUMI, "enable_fsdp": True})
+    assert ["auto_wrap_policy=NO_WRAP" in str(warning.message) for warning in said] == [True]
+    assert quiet(**{**OUMI, "enable_fsdp": True}) == quiet()
+
+
+def test_what_an_fsdp_that_is_not_enabled_does_not_use_is_named():
+    given = {**OUMI, "sharding_strategy": "HYBRID_SHARD", "mixed_precision": "bf16", "cpu_offload": True}
+    said = [str(warning.message).partition("=")[0] for warning in warned(**given)]
+    assert said == ["sharding_strategy", "cpu_offload", "mixed_precision"]
+    off = quiet(**given)
+    assert (off.layout, off.precision, off.sharding.engine, off.sharding.offload) == (
+        "dp_replicate=-1",
+        None,
+        "ddp",
+        False,
+    )
+
+
 def test_prefetch_offload_and_units():
     assert quiet(backward_prefetch="NO_PREFETCH").sharding.prefetch == Prefetch(forward=0, backward=0)
     assert quiet(backward_prefetch=None, forward_prefetch=True).sharding.prefetch == Prefetch(forward=1, backward=0)
@@ -41,6 +86,7 @@ def test_prefetch_offload_and_units():
     named = quiet(auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_layer_cls="A, pkg.B")
     assert named.sharding.units == ("A", "pkg.B")
     assert quiet(mixed_precision="bf16").precision == "bf16"
+    assert quiet(mixed_precision="no").precision is None  # Accelerate's word
 
 
 @pytest.mark.parametrize(
@@ -53,6 +99,9 @@ def test_prefetch_offload_and_units():
         ({"limit_all_gathers": False}, "no counterpart"),
         ({}, "blocks are found all the same"),
         ({"mixed_precision": "bf16"}, "in float32"),
+        ({"state_dict_type": "SHARDED_STATE_DICT"}, "sw.CheckpointManager are sharded"),
+        ({"state_dict_type": "LOCAL_STATE_DICT"}, "flattened local pieces are FSDP1's alone"),
+        ({"sharding_strategy": "NO_SHARD", "cpu_offload": True}, "deprecated in torch.*FSDP2 on whole copies"),
     ],
 )
 def test_what_changes_or_goes_is_said(options, text):
@@ -65,7 +114,9 @@ def test_what_changes_or_goes_is_said(options, text):
     ("options", "text"),
     [
         ({"sharding_strategy": "FULL_SHRAD"}, "did you mean 'FULL_SHARD'"),
-        ({"sharding_strategy": "HYBRID_SHARD"}, "how many ranks a node has"),
+        ({"state_dict_type": "FULL"}, "FSDP1 has no such value"),
+        ({"mixed_precision": "bfloat"}, 'use "bf16"'),
+        ({"enable_fsdp": "false"}, "use enable_fsdp=True"),
         ({"backward_prefetch": "PRE"}, "FSDP1 has no such value"),
         ({"auto_wrap_policy": "SIZE"}, "FSDP1 has no such value"),
     ],
@@ -100,6 +151,7 @@ def warned(**options) -> list[warnings.WarningMessage]:
         ({"sharding_strategy": "FULL_SHARD", "ranks_per_node": 8}, "ranks_per_node=8"),
         ({"transformer_layer_cls": "Block"}, "transformer_layer_cls=Block"),
         ({"min_num_params": 5}, "min_num_params=5"),
+        ({"enable_fsdp": False, "min_num_params": 5}, "min_num_params=5"),
         ({"min_num_params": 5, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}, "min_num_params=5"),
     ],
 )

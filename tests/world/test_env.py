@@ -2,8 +2,9 @@
 
 import pytest
 
-from shardwise.errors import ConfigError
-from shardwise.world.env import Env, is_distributed, read_env
+from shardwise.errors import ConfigError, LayoutError
+from shardwise.layout import layout_of
+from shardwise.world.env import Env, is_distributed, ranks_per_node, read_env
 
 RUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "29500",
@@ -151,3 +152,54 @@ def test_tasks_of_this_node(tasks, node, size):
 def test_slurm_values_out_of_range(name, value):
     with pytest.raises(ConfigError):
         read_env({**SLURM, name: value})
+
+
+# ---- how many ranks a node has --------------------------------------------------------------------------------------
+
+
+def on_nodes(env, layout="dp_replicate=-1,dp_shard=node"):
+    """What ``sw.init`` makes of a layout under the environment of one rank."""
+    found = read_env(env)
+    return str(layout_of(layout, found.world_size, lambda: ranks_per_node(found, env)))
+
+
+@pytest.mark.parametrize(
+    ("env", "layout"),
+    [
+        (RUN, "dp_replicate=2,dp_shard=4"),
+        ({**RUN, "GROUP_WORLD_SIZE": "2"}, "dp_replicate=2,dp_shard=4"),
+        ({**RUN, "LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "3"}, "dp_shard=8"),  # on one node, in any order
+        (
+            {**RUN, "LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "5", "GROUP_WORLD_SIZE": "2"},
+            "dp_shard=8",
+        ),  # started by a rank
+        (SLURM, "dp_replicate=2,dp_shard=2"),
+        (
+            {**{k: v for k, v in SLURM.items() if k != "SLURM_STEP_TASKS_PER_NODE"}, "SLURM_NTASKS_PER_NODE": "2"},
+            "dp_replicate=2,dp_shard=2",
+        ),
+        ({}, "dp_shard=1"),
+    ],
+)
+def test_a_node_in_a_layout_is_the_ranks_of_a_node(env, layout):
+    assert on_nodes(env) == layout and on_nodes(env, layout) == layout  # printed, it can be read again
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({k: v for k, v in RUN.items() if not k.startswith("LOCAL")}, "no LOCAL_WORLD_SIZE for this group"),
+        ({**RUN, "WORLD_SIZE": "6", "GROUP_WORLD_SIZE": "2"}, "(2 nodes, 4 on this one)"),
+        ({**RUN, "GROUP_WORLD_SIZE": "3"}, "(3 nodes, 4 on this one)"),  # 4, 2 and 2: a layout of its own on each
+        ({**RUN, "WORLD_SIZE": "6"}, "4 does not divide 6"),
+        ({**RUN, "RANK": "2", "LOCAL_RANK": "1"}, "--distribution=block"),  # numbered by turns
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1,3"}, "different numbers of ranks (1, 3)"),
+        ({**SLURM, "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}, "are not neighbours"),  # srun --distribution=cyclic
+        ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_TASKS_PER_NODE"}, "no SLURM_STEP_TASKS_PER_NODE"),
+    ],
+)
+def test_nodes_that_cannot_hold_a_group_of_shards_each_are_refused(env, words):
+    with pytest.raises(LayoutError) as caught:
+        on_nodes(env)
+    assert words in str(caught.value)
+    assert on_nodes(env, "dp_replicate=-1,dp_shard=2")  # with a number nothing of it matters

@@ -166,7 +166,7 @@ def _launch(loaded: "Loaded[RunConfig]") -> int:
 
     config = loaded.config
     nproc, why = _ranks(loaded)
-    layout_of(config.parallel.layout, nproc)
+    layout_of(config.parallel.layout, nproc, nproc)
     with Display(unit=unit_of(config)) as display, RunFolder(config, display) as folder:
         display.row("ranks", f"{nproc} local process{'es' if nproc > 1 else ''}: {why}")
         display.on_phase("starting the ranks (loading torch, a few seconds)")
@@ -234,7 +234,7 @@ def _be_a_rank(loaded: "Loaded[RunConfig]") -> int:
                 why="the ranks were started by the launcher of this environment, so it would have no effect",
                 fix="remove it, or start that many ranks",
             )
-        layout_of(config.parallel.layout, size)
+        layout_of(config.parallel.layout, size, _ranks_per_node)
     if rank:
         run_rank(config, lambda event: None)
         return 0
@@ -246,6 +246,12 @@ def _be_a_rank(loaded: "Loaded[RunConfig]") -> int:
         no_picture = folder.draw(unit_of(config))
     _report(folder, result, no_picture)
     return 0
+
+
+def _ranks_per_node() -> int:
+    from shardwise.world.env import ranks_per_node, read_env  # with torch, which this rank needs anyway
+
+    return ranks_per_node(read_env())
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------

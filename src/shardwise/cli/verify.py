@@ -77,11 +77,14 @@ def run(args: argparse.Namespace) -> int:
             given = f"--{option} {getattr(args, option)}"
             raise ConfigError(given, why="there would be nothing to compare", fix=f"use --{option} 1 or more")
     degrees = parse_layout(args.layout)
-    if -1 in degrees.values():
+    numbers = [degree for degree in degrees.values() if isinstance(degree, int) and degree > 0]
+    if len(numbers) < len(degrees):
         raise ConfigError(
-            f"--layout {args.layout}", why="-1 needs to know how many ranks there are", fix='give numbers: "dp_shard=2"'
+            f"--layout {args.layout}",
+            why="-1 and node need to know how many ranks there are",
+            fix='give numbers: "dp_shard=2"',
         )
-    layout_of(degrees, math.prod(degrees.values()))
+    layout_of(degrees, math.prod(numbers))
     parallel, is_default = _parallel(args.overrides)
     return importlib.import_module("shardwise.verify.job").main(
         args.model,

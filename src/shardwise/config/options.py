@@ -185,9 +185,10 @@ def default_of(cls: type[msgspec.Struct], key: str) -> Any:
 class Parallel(Options, frozen=True, kw_only=True):
     """The layout, and every technique laid over it: the arguments of ``parallelize``, as data."""
 
-    layout: Annotated[str, doc("degree of each mesh axis, as in dp_replicate=2,dp_shard=-1; -1 is inferred")] = (
-        "dp_shard=-1"
-    )
+    layout: Annotated[
+        str,
+        doc("degree of each mesh axis: dp_replicate=2,dp_shard=-1; -1 is inferred, dp_shard=node: the ranks of a node"),
+    ] = "dp_shard=-1"
     init: Annotated[
         Literal["seeded", "rank0", "load"] | None,
         doc(

@@ -71,7 +71,7 @@ def main(
     """
     _say("loading the model")
     build = named_model(model)
-    num_ranks = math.prod(parse_layout(layout).values())
+    num_ranks = math.prod(int(degree) for degree in parse_layout(layout).values())
     windows = _windows(build(), batch, [num_ranks * accumulate] * steps)
     sums: Any = Function(loss, "--loss") if loss else next_token_loss
     counts = _counts(sums, count, batch, windows[0][0])

@@ -145,10 +145,13 @@ def _num_ranks(layout: str, given: int | None) -> int:
         ConfigError: it has a ``-1`` and no number of ranks was given, or it does not fit that number.
     """
     degrees = parse_layout(layout)
-    if given is None and -1 in degrees.values():
-        raise ConfigError(f"verify(layout={layout!r})", why="-1 needs a number of ranks", fix="pass num_ranks=2")
-    size = math.prod(degrees.values()) if given is None else given
-    layout_of(layout, size)
+    numbers = [degree for degree in degrees.values() if isinstance(degree, int) and degree > 0]
+    if given is None and len(numbers) < len(degrees):
+        raise ConfigError(
+            f"verify(layout={layout!r})", why="-1 and node need a number of ranks", fix="pass num_ranks=2"
+        )
+    size = math.prod(numbers) if given is None else given
+    layout_of(layout, size, size)  # the ranks it starts are of one node
     return size
 
 

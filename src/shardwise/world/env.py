@@ -5,9 +5,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, LayoutError
 
-__all__ = ["Env", "is_distributed", "read_env"]
+__all__ = ["Env", "is_distributed", "ranks_per_node", "read_env"]
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -47,6 +47,54 @@ def read_env(environ: Mapping[str, str] | None = None) -> Env:
     if "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ:
         return _slurm(environ)
     return Env("single")
+
+
+def ranks_per_node(env: Env, environ: Mapping[str, str] | None = None) -> int:
+    """How many ranks each node has, which is what a layout's ``dp_shard=node`` stands for: by LOCAL_WORLD_SIZE, or the tasks
+    per node of a SLURM step; 1 where one process is the whole world.
+
+    Raises:
+        LayoutError: the environment does not say, nodes have different numbers of ranks, or the ranks of a node are not
+            neighbours, so that ``dp_shard`` would not lie within nodes.
+    """
+    environ = os.environ if environ is None else environ
+    if env.source == "single":
+        return 1
+    sizes, num_nodes, place = _nodes(env, environ)
+    if not sizes:
+        raise LayoutError(
+            f"dp_shard=node on {env.world_size} ranks",
+            why="the environment does not say how many of them a node has: it has no "
+            + ("SLURM_STEP_TASKS_PER_NODE" if env.source == "slurm" else "LOCAL_WORLD_SIZE for this group"),
+            fix="give the number: dp_shard=8; or start with torchrun, `shardwise train` or srun, which say it",
+        )
+    size = sizes[0]
+    if set(sizes) != {size} or (num_nodes and num_nodes * size != env.world_size > size):
+        found = ", ".join(map(str, sizes)) if num_nodes is None else f"{num_nodes} nodes, {size} on this one"
+        raise LayoutError(
+            f"dp_shard=node on {env.world_size} ranks",
+            why=f"nodes have different numbers of ranks ({found}), and the groups of dp_shard are of one size",
+            fix="start as many ranks on every node, or give dp_shard a number that divides those of all nodes",
+        )
+    if place and size < env.world_size and env.rank % size != int(place):
+        raise LayoutError(
+            f"dp_shard=node: rank {env.rank} is number {place} of the {size} on its node",
+            why="the ranks of a node are not neighbours, and dp_shard takes neighbours, so it would not lie within nodes",
+            fix="number ranks node by node (srun --distribution=block), or give dp_shard a number",
+        )
+    return size
+
+
+def _nodes(env: Env, environ: Mapping[str, str]) -> tuple[list[int], int | None, str]:
+    """Ranks of the nodes that the environment tells of (none where it does not), how many nodes there are where that is told
+    beside, and the number of this rank on its own."""
+    local, world = environ.get("LOCAL_WORLD_SIZE", ""), environ.get("WORLD_SIZE", "")
+    if env.source != "slurm" and local not in ("", "0", "-1") and world in ("", "-1", str(env.world_size)):
+        num_nodes = _number("GROUP_WORLD_SIZE", environ.get("GROUP_WORLD_SIZE") or "0")  # torchrun's agents
+        return [_number("LOCAL_WORLD_SIZE", local)], num_nodes or None, environ.get("LOCAL_RANK", "")
+    if env.source == "slurm" or environ.get("SLURM_STEP_NUM_TASKS") == str(env.world_size):
+        return _tasks_per_node(environ), None, environ.get("SLURM_LOCALID", "")
+    return [], None, ""
 
 
 def _torchrun(given: dict[str, str]) -> Env:
@@ -92,16 +140,22 @@ def _slurm(environ: Mapping[str, str]) -> Env:
 
 
 def _tasks_on_node(environ: Mapping[str, str], size: int) -> int:
-    """Tasks of this node, from a list such as ``2(x3),1``: three nodes with two, one with one."""
-    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_NTASKS_PER_NODE") or str(size)
+    """Tasks of this node."""
+    per_node = _tasks_per_node(environ) or [size]
+    node = _number("SLURM_NODEID", environ.get("SLURM_NODEID", "0"))
+    return per_node[node] if node < len(per_node) else per_node[0]
+
+
+def _tasks_per_node(environ: Mapping[str, str]) -> list[int]:
+    """Tasks of each node, from a list such as ``2(x3),1``: three nodes with two, one with one. Empty where there is none."""
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_NTASKS_PER_NODE") or ""
     per_node: list[int] = []
-    for entry in text.split(","):
+    for entry in filter(None, text.split(",")):
         num_tasks, _, times = entry.rstrip(")").partition("(x")
         per_node += [_number("SLURM_STEP_TASKS_PER_NODE", num_tasks)] * _number(
             "SLURM_STEP_TASKS_PER_NODE", times or "1"
         )
-    node = _number("SLURM_NODEID", environ.get("SLURM_NODEID", "0"))
-    return per_node[node] if node < len(per_node) else per_node[0]
+    return per_node
 
 
 def _first_host(environ: Mapping[str, str]) -> str:

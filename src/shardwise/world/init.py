@@ -17,7 +17,7 @@ from shardwise.launch.failure import is_lost_peer
 from shardwise.layout import AXES, DERIVED_AXES, Layout, layout_of
 from shardwise.world.agreement import Agreement
 from shardwise.world.axis import Axis
-from shardwise.world.env import Env, read_env
+from shardwise.world.env import Env, ranks_per_node, read_env
 from shardwise.world.fingerprint import agree_on, package_versions
 from shardwise.world.group import (
     check_group,
@@ -40,7 +40,7 @@ __all__ = ["World", "init"]
 
 
 def init(
-    layout: str | Layout | Mapping[str, int] = "dp_shard=-1",
+    layout: str | Layout | Mapping[str, int | str] = "dp_shard=-1",
     *,
     device: str | torch.device | None = None,
     backend: str | None = None,
@@ -55,7 +55,8 @@ def init(
     and is agreed with as if they gave what it gives.
 
     Args:
-        layout: degrees of the mesh axes, such as ``"dp_shard=4"`` or ``"dp_replicate=2,dp_shard=-1"``.
+        layout: degrees of the mesh axes, such as ``"dp_shard=4"`` or ``"dp_replicate=2,dp_shard=-1"``;
+            ``"dp_replicate=-1,dp_shard=node"`` shards within each node and replicates across nodes.
         device: ``"cpu"``, ``"cuda"`` or a device; None = this rank's accelerator if there is one, else the CPU.
         backend: torch backend string such as ``"gloo"`` or ``"cuda:nccl,cpu:gloo"``; None = the one that suits the
             device, with gloo for CPU tensors beside it. ``TORCH_DISTRIBUTED_BACKEND`` overrides None. Of an existing group: the
@@ -72,7 +73,7 @@ def init(
     """
     existing = dist.is_initialized()
     env = env_of_group() if existing else read_env()
-    resolved = layout_of(layout, env.world_size)
+    resolved = layout_of(layout, env.world_size, lambda: ranks_per_node(env))
     if timeout_s is not None and not 0 < timeout_s < math.inf:
         raise ConfigError(f"timeout_s={timeout_s}", why="it is a number of seconds above 0", fix="use timeout_s=600")
     chosen = choose_device(device, env)
