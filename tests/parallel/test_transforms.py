@@ -41,6 +41,23 @@ def test_in_list_order_under_every_layout(ranks, layout, from_module):
         assert all(torch.equal(values[name], alone[name]) for name in alone)
 
 
+@pytest.mark.parametrize("from_module", [False, True])
+def test_the_world_and_the_device_are_given_to_one_that_asks(ranks, from_module):
+    given = ["on_device", {"name": "for_world", "multiple": 2}]
+    shapes, _, notes = ranks.run(run, 2, "dp_shard=2", given, from_module)[0]
+    assert shapes["1.weight"] == (8, 4)  # 2 rows for each pair of ranks
+    assert notes == ["on_device", "for_world: Pad(multiple=2)"]
+
+
+def test_without_a_world_one_that_needs_it_is_refused_and_one_with_a_default_runs():
+    """As sw.verify builds the module for its plain process."""
+    assert transformed(build(), choose("on_device")).was_given == (False, "cpu")
+    with pytest.raises(
+        sw.UsageError, match=r"transform 'for_world' \(1 of 1\): it takes the world.*\n.*\n.*world=None"
+    ):
+        transformed(build(), choose("for_world"))
+
+
 @pytest.mark.parametrize(
     ("transforms", "text"),
     [

@@ -47,7 +47,7 @@ def prove(config: "RunConfig", world: "World", *, seconds: float = math.inf) -> 
     """
     from shardwise.train.parts import build_plain
 
-    count = sum(p.numel() for p in build_plain(config).parameters())
+    count = sum(p.numel() for p in build_plain(config, world).parameters())
     if count > MOST_PARAMS:
         text = f"left out: {count:,} parameters are too many to gather at every step (at most {MOST_PARAMS:,})"
         return {"largest": None, "name": None, "text": text}
@@ -129,7 +129,7 @@ def _task(config: "RunConfig", world: "World", num_steps: int, most: int) -> Any
             if len(windows) == num_steps:
                 break
     return Task(
-        build=lambda: build_plain(config).eval(),
+        build=lambda: build_plain(config, world).eval(),
         windows=windows,
         loss=next_token_loss,
         count=count_of(next_token_loss, None),

@@ -97,7 +97,7 @@ def parallelize(
     _refuse_no_record("sharding", sharding, Sharding, 'units=("Block",)')
     _refuse_no_record("ddp", ddp, DDP, "bucket_cap_mb=50")
     chosen, own = precision_of(precision), choose(transforms)
-    module, source = build_with_source(_with_transforms(model, own), world, init)
+    module, source = build_with_source(_with_transforms(model, own, world), world, init)
     _refuse_wrapped(module)
     anatomy = _cast_storage(module, read_anatomy(module, example=example), chosen)
     units = with_named_units(module, sharding or Sharding(), world)
@@ -290,12 +290,12 @@ def _agree_on_recipe(module: nn.Module, recipe: Recipe, world: World) -> None:
     )
 
 
-def _with_transforms(model: Any, own: list[Chosen]) -> Any:
+def _with_transforms(model: Any, own: list[Chosen], world: World) -> Any:
     if not own:
         return model
     if isinstance(model, nn.Module):
-        return transformed(model, own)
-    return (lambda: transformed(model(), own)) if callable(model) else model
+        return transformed(model, own, world, world.device)
+    return (lambda: transformed(model(), own, world, world.device)) if callable(model) else model
 
 
 def _with_note(recipe: Recipe, note: Note) -> Recipe:

@@ -9,14 +9,17 @@
 
     model = sw.parallelize(build, world, transforms=[Widen(factor=4)])
 
-They run while the module is built, on meta where it is: what they add is given values as what the constructor adds is.
+They run while the module is built, on meta where it is: what they add is given values as what the constructor adds is. One that
+has a parameter ``world`` or ``device`` is given them.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import torch
 from torch import nn
 
 from shardwise.config.options import Options
@@ -24,6 +27,7 @@ from shardwise.config.suggest import did_you_mean
 from shardwise.config.target import load_target, looks_like_target
 from shardwise.errors import ConfigError, ShardwiseError, UsageError
 from shardwise.recipe import Note
+from shardwise.world import World
 
 __all__ = ["Chosen", "Given", "choose", "notes_of", "transform", "transformed"]
 
@@ -48,6 +52,10 @@ def transform(
 ) -> Callable[[Function], Function]:
     """Registers a function ``(module)``, or ``(module, config)`` with a config, under ``name``. It changes the module in
     place, or returns another. The same on every rank.
+
+    Where its signature has a ``world`` or a ``device``, it is given the :class:`~shardwise.World` and the ``torch.device`` of this
+    rank. It may run more than once on a rank, and more often on one than on another: it must not communicate.
+    :func:`shardwise.verify` has no world to give: a ``world`` without a default is refused there.
 
     Args:
         name: by which ``transforms=[...]`` and configuration files name it.
@@ -110,16 +118,26 @@ def choose(given: Given) -> list[Chosen]:
     return chosen
 
 
-def transformed(module: nn.Module, chosen: Sequence[Chosen]) -> nn.Module:
+def transformed(
+    module: nn.Module, chosen: Sequence[Chosen], world: World | None = None, device: torch.device | None = None
+) -> nn.Module:
     """``module`` after all of ``chosen``, in order.
 
+    Args:
+        module: what they change.
+        chosen: the transforms.
+        world: for those that ask for it; None: there is none here, as in one plain process of ``verify``.
+        device: the same; None: the CPU.
+
     Raises:
-        UsageError: one of them failed, by name, or returned something else than a module.
+        UsageError: one of them failed, by name, returned something else than a module, or needs a world where there is none.
     """
     for i, each in enumerate(chosen, start=1):
         where = f"transform {each.transform.name!r} ({i} of {len(chosen)})"
+        given = [module] if each.config is None else [module, each.config]
+        asked = _asked_for(each.transform.function, len(given), where, world, device or torch.device("cpu"))
         try:
-            result = each.transform.function(module, *([each.config] if each.config is not None else []))
+            result = each.transform.function(*given, **asked)
         except ShardwiseError:
             raise
         except Exception as error:
@@ -134,6 +152,23 @@ def transformed(module: nn.Module, chosen: Sequence[Chosen]) -> nn.Module:
             )
         module = result if result is not None else module
     return module
+
+
+def _asked_for(
+    function: Function, num_given: int, where: str, world: World | None, device: torch.device
+) -> dict[str, World | torch.device]:
+    """What the function has a parameter for, behind the ``num_given`` that it is given by place."""
+    parameters = dict([*inspect.signature(function).parameters.items()][num_given:])
+    asked: dict[str, World | torch.device] = {"device": device} if "device" in parameters else {}
+    if "world" in parameters and world is not None:
+        asked["world"] = world
+    elif "world" in parameters and parameters["world"].default is inspect.Parameter.empty:
+        raise UsageError(
+            f"{where}: it takes the world",
+            why="the module is built in one plain process here, as verify does, where there is none",
+            fix="give it a default: world=None, and say what the transform does without",
+        )
+    return asked
 
 
 def notes_of(chosen: Sequence[Chosen]) -> tuple[Note, ...]:

@@ -177,15 +177,15 @@ def set_tokenizer(config: RunConfig, model: nn.Module) -> None:
         runtime_of(model).tokenizer = tokenizer_path(config.data.tokenizer) or False
 
 
-def build_plain(config: RunConfig) -> nn.Module:
+def build_plain(config: RunConfig, world: World) -> nn.Module:
     """The model of a config, not sharded: as its function returns it, or the reference model where none is named, and
-    changed by the config's transforms.
+    changed by the config's transforms, on the CPU; ``world`` is for those that ask for it.
 
     Raises:
         ConfigError: the arguments are none of the function's, it returns no module, or a transform is not known.
         UsageError: a transform failed.
     """
-    return transformed(_untransformed(config), choose(config.parallel.transforms))
+    return transformed(_untransformed(config), choose(config.parallel.transforms), world)
 
 
 def _untransformed(config: RunConfig) -> nn.Module:
