@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from shardwise.train.batch import MicroBatch
     from shardwise.train.data import Loader
     from shardwise.train.evaluate import evaluate
+    from shardwise.train.groups import parameter_groups
     from shardwise.train.labels import shift_labels
     from shardwise.train.loss import TaskModel, next_token_loss
     from shardwise.train.optim import clip_grad_norm_, clip_grad_value_, local_optimizer
@@ -84,6 +85,7 @@ _HOME = {
     "shardwise.train.batch": ("MicroBatch",),
     "shardwise.train.data": ("Loader",),
     "shardwise.train.evaluate": ("evaluate",),
+    "shardwise.train.groups": ("parameter_groups",),
     "shardwise.train.labels": ("shift_labels",),
     "shardwise.train.loss": ("TaskModel", "next_token_loss"),
     "shardwise.train.optim": ("clip_grad_norm_", "clip_grad_value_", "local_optimizer"),
@@ -147,6 +149,7 @@ __all__ = [
     "local_optimizer",
     "next_token_loss",
     "parallelize",
+    "parameter_groups",
     "recipe_of",
     "save_weights",
     "shift_labels",

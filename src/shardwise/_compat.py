@@ -66,6 +66,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "unit_groups",
+    "unit_policies",
     "unit_reshard",
     "unseen",
 ]
@@ -221,6 +222,12 @@ def unit_reshard(module: nn.Module) -> bool | int:
         return False
     size = group.post_forward_mesh_info.shard_mesh_size
     return True if size == group.mesh_info.shard_mesh_size else size
+
+
+def unit_policies(module: nn.Module) -> tuple[Any, Any]:
+    """The ``mp_policy`` and the ``offload_policy`` of one unit, as ``fully_shard`` was given them."""
+    group = unit_groups(module)[0]
+    return group.mp_policy, group.offload_policy
 
 
 def reset_iteration(module: nn.Module) -> None:

@@ -1,11 +1,13 @@
 """Units that only the module can tell: by a function, by the model's hint, by its own fully_shard; each with parity."""
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-from shardwise.config.options import Sharding
+from shardwise.config.options import Precision, Sharding
 from shardwise.errors import ConfigError, PlanError, UsageError
 from shardwise.parallel import parallelize, recipe_of
 from shardwise.train.window import window
@@ -40,6 +42,43 @@ class Net(nn.Module):
     def fully_shard(self, *, reshard_after_forward: bool = True, **options) -> None:
         for i, layer in enumerate(self.layers):
             fully_shard(layer, reshard_after_forward=reshard_after_forward and i % 2 == 0, **options)
+
+
+class Asks(Net):
+    """As another library's base class has it: each option by its name, given on to its blocks and kept to be looked at."""
+
+    def fully_shard(self, mesh, reshard_after_forward=True, mp_policy=None, offload_policy=None) -> None:
+        GIVEN.append((tuple(mesh.shape), reshard_after_forward, mp_policy, type(offload_policy).__name__))
+        options = {"mesh": mesh, "mp_policy": mp_policy, "offload_policy": offload_policy}
+        for layer in self.layers:
+            fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
+
+
+GIVEN: list = []
+
+
+class Own(Net):
+    """Policies of its own."""
+
+    policy: dict = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}  # noqa: RUF012
+
+    def fully_shard(self, mesh, **_options) -> None:
+        for i, layer in enumerate(self.layers):
+            fully_shard(layer, mesh=mesh, **(self.policy if i == 1 else {}))
+
+
+class OwnOffload(Own):
+    policy: dict = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}  # noqa: RUF012
+
+
+class Needs(Net):
+    def fully_shard(self, mesh, dtype) -> None:
+        pass
+
+
+class Fails(Net):
+    def fully_shard(self, mesh, **_options) -> None:
+        fully_shard(self.blocks[0], mesh=mesh)
 
 
 class OnlyWarns(Net):
@@ -97,6 +136,84 @@ def test_units_and_gradients(ranks, given, units):
             torch.testing.assert_close(grads[name], param.grad, rtol=1e-12, atol=1e-14)
 
 
+def asking(layout: str):
+    """The model's own method under each option that it takes: what it was given, its units, and the whole gradients."""
+    told = []
+    with init(layout, device="cpu", timeout_s=20) as world:
+        for options, precision in (({"reshard_after_forward": False}, None), ({"reshard_after_forward": 2}, None),
+                                   ({"offload": True}, "fp64"), ({}, "fp64")):  # fmt: skip
+            torch.manual_seed(2)
+            GIVEN.clear()
+            model = parallelize(
+                Asks().double(), world, sharding=Sharding(units="model", **options), precision=precision
+            )
+            with window(model, [{"x": torch.full((2, 4), 1.0 + world.rank, dtype=torch.float64)}], count=len) as w:
+                for each in w:
+                    model(each["x"]).pow(2).sum().backward()
+            found = {unit.name: unit.reshard for unit in recipe_of(model).units if unit.name}
+            on_host = world.device.type == "cpu" and recipe_of(model).offload
+            grads = {name: param.grad.full_tensor() for name, param in model.named_parameters()}
+            told.append((GIVEN[0], found, on_host, grads))
+    return told
+
+
+@pytest.mark.parametrize(("layout", "mesh"), [("dp_shard=4", (4,)), ("dp_replicate=2,dp_shard=2", (2, 2))])
+def test_the_models_own_way_is_given_the_options_that_it_asks_for(ranks, layout, mesh):
+    plain = build()
+    for rank in range(4):
+        plain(torch.full((2, 4), 1.0 + rank, dtype=torch.float64)).pow(2).sum().backward()
+    over_two = 2 if mesh == (4,) else True
+    none = MixedPrecisionPolicy(cast_forward_inputs=False)
+    double = MixedPrecisionPolicy(torch.float64, torch.float64, cast_forward_inputs=False)
+    expected = [
+        ((mesh, False, none, "OffloadPolicy"), False, False),
+        ((mesh, 2, none, "OffloadPolicy"), over_two, False),
+        ((mesh, True, double, "CPUOffloadPolicy"), True, True),
+        ((mesh, True, double, "OffloadPolicy"), True, False),
+    ]
+    for told in ranks.run(asking, 4, layout):
+        for (given, found, on_host, grads), (options, freed, host) in zip(told, expected, strict=True):
+            assert (given, found, on_host) == (options, dict.fromkeys(ALL, freed), host)
+            for name, param in plain.named_parameters():
+                torch.testing.assert_close(grads[name], param.grad, rtol=1e-12, atol=1e-14)
+
+
+def own_policies():
+    """A policy of the model's own that says something else than parallelize, or the same."""
+    told = []
+    with init("dp_shard=1", device="cpu") as world:
+        for cls, precision, offload in (
+            (Own, None, False),
+            (Own, "bf16", False),
+            (Own, Precision(compute="bf16", reduce="bf16"), False),
+            (Own, Precision(parts={"layers.1": "bf16"}), False),
+            (OwnOffload, None, False),
+            (OwnOffload, None, True),
+        ):
+            sharding = Sharding(units="model", engine="fsdp2", offload=offload)
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                try:
+                    model = parallelize(cls(), world, sharding=sharding, precision=precision)
+                except ConfigError as error:
+                    told.append(str(error))
+                    continue
+            said = [str(warning.message) for warning in warned if "fully_shard" in str(warning.message)]
+            told.append((len(recipe_of(model).units), said))
+    return told
+
+
+def test_policies_of_the_models_own_agree_with_what_parallelize_says_or_are_refused(ranks):
+    other, same, reduced, part, on_host, both = ranks.run(own_policies, 1)[0]
+    assert "gives 'layers.1' MixedPrecisionPolicy(param_dtype=torch.bfloat16" in other and "parts={'layers.1'" in other
+    units, (said,) = same  # torch would leave the other layers in float32
+    assert units == 5 and "does not give it to layers.0, layers.2, layers.3, which are treated as the others" in said
+    assert "reduce_dtype=torch.bfloat16" in reduced
+    assert part == (5, [])
+    assert "gives 'layers.1' a CPUOffloadPolicy" in on_host and "offload=True" in on_host
+    assert both[0] == 5 and "takes offload_policy" in both[1][0]
+
+
 def test_the_models_own_way_on_meta(ranks):
     assert ranks.run(sharded, 2, Net, "model", True)[0][0]["layers.1"] is False
 
@@ -118,6 +235,10 @@ class Plain(nn.Linear):
         (Plain, "model", {}, "it has no method fully_shard"),
         (OnlyWarns, "model", {}, "sharded none of its modules"),
         (Net, "model", {"reshard_every": 2}, "says for each unit when it is freed"),
+        (Net, "model", {"reshard_after_forward": {"layers.*": False}}, "says for each unit when it is freed"),
+        (Asks, "model", {"reshard_after_forward": 3}, "raised ValueError: If passing reshard_after_forward as an int"),
+        (Needs, "model", {}, "fully_shard of Needs needs dtype"),
+        (Fails, "model", {}, "it raised AttributeError: 'Fails' object has no attribute 'blocks'"),
         (Net, "torch.nn.Layer", {}, "matches no module's name and no module's class"),
         (Net, "auto", {"reshard_after_forward": {"Lairs": False}, "min_unit_bytes": 0}, "matches no module of a unit"),
         (Net, "auto", {"reshard_after_forward": {"layers.1": False}, "min_unit_bytes": 700}, "a unit is freed as one"),

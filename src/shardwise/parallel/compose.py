@@ -100,7 +100,7 @@ def parallelize(
     module, source = build_with_source(_with_transforms(model, own, world), world, init)
     _refuse_wrapped(module)
     anatomy = _cast_storage(module, read_anatomy(module, example=example), chosen)
-    units = with_named_units(module, sharding or Sharding(), world)
+    units = with_named_units(module, sharding or Sharding(), chosen, world)
     recipe = make_recipe(
         anatomy,
         world.layout,

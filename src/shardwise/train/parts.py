@@ -21,6 +21,7 @@ from shardwise.parallel import parallelize, runtime_of, world_of
 from shardwise.parallel.transforms import choose, transformed
 from shardwise.state import LoadReport, load_weights
 from shardwise.train.corpus import BYTES, TokenFile, TokenWindows, encode, pydoc_text
+from shardwise.train.groups import parameter_groups
 from shardwise.train.pretrained import build_pretrained
 from shardwise.train.reference import build as build_reference
 from shardwise.train.reference_config import check_reference_args
@@ -250,8 +251,7 @@ def make_scaler(config: RunConfig, model: nn.Module) -> torch.amp.GradScaler | N
 def make_optimizer(optim: Optim, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer of a config over the trained parameters, in the groups that the model's own method
     ``make_parameter_groups()`` makes where it has one; fused unless the config says otherwise."""
-    own_groups = getattr(model, "make_parameter_groups", None)
-    params: Any = own_groups() if callable(own_groups) else [p for p in model.parameters() if p.requires_grad]
+    params = parameter_groups(model)
     fused = True if optim.fused is None else optim.fused
     if optim.name == "sgd":
         return torch.optim.SGD(
