@@ -1,14 +1,18 @@
 """bf16 and fp16: gradients as good as one plain process's, sums over the ranks in fp32, positions and buffers never rounded."""
 
+import warnings
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.func import functional_call
 from zoo import CASES
 
-from shardwise.config.options import Precision, Sharding
+from shardwise.config.options import Parallel, Precision, Sharding, precision_of
+from shardwise.errors import ConfigError
 from shardwise.parallel import parallelize, runtime_of
 from shardwise.train.loss import next_token_loss
 from shardwise.train.step import TrainStep
@@ -300,3 +304,181 @@ def test_what_is_stored_has_the_storage_dtype_and_buffers_stay_fp32(ranks, layou
     dtype = getattr(torch, storage)
     for found in ranks.run(stored, size, layout, storage):
         assert found == {"params": {dtype}, "moments": {dtype}, "buffers": {torch.float32}}
+
+
+# ---- torch's own words -------------------------------------------------------------------------------------------
+
+
+class Positioned(nn.Module):
+    """A block of a user's model: positions as floats, given to each block; the scale is the one thing in float32 in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, position: Tensor, *, bias: Tensor | None = None) -> Tensor:
+        self.saw = position.dtype
+        angle = (position / 4096).cos().unsqueeze(1).to(x.dtype)
+        return x + self.out(x * angle) + (0 if bias is None else bias.to(x.dtype))
+
+
+class WithPositions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([Positioned(), Positioned()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        position = torch.arange(4090.0, 4090.0 + len(x), dtype=torch.float32)
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x, position, bias=torch.full((4,), 0.1))
+        return x
+
+
+def with_positions(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(1)
+    return WithPositions().to(dtype)
+
+
+def by_policy(policy: MixedPrecisionPolicy, layout: str, remat: str | None = None):
+    """Gradients of ``parallelize`` with a policy of torch, those of torch's ``fully_shard`` with it, and what was warned of."""
+    data = torch.linspace(-1, 1, 32).view(8, 4)
+    with init(layout, device="cpu", timeout_s=30) as world:
+        mine = data.chunk(world.size)[world.rank]
+        plain = with_positions()
+        for block in plain.blocks:
+            fully_shard(block, mesh=world.mesh["dp_shard"], mp_policy=policy)
+        fully_shard(plain, mesh=world.mesh["dp_shard"], mp_policy=policy)
+        plain(mine).float().pow(2).sum().backward()
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            units = Sharding(engine="fsdp2", min_unit_bytes=0)
+            model = parallelize(with_positions(), world, precision=policy, sharding=units, remat=remat)
+            with window(model, [{"x": mine}], count=len) as w:
+                for batch in w:
+                    out = model(batch["x"])
+                    out.float().pow(2).sum().backward()
+        ours = {name: whole(param.grad) for name, param in runtime_of(model).parameters.items()}
+        torchs = {name: whole(param.grad) * world.size for name, param in plain.named_parameters()}  # it averages
+        said = [str(w.message) for w in warned if "cast_inputs" in str(w.message) or "summed" in str(w.message)]
+        return ours, torchs, (out.dtype, model.blocks[0].saw), said
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtypes"),
+    [
+        ((torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)),
+        ((torch.bfloat16, torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)),
+        ((torch.float64, torch.float64), (torch.float64, torch.float64)),
+        ((), (torch.float32, torch.float32)),
+    ],
+)
+def test_a_policy_of_torch_means_what_fully_shard_does_with_it(ranks, policy, dtypes):
+    for ours, torchs, seen, said in ranks.run(by_policy, 2, MixedPrecisionPolicy(*policy), "dp_shard=2"):
+        assert seen == dtypes
+        for name, grad in torchs.items():
+            assert torch.equal(ours[name], grad), name
+        assert len(said) <= 3
+    ours, _, _, said = ranks.run(by_policy, 1, MixedPrecisionPolicy(*policy), "dp_shard=1", "full")[0]
+    if policy[:1] == (torch.bfloat16,):
+        assert "casts the input 'position' of unit 'blocks.0' from float32 to bfloat16" in said[-2]
+        assert "values change by up to 6 (the largest is 4097)" in said[-2]
+        assert "the input 'bias'" in said[-1] and not any("'x'" in text for text in said)
+        assert len(said) == (
+            3 if policy[1] == torch.bfloat16 else 2
+        )  # of each argument once, though there are two blocks
+    else:
+        assert not said
+    if policy[:1] == (torch.float64,):
+        plain = with_positions(torch.float64)
+        plain(torch.linspace(-1, 1, 32, dtype=torch.float32).double().view(8, 4)).pow(2).sum().backward()
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(ours[name].double(), param.grad, rtol=1e-6, atol=1e-6)
+
+
+class InPlace(nn.Linear):
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        counts += 1
+        return super().forward(x)
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([InPlace(4, 4), InPlace(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts = torch.zeros(3)
+        for block in self.blocks:
+            x = block(x, self.counts)
+        return x
+
+
+def in_double(layout: str):
+    """Float64 from words, inputs of units cast, a part in another precision in one of them: parity with one process."""
+    with init(layout, device="cpu", timeout_s=30) as world:
+        torch.manual_seed(1)
+        precision = Precision(storage=torch.float64, compute=torch.float64, reduce=torch.float64, cast_inputs="units")
+        model = parallelize(Counted(), world, precision=precision, sharding=BLOCKS)
+        with window(model, [{"x": torch.full((2, 4), 1.0 + world.rank)}], count=len) as w:
+            for batch in w:
+                model(batch["x"]).pow(2).sum().backward()
+        return {name: whole(param.grad) for name, param in runtime_of(model).parameters.items()}, model.counts
+
+
+def test_inputs_of_units_are_cast_and_what_they_change_in_place_counts(ranks):
+    torch.manual_seed(1)
+    plain = Counted().double()
+    for rank in range(2):
+        plain(torch.full((2, 4), 1.0 + rank, dtype=torch.float64)).pow(2).sum().backward()
+    for grads, counts in ranks.run(in_double, 2, "dp_shard=2"):
+        assert torch.equal(counts, torch.full((3,), 2.0))
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(grads[name], param.grad, rtol=1e-12, atol=1e-14)
+
+
+def summed_in(reduce: str | None, compute: str | None):
+    """A weight whose gradient is 256 on one rank and 0.5 on the other."""
+    with init("dp_shard=2", device="cpu", timeout_s=30) as world:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            model = parallelize(
+                nn.Linear(1, 2, bias=False), world, precision=Precision(storage="fp32", compute=compute, reduce=reduce)
+            )
+        with window(model, [{"x": torch.tensor([[256.0 if world.is_main else 0.5]])}], count=len) as w:
+            for batch in w:
+                model(batch["x"]).sum().backward()
+        grad = whole(model.weight.grad)[0].item()
+        return grad, [str(w.message) for w in warned if "summed" in str(w.message)]
+
+
+@pytest.mark.parametrize(
+    ("reduce", "compute", "total"),
+    [("bf16", None, 256.0), (torch.bfloat16, "bf16", 256.0), (None, "bf16", 256.0), ("fp32", "bf16", 256.5)],
+)
+def test_sums_of_gradients_in_half_are_warned_of(ranks, reduce, compute, total):
+    (main, said), (other, silent) = ranks.run(summed_in, 2, reduce, compute)
+    assert main == other == total and not silent
+    if total == 256.5:
+        assert not said
+    else:
+        assert "gradients are summed in bfloat16" in said[0] and "below 1/512 of the sum is lost" in said[0]
+
+
+def test_torchs_dtypes_and_its_policy_are_words_too():
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+    meant = Precision(compute="bf16", reduce="fp32", output="fp32", cast_inputs="units")
+    assert Precision(policy) == precision_of(policy) == Parallel(precision=policy).precision == meant
+    assert Precision(policy, storage="fp32", parts={"head": torch.float32}) == msgspec.structs.replace(
+        meant, storage="float32", parts={"head": "float32"}
+    )
+    assert Precision(MixedPrecisionPolicy()) == Precision()
+    assert Precision(MixedPrecisionPolicy(torch.float16, cast_forward_inputs=False)).cast_inputs == "none"
+    assert Precision(compute=torch.half) == Precision(compute="fp16")
+    assert precision_of(torch.bfloat16) == Parallel(precision=torch.bfloat16).precision == precision_of("bf16")
+    for given in (lambda: Precision(compute=torch.int32), lambda: precision_of(torch.int8)):
+        with pytest.raises(ConfigError, match="int"):
+            given()
+    with pytest.raises(ConfigError, match="without compute"):
+        Precision(cast_inputs="units")

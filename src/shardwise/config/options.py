@@ -215,6 +215,11 @@ class Parallel(Options, frozen=True, kw_only=True):
         doc("your own changes of the module, in order: names, pkg.mod:function, or mappings with a name and options"),
     ] = ()
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.precision, str | dict | None):  # of torch, perhaps: a word cannot say it all
+            msgspec.structs.force_setattr(self, "precision", precision_of(self.precision))
+        super().__post_init__()
+
     def options(self) -> dict[str, Any]:
         """The keyword arguments of ``parallelize``: all fields but the layout, which ``init`` is given."""
         return {key: getattr(self, key) for key in self.__struct_fields__ if key != "layout"}

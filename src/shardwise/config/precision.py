@@ -1,6 +1,7 @@
-"""Which dtypes a model is stored, computed and reduced in, as a word or as a record. Torch-free."""
+"""Which dtypes a model is stored, computed and reduced in, as a word or as a record. Torch-free: torch's dtypes and its
+``MixedPrecisionPolicy`` are known by their class's name, and turned into words."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -25,10 +26,20 @@ DTYPE_WORDS = {
 """The words accepted for a dtype, and torch's name for each."""
 
 
-class Precision(Options, frozen=True, kw_only=True):
+class _FromPolicy(type(Options)):  # type: ignore[misc]
+    """``Precision(policy, parts=...)``: what a policy of torch says, and what is said beside it."""
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        if len(args) == 1 and _is_policy(args[0]):
+            return super().__call__(**{**_of_policy(args[0]), **given})
+        return super().__call__(*args, **given)
+
+
+class Precision(Options, metaclass=_FromPolicy, frozen=True, kw_only=True):
     """Which dtype each thing has. ``None`` leaves it as the model has it.
 
-    Words: float32, float16, bfloat16, float64, double, half, fp32, fp16, bf16, fp64; stored as torch's names.
+    Words: float32, float16, bfloat16, float64, double, half, fp32, fp16, bf16, fp64; stored as torch's names. Torch's dtypes are
+    taken too, and its ``MixedPrecisionPolicy`` in their place: ``Precision(policy)``, ``Precision(policy, parts={...})``.
     """
 
     patterns: ClassVar[frozenset[str]] = frozenset({"parts"})
@@ -38,7 +49,11 @@ class Precision(Options, frozen=True, kw_only=True):
     reduce: Annotated[str | None, doc("dtype in which gradients are summed over the ranks")] = None
     output: Annotated[str | None, doc("dtype to which the model's floating outputs are cast")] = None
     cast_inputs: Annotated[
-        Literal["root", "none"], doc("root: cast the floating inputs of the whole model to compute; none: cast nothing")
+        Literal["root", "units", "none"],
+        doc(
+            "root: cast the floating inputs of the whole model to compute; units: those of every unit too, positions and masks among "
+            "them, as torch's cast_forward_inputs does; none: cast nothing"
+        ),
     ] = "root"
     parts: Annotated[
         dict[str, str],
@@ -51,11 +66,48 @@ class Precision(Options, frozen=True, kw_only=True):
         words = {precision_of(word).compute for word in self.parts.values()}
         return "float16" in {self.compute, *words}
 
+    def __post_init__(self) -> None:
+        for key in _DTYPES:
+            msgspec.structs.force_setattr(self, key, _word(getattr(self, key)))
+        if isinstance(self.parts, dict):
+            msgspec.structs.force_setattr(self, "parts", {key: _word(value) for key, value in self.parts.items()})
+        super().__post_init__()
+
     def check(self) -> None:
         for word in self.parts.values():
             precision_of(word)
-        for key in ("storage", "compute", "reduce", "output"):
+        for key in _DTYPES:
             msgspec.structs.force_setattr(self, key, _dtype_name(key, getattr(self, key)))
+        if self.cast_inputs == "units" and self.compute is None:
+            raise ConfigError(
+                "Precision(cast_inputs='units') without compute",
+                why="inputs are cast to compute, so it would have no effect",
+                fix='name it: Precision(compute="bf16", cast_inputs="units")',
+            )
+
+
+_DTYPES = ("storage", "compute", "reduce", "output")
+
+
+def _word(value: Any) -> Any:
+    """The name of a dtype of torch; anything else as it is."""
+    is_dtype = type(value).__module__ == "torch" and type(value).__name__ == "dtype"
+    return str(value).removeprefix("torch.") if is_dtype else value
+
+
+def _is_policy(value: Any) -> bool:
+    return type(value).__name__ == "MixedPrecisionPolicy" and type(value).__module__.startswith("torch.")
+
+
+def _of_policy(policy: Any) -> dict[str, Any]:
+    """The options that mean what torch's ``fully_shard`` does with a policy, given to every unit and to the root."""
+    casts = {True: "units", False: "none"}[bool(policy.cast_forward_inputs)]
+    return {
+        "compute": policy.param_dtype,
+        "reduce": policy.reduce_dtype,
+        "output": policy.output_dtype,
+        "cast_inputs": casts if policy.param_dtype is not None else "root",
+    }
 
 
 def _dtype_name(key: str, word: str | None) -> str | None:
@@ -70,12 +122,13 @@ def _dtype_name(key: str, word: str | None) -> str | None:
     return DTYPE_WORDS[word]
 
 
-def precision_of(value: str | Precision | None) -> Precision:
+def precision_of(value: Any) -> Precision:
     """The precision record a short word stands for.
 
     Args:
         value: None or "" (the model as it is), "fp32", "fp64", "bf16" and "fp16" (float32 storage and reduction, bfloat16
-            or float16 compute), or a record, returned as it is.
+            or float16 compute), or a dtype of torch, which means the same; torch's ``MixedPrecisionPolicy``, as
+            ``fully_shard`` takes it; or a record, returned as it is.
 
     Raises:
         ConfigError: for any other word.
@@ -84,6 +137,9 @@ def precision_of(value: str | Precision | None) -> Precision:
         return value
     if value is None or value == "":
         return Precision()
+    if _is_policy(value):
+        return Precision(value)
+    value = _word(value)
     name = DTYPE_WORDS.get(value) if isinstance(value, str) else None
     if name in ("bfloat16", "float16"):
         return Precision(storage="float32", compute=name, reduce="float32")

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
+import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from shardwise._compat import DDPModule, is_spectral_norm
@@ -52,7 +53,7 @@ def parallelize(
     *,
     example: Mapping[str, Tensor] | None = None,
     init: str | None = None,
-    precision: str | Precision | None = None,
+    precision: str | Precision | torch.dtype | MixedPrecisionPolicy | None = None,
     sharding: Sharding | None = None,
     ddp: DDP | None = None,
     remat: str | Remat | None = None,
@@ -74,7 +75,8 @@ def parallelize(
             seeded falls back to where a constructor cannot be recorded (the recipe's notes say why). ``"load"``: memory only;
             :func:`~shardwise.load_weights` brings the values, and what it does not bring is seeded then.
         precision: None = the module as it is; ``"fp32"``, ``"bf16"`` and ``"fp16"`` (stored and reduced in fp32,
-            computed in that), or a :class:`~shardwise.config.options.Precision`.
+            computed in that), or a :class:`~shardwise.config.options.Precision`. Torch's dtypes are taken as their words, its
+            ``MixedPrecisionPolicy`` as ``fully_shard`` takes it for every unit, inputs of units cast among it.
         sharding: engine, units, resharding, offload, prefetch and accumulation; None = all automatic.
         ddp: how replicas sum their gradients; None = in buckets of 25 MiB.
         remat: ``"full"``: every block runs again in backward instead of keeping what it computed; ``"selective"``: but for
@@ -82,6 +84,10 @@ def parallelize(
         compile: ``"blocks"``: ``torch.compile`` of every block; or a :class:`~shardwise.config.options.Compile`.
         transforms: functions registered with :func:`shardwise.transform`, by name or config or themselves, run in this order
             before anything else.
+
+    Warns:
+        UserWarning: gradients that are summed in bf16 or fp16, and inputs of units that lose digits where
+            ``Precision(cast_inputs="units")`` casts them, by name.
 
     Raises:
         ConfigError: an option that is neither a word for it nor its record.
@@ -118,6 +124,9 @@ def parallelize(
     _agree_on_recipe(module, recipe, world)
     source.release(module, recipe)
     without_memory = {name for name, tensor in all_tensors(module).items() if tensor.device.type == "meta"}
+    for note in recipe.notes:
+        if note.name == "reduce" and world.is_main:
+            warnings.warn(f"precision: {note.why.removeprefix('warning: ')}", stacklevel=2)
     runtime = apply_recipe(module, recipe, world)
     in_large_pages(tensor for name, tensor in runtime.local_tensors().items() if name in without_memory)
     source.write(runtime)

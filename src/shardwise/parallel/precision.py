@@ -6,6 +6,9 @@ What a part returns and the model hands out as it is, such as the logits of a he
 changes in place of what it is given is written back.
 """
 
+import contextlib
+import inspect
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +32,7 @@ def cast_floating_tensors(value: Any, dtype: torch.dtype) -> Any:
 
 def cast_root(module: nn.Module, recipe: Recipe) -> None:
     """Casts what goes into the whole model to the dtype it computes in, and what comes out of it to the one asked for."""
-    if recipe.cast_inputs == "root" and recipe.compute is not None:
+    if recipe.cast_inputs != "none" and recipe.compute is not None:
         compute = dtype_of(recipe.compute)
         module.register_forward_pre_hook(
             lambda _m, args, kwargs: (cast_floating_tensors(args, compute), cast_floating_tensors(kwargs, compute)),
@@ -40,13 +43,16 @@ def cast_root(module: nn.Module, recipe: Recipe) -> None:
         module.register_forward_hook(lambda _m, _a, result: cast_floating_tensors(result, output))
 
 
-def apply_precision(module: nn.Module, edits: Sequence[Edit], _world: World) -> None:
+def apply_precision(module: nn.Module, edits: Sequence[Edit], world: World) -> None:
     """Puts the casts on the modules named in ``edits``, in place; after FSDP2's own hooks, which gather a unit for the
     backward of what it returned and so must see that, not what it is cast to."""
     modules = dict(canonical_modules(module))
-    leaving = _Leaving()
+    leaving, told = _Leaving(), set[str]()
     for edit in edits:
         args = edit.args
+        if edit.action == "cast_inputs" and world.is_main:
+            look = _Look(edit.module, dtype_of(args["compute"]), told)
+            modules[edit.module].register_forward_pre_hook(look.before, with_kwargs=True)
         back = None if args["back"] is None else dtype_of(args["back"])
         part = _Part(dtype_of(args["compute"]), back, leaving if args["leaves"] else None)
         modules[edit.module].register_forward_pre_hook(part.enter, with_kwargs=True)
@@ -98,6 +104,45 @@ class _Part:
         if self._leaving is not None:
             self._leaving.note(cast, x)
         return cast
+
+
+class _Look:
+    """Warns, in the first forward of a unit, of inputs that change when they are cast; of each argument's name once."""
+
+    def __init__(self, unit: str, compute: torch.dtype, told: set[str]):
+        self._unit, self._compute, self._told, self._has_looked = unit, compute, told, False
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._has_looked or torch.compiler.is_compiling():
+            return
+        self._has_looked = True
+        names: list[str] = []
+        with contextlib.suppress(ValueError, TypeError):  # the class's: a block that runs again has another on itself
+            names = [*inspect.signature(type(module).forward).parameters][1:]
+        given = {names[i] if i < len(names) else f"argument {i}": value for i, value in enumerate(args)} | kwargs
+        for name, value in given.items():
+            if name in self._told:
+                continue
+            changes = [found for x in leaves_of(value) if (found := self._change(x)) is not None]
+            if changes:
+                change, dtype, size = max(changes)
+                self._told.add(name)
+                warnings.warn(
+                    f"cast_inputs='units' casts the input {name!r} of unit {self._unit!r} from {dtype} to "
+                    f"{str(self._compute).removeprefix('torch.')}: values change by up to {change:.2g} (the largest is {size:.4g}). "
+                    "cast_inputs='root' casts nothing inside of the model",
+                    stacklevel=2,
+                )
+
+    def _change(self, x: Any) -> tuple[float, str, float] | None:
+        """By how much casting changes it, its dtype and its largest finite value; None where it does not."""
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.is_meta or not x.numel():
+            return None
+        x = x.detach()
+        back = x.to(self._compute).to(x.dtype)
+        off = torch.where((x == back) | x.isnan(), 0, (x - back).abs()).max().item()
+        size = x.abs().nan_to_num(0, posinf=0).max().item()
+        return (off, str(x.dtype).removeprefix("torch."), size) if off else None
 
 
 class _Leaving:

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 from shardwise.recipe.records import Param, Record
 
-__all__ = ["FLOATING", "DtypeGroup", "dtype_groups"]
+__all__ = ["FLOATING", "HALVES", "DtypeGroup", "dtype_groups"]
 
 FLOATING = ("float64", "float32", "float16", "bfloat16")
+HALVES = {"bfloat16": 8, "float16": 11}  # bits of a number's significant digits
 
 
 class DtypeGroup(Record, frozen=True):

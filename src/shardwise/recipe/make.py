@@ -7,6 +7,7 @@ import msgspec
 from shardwise.config.options import DDP, FSDP2_ONLY, Compile, Precision, Remat, Sharding, default_of
 from shardwise.errors import PlanError, UnsupportedError
 from shardwise.layout import Layout
+from shardwise.recipe.dtypes import HALVES
 from shardwise.recipe.edits import make_edits
 from shardwise.recipe.parts import Parts
 from shardwise.recipe.recipe import Engine, Recipe, check_recipe
@@ -45,6 +46,7 @@ def make_recipe(
     notes += _without_effect(units, engine, layout, sharding, ddp or DDP())
     homes = unit_of_params(anatomy, units)
     params = {name: _param(fact, homes[name], engine, parts, notes, name) for name, fact in anatomy.params.items()}
+    notes += _lossy(params, units, precision)
     recipe = Recipe(
         layout=layout.degrees,
         engine=engine,
@@ -61,7 +63,7 @@ def make_recipe(
         pin_memory=sharding.pin_memory,
         sync_every_microbatch=sharding.sync_every_microbatch if engine == "fsdp2" else False,
         ddp=(ddp or DDP()) if engine == "ddp" else None,
-        edits=(*make_edits(anatomy, remat=remat, compile=compile, units=units), *parts.edits()),
+        edits=(*make_edits(anatomy, remat=remat, compile=compile, units=units), *parts.edits(), *parts.casts_of(units)),
         notes=tuple(notes),
     )
     check_recipe(recipe)
@@ -136,6 +138,30 @@ def _without_effect(units: tuple[Unit, ...], engine: str, layout: Layout, shardi
     return [
         Note(name=key, why=f"{getattr(record, key)!r} has no effect here: {because}") for record, key, because in given
     ]
+
+
+def _lossy(params: dict[str, Param], units: tuple[Unit, ...], precision: Precision) -> list[Note]:
+    """What loses digits that torch's own words ask for, and that nothing else would show."""
+    notes = []
+    halves = {p.reduce for p in params.values() if p.trainable and p.reduce in HALVES}
+    asked = {precision.reduce} | {p.reduce for p in params.values() if p.trainable and p.storage not in HALVES}
+    for dtype in sorted(halves & asked):
+        bits, inf = HALVES[dtype], ", and sums above 65504 are inf" if dtype == "float16" else ""
+        why = (
+            f"warning: gradients are summed in {dtype}, over the ranks and over micro-batches, which keeps {bits} bits: a summand below "
+            f'1/{2 ** (bits + 1)} of the sum is lost{inf}; reduce="fp32" keeps them, at twice the bytes of each reduction'
+        )
+        notes.append(Note(name="reduce", why=why))
+    if precision.cast_inputs == "units":
+        inner = len(units) > 1
+        why = (
+            f"units: floating inputs of every unit are cast to {precision.compute}, positions and masks among them; the first "
+            "forward warns of those that change by it"
+        )
+        notes.append(
+            Note(name="cast_inputs", why=why if inner else "units: the root is the only unit, so it is as root")
+        )
+    return notes
 
 
 def _param(fact: TensorFact, unit: str, engine: str, parts: Parts, notes: list[Note], name: str) -> Param:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 from shardwise.config.options import Precision, precision_of
 from shardwise.errors import PlanError
 from shardwise.recipe.dtypes import FLOATING
-from shardwise.recipe.records import Anatomy, Edit, TensorFact
+from shardwise.recipe.records import ROOT, Anatomy, Edit, TensorFact, Unit
 from shardwise.recipe.targets import innermost, modules_named, with_forward
 
 __all__ = ["Parts", "stored_as"]
@@ -70,6 +71,23 @@ class Parts:
                 )
             )
         return tuple(made)
+
+    def casts_of(self, units: Sequence[Unit]) -> tuple[Edit, ...]:
+        """What is cast where the modules of ``units`` begin, as ``cast_inputs="units"`` asks; parts among them cast already."""
+        if self.base.cast_inputs != "units":
+            return ()
+        modules = [name for unit in units if unit.name != ROOT for name in unit.modules]
+        return tuple(
+            Edit(
+                module=name,
+                technique="precision",
+                action="cast_inputs",
+                args={"compute": self._surrounding(self._home(name)), "back": None, "leaves": False},
+                why="the inputs of each unit are cast",
+            )
+            for name in modules
+            if name not in self._precisions
+        )
 
     def _home(self, name: str) -> str | None:
         """The innermost part that ``name`` is in, itself not counted."""
