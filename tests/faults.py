@@ -10,9 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 
 import shardwise.parallel.ddp
 import shardwise.parallel.whole
+import shardwise.train.clipping
 import shardwise.train.exchange
-import shardwise.train.optim
-import shardwise.train.step
 import shardwise.train.window
 from shardwise.parallel import norm_power_sum
 from shardwise.verify import run_sharded
@@ -49,13 +48,13 @@ def all_reduce_dropped() -> Any:
 
 def local_norm() -> Any:
     """Each rank clips by the norm of its own shards."""
-    scale = shardwise.train.optim.scale_gradients
+    scale = shardwise.train.clipping.scale_gradients
 
     def by_own(runtime: Any, norm: float, max_norm: float) -> None:
         own = float(norm_power_sum(runtime.gradients().values(), 2.0).sqrt())
         scale(runtime, own, max_norm)
 
-    return mock.patch.object(shardwise.train.step, "scale_gradients", by_own)
+    return mock.patch.object(shardwise.train.clipping, "scale_gradients", by_own)
 
 
 def mean_of_means() -> Any:

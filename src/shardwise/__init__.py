@@ -53,12 +53,13 @@ if TYPE_CHECKING:
     )
     from shardwise.state.checkpoint import CheckpointManager
     from shardwise.train.batch import MicroBatch
+    from shardwise.train.clipping import clip_grad_norm_, clip_grad_value_
     from shardwise.train.data import Loader
     from shardwise.train.evaluate import evaluate
     from shardwise.train.groups import parameter_groups
     from shardwise.train.labels import shift_labels
     from shardwise.train.loss import TaskModel, next_token_loss
-    from shardwise.train.optim import clip_grad_norm_, clip_grad_value_, local_optimizer
+    from shardwise.train.optim import local_optimizer
     from shardwise.train.scale import unscale_gradients_
     from shardwise.train.step import StepOutput, TrainStep
     from shardwise.train.window import accumulate, count_tokens, window
@@ -83,12 +84,13 @@ _HOME = {
     ),
     "shardwise.state.checkpoint": ("CheckpointManager",),
     "shardwise.train.batch": ("MicroBatch",),
+    "shardwise.train.clipping": ("clip_grad_norm_", "clip_grad_value_"),
     "shardwise.train.data": ("Loader",),
     "shardwise.train.evaluate": ("evaluate",),
     "shardwise.train.groups": ("parameter_groups",),
     "shardwise.train.labels": ("shift_labels",),
     "shardwise.train.loss": ("TaskModel", "next_token_loss"),
-    "shardwise.train.optim": ("clip_grad_norm_", "clip_grad_value_", "local_optimizer"),
+    "shardwise.train.optim": ("local_optimizer",),
     "shardwise.train.scale": ("unscale_gradients_",),
     "shardwise.train.step": ("StepOutput", "TrainStep"),
     "shardwise.train.window": ("accumulate", "count_tokens", "window"),

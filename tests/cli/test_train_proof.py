@@ -2,9 +2,10 @@
 
 import math
 
+import msgspec
 import pytest
 
-from shardwise.config.schema import Data, Model, Optim, Parallel, RunConfig
+from shardwise.config.schema import Data, Model, Optim, Parallel, RunConfig, Train
 from shardwise.errors import RankError
 
 SIZES = {"dim": 32, "num_layers": 2, "ffn": 48}
@@ -52,6 +53,18 @@ def test_a_short_run_is_proved_in_its_time_and_says_what_was_left_out(ranks):
     assert first["text"].endswith(
         "left out: 4 of the 6 micro-batches of a step, 2 more steps, for which the run was too short"
     )
+
+
+def test_the_proof_clips_as_the_run_does():
+    from types import SimpleNamespace
+
+    from shardwise.cli.train_proof import _task
+
+    config = msgspec.structs.replace(
+        _config("dp_shard=1"), train=Train(max_grad_norm=0.5, norm_type="inf", clip_grad_value=0.1)
+    )
+    task = _task(config, SimpleNamespace(seed=0), num_steps=1, most=1)
+    assert (task.max_grad_norm, task.norm_type, task.clip_grad_value) == (0.5, "inf", 0.1)
 
 
 def test_a_model_that_computes_otherwise_on_another_rank_is_named(ranks, tmp_path):

@@ -14,7 +14,8 @@ from torch import nn
 from shardwise.config.options import DDP
 from shardwise.errors import RankError, UsageError
 from shardwise.parallel import parallelize
-from shardwise.train.optim import clip_grad_norm_, clip_grad_value_, local_optimizer
+from shardwise.train.clipping import clip_grad_norm_, clip_grad_value_
+from shardwise.train.optim import local_optimizer
 from shardwise.train.scale import unscale_gradients_
 from shardwise.train.window import accumulate, count_tokens, window
 from shardwise.world import init

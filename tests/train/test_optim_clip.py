@@ -5,10 +5,10 @@ import time
 
 import pytest
 import torch
-from train.plain import assert_close, batch, build, gradients, mine, plain_backward, shard, sum_loss
+from train.plain import assert_close, batch, build, gradients, mine, plain_backward, shard, sum_loss, values
 
 import shardwise as sw
-from shardwise.errors import ConfigError, RankError
+from shardwise.errors import ConfigError, NonFiniteError, RankError, UnsupportedError
 
 LAYOUTS = [  # (layout, engine, ranks): rows that do not divide evenly, replicas, a 0-dim parameter, a tie
     ("dp_replicate=2", None, 2),
@@ -146,6 +146,96 @@ def test_ranks_that_clip_differently_are_told(ranks, other):
         assert "the others to clipping (max_norm=1.0, norm_type=2.0)" in text
 
 
+CLIPS = [
+    {"max_grad_norm": 1e-2, "norm_type": "inf"},
+    {"max_grad_norm": 1e-2, "norm_type": 1},
+    {"max_grad_norm": 1e-2, "norm_type": 3.0, "clip_grad_value": 1e-3},
+    {"clip_grad_value": 1e-3},
+    {"norm_type": math.inf},
+]
+
+
+def _plain_steps(max_grad_norm=math.inf, norm_type=2.0, clip_grad_value=None):
+    """Two steps of a script for one process."""
+    torch.manual_seed(0)
+    model, norms = build(), []
+    optim = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    for number in range(2):
+        plain_backward(model, [batch(4 * number + i) for i in range(4)])
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm, norm_type=norm_type)))
+        if clip_grad_value is not None:
+            torch.nn.utils.clip_grad_value_(model.parameters(), clip_grad_value)
+        optim.step()
+        optim.zero_grad()
+    return norms, values(model)
+
+
+def _clipped_steps(layout, engine):
+    """The same steps by a ``TrainStep``, once for each kind of clipping."""
+    done = []
+    for clip in CLIPS:
+        world, model = shard(layout, engine=engine)
+        with world:
+            optim = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+            step = sw.TrainStep(model, optim, loss=sum_loss, **clip)
+            norms = [step(mine([batch(4 * n + i) for i in range(4)], world)).grad_norm for n in range(2)]
+            done.append((norms, values(model)))
+    return done
+
+
+@pytest.mark.parametrize(("layout", "engine", "size"), [LAYOUTS[0], LAYOUTS[3]])
+def test_steps_with_every_kind_of_clipping(ranks, layout, engine, size):
+    plain = [_plain_steps(**clip) for clip in CLIPS]
+    bare = _plain_steps()
+    assert all(
+        float((tensors["embed.weight"] - bare[1]["embed.weight"]).abs().max()) > 1e-4 for _, tensors in plain[:-1]
+    )
+    for done in ranks.run(_clipped_steps, size, layout, engine):
+        for (norms, tensors), (wanted_norms, wanted) in zip(done, plain, strict=True):
+            assert norms == pytest.approx(wanted_norms, rel=1e-12)
+            assert_close(tensors, wanted)
+
+
+class Turned(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turn = torch.nn.Parameter(torch.tensor([0.6 + 0.8j, 1.0 + 0.0j]))
+
+    def forward(self, x):
+        return (x * self.turn).real
+
+
+def _complex_by_value():
+    with sw.init(device="cpu") as world:
+        model = sw.parallelize(Turned(), world)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        sw.TrainStep(model, optim, max_grad_norm=1.0)
+        with pytest.raises(UnsupportedError) as caught:
+            sw.TrainStep(model, optim, clip_grad_value=1.0)
+        with pytest.raises(UnsupportedError, match="clip_grad_value_"):
+            sw.clip_grad_value_(model, 1.0)
+        return caught.value.given, caught.value.name
+
+
+def test_a_complex_gradient_is_not_clamped(ranks):
+    assert ranks.run(_complex_by_value, 1) == [("clip_grad_value=1.0", "turn")]
+
+
+def _powers_overflow(norm_type):
+    world, model = shard("dp_shard=1")
+    with world:
+        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), norm_type=norm_type,
+                            loss=lambda output, b: sum_loss(output, b) * 1e6)  # fmt: skip
+        with pytest.raises(NonFiniteError) as caught:
+            step([batch(0)])
+        return str(caught.value)
+
+
+def test_powers_that_overflow_are_named_and_no_gradient_is(ranks):
+    (text,) = ranks.run(_powers_overflow, 1, 100.0)
+    assert "loss and gradients are finite, the sum of their powers for norm_type=100 is not" in text
+
+
 def _refused():
     world, model = shard("dp_shard=1")
     texts = []
@@ -157,6 +247,9 @@ def _refused():
             lambda: sw.clip_grad_value_(model, 0),
             lambda: sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0), max_grad_norm=0.0),
             lambda: sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0), on_nonfinite="ignore"),
+            lambda: sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0), clip_grad_value=-1.0),
+            lambda: sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0), norm_type="max"),
+            lambda: sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0), norm_type=0),
         ):
             with pytest.raises(ConfigError) as caught:
                 call()
@@ -167,10 +260,13 @@ def _refused():
 def test_bad_arguments_are_refused(ranks):
     (texts,) = ranks.run(_refused, 1)
     assert texts == [
-        "clip_grad_norm_(max_norm=0.0, norm_type=2.0)",
-        "clip_grad_norm_(max_norm=1.0, norm_type=-1)",
-        "clip_grad_norm_(max_norm=nan, norm_type=2.0)",
+        "clip_grad_norm_(max_norm=0.0)",
+        "norm_type=-1",
+        "clip_grad_norm_(max_norm=nan)",
         "clip_grad_value_(value=0)",
         "max_grad_norm=0.0",
         "on_nonfinite='ignore'",
+        "clip_grad_value=-1.0",
+        "norm_type='max'",
+        "norm_type=0",
     ]

@@ -69,6 +69,25 @@ def test_a_scale_shows_in_backward_and_nowhere_else(ranks, layout, size):
         assert same(plain, scaled)
 
 
+def clipped_under(layout: str, scale: float, norm_type, value) -> tuple:
+    with sw.init(layout, device="cpu", timeout_s=20) as world:
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        step = step_on(world, precision="fp32", scaler=scaler, norm_type=norm_type, clip_grad_value=value)
+        outs = [step(window(world, i)) for i in range(2)]
+        return [(out.grad_norm, out.skipped) for out in outs], values(step.model)
+
+
+@pytest.mark.parametrize(("norm_type", "value"), [("inf", 1e-3), (8.0, None)])
+def test_every_kind_of_clipping_is_of_unscaled_gradients(ranks, norm_type, value):
+    """With a scale of 2^40: the 8th powers of such gradients are above all float32 numbers."""
+    (plain, wanted) = ranks.run(clipped_under, 2, "dp_shard=2", 1.0, norm_type, value)[0]
+    (scaled, got) = ranks.run(clipped_under, 2, "dp_shard=2", 2.0**40, norm_type, value)[0]
+    assert [norm for norm, _ in scaled] == pytest.approx([norm for norm, _ in plain], rel=1e-6)
+    assert not any(skipped for _, skipped in (*plain, *scaled))
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=1e-7)
+
+
 def small_gradients(layout: str, enabled: bool) -> tuple:
     """Each token's part of the gradient is 1e-9 of the usual, below all float16 numbers."""
     with sw.init(layout, device="cpu", timeout_s=20) as world:

@@ -97,6 +97,14 @@ def test_a_complex_model_is_compared_in_complex128(ranks, optimizer):
     assert report.num_units >= 3 and report.err <= 1e-12
 
 
+def test_both_sides_clip_as_the_run_does(ranks):
+    clip = {"max_grad_norm": 1e-2, "norm_type": "inf", "clip_grad_value": 2e-3}
+    assert verify(ranks, Small, loss=sum_loss, **clip).err <= 1e-12
+    task = Task(Small, batches(), sum_loss, lambda batch: 3, call, **clip)
+    largest = max(float(grad.abs().max()) for grad in run_oracle(task)[0].grads.values() if grad is not None)
+    assert largest == 2e-3
+
+
 def test_the_oracle_of_a_complex_model_is_complex():
     task = Task(Spectral, batches(), sum_loss, lambda batch: 3, call)
     gradient = run_oracle(task)[0].grads["blocks.0.weight"]

@@ -185,6 +185,10 @@ class Train(Options, frozen=True, kw_only=True):
 
     steps: Annotated[Positive, doc("optimizer steps")] = 500
     max_grad_norm: Annotated[AboveZero | None, doc("gradients are scaled down to this norm; null: never")] = 1.0
+    norm_type: Annotated[AboveZero | Literal["inf"], doc("p of that norm: 2, 1, ...; inf: the largest element")] = 2.0
+    clip_grad_value: Annotated[
+        AboveZero | None, doc("each element of a gradient is clamped to [-value, value], after the norm; null: never")
+    ] = None
     seed: Annotated[Count, doc("seed of the weights, the order of samples and dropout")] = 0
     eval_every: Annotated[Count, doc("steps between validations; 0: only at the end")] = 100
     on_nonfinite: Annotated[

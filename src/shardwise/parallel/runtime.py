@@ -269,7 +269,9 @@ def norm_power_sum(tensors: Iterable[Tensor], norm_type: float) -> Any:
         groups.setdefault(real.dtype, []).append(real)
     total = torch.zeros((), dtype=torch.float64)
     for dtype, group in groups.items():
-        wide = dtype if dtype == torch.float64 else torch.float32
+        # A power above 2 leaves the range of float32 soon: gradients times a loss scale of 65536, to the 8th.
+        is_plain = norm_type in (1.0, 2.0) or math.isinf(norm_type)
+        wide = torch.float32 if is_plain and dtype != torch.float64 else torch.float64
         norms = foreach_norms(group, norm_type, wide).double().cpu()
         total = torch.maximum(total, norms.max()) if math.isinf(norm_type) else total + (norms**norm_type).sum()
     return total

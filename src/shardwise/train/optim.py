@@ -1,4 +1,4 @@
-"""Clipping, and optimizers that step on local shards.
+"""Optimizers that step on local shards.
 
 A stock optimizer on DTensor parameters spends most of a small model's step in DTensor's dispatch, although an
 elementwise update needs no communication: each shard's update is the shard of the update. :func:`local_optimizer`
@@ -12,23 +12,15 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from shardwise._compat import foreach_scale, local_tensor
-from shardwise.errors import ConfigError, UnsupportedError
-from shardwise.parallel import Runtime, runtime_of
+from shardwise._compat import local_tensor
+from shardwise.errors import UnsupportedError
 from shardwise.parallel.stale import refuse_stale
-from shardwise.parallel.step_checks import refuse_unsummed, refuse_unsummed_step
+from shardwise.parallel.step_checks import refuse_unsummed_step
 from shardwise.parallel.tensors import like_parameter
-from shardwise.train.norm import GradientNorm
 
-__all__ = [
-    "clip_grad_norm_",
-    "clip_grad_value_",
-    "is_elementwise",
-    "local_optimizer",
-    "scale_gradients",
-]
+__all__ = ["is_elementwise", "local_optimizer"]
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
@@ -36,51 +28,6 @@ _ELEMENTWISE = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
     torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD,
 )  # fmt: skip
-
-
-def clip_grad_norm_(model: nn.Module, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
-    """Scales all gradients so that their norm over the whole model is at most ``max_norm``; returns the norm before,
-    0-dim float64 on the CPU, equal on every rank. All ranks must call it, after the window.
-
-    Each element is counted once, whatever the mesh, ties or replicas. Gradients that are not finite are left so.
-
-    Args:
-        model: from ``parallelize``.
-        max_norm: above 0; ``inf`` only measures.
-        norm_type: p of the norm, above 0; ``inf`` for the largest element.
-    """
-    if not max_norm > 0 or not norm_type > 0:
-        raise ConfigError(
-            f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type})",
-            why="both are numbers above 0",
-            fix="use max_norm=1.0, norm_type=2.0",
-        )
-    runtime = runtime_of(model)
-    refuse_unsummed(runtime, "clip_grad_norm_")
-    total = GradientNorm(runtime, norm_type)
-    settings = f"max_norm={float(max_norm)}, norm_type={float(norm_type)}"  # in the place: ranks with others are told
-    summed = runtime.world.agreement.sum({"norm": total.entry()}, f"clipping ({settings})")
-    norm = total.finish(summed["norm"])
-    scale_gradients(runtime, float(norm), max_norm)
-    return norm
-
-
-def clip_grad_value_(model: nn.Module, value: float) -> None:
-    """Clamps every gradient element to [-value, value]. No communication."""
-    if not value > 0:
-        raise ConfigError(f"clip_grad_value_(value={value})", why="it is a number above 0", fix="use value=1.0")
-    runtime = runtime_of(model)
-    refuse_unsummed(runtime, "clip_grad_value_")
-    for grad in runtime.gradients().values():
-        grad.clamp_(-value, value)
-
-
-def scale_gradients(runtime: Runtime, norm: float, max_norm: float) -> None:
-    """Multiplies all local gradients by ``max_norm / (norm + 1e-6)`` if that is below 1 (torch's own formula)."""
-    factor = max_norm / (norm + 1e-6)
-    grads = [grad for grad in runtime.gradients().values() if grad.numel()]
-    if factor < 1.0 and grads:
-        foreach_scale(grads, factor)
 
 
 def is_elementwise(optim: torch.optim.Optimizer) -> bool:

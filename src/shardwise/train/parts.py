@@ -236,6 +236,8 @@ def make_step(config: RunConfig, model: nn.Module) -> TrainStep:
         optim,
         scheduler=make_scheduler(config.schedule, optim, config.train.steps),
         max_grad_norm=config.train.max_grad_norm,
+        norm_type=config.train.norm_type,
+        clip_grad_value=config.train.clip_grad_value,
         on_nonfinite=config.train.on_nonfinite,
         scaler=make_scaler(config, model),
     )

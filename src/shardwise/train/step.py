@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from shardwise.errors import ConfigError, NonFiniteError, ShardwiseError, UsageError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.state.given import Given
+from shardwise.train.clipping import Clipping, NormType
 from shardwise.train.kept import clone_buffers, restore_buffers
 from shardwise.train.loss import Batch, Loss, as_sums, call, count_of, forward_of, next_token_loss, refuse_uncallable
 from shardwise.train.norm import GradientNorm
-from shardwise.train.optim import is_elementwise, local_optimizer, scale_gradients
+from shardwise.train.optim import is_elementwise, local_optimizer
 from shardwise.train.refuse import (
     facts_of_schedule,
     no_gradient,
@@ -38,7 +39,7 @@ class StepOutput:
     Attributes:
         step: windows run so far, this one included.
         loss: sum over all ranks' valid tokens divided by their number (nats per token for a cross entropy).
-        grad_norm: 2-norm of the whole gradient before clipping.
+        grad_norm: norm of the whole gradient before clipping, of the step's ``norm_type``.
         num_tokens: valid tokens of the window, over all ranks.
         skipped: True if the step was not taken because something was not finite.
         metrics: the loss's other entries, divided alike.
@@ -69,7 +70,9 @@ class TrainStep:
         count: ``count(batch)`` -> valid tokens; default ``loss.count``, else labels that are not -100.
         forward: ``forward(model, batch)`` -> output, how to call the model on a batch.
         scheduler: stepped after each step that was taken.
-        max_grad_norm: clip to this 2-norm; None only measures it.
+        max_grad_norm: gradients are scaled down so that their norm is at most this; None only measures it.
+        norm_type: p of the norm, above 0; ``inf`` or ``"inf"`` for the largest element.
+        clip_grad_value: each element of a gradient is clamped to [-value, value], after ``max_grad_norm``; None: it is not.
         scaler: a ``torch.amp.GradScaler``; None: a new one where float16 is computed in, else none. A step whose gradients
             overflow under it is skipped on all ranks, and the scale backs off; ``on_nonfinite`` is for the rest: a loss
             that is not finite, or gradients that are not at a scale of 1 or below.
@@ -92,6 +95,8 @@ class TrainStep:
         forward: Callable[[nn.Module, Batch], Any] = call,
         scheduler: Any = None,
         max_grad_norm: float | None = None,
+        norm_type: NormType = 2.0,
+        clip_grad_value: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
         on_nonfinite: str = "raise",
     ):
@@ -99,23 +104,21 @@ class TrainStep:
             raise ConfigError(
                 f"on_nonfinite={on_nonfinite!r}", why="there is no such choice", fix='use "raise" or "skip"'
             )
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ConfigError(
-                f"max_grad_norm={max_grad_norm}", why="it is a number above 0", fix="use 1.0, or None for no clipping"
-            )
+        clipping = Clipping(max_grad_norm, norm_type, clip_grad_value)
         refuse_uncallable(loss=loss, count=count, forward=forward)
         refuse_parameters(loss)
         runtime = runtime_of(model)
         refuse_unfit(runtime, optim, scheduler)
+        clipping.refuse_unfit(runtime)
         self.model, self.optim, self.scheduler = model, optim, scheduler
         self.loss, self.forward = loss, forward_of(loss, forward)
         self.count = count if count is not None or loss is not None else getattr(model, "count", None)
-        self.max_grad_norm, self.on_nonfinite = max_grad_norm, on_nonfinite
+        self.max_grad_norm, self.clip_grad_value, self.on_nonfinite = max_grad_norm, clip_grad_value, on_nonfinite
         self.num_steps = self.num_skipped = 0
         self._runtime: Runtime = runtime
         runtime.labels_seen = torch.zeros(3)  # another step may be given other data
         self._scale = LossScale(runtime, optim, scaler)
-        self._norm = GradientNorm(self._runtime, whole_after=self._runtime.replicated)
+        self._norm = GradientNorm(self._runtime, clipping.p, whole_after=self._runtime.replicated)
         self._sums = SumCheck(count_of(loss, self.count))
         self._before_step = methods_called(model, "pre_optimizer_step")
         self._after_step = methods_called(model, "post_optimizer_step")
@@ -155,6 +158,11 @@ class TrainStep:
     def scaler(self) -> torch.amp.GradScaler | None:
         """The gradient scaler that is used; None where nothing is scaled."""
         return self._scale.scaler
+
+    @property
+    def clipping(self) -> Clipping:
+        """How gradients are clipped."""
+        return Clipping(self.max_grad_norm, self._norm.norm_type, self.clip_grad_value)
 
     def state_dict(self) -> dict[str, Any]:
         """What the step owns, for a checkpoint: counts, the place in the streams of random numbers, scheduler and scaler.
@@ -228,8 +236,7 @@ class TrainStep:
 
     def _step(self, norm: float) -> None:
         self._scale.unscale()
-        if self.max_grad_norm is not None:
-            scale_gradients(self._runtime, norm, self.max_grad_norm)
+        self.clipping.apply(self._runtime, norm)  # its limits may have been changed since the last step
         for before in self._before_step:
             before()
         self.optim.step()
@@ -274,6 +281,8 @@ class TrainStep:
         where = f"the loss of rank {_listed(by_loss)} is not finite"
         if not by_loss:
             where = f"every rank's loss is finite, the gradient in the shards of rank {_listed(by_gradient)} is not"
+            if not by_gradient:  # not of a gradient: of its powers
+                where = f"loss and gradients are finite, the sum of their powers for norm_type={self._norm.norm_type:g} is not"
         half = "" if self.scaler is None else f", loss scale {self._scale.value:g}"
         return NonFiniteError(
             f"step {self.num_steps}: loss {loss:g}, gradient norm {norm:g}{half}",
@@ -306,7 +315,7 @@ def _agree_on_settings(step: "TrainStep") -> None:
     facts: dict[str, Any] = {
         "optimizer": type(step.optim).__qualname__,
         "scheduler": type(step.scheduler).__qualname__,
-        "max_grad_norm": step.max_grad_norm,
+        **step.clipping.facts,
         "on_nonfinite": step.on_nonfinite,
         "scaler": described(step.scaler and step.scaler.state_dict()),
     }

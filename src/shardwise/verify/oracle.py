@@ -58,6 +58,8 @@ class Task:
         forward: ``forward(model, batch)`` -> output; without a loss the default is ``model(batch)``.
         optimizer: "sgd" (with momentum), "adamw", or a callable taking parameters.
         max_grad_norm: None = no clipping.
+        norm_type: p of that norm.
+        clip_grad_value: each element is clamped to [-value, value], after the norm; None = not.
         dtype: what the module is cast to, its complex tensors to the complex dtype of that precision; float64 lifts
             float32 islands too.
     """
@@ -69,6 +71,8 @@ class Task:
     forward: Callable[[nn.Module, Batch], Any]
     optimizer: Any = "sgd"
     max_grad_norm: float | None = None
+    norm_type: Any = 2.0
+    clip_grad_value: float | None = None
     dtype: torch.dtype = torch.float64
     lr: float = 0.05
     seed: int = 0
@@ -155,9 +159,11 @@ def _step(
             param.grad = None if param.grad is None else param.grad / divisor
     grads = [p.grad for p in params.values() if p.grad is not None]
     if task.max_grad_norm is not None:
-        norm = torch.nn.utils.clip_grad_norm_(params.values(), task.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(params.values(), task.max_grad_norm, norm_type=task.norm_type)
     else:
-        norm = torch.nn.utils.get_total_norm(grads)
+        norm = torch.nn.utils.get_total_norm(grads, norm_type=task.norm_type)
+    if task.clip_grad_value is not None:
+        torch.nn.utils.clip_grad_value_(params.values(), task.clip_grad_value)
     kept = {name: None if p.grad is None else p.grad.clone() for name, p in params.items()}
     optim.step()
     optim.zero_grad()

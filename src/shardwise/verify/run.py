@@ -36,6 +36,8 @@ def verify(
     forward: Any = call,
     optimizer: Any = "sgd",
     max_grad_norm: float | None = None,
+    norm_type: Any = 2.0,
+    clip_grad_value: float | None = None,
     dtype: torch.dtype = torch.float64,
     gate: float | None = None,
     num_ranks: int | None = None,
@@ -53,7 +55,7 @@ def verify(
             tokens: equal ones hide the commonest faults.
         loss, count, forward: as :class:`~shardwise.train.step.TrainStep` takes them; top-level functions.
         optimizer: "sgd" (momentum 0.9), "adamw", or a top-level function of the parameters.
-        max_grad_norm: clip, or None.
+        max_grad_norm, norm_type, clip_grad_value: as :class:`~shardwise.train.step.TrainStep` takes them.
         dtype: what both sides compute in, and what floating tensors of batches are cast to; float64 shows faults that rounding
             would hide.
         gate: the largest error allowed; default 1e-12 in float64, 1e-5 in float32.
@@ -84,6 +86,8 @@ def verify(
         forward=forward,
         optimizer=optimizer,
         max_grad_norm=max_grad_norm,
+        norm_type=norm_type,
+        clip_grad_value=clip_grad_value,
         dtype=dtype,
     )
     say = say or (lambda text: None)

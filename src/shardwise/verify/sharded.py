@@ -79,6 +79,8 @@ def run_sharded(task: Task, layout: str, options: Mapping[str, Any] | None = Non
             count=task.count,
             forward=_Lifted(task, forward_of(task.loss, task.forward)),
             max_grad_norm=task.max_grad_norm,
+            norm_type=task.norm_type,
+            clip_grad_value=task.clip_grad_value,
         )
         steps = [_run_step(step, optim, share_of(window, world)) for window in task.windows]
         return RankRecord(world.rank, recipe_of(model).to_json(), steps)
