@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from shardwise.train.loss import TaskModel, next_token_loss
     from shardwise.train.optim import local_optimizer
     from shardwise.train.scale import unscale_gradients_
+    from shardwise.train.state import StepState
     from shardwise.train.step import StepOutput, TrainStep
     from shardwise.train.window import accumulate, count_tokens, window
     from shardwise.verify import verify
@@ -92,6 +93,7 @@ _HOME = {
     "shardwise.train.loss": ("TaskModel", "next_token_loss"),
     "shardwise.train.optim": ("local_optimizer",),
     "shardwise.train.scale": ("unscale_gradients_",),
+    "shardwise.train.state": ("StepState",),
     "shardwise.train.step": ("StepOutput", "TrainStep"),
     "shardwise.train.window": ("accumulate", "count_tokens", "window"),
     "shardwise.verify": ("verify",),
@@ -125,6 +127,7 @@ __all__ = [
     "ShardwiseError",
     "StateDictType",
     "StepOutput",
+    "StepState",
     "Stopped",
     "TaskModel",
     "TrainStep",

@@ -16,6 +16,7 @@ from shardwise.train.kept import clone_buffers, restore_buffers
 from shardwise.train.labels import compare_labels, judge_labels
 from shardwise.train.loss import Batch, Loss, as_sums, call, count_of, forward_of, next_token_loss, refuse_uncallable
 from shardwise.train.refuse import refuse_autocast
+from shardwise.train.state import StepState
 from shardwise.train.sums import SumCheck
 from shardwise.world.rng import derive_seed, forked_streams
 
@@ -28,7 +29,7 @@ def evaluate(
     *,
     loss: Loss | None = next_token_loss,
     count: Callable[[Batch], Any] | None = None,
-    forward: Callable[[nn.Module, Batch], Any] = call,
+    forward: Callable[..., Any] = call,
 ) -> dict[str, float]:
     """Sums of the loss over all ranks' batches divided by all their valid tokens; equal on every rank.
 
@@ -76,7 +77,7 @@ class _Sums:
             for i, (batch, counts) in enumerate(_in_step(self.runtime, _flat(loader), self._check, self.counter)):
                 kept = {} if counts else clone_buffers(self.runtime)
                 with self._streams(i):
-                    self._add(batch, counts)
+                    self._add(i, batch, counts)
                 restore_buffers(self.runtime, kept)
         self.written = buffers_written(self.runtime, versions)  # in eval mode: a layer that only trains writes nothing
 
@@ -88,9 +89,13 @@ class _Sums:
         seed = derive_seed(world.seed, "evaluate", i * axis.size + axis.rank)
         return forked_streams(seed, world.device, self.runtime.generators)
 
-    def _add(self, batch: Batch, counts: bool) -> None:
+    def _state(self, i: int, batch: Batch) -> StepState:
+        axis = self.runtime.world.axis("dp")
+        return StepState.at(self.runtime.step, batch, i * axis.size + axis.rank, is_training=False)
+
+    def _add(self, i: int, batch: Batch, counts: bool) -> None:
         model, loss, check = self.runtime.module, self.loss, self._check
-        output = self.forward(model, batch)
+        output = self.forward(model, batch, self._state(i, batch))
         sums = as_sums(output if loss is None else loss(output, batch))
         check.try_loss(loss, output, batch, sums, counts=counts)
         check.agree(sorted(sums), check.entry(sorted(sums)))  # with itself: the others hear at the end
@@ -113,7 +118,12 @@ class _Sums:
         )
         equalise_buffers(self.runtime, agreed["buffers"], "evaluation")
         if float(agreed["unclear"]):
-            self._check.try_forward(self.runtime, lambda batch: self.forward(self.runtime.module, batch), self.loss)
+            state = StepState(self.runtime.step, is_training=False)
+
+            def forward(batch: Batch) -> Any:
+                return self.forward(self.runtime.module, batch, state)
+
+            self._check.try_forward(self.runtime, forward, self.loss)
         num_tokens = float(agreed["tokens"])
         if not num_tokens:
             raise UsageError(

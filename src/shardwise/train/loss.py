@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shardwise.errors import ConfigError, UsageError
 from shardwise.train.batch import IGNORED
 from shardwise.train.labels import Batch, valid_labels
+from shardwise.train.state import StepState, batch_of_forward, with_state
 
 __all__ = [
     "TaskModel",
@@ -149,9 +150,10 @@ def call(model: nn.Module, batch: Batch) -> Any:
     )
 
 
-def forward_of(loss: Loss | None, forward: Callable[[nn.Module, Batch], Any]) -> Callable[[nn.Module, Batch], Any]:
-    """How the model is called: ``forward``; without a loss and with the default, the module takes the batch itself."""
-    return (lambda model, batch: model(batch)) if loss is None and forward is call else forward
+def forward_of(loss: Loss | None, forward: Callable[..., Any]) -> Callable[[nn.Module, Batch, StepState], Any]:
+    """How the model is called: ``forward``; without a loss and with the default, the module takes the batch itself. Either is given the
+    state too if it takes one."""
+    return batch_of_forward if loss is None and forward is call else with_state(forward)
 
 
 def as_sums(result: Any) -> dict[str, Tensor]:
@@ -193,7 +195,8 @@ def as_sums(result: Any) -> dict[str, Tensor]:
 
 
 class TaskModel(nn.Module):
-    """A model and its loss as one module, for a loss that owns parameters: ``forward(batch)`` returns the sum.
+    """A model and its loss as one module, for a loss that owns parameters: ``forward(batch)`` returns the sum. A subclass may take
+    ``forward(batch, state)``, with the step's :class:`StepState`.
 
     Use it with ``TrainStep(task, optim, loss=None, count=...)``. Its weights are saved and loaded as those of ``model``, under
     the names they have there; what the loss owns lies beside them.
@@ -201,16 +204,16 @@ class TaskModel(nn.Module):
     Args:
         model: gives the output.
         loss: ``loss(output, batch)`` -> sum over the micro-batch, 0-dim, or a mapping of sums; may be a module.
-        forward: how to call the model on a batch.
+        forward: how to call the model on a batch: ``forward(model, batch)``, or ``forward(model, batch, state)``.
     """
 
     _weights_of = "model"  # what is saved is for the model without the task: see shardwise.state.naming
 
-    def __init__(self, model: nn.Module, loss: Loss, *, forward: Callable[[nn.Module, Batch], Any] = call):
+    def __init__(self, model: nn.Module, loss: Loss, *, forward: Callable[..., Any] = call):
         super().__init__()
         self.model, self.loss, self.run = model, loss, forward
         if callable(getattr(loss, "count", None)):
             self.count = loss.count  # type: ignore[attr-defined]
 
-    def forward(self, batch: Batch) -> Tensor | Mapping[str, Tensor]:
-        return self.loss(self.run(self.model, batch), batch)
+    def forward(self, batch: Batch, state: StepState | None = None) -> Tensor | Mapping[str, Tensor]:
+        return self.loss(with_state(self.run)(self.model, batch, state), batch)

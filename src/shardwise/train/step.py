@@ -25,6 +25,7 @@ from shardwise.train.refuse import (
     refuse_unfit,
 )
 from shardwise.train.scale import LossScale
+from shardwise.train.state import StepState
 from shardwise.train.sums import SumCheck, agreed_problem
 from shardwise.train.window import Window
 from shardwise.world import agree_on, described
@@ -68,7 +69,8 @@ class TrainStep:
         loss: ``loss(output, batch)`` -> sum over valid tokens, 0-dim, or a mapping of such sums with the key ``"loss"``;
             None: the forward returns it: the module's, which takes the batch (:class:`TaskModel`), or ``forward``.
         count: ``count(batch)`` -> valid tokens; default ``loss.count``, else labels that are not -100.
-        forward: ``forward(model, batch)`` -> output, how to call the model on a batch.
+        forward: ``forward(model, batch)`` -> output, how to call the model on a batch; or ``forward(model, batch, state)``, with the
+            step's :class:`StepState`.
         scheduler: stepped after each step that was taken.
         max_grad_norm: gradients are scaled down so that their norm is at most this; None only measures it.
         norm_type: p of the norm, above 0; ``inf`` or ``"inf"`` for the largest element.
@@ -92,7 +94,7 @@ class TrainStep:
         *,
         loss: Loss | None = next_token_loss,
         count: Callable[[Batch], Any] | None = None,
-        forward: Callable[[nn.Module, Batch], Any] = call,
+        forward: Callable[..., Any] = call,
         scheduler: Any = None,
         max_grad_norm: float | None = None,
         norm_type: NormType = 2.0,
@@ -203,7 +205,7 @@ class TrainStep:
         detached: ShardwiseError | None = None
         self._sums.begin(self.num_steps)
         for batch in w:
-            output = self.forward(self.model, batch)
+            output = self.forward(self.model, batch, StepState.at(self.num_steps + 1, batch))
             sums = as_sums(output if self.loss is None else self.loss(output, batch))
             self._sums.try_loss(self.loss, output, batch, sums, counts=not batch.padding)
             if not sums["loss"].requires_grad:
@@ -218,8 +220,13 @@ class TrainStep:
 
     def _try_forward(self) -> None:
         """Where the loss alone did not show that it is a sum; the step is not taken yet."""
+        state = StepState(self.num_steps + 1)
+
+        def forward(batch: Batch) -> Any:
+            return self.forward(self.model, batch, state)
+
         try:
-            self._sums.try_forward(self._runtime, lambda batch: self.forward(self.model, batch), self.loss)
+            self._sums.try_forward(self._runtime, forward, self.loss)
         except ShardwiseError:
             self._drop_gradients()
             raise

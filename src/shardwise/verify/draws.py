@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwise.train.state import StepState
 from shardwise.verify.oracle import Task
 
 __all__ = ["drawing_modules"]
@@ -37,7 +38,7 @@ def drawing_modules(task: Task) -> list[str]:
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad(), task.lifted():
             enter("")
-            task.result(module, batch)
+            task.result(module, batch, StepState(1))
             leave()
     finally:
         random.setstate(python)

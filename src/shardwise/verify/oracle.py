@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shardwise._compat import cast_floating
 from shardwise.train.loss import count_of, forward_of
+from shardwise.train.state import StepState
 from shardwise.verify.lift import LiftFloat32
 
 __all__ = ["StepRecord", "Task", "cast_batches", "make_optimizer", "run_oracle"]
@@ -82,9 +83,9 @@ class Task:
         with _drawing_from(self.seed if seed is None else seed):
             return cast_floating(self.build(), self.dtype)
 
-    def result(self, model: nn.Module, batch: Batch) -> Any:
-        """What ``model`` and the loss make of a micro-batch: a sum, or a mapping of sums."""
-        output = forward_of(self.loss, self.forward)(model, batch)
+    def result(self, model: nn.Module, batch: Batch, state: StepState) -> Any:
+        """What ``model`` and the loss make of a micro-batch in the step of ``state``: a sum, or a mapping of sums."""
+        output = forward_of(self.loss, self.forward)(model, batch, state)
         return output if self.loss is None else self.loss(output, batch)
 
     def lifted(self) -> contextlib.AbstractContextManager:
@@ -137,19 +138,18 @@ def run_oracle(task: Task, *, otherwise: bool = False) -> list[StepRecord]:
     """
     model = task.make()
     optim = make_optimizer(task, [p for p in model.parameters() if p.requires_grad])
-    return [_step(task, model, optim, window, otherwise) for window in task.windows]
+    return [_step(task, model, optim, number, otherwise) for number in range(len(task.windows))]
 
 
-def _step(
-    task: Task, model: nn.Module, optim: torch.optim.Optimizer, window: Sequence[Batch], otherwise: bool
-) -> StepRecord:
+def _step(task: Task, model: nn.Module, optim: torch.optim.Optimizer, number: int, otherwise: bool) -> StepRecord:
+    window = list(enumerate(task.windows[number]))
     count = task.count or count_of(model, None)
-    tokens = sum(float(count(batch)) for batch in window)
+    tokens = sum(float(count(batch)) for _, batch in window)
     total = 0.0
     divisor = tokens or 1.0
-    for batch in reversed(window) if otherwise else window:
+    for index, batch in reversed(window) if otherwise else window:
         with task.lifted():
-            result = task.result(model, batch)
+            result = task.result(model, batch, StepState(number + 1, index))
         loss = result["loss"] if isinstance(result, Mapping) else result
         (loss if otherwise else loss / divisor).backward()
         total += float(loss.detach())

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise._compat import TorchDispatchMode, local_tensor
 from shardwise.parallel import parallelize, recipe_of, runtime_of
 from shardwise.train.batch import MicroBatch
-from shardwise.train.loss import forward_of
+from shardwise.train.loss import call
 from shardwise.train.step import TrainStep
 from shardwise.verify.oracle import Task, make_optimizer
 from shardwise.world import World, init
@@ -72,12 +72,14 @@ def run_sharded(task: Task, layout: str, options: Mapping[str, Any] | None = Non
         module = task.make(task.seed + world.rank)
         model = parallelize(module, world, **(options or {}))
         optim = make_optimizer(task, [p for p in model.parameters() if p.requires_grad])
+        if task.loss is None:
+            model.forward = _Lifted(task, model.forward)
         step = TrainStep(
             model,
             optim,
             loss=None if task.loss is None else _Lifted(task, task.loss),
             count=task.count,
-            forward=_Lifted(task, forward_of(task.loss, task.forward)),
+            forward=call if task.loss is None and task.forward is call else _Lifted(task, task.forward),
             max_grad_norm=task.max_grad_norm,
             norm_type=task.norm_type,
             clip_grad_value=task.clip_grad_value,
@@ -127,7 +129,8 @@ class _Lifted:
 
     def __init__(self, task: Task, function: Any):
         self.task, self.function = task, function
+        self.__wrapped__ = function  # its signature says whether it takes a state
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.task.lifted():
-            return self.function(*args)
+            return self.function(*args, **kwargs)
