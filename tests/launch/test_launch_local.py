@@ -91,21 +91,21 @@ def test_target_can_be_a_module(monkeypatch):
 
 
 def test_ranks_have_the_environment_torchrun_gives(monkeypatch):
-    ours = ("OMP_NUM_THREADS", "TORCH_CPP_LOG_LEVEL")
+    ours = ("OMP_NUM_THREADS", "SHARDWISE_SET_OMP_NUM_THREADS", "TORCH_CPP_LOG_LEVEL")
     for name in ours:
         monkeypatch.delenv(name, raising=False)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", *ours, "MINE")
     first, second = launch("environment", *names, env={"MINE": "yes"})
-    assert first == ["0", "2", "0", "2", "127.0.0.1", "1", "ERROR", "yes"]
-    assert second == ["1", "2", "1", "2", "127.0.0.1", "1", "ERROR", "yes"]
+    assert first == ["0", "2", "0", "2", "127.0.0.1", "1", "1", "ERROR", "yes"]
+    assert second == ["1", "2", "1", "2", "127.0.0.1", "1", "1", "ERROR", "yes"]
 
 
 def test_variables_the_user_set_are_kept(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")
     monkeypatch.setenv("PYTHONPATH", "/nowhere")
-    names = ("OMP_NUM_THREADS", "TORCH_CPP_LOG_LEVEL", "MASTER_PORT", "PYTHONPATH")
-    assert launch("environment", *names, env={"MASTER_PORT": "29501"}) == [["3", "INFO", "29501", "/nowhere"]] * 2
+    names = ("OMP_NUM_THREADS", "SHARDWISE_SET_OMP_NUM_THREADS", "TORCH_CPP_LOG_LEVEL", "MASTER_PORT", "PYTHONPATH")
+    assert launch("environment", *names, env={"MASTER_PORT": "29501"}) == [["3", None, "INFO", "29501", "/nowhere"]] * 2
 
 
 def test_ranks_meet_at_the_port_the_parent_holds():

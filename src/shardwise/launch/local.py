@@ -27,6 +27,10 @@ from shardwise.launch.starting import ForkServer, Interpreters, Starter
 
 __all__ = ["launch_local"]
 
+CHOSE_THREADS = "SHARDWISE_SET_OMP_NUM_THREADS"
+"""The variable by which ranks are told that OMP_NUM_THREADS=1 is the launcher's choice, and not the user's."""
+
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", CHOSE_THREADS: "1"}
 _TICK_S = 0.05
 _SETTLE_S = 0.7
 _DRAIN_S = 1.0
@@ -87,7 +91,7 @@ def launch_local(
     heard = terminable() if notice_s is None else notice
     with held_port() as port, heard, Guard() as guard, ExitStack() as server, ExitStack() as ranks:
         base = {
-            "OMP_NUM_THREADS": "1",
+            **({} if "OMP_NUM_THREADS" in {**os.environ, **(env or {})} else _ONE_THREAD),
             # Warnings of torch's C++ code: where ranks are ended they are stacks of the store that is gone with rank 0.
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             **os.environ,

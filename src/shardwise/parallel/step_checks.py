@@ -17,15 +17,17 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.errors import UsageError
 from shardwise.parallel.runtime import Runtime
+from shardwise.parallel.step_threads import HookedThreads
 
-__all__ = ["check_step", "refuse_unsummed", "refuse_unsummed_step", "watch_steps"]
+__all__ = ["check_step", "refuse_unsummed", "refuse_unsummed_step", "stepped_by", "watch_steps"]
 
 _watched: weakref.WeakSet[Runtime] = weakref.WeakSet()
 _looked_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, frozenset[int]] = weakref.WeakKeyDictionary()
+_threads = HookedThreads()
 _is_installed = False
 
 
@@ -35,6 +37,7 @@ def watch_steps(runtime: Runtime) -> None:
     _watched.add(runtime)
     if not _is_installed:
         register_optimizer_step_pre_hook(check_step)
+        register_optimizer_step_post_hook(_threads.end)
         torch.optim.Optimizer.zero_grad = _told_of(torch.optim.Optimizer.zero_grad, _held)  # type: ignore[method-assign]
         nn.Module.zero_grad = _told_of(nn.Module.zero_grad, _owned)  # type: ignore[method-assign]
         _is_installed = True
@@ -63,6 +66,7 @@ def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         _warn_of_sums(runtime)
         _warn_of_own(runtime, f"{type(optimizer).__name__}.step()")
         _count_write(runtime, held)
+    _threads.begin(stepped)
 
 
 def _told_of(zero_grad: Callable[..., None], held_by: Callable[[Any], Mapping[int, Any]]) -> Callable[..., None]:
@@ -95,8 +99,13 @@ def refuse_unsummed(runtime: Runtime, what: str) -> None:
 
 def refuse_unsummed_step(optimizer: torch.optim.Optimizer) -> None:
     """The same for a step of ``optimizer`` that comes later, if it holds parameters of such a model."""
-    for runtime in _stepped(_held(optimizer)):
+    for runtime in stepped_by(optimizer):
         refuse_unsummed(runtime, f"{type(optimizer).__name__}.step()")
+
+
+def stepped_by(optimizer: torch.optim.Optimizer) -> list[Runtime]:
+    """Sharded models of which ``optimizer`` holds parameters."""
+    return _stepped(_held(optimizer))
 
 
 def _held(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:

@@ -17,7 +17,8 @@ from torch import nn
 from shardwise._compat import local_tensor
 from shardwise.errors import UnsupportedError
 from shardwise.parallel.stale import refuse_stale
-from shardwise.parallel.step_checks import refuse_unsummed_step
+from shardwise.parallel.step_checks import refuse_unsummed_step, stepped_by
+from shardwise.parallel.step_threads import threads_of_step
 from shardwise.parallel.tensors import like_parameter
 
 __all__ = ["is_elementwise", "local_optimizer"]
@@ -75,7 +76,8 @@ class _LocalStep:
                 )
             refuse_stale(optim)  # here: the optimizer's own hooks see the shards
             refuse_unsummed_step(optim)
-            return self._run(inner)
+            with threads_of_step(stepped_by(optim)):
+                return self._run(inner)
 
         step._shardwise_local = True  # type: ignore[attr-defined]
         if hasattr(inner, "_wrapped_by_lr_sched"):

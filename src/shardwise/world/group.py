@@ -22,7 +22,6 @@ __all__ = [
     "env_of_group",
     "has_cpu_backend",
     "is_imagined",
-    "set_threads",
     "start_group",
     "start_watch",
 ]
@@ -200,9 +199,3 @@ def has_cpu_backend() -> bool:
 def is_imagined() -> bool:
     """Whether the group is torch's fake one, whose collectives do nothing: there is nobody to agree with."""
     return dist.get_backend() == "fake"
-
-
-def set_threads(local_world_size: int) -> None:
-    """Divides the cores among the ranks of a node, unless the user has said how many threads a rank takes."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))

@@ -25,7 +25,6 @@ from shardwise.world.group import (
     env_of_group,
     has_cpu_backend,
     is_imagined,
-    set_threads,
     start_group,
     start_watch,
 )
@@ -33,6 +32,7 @@ from shardwise.world.last_words import owe_last_words, owe_no_words
 from shardwise.world.rng import seed_all
 from shardwise.world.signals import StopRequest
 from shardwise.world.termination import listen, stop_listening
+from shardwise.world.threads import set_threads, threads_of_offloaded_step
 from shardwise.world.uncaught import note_first_rank
 from shardwise.world.watch import Watch
 
@@ -104,6 +104,7 @@ class World:
         seed: seed of every random stream of the run.
         agreement: what ranks must agree on, exchanged twice per window.
         stop: whether they were asked to stop, as the first of the two tells.
+        step_threads: threads for the step of an optimizer on offloaded parameters; None: as many as all else has.
         before_close: called, last first, before the world is left in order: what uses it ends its work there.
     """
 
@@ -148,6 +149,7 @@ class World:
             self._stop_watch()
             raise
         set_threads(self._local_size)
+        self.step_threads = threads_of_offloaded_step(self._local_size)
         seed_all(seed, self.rank)
         owe_last_words(self)
 

@@ -1,0 +1,46 @@
+"""An optimizer that steps on parameters in host memory takes the rank's part of the node's cores, whatever the launcher gave it.
+
+A launcher gives each rank one thread (OMP_NUM_THREADS=1): enough where a device computes, and not for the step of offloaded parameters,
+which the CPU takes alone.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from shardwise.parallel.runtime import Runtime
+
+__all__ = ["HookedThreads", "threads_of_step"]
+
+
+@contextlib.contextmanager
+def threads_of_step(stepped: Iterable[Runtime]) -> Iterator[None]:
+    """Within, a step of the ``stepped`` models has its threads."""
+    threads = HookedThreads()
+    threads.begin(stepped)
+    try:
+        yield
+    finally:
+        threads.end()
+
+
+class HookedThreads:
+    """The same for a hook before a step and one after it. A step that raises has no hook after it: the next one ends it too."""
+
+    def __init__(self) -> None:
+        self._is_raised = False
+
+    def begin(self, stepped: Iterable[Runtime]) -> None:
+        """Raises the number of threads, where it is still the launcher's 1 and a model is offloaded."""
+        wanted = max((runtime.world.step_threads or 1 for runtime in stepped if runtime.recipe.offload), default=1)
+        if wanted > 1 and torch.get_num_threads() == 1:
+            torch.set_num_threads(wanted)
+            self._is_raised = True
+
+    def end(self, *_: Any) -> None:
+        """As before."""
+        if self._is_raised:
+            torch.set_num_threads(1)
+            self._is_raised = False
