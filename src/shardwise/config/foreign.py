@@ -6,20 +6,32 @@ from shardwise.config.suggest import did_you_mean
 
 __all__ = ["FOREIGN", "why_and_fix"]
 
-_BUFFERS = "buffers that ranks write are made equal after each window: sharding.buffers says whose value they take"
+_BUFFERS = (
+    "leave it out: buffers that ranks write are made equal after each window, to rank 0's values, which a DDP run saves with it and "
+    'without; Sharding(buffers="mean") takes the mean of all ranks'
+)
+_UNUSED = "parameters that a rank does not use are found at run time, in each window: leave it out"
+_ONE_SIZE = "buckets have one size: bucket_cap_mb"
 _OF_PRECISION = 'dtypes are given to parallelize: precision="bf16", or a Precision record'
 FOREIGN: dict[str, dict[str, str]] = {
     "DDP": {
-        "find_unused_parameters": "parameters that a rank does not use are found at run time: leave it out",
-        "static_graph": "parameters that a rank does not use are found at run time, in each window: leave it out",
+        "find_unused_parameters": _UNUSED,
+        "static_graph": _UNUSED,
+        "skip_all_reduce_unused_params": _UNUSED,
+        "check_reduction": "torch itself does nothing with it: leave it out",
+        "dim": "a micro-batch is whole on its rank, and nothing scatters it: leave it out",
         "gradient_as_bucket_view": "gradients are always views of the buckets: leave it out",
         "broadcast_buffers": _BUFFERS,
         "forward_sync_buffers": _BUFFERS,
         "init_sync": 'ranks begin with the same values: parallelize(init="seeded" or "rank0")',
         "process_group": "the ranks are those of the world's layout: sw.init(layout)",
+        "device_mesh": "the ranks are those of the world's layout: sw.init(layout)",
         "device_ids": "the device is the world's: sw.init(device=...)",
         "output_device": "the device is the world's: sw.init(device=...)",
         "mixed_precision": _OF_PRECISION,
+        "bucket_cap_mb_list": _ONE_SIZE,
+        "batched_grad_copy": "gradients are always views of the buckets, and nothing is copied: leave it out",
+        "param_to_hook_all_reduce": "gradients are reduced as backward makes them: leave it out",
         "delay_all_reduce_named_params": "gradients are reduced as backward makes them: leave it out",
     },
     "Sharding": {
