@@ -91,6 +91,22 @@ def test_dropout_does_not_disturb_the_comparison(ranks, tmp_path):
     assert ranks.run(_prove, 2, _config("dp_shard=2", build=f"{file}:build"))[0]["largest"] < 1e-12
 
 
+def test_a_transform_that_takes_the_world_is_given_that_of_the_run_on_both_sides(ranks, tmp_path):
+    file = tmp_path / "per_rank.py"
+    file.write_text(
+        "import shardwise as sw\n"
+        "from torch import nn\n"
+        "def build(): return nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256))\n"
+        "@sw.transform('per_rank')\n"
+        "def per_rank(module, world):\n"
+        "    module.insert(1, nn.Sequential(nn.Linear(8, 4 * world.size), nn.Tanh(), nn.Linear(4 * world.size, 8)))\n"
+    )
+    config = _config("dp_shard=2", build=f"{file}:build")
+    config = msgspec.structs.replace(config, parallel=Parallel(layout="dp_shard=2", transforms=("per_rank",)))
+    result = ranks.run(_prove, 2, config)[0]
+    assert result["largest"] < 1e-12 and "7 gradients each" in result["text"]
+
+
 def test_a_model_too_large_to_gather_is_left_out_with_the_reason(ranks):
     result = ranks.run(_prove, 2, _config("dp_shard=2"), most=1000)[1]
     assert result["largest"] is None

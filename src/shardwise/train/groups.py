@@ -10,7 +10,7 @@ from shardwise.errors import UsageError
 from shardwise.parallel import runtime_of
 from shardwise.train.step import methods_called
 
-__all__ = ["parameter_groups"]
+__all__ = ["grouped", "parameter_groups"]
 
 _METHOD = "make_parameter_groups"
 
@@ -33,8 +33,13 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     Warns:
         UserWarning: trained parameters that the model's own method leaves out, which the optimizer will not change.
     """
-    runtime = runtime_of(model)
-    names = {id(param): name for name, param in runtime.parameters.items()}
+    runtime_of(model)  # groups made before would hold parameters that sharding replaces
+    return grouped(model)
+
+
+def grouped(model: nn.Module) -> list[dict[str, Any]]:
+    """The same, of a plain model too."""
+    names = {id(param): name for name, param in model.named_parameters()}
     groups: list[dict[str, Any]] = []
     methods = methods_called(model, _METHOD)
     for method in methods:
@@ -60,7 +65,7 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
             f"{_METHOD}() of {type(model).__name__} leaves out {', '.join(list(rest)[:3])}"
             + (f" and {len(rest) - 3} more" if len(rest) > 3 else "")
             + ", which the optimizer will not change; if that is meant, call requires_grad_(False) on them before parallelize",
-            stacklevel=2,
+            stacklevel=3,
         )
     elif rest:
         groups.append({"params": list(rest.values())})

@@ -21,7 +21,7 @@ from shardwise.parallel import parallelize, runtime_of, world_of
 from shardwise.parallel.transforms import choose, transformed
 from shardwise.state import LoadReport, load_weights
 from shardwise.train.corpus import BYTES, TokenFile, TokenWindows, encode, pydoc_text
-from shardwise.train.groups import parameter_groups
+from shardwise.train.groups import grouped
 from shardwise.train.pretrained import build_pretrained
 from shardwise.train.reference import build as build_reference
 from shardwise.train.reference_config import check_reference_args
@@ -178,7 +178,7 @@ def set_tokenizer(config: RunConfig, model: nn.Module) -> None:
         runtime_of(model).tokenizer = tokenizer_path(config.data.tokenizer) or False
 
 
-def build_plain(config: RunConfig, world: World) -> nn.Module:
+def build_plain(config: RunConfig, world: World | None = None) -> nn.Module:
     """The model of a config, not sharded: as its function returns it, or the reference model where none is named, and
     changed by the config's transforms, on the CPU; ``world`` is for those that ask for it.
 
@@ -253,7 +253,7 @@ def make_scaler(config: RunConfig, model: nn.Module) -> torch.amp.GradScaler | N
 def make_optimizer(optim: Optim, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer of a config over the trained parameters, in the groups that the model's own method
     ``make_parameter_groups()`` makes where it has one; fused unless the config says otherwise."""
-    params = parameter_groups(model)
+    params = grouped(model)
     fused = True if optim.fused is None else optim.fused
     if optim.name == "sgd":
         return torch.optim.SGD(
