@@ -147,7 +147,7 @@ def precision_of(value: Any) -> Precision:
         raise ConfigError(
             f"precision={value!r}",
             why="that is neither a precision nor a record of dtypes",
-            fix='use "bf16", "fp16", "fp32" or "fp64", or name each dtype: Precision(storage="float32", compute="bfloat16"), '
+            fix='use "bf16", "fp16", "fp32" or "fp64", or name each dtype: Precision(storage="float32", compute="bfloat16", reduce="float32"), '
             f"with dtypes out of {listing(DTYPE_WORDS)}",
         )
     return Precision(storage=name, compute=name, reduce=name)
