@@ -134,6 +134,20 @@ def test_a_run_that_is_asked_to_stop_saves_and_says_so(ranks, tmp_path, whole, n
     assert losses(tmp_path) == losses(whole)
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(180)
+def test_a_run_that_is_asked_for_a_checkpoint_saves_and_goes_on_to_its_end(ranks, tmp_path, whole):
+    process = start(tmp_path, "--checkpoint.sigusr1=save", every=1000)
+    while "loading torch" not in process.stdout.readline():
+        assert process.poll() is None
+    time.sleep(0.5)
+    process.send_signal(signal.SIGUSR1)  # while torch is loaded: it is kept for the first step
+    output = " ".join(process.communicate(timeout=120)[0].split())
+    assert process.returncode == 0, output
+    assert "saved SIGUSR1: a checkpoint of step 1," in output and "stopped" not in output
+    assert weights(tmp_path) == weights(whole)
+
+
 @pytest.mark.timeout(180)
 def test_a_run_that_is_over_its_time_goes_on_when_it_is_started_again(ranks, tmp_path):
     # A limit that is over at once: one step each, and then there is nothing left but the end.

@@ -62,8 +62,9 @@ def parent(tmp_path):
     """Starts a program that launches ranks with a child each; gives the process and the ids of all it started."""
     started = []
 
-    def start(grace_s=2.0, function="sleep_with_child", count=4, notice_s=None):
-        options = f"grace_s={grace_s}, notice_s={notice_s}, preload={PRELOAD}"
+    def start(grace_s=2.0, function="sleep_with_child", count=4, notice_s=None, passes_on=(), preload=PRELOAD):
+        signals = tuple(map(int, passes_on))
+        options = f"grace_s={grace_s}, notice_s={notice_s}, passes_on={signals}, preload={preload}"
         code = (
             "from shardwise.launch import launch_local\n"
             f"launch_local({TARGETS + ':' + function!r}, nproc=2, args=({str(tmp_path)!r},), {options})\n"
@@ -326,6 +327,19 @@ def test_a_signal_with_notice_lets_ranks_stop_in_order(parent, number, times):
     for _ in range(times):  # some send it to a process, and again to its group: that is one request
         process.send_signal(number)
         time.sleep(0.05)
+    assert process.wait(timeout=20) == Stopped.CODE
+    assert still_alive(pids) == []
+
+
+@pytest.mark.parametrize("preload", [(), ("json",)], ids=["interpreters", "forked"])
+def test_a_signal_that_is_passed_on_comes_to_ranks_that_are_ready_and_ends_nothing(parent, tmp_path, preload):
+    process, pids = parent(function="count_when_told", count=2, passes_on=(signal.SIGUSR1,), preload=preload)
+    process.send_signal(signal.SIGUSR1)
+    (tmp_path / "signalled").touch()
+    deadline = time.monotonic() + 20
+    while len(list(tmp_path.glob("saved*.1"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGUSR1)
     assert process.wait(timeout=20) == Stopped.CODE
     assert still_alive(pids) == []
 

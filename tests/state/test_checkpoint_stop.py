@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -84,6 +85,62 @@ def test_every_rank_stops_after_the_same_window_and_the_run_goes_on_exactly(rank
         assert one["given back"]
     rest = ranks.run(run, 2, "dp_shard=2", tmp_path, 6, async_save=False)[0]
     assert rest["began"] == 2 and equal(rest["last"], whole["last"])
+
+
+def saved_on_the_way(root, how: str, *, when: int, every: int | None = 100, **options) -> dict:
+    """A run of 4 windows in which one rank alone is asked for a checkpoint after ``when`` of them."""
+    world, model, step = make("dp_shard=2")
+    average, made = Average(), []
+    before = signal.getsignal(signal.SIGUSR1)
+    if how == "early":  # a launcher keeps it back until there is a manager
+        os.environ["SHARDWISE_SIGNALS_KEPT_BACK"] = str(int(signal.SIGUSR1))
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+    with world:
+        with sw.CheckpointManager(root, step, extra={"average": average}, **options) as manager:
+            for window in manager.resume(sw.Loader(Texts(), world, global_batch=12, micro_batch=1)):
+                out = step(window)
+                average.add(out.loss)
+                if world.rank == 1 and step.num_steps == when:
+                    manager.save_soon() if how == "call" else os.kill(os.getpid(), signal.SIGUSR1)
+                path = manager.save_every(every, out)
+                made += [] if path is None else [path.name]
+                if step.num_steps == 4:
+                    break
+        given_back = signal.getsignal(signal.SIGUSR1) == before
+        if how == "early":
+            assert not given_back
+            os.kill(os.getpid(), signal.SIGUSR1)  # one that comes too late ends nothing
+            given_back = True
+        return {"made": made, "given back": given_back, "last": state(model, step.optim)}
+
+
+@pytest.mark.parametrize(
+    ("how", "when", "every", "made"),
+    [
+        ("signal", 1, 100, ["step-00000002"]),
+        ("signal", 1, None, ["step-00000002"]),
+        ("signal", 1, 2, ["step-00000002", "step-00000004"]),
+        ("call", 2, 100, ["step-00000003"]),
+        ("early", 0, 100, ["step-00000001"]),
+        ("signal", 4, 100, []),  # after the last window: closing saves it
+    ],
+)
+def test_a_run_that_is_asked_for_a_checkpoint_saves_and_goes_on(ranks, tmp_path, how, when, every, made):
+    alone = ranks.run(run, 2, "dp_shard=2", None, 4)[0]
+    options = {} if how == "call" else {"sigusr1": "save"}
+    found = ranks.run(saved_on_the_way, 2, tmp_path, how, when=when, every=every, **options)
+    assert all((one["made"], one["given back"]) == (made, True) for one in found)
+    assert equal(found[0]["last"], alone["last"])
+    kept = sorted(path.name for path in tmp_path.glob("step-*"))
+    assert kept == (made or ["step-00000004"])
+    rest = ranks.run(run, 2, "dp_shard=2", tmp_path, 4, async_save=False)[0]
+    assert rest["began"] == int(kept[-1][-1]) and equal(rest["last"], alone["last"])
+
+
+def test_another_word_for_sigusr1_is_refused(ranks, tmp_path):
+    with pytest.raises(sw.RankError, match="ConfigError: sigusr1='ignore'"):
+        ranks.run(saved_on_the_way, 2, tmp_path, "call", when=1, sigusr1="ignore")
 
 
 def test_a_signal_to_a_worker_of_a_rank_is_the_workers_own(ranks, tmp_path):

@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -177,6 +178,7 @@ def _launch(loaded: "Loaded[RunConfig]") -> int:
             on_event=display.on_event,
             on_line=display.on_line,
             notice_s=config.launch.notice_s,
+            passes_on=(signal.SIGUSR1,) if config.checkpoint.sigusr1 == "save" else (),
             preload=("shardwise.verify.preload",) if is_cpu(config.launch.device) else (),
         )
         no_picture = folder.draw(unit_of(config))

@@ -175,6 +175,9 @@ class Display:
     def _show_resumed(self, *, text: str) -> None:
         self.row("resumed", text)
 
+    def _show_saved(self, *, text: str) -> None:
+        self.row("saved", text)
+
     def _show_sample(self, *, when: str, prompt: str, text: str, word_share: float) -> None:
         self.row(when, f"{100 * word_share:.0f}% real words: {prompt}|{_printable(text)}")
 

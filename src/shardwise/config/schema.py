@@ -220,8 +220,18 @@ class Checkpoint(Options, frozen=True, kw_only=True):
         doc("seconds of training after which the run saves, and ends with exit status 75; null: no limit"),
     ] = None
 
+    sigusr1: Annotated[
+        Literal["stop", "save"],
+        doc("what SIGUSR1 asks for: stop: the run saves, and ends with exit status 75; save: it saves, and goes on"),
+    ] = "stop"
+
+    @property
+    def are_made(self) -> bool:
+        """Whether a run makes checkpoints: every so often, or when it is asked to."""
+        return self.every is not None or self.stop_after_s is not None or self.sigusr1 == "save"
+
     def check(self) -> None:
-        if self.every is not None or self.stop_after_s is not None:
+        if self.are_made:
             return
         for key in ("keep", "keep_every", "background"):
             if getattr(self, key) != default_of(Checkpoint, key):

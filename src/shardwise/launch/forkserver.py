@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
 from shardwise.launch import child
+from shardwise.launch.notice import kept_back
 from shardwise.launch.process import die_with_parent, kill_group
 
 __all__ = ["Preload", "main", "send_descriptors"]
@@ -184,7 +185,7 @@ def _become_a_rank(connection: Connection, outputs: list[int], env: Mapping[str,
     if "numpy.random" in sys.modules:
         # As Python does for its own generator: no two ranks draw the same by accident.
         sys.modules["numpy.random"].seed()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_RANKS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, set(_FOR_RANKS) - kept_back())
 
 
 def _exit_code(pid: int) -> int:

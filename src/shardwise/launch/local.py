@@ -20,7 +20,7 @@ from pathlib import Path
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.launch.child import Job
 from shardwise.launch.failure import Failure, load_error, named_by, rank_error, root_cause
-from shardwise.launch.notice import Notice, terminable
+from shardwise.launch.notice import Notice, PassedOn, terminable
 from shardwise.launch.process import Guard, held_port
 from shardwise.launch.rank import Callbacks, RankProcess
 from shardwise.launch.starting import ForkServer, Interpreters, Starter
@@ -49,6 +49,7 @@ def launch_local(
     timeout_s: float | None = None,
     stopped_s: float = 10.0,
     notice_s: float | None = None,
+    passes_on: Sequence[int] = (),
     preload: Sequence[str] = (),
 ) -> list:
     """Runs ``target(*args)`` in ``nproc`` fresh processes and returns their results in rank order.
@@ -71,6 +72,9 @@ def launch_local(
         notice_s: SIGTERM, SIGUSR1 or SIGHUP to this process is passed on to the ranks (not to their children), which then have
             this many seconds to stop in order, as those with a ``CheckpointManager`` do; a second SIGTERM ends them. None:
             SIGTERM and SIGHUP end the ranks.
+        passes_on: signals that are passed on to the ranks each time they come, and end nothing: ``(signal.SIGUSR1,)``, with
+            ``CheckpointManager(sigusr1="save")``. A rank has them blocked until its manager is made, and ignores
+            them after it.
         preload: modules to import once, in a process that is then forked for each rank, instead of once in each: "torch"
             takes seconds. For ranks on the CPU; where a module starts threads when it is imported, which a fork would lack,
             cannot be imported, or on systems other than Linux, each rank imports for itself, as without this. The parent
@@ -87,9 +91,9 @@ def launch_local(
     _check(target, nproc)
     callbacks = Callbacks(on_line or _print_line, on_event or _ignore_event)
     job = Job(target=target, args=pickle.dumps(tuple(args)), path=tuple(sys.path), pythonpath=_pythonpath(env))
-    notice = Notice()
+    notice, passed_on = Notice(), PassedOn(passes_on)
     heard = terminable() if notice_s is None else notice
-    with held_port() as port, heard, Guard() as guard, ExitStack() as server, ExitStack() as ranks:
+    with held_port() as port, passed_on, heard, Guard() as guard, ExitStack() as server, ExitStack() as ranks:
         base = {
             **({} if "OMP_NUM_THREADS" in {**os.environ, **(env or {})} else _ONE_THREAD),
             # Warnings of torch's C++ code: where ranks are ended they are stacks of the store that is gone with rank 0.
@@ -98,6 +102,7 @@ def launch_local(
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             **(env or {}),
+            **passed_on.env,
         }
         watch = _Watch(guard, grace_s, timeout_s, stopped_s)
         ranks.callback(watch.close)  # before the server ends, with which they would
@@ -109,10 +114,11 @@ def launch_local(
                 raise _error([], [_not_begun(rank, timeout_s, preload) for rank in range(nproc)])
 
         starter = _starter(server, preload, base, callbacks, overdue)
-        for rank in range(nproc):
-            watch.add(RankProcess(rank, job, {**base, **_rank_env(rank, nproc)}, callbacks, starter))
+        with passed_on.blocked():
+            for rank in range(nproc):
+                watch.add(RankProcess(rank, job, {**base, **_rank_env(rank, nproc)}, callbacks, starter))
         try:
-            watch.run(notice, notice_s)
+            watch.run(notice, notice_s, passed_on)
         except KeyboardInterrupt:
             callbacks.on_event(0, {"kind": "interrupted"})
             raise
@@ -166,13 +172,16 @@ class _Watch:
             self._selector.register(descriptor, selectors.EVENT_READ, rank)
         rank.begin()
 
-    def run(self, notice: Notice, notice_s: float | None) -> None:
+    def run(self, notice: Notice, notice_s: float | None, passed_on: PassedOn) -> None:
         """Until every rank has ended by itself, or the first failure is understood, or the time after a notice is over."""
         failed_at: float | None = None
         told_at: float | None = None
         while self._alive():
             self._turn()
             now = time.monotonic()
+            for number in passed_on.take():
+                for rank in self.ranks:
+                    rank.tell(number)
             if notice.number is not None and told_at is None:
                 told_at = now
                 for rank in self.ranks:

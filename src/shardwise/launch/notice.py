@@ -6,13 +6,26 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType
 
-__all__ = ["NOTICES", "Insistence", "Notice", "leave", "let_go_of_terminal", "terminable"]
+__all__ = [
+    "KEPT_BACK",
+    "NOTICES",
+    "Insistence",
+    "Notice",
+    "PassedOn",
+    "kept_back",
+    "leave",
+    "let_go_of_terminal",
+    "terminable",
+]
 
 NOTICES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """What schedulers send some time before they end a job, and a terminal (or ssh) that is closed."""
+
+KEPT_BACK = "SHARDWISE_SIGNALS_KEPT_BACK"
+"""The variable with the numbers of the signals that a rank starts with blocked: what comes before it is ready is kept for it."""
 
 _ENDS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -65,6 +78,58 @@ class Notice:
         let_go_of_terminal(number)
         if self._insistence.is_there(number):
             leave(number, frame)
+
+
+class PassedOn:
+    """Within: each of ``signals`` that comes is counted, to be passed on to ranks, and ends nothing here.
+
+    One for which the application has a handler of its own is left to it, and off the main thread all are.
+
+    Attributes:
+        pending: those that came since :meth:`take`.
+    """
+
+    def __init__(self, signals: Iterable[int]):
+        self.signals = tuple(signals)
+        self.pending: list[int] = []
+        self._ours: list[int] = []
+
+    def __enter__(self) -> "PassedOn":
+        if threading.current_thread() is threading.main_thread():
+            self._ours = [number for number in self.signals if signal.getsignal(number) is signal.SIG_DFL]
+            for number in self._ours:
+                signal.signal(number, lambda number, frame: self.pending.append(number))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in self._ours:
+            signal.signal(number, signal.SIG_DFL)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What ranks are given, so that these signals do not end them before they are ready."""
+        return {KEPT_BACK: " ".join(str(int(number)) for number in self.signals)} if self.signals else {}
+
+    @contextlib.contextmanager
+    def blocked(self) -> Iterator[None]:
+        """Within, the signals are blocked in this thread, and in the processes that it starts from their beginning to where they
+        unblock them."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def take(self) -> list[int]:
+        """What is pending, once."""
+        taken, self.pending = self.pending, []
+        return taken
+
+
+def kept_back() -> set[int]:
+    """The signals that a launcher has started this process with blocked; none in a thread that has them already."""
+    named = {int(number) for number in os.environ.get(KEPT_BACK, "").split()}
+    return named & set(signal.pthread_sigmask(signal.SIG_BLOCK, ())) if named else named
 
 
 @contextlib.contextmanager

@@ -85,7 +85,7 @@ class RunCheckpoints:
         kept = self.config.checkpoint
         self._emit = emit
         together(self.world, "moving older checkpoints aside", self._move_aside, on_main=True)
-        if kept.every is None and kept.stop_after_s is None and not self.are_there:
+        if not kept.are_made and not self.are_there:
             yield
             return
         self._manager = CheckpointManager(
@@ -97,6 +97,7 @@ class RunCheckpoints:
             async_save=kept.background,
             texts=texts_of(self.config) if self.world.is_main else {},
             stop_after_s=kept.stop_after_s,
+            sigusr1=kept.sigusr1,
         )
         self._manager.says_stop = False  # whoever started the run does
         with self._manager:
@@ -111,7 +112,7 @@ class RunCheckpoints:
         return self._manager.step.num_steps  # type: ignore[attr-defined]
 
     def save(self, done: int) -> None:
-        """Saves if it is time, and at the end of the run. A save that fails (a full disk) has changed nothing: the run goes on, and
+        """Saves if it is time or asked for, and at the end of the run. A save that fails (a full disk) has changed nothing: the run goes on, and
         the next one tries again.
 
         Raises:
@@ -123,12 +124,15 @@ class RunCheckpoints:
         kept, stops = self.config.checkpoint, self.world.stop.agreed is not None
         is_last = kept.every is not None and done == self.config.train.steps
         every = done if is_last else kept.every
-        if not stops and (every is None or done % every):
+        is_asked = self.world.stop.saves
+        if not stops and not is_asked and (every is None or done % every):
             return
         self.settle()
         try:
-            self._manager.save_every(every)
+            path = self._manager.save_every(every)
             self.unsaved = None
+            if is_asked and path is not None:
+                self._emit("saved", text=f"SIGUSR1: a checkpoint of step {done}, {path}")
         except CheckpointError as error:
             if stops:
                 raise

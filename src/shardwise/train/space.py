@@ -44,7 +44,7 @@ def check_space(config: RunConfig, weights_bytes: int | None = None, checkpoint_
     if export is not None and weights_bytes is not None:
         needs.append((folder / export, weights_bytes, f"{human_bytes(weights_bytes)} of weights", "checkpoint.export"))
     kept = config.checkpoint
-    if checkpoint_bytes is not None and (kept.every is not None or kept.stop_after_s is not None):
+    if checkpoint_bytes is not None and kept.are_made:
         text = f"{human_bytes(checkpoint_bytes)} for a checkpoint"
         needs.append((folder / "checkpoints", checkpoint_bytes, text, "log.dir"))
     if export is not None and (os.path.isabs(export) or (folder / export).exists()):

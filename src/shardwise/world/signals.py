@@ -1,7 +1,7 @@
-"""Requests to stop in order: by a signal, by the clock, or by the program itself.
+"""Requests to stop in order, or to save and go on: by a signal, by the clock, or by the program itself.
 
 A request reaches one rank, at any moment, or all of them at different ones. The first exchange of every window tells all
-ranks of those so far, so that each of them stops after the same window.
+ranks of those so far, so that each of them stops, or saves, after the same window.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shardwise.launch.notice import NOTICES, Insistence, leave, let_go_of_terminal
+from shardwise.launch.notice import NOTICES, Insistence, kept_back, leave, let_go_of_terminal
 from shardwise.world.termination import is_free
 
 __all__ = ["StopRequest"]
@@ -30,36 +30,48 @@ class StopRequest:
 
     Attributes:
         agreed: who asked, in words, once all ranks know of it; None: go on. Equal on every rank.
+        saves: whether a checkpoint was asked for, once all ranks know of it, until there is one. Equal on every rank.
     """
 
     def __init__(self) -> None:
         self.agreed: str | None = None
+        self.saves = False
         self._asked: set[Reason] = set()
+        # Counted, not noted: a request that comes between the entry and the sum of an exchange is one for the next.
+        self._num_saves = self._num_told = self._num_known = 0
         self._deadline = float("inf")  # of time.monotonic: a clock that is set has no effect on it
 
     def ask(self, reason: Reason) -> None:
         """Asks for a stop; from a handler of a signal or another thread, too. One rank is enough."""
         self._asked.add(reason)
 
+    def ask_for_save(self) -> None:
+        """Asks for a checkpoint, after which the run goes on; as :meth:`ask` does."""
+        self._num_saves += 1
+
     def entry(self, *, goes_on: bool = True) -> Tensor:
         """This rank's requests, for an exchange; a time limit counts only where the run ``goes_on``."""
         if goes_on and time.monotonic() >= self._deadline:
             self._asked.add("the time limit")
-        return torch.tensor([float(reason in self._asked) for reason in REASONS], dtype=torch.float64)
+        self._num_told = self._num_saves
+        flags = [*(reason in self._asked for reason in REASONS), self._num_told > self._num_known]
+        return torch.tensor([float(flag) for flag in flags], dtype=torch.float64)
 
     def agree(self, summed: Tensor) -> None:
         """Takes in the sum of all ranks' entries."""
-        asked = [reason for reason, count in zip(REASONS, summed.tolist(), strict=True) if count]
+        *counts, saves = summed.tolist()
+        asked = [reason for reason, count in zip(REASONS, counts, strict=True) if count]
+        self.saves, self._num_known = self.saves or bool(saves), self._num_told
         self.agreed = " and ".join(asked) or None
 
     def settle(self) -> None:
         """What was asked for has been done."""
-        self.agreed, self._asked, self._deadline = None, set(), float("inf")
+        self.agreed, self._asked, self._deadline, self.saves = None, set(), float("inf"), False
 
     @contextlib.contextmanager
-    def heeded(self, limit_s: float | None) -> Iterator[None]:
+    def heeded(self, limit_s: float | None, *, usr1_saves: bool = False) -> Iterator[None]:
         """Within: SIGTERM, SIGUSR1 and SIGHUP are requests, and so is the end of ``limit_s`` seconds from now. SIGTERM again
-        raises SystemExit(143).
+        raises SystemExit(143). With ``usr1_saves``, SIGUSR1 asks for a checkpoint and for no stop; one that a launcher kept back comes now.
 
         A signal for which the application has a handler of its own is left to it, and off the main thread, where Python
         allows no handlers, all are.
@@ -75,6 +87,9 @@ class StopRequest:
         def heed(number: int, frame: FrameType | None) -> None:
             let_go_of_terminal(number)
             if os.getpid() == home and not is_over:
+                if usr1_saves and number == signal.SIGUSR1:
+                    self.ask_for_save()
+                    return
                 self.ask(signal.Signals(number).name)  # type: ignore[arg-type]
                 if insistence.is_there(number):
                     leave(number, frame)
@@ -84,17 +99,24 @@ class StopRequest:
 
         for number in before:
             signal.signal(number, heed)
+        kept = kept_back() & set(before)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, kept)
         try:
             yield
         finally:
-            is_over, self._deadline = True, float("inf")
             in_main = threading.current_thread() is threading.main_thread()  # what nobody closed may end in another
+            is_over, self._deadline = True, float("inf")
             for number, handler in before.items() if in_main else ():
                 if signal.getsignal(number) is heed:
-                    signal.signal(number, handler)
+                    signal.signal(number, _too_late if number in kept else handler)
+
+
+def _too_late(number: int, frame: FrameType | None) -> None:
+    """The handler, from the end of a manager on, of a signal that a launcher passes on: it ends nothing. To block it again would not do,
+    since threads that were started meanwhile have it unblocked."""
 
 
 def _handlers() -> dict[int, Any]:
     """The signals that are free for us, and what is there: nothing, or what only ends the process."""
     found = {number: signal.getsignal(number) for number in NOTICES}
-    return {number: handler for number, handler in found.items() if is_free(handler)}
+    return {number: handler for number, handler in found.items() if is_free(handler) or handler is _too_late}

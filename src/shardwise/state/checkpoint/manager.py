@@ -33,7 +33,8 @@ class CheckpointManager:
 
     A run that is asked to stop ends in order: SIGTERM, SIGUSR1 or SIGHUP on any rank, :meth:`stop`, or ``stop_after_s``. All
     ranks agree at the beginning of the next window; the :meth:`save_every` after it saves and raises :class:`~shardwise.Stopped`, with
-    which the program ends with exit status 75. Signals for which the program has a handler of its own are left to it.
+    which the program ends with exit status 75. With ``sigusr1="save"``, SIGUSR1 saves in the same way and the run goes on, as
+    :meth:`save_soon` does. Signals for which the program has a handler of its own are left to it.
 
     Attributes:
         says_stop: whether rank 0 says on stderr that the run has stopped, and where it is.
@@ -56,6 +57,7 @@ class CheckpointManager:
             is raised by the next save, by :meth:`wait` or at the end.
         texts: further files to lie in every checkpoint: path -> content.
         stop_after_s: seconds from now after which the run is asked to stop; what a window and a save take comes on top.
+        sigusr1: what SIGUSR1 asks for: "stop", or "save": a checkpoint, after which the run goes on.
 
     Raises:
         CheckpointError: the directory cannot be used, or another run is using it.
@@ -81,11 +83,13 @@ class CheckpointManager:
         async_save: bool = True,
         texts: Mapping[str, str] | None = None,
         stop_after_s: float | None = None,
+        sigusr1: str = "stop",
     ):
         check_extra(extra or {})
         check_step(step)
         check_texts(texts or {})
         _check_limit(stop_after_s)
+        _check_sigusr1(sigusr1)
         self._runtime = runtime_of(step.model)
         self._world = self._runtime.world
         self._keeping = Keeping(last=keep, every=keep_every, best=best)
@@ -100,7 +104,7 @@ class CheckpointManager:
             weakref.finalize(self, self._background.tell)
         self._is_closed = False
         self._until_closed = contextlib.ExitStack()
-        self._until_closed.enter_context(self._world.stop.heeded(stop_after_s))
+        self._until_closed.enter_context(self._world.stop.heeded(stop_after_s, usr1_saves=sigusr1 == "save"))
         self._world.before_close.append(weakref.WeakMethod(self.close))
 
     def __enter__(self) -> "CheckpointManager":
@@ -132,10 +136,13 @@ class CheckpointManager:
             # Of those too that came after the last window began. Behind this exchange nobody is in one of the background's.
             entry = {"stop": request.entry(goes_on=False)}
             request.agree(self._world.agreement.sum(entry, "closing a checkpoint manager")["stop"])
-            if request.agreed is not None and not self._runtime.in_window:
+            reason = request.agreed
+            if (reason is not None or request.saves) and not self._runtime.in_window:
                 if self._saved_step != self._runtime.step:
                     self.save()
-                self._stop(request.agreed)
+                    self.wait()
+                if reason is not None:
+                    self._stop(reason)
             if self._background is not None:
                 self._background.close()
         finally:
@@ -165,11 +172,11 @@ class CheckpointManager:
     # ---- saving ----------------------------------------------------------------------------------------------
 
     def save_every(self, num_steps: int | None, out: Any = None) -> Path | None:
-        """Saves if the step just done is a multiple of ``num_steps``, or the last before a stop that was asked for. All ranks
-        must call it after each step.
+        """Saves if the step just done is a multiple of ``num_steps``, or the last before a stop that was asked for, or if a checkpoint
+        was asked for. All ranks must call it after each step.
 
         Args:
-            num_steps: windows between two saves; None: only before a stop.
+            num_steps: windows between two saves; None: only when asked.
             out: what the step returned: its loss and metrics are what ``best`` goes by.
 
         Returns:
@@ -182,7 +189,7 @@ class CheckpointManager:
         if num_steps is not None and (not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 1):
             raise ConfigError(f"save_every({num_steps!r})", why="it is a number of steps, 1 or more", fix="use 100")
         reason = self._world.stop.agreed
-        if reason is None and (num_steps is None or self._runtime.step % num_steps):
+        if reason is None and not self._world.stop.saves and (num_steps is None or self._runtime.step % num_steps):
             return None
         figures = {} if out is None else {"loss": out.loss, **out.metrics}
         saved = self.save(metrics=figures)
@@ -201,6 +208,11 @@ class CheckpointManager:
     def stop(self) -> None:
         """Asks the run to stop, as SIGTERM does. One rank is enough; from a handler of a signal or another thread, too."""
         self._world.stop.ask("a call of stop()")
+
+    def save_soon(self) -> None:
+        """Asks for a checkpoint after the window that begins next, as SIGUSR1 does with ``sigusr1="save"``. One rank is enough; from a
+        handler of a signal or another thread, too."""
+        self._world.stop.ask_for_save()
 
     def save(self, *, metrics: Mapping[str, float] | None = None) -> Path:
         """Saves now. All ranks must call it, between two windows. A save that is still being written is waited for.
@@ -256,7 +268,7 @@ class CheckpointManager:
             write(self._world, contents)
         else:
             self._background.begin(contents, write)
-        self._saved_step = contents.step
+        self._saved_step, self._world.stop.saves = contents.step, False
         return self._directory.folder(contents.step)
 
     def wait(self) -> None:
@@ -351,6 +363,11 @@ def _check_limit(stop_after_s: float | None) -> None:
             why="it is a number of seconds above 0",
             fix="use 3600, or None for no limit",
         )
+
+
+def _check_sigusr1(sigusr1: str) -> None:
+    if sigusr1 not in ("stop", "save"):
+        raise ConfigError(f"sigusr1={sigusr1!r}", why="there is no such choice", fix='use "stop" or "save"')
 
 
 def _now() -> str:
