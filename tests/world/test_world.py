@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.errors import ConfigError, LayoutError, RankError, UsageError
+from shardwise.world.init import _OTHER_WORDS, World
 
 # ---- environments -------------------------------------------------------------------------------------------------
 
@@ -257,6 +258,37 @@ def test_broadcast_and_gather_of_objects_and_tensors(ranks):
         assert torch.equal(tensor, torch.arange(6).view(2, 3).t())
         assert float(number) == 2.5
         assert gathered == [{"rank": 0}, {"rank": 1}]
+
+
+def _over_all_ranks():
+    with sw.init("dp_replicate=2", device="cpu", timeout_s=20) as world:
+        own = torch.full((1 + world.rank,), float(world.rank), requires_grad=True)
+        tensors = world.gather(own)
+        mean = world.reduce(torch.tensor([1.0 + world.rank]), "mean")
+        by_torch = torch.ones(1)
+        torch.distributed.all_reduce(by_torch, group=world.group)
+        texts = []
+        for name in (*_OTHER_WORDS, "colour"):
+            assert not hasattr(world, name)
+            try:
+                getattr(world, name)
+            except AttributeError as error:
+                texts.append(str(error))
+        numbers = (world.local_size, world.is_local_main, float(mean), float(by_torch))
+    with pytest.raises(UsageError, match="a reduction in a world that was closed"):
+        world.reduce(torch.ones(1))
+    return numbers, [(tensor.tolist(), tensor.requires_grad) for tensor in tensors], texts
+
+
+def test_what_is_done_over_all_ranks_and_what_others_call_it(ranks):
+    for rank, (numbers, tensors, texts) in enumerate(ranks.run(_over_all_ranks, 2)):
+        assert numbers == (2, rank == 0, 1.5, 2.0)
+        assert tensors == [([0.0], False), ([1.0, 1.0], False)]
+        assert texts[0] == "World has no attribute 'world_size': it is world.size here"
+        assert texts[-1] == "World has no attribute 'colour'"
+    for other in _OTHER_WORDS.values():
+        name = other.split("(")[0].split(".")[0]
+        assert name in vars(World) or name in ("size", "local_size", "device", "mesh"), other
 
 
 def _leaders(path, local):

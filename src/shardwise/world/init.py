@@ -5,7 +5,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -90,6 +90,35 @@ def init(
         raise
 
 
+_OTHER_WORDS = {  # what other libraries call it
+    "world_size": "size",
+    "num_processes": "size",
+    "local_world_size": "local_size",
+    "is_master": "is_main",
+    "is_main_process": "is_main",
+    "is_global_zero": "is_main",
+    "is_local_master": "is_local_main",
+    "is_local_main_process": "is_local_main",
+    "default_device": "device",
+    "process_group": "group",
+    "device_mesh": "mesh",
+    "all_reduce": "reduce(tensor, op)",
+    "all_gather": 'axis("dp").gather(tensor, dim), or world.gather(tensor) for a list',
+    "all_gather_to_list": "gather(tensor)",
+    "all_gather_objects": "gather(value)",
+    "all_gather_object": "gather(value)",
+    "gather_object": "gather(value)",
+    "broadcast_objects": "broadcast(value, src)",
+    "broadcast_object": "broadcast(value, src)",
+    "wait_for_everyone": "barrier()",
+    "main_process_first": "leader_first()",
+    "local_main_process_first": "leader_first(local=True)",
+    "dp_rank": 'axis("dp").rank',
+    "dp_world_size": 'axis("dp").size',
+    "dp_group": 'axis("dp").group',
+}
+
+
 class World:
     """The ranks of a run: where this one stands, its device, and how to talk to the others.
 
@@ -97,7 +126,7 @@ class World:
 
     Attributes:
         layout: the :class:`~shardwise.layout.Layout` over the ranks.
-        rank, size, local_rank: this process among all, and on its node.
+        rank, size, local_rank, local_size: this process among all, and on its node.
         is_main: True on rank 0.
         device: where this rank computes.
         mesh: the one root DeviceMesh, with dims ``dp_replicate`` and ``dp_shard``.
@@ -114,7 +143,7 @@ class World:
         self.layout, self.device, self.seed, self.timeout_s = layout, device, seed, timeout_s
         self.rank, self.size, self.local_rank = env.rank, env.world_size, env.local_rank
         self.source = env.source
-        self._local_size = env.local_world_size
+        self.local_size = env.local_world_size
         self.owns_group, self.closed = owns_group, False
         self.stop = StopRequest()
         self.before_close: list[weakref.WeakMethod[Callable[[], object]]] = []
@@ -148,8 +177,8 @@ class World:
         except BaseException:
             self._stop_watch()
             raise
-        set_threads(self._local_size)
-        self.step_threads = threads_of_offloaded_step(self._local_size)
+        set_threads(self.local_size)
+        self.step_threads = threads_of_offloaded_step(self.local_size)
         seed_all(seed, self.rank)
         owe_last_words(self)
 
@@ -171,6 +200,16 @@ class World:
     def is_main(self) -> bool:
         """True on rank 0, which prints and writes for all."""
         return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """True on the first rank of each node, which does what a node needs once (a download, a file in its own /tmp)."""
+        return self.local_rank == 0
+
+    @property
+    def group(self) -> Any:
+        """torch's process group of all ranks, for calls of ``torch.distributed``; not the one that Shardwise's exchanges use on the CPU."""
+        return self._group(tuple(range(self.size)))
 
     def axis(self, name: str) -> Axis:
         """The view of a mesh axis (``dp_shard``) or a derived one (``dp``, ``fsdp``, ``loss``)."""
@@ -204,9 +243,17 @@ class World:
         dist.broadcast(result, src=src)
         return result
 
+    def reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """A new tensor: ``tensor`` reduced over all ranks by "sum", "mean", "max", "min" or "product"; same shape. All ranks must call it."""
+        self.agreement.check_open("a reduction")
+        return Axis("world", self.rank, tuple(range(self.size)), self.group).reduce(tensor, op)
+
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, by rank, on every rank. All ranks must call it."""
-        return self.agreement.gather(value, "a gather of objects")
+        """Every rank's ``value``, by rank, on every rank: objects by pickling (peers are trusted), tensors of any shapes on this rank's
+        device. All ranks must call it."""
+        sent = value.detach().cpu() if isinstance(value, Tensor) else value
+        found = self.agreement.gather(sent, "a gather of objects")
+        return [each.to(self.device) if isinstance(each, Tensor) else each for each in found]
 
     @contextlib.contextmanager
     def leader_first(self, *, local: bool = False) -> Iterator[bool]:
@@ -274,6 +321,16 @@ class World:
         if self.watch is not None:
             stop_listening(self.watch)
             self.watch.stop()
+
+    if not TYPE_CHECKING:  # for a type checker every name would exist
+
+        def __getattr__(self, name: str) -> Any:
+            other = _OTHER_WORDS.get(name)
+            raise AttributeError(
+                f"World has no attribute {name!r}" + ("" if other is None else f": it is world.{other} here"),
+                name=name,
+                obj=self,
+            )
 
     # ---- groups ----------------------------------------------------------------------------------------------
 
