@@ -54,6 +54,13 @@ def fail_with_layout():
     raise LayoutError("dp_shard=3 on 4 ranks", why="it does not divide", fix="use dp_shard=4")
 
 
+def fail_with_layout_that_another_shows():
+    """As ranks of a world end that all have the same error."""
+    error = LayoutError("dp_shard=3 on 4 ranks", why="it does not divide", fix="use dp_shard=4")
+    error.shown_by = f"rank {1 - RANK}"
+    raise error
+
+
 def fail_unpicklable():
     raise UnpicklableError("one", "two")
 

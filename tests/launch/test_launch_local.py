@@ -178,6 +178,12 @@ def test_error_of_ours_is_raised_again_with_its_rank():
     assert "in fail_with_layout" in caught.value.__notes__[0]
 
 
+def test_an_error_that_a_rank_left_to_another_is_shown_whole_by_who_started_them():
+    with pytest.raises(LayoutError, match="dp_shard=3 on 4 ranks") as caught:
+        launch("fail_with_layout_that_another_shows")
+    assert caught.value.shown_by is None
+
+
 def test_exception_that_cannot_travel_is_told_in_words():
     with pytest.raises(RankError, match="raised UnpicklableError: one") as caught:
         launch("fail_unpicklable")

@@ -351,6 +351,7 @@ def _error(failures: list[Failure], blamed: list[Failure]) -> ShardwiseError:
     error = load_error(cause)
     if isinstance(error, ShardwiseError):
         error.add_note(f"raised on rank {cause.rank}:\n{cause.detail}")
+        error.shown_by = None  # ranks show nothing themselves here: whoever started them does
         return error
     alike = blamed or [failure for failure in failures if failure.shared and cause.shared]
     return rank_error(cause, others=[failure.rank for failure in failures], alike=[failure.rank for failure in alike])
