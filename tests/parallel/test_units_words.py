@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from shardwise.config.options import Precision, Sharding
 from shardwise.errors import ConfigError, PlanError, UsageError
@@ -69,6 +70,12 @@ class Own(Net):
 
 class OwnOffload(Own):
     policy: dict = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}  # noqa: RUF012
+
+
+class OtherCuts(Net):
+    def fully_shard(self, mesh, **_options) -> None:
+        fully_shard(self.layers[0], mesh=mesh, ignored_params={self.layers[0].inner.bias})
+        fully_shard(self.layers[1], mesh=mesh, shard_placement_fn=lambda param: Shard(param.dim() - 1))
 
 
 class Needs(Net):
@@ -212,6 +219,25 @@ def test_policies_of_the_models_own_agree_with_what_parallelize_says_or_are_refu
     assert part == (5, [])
     assert "gives 'layers.1' a CPUOffloadPolicy" in on_host and "offload=True" in on_host
     assert both[0] == 5 and "takes offload_policy" in both[1][0]
+
+
+def other_cuts():
+    with init("dp_shard=2", device="cpu") as world, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model = parallelize(OtherCuts(), world, sharding=Sharding(units="model"))
+        params = recipe_of(model).params
+        cut = [bool(params[name].cuts) for name in ("layers.0.inner.bias", "layers.1.inner.weight")]
+    return cut, [str(warning.message) for warning in warned if "fully_shard" in str(warning.message)]
+
+
+def test_parameters_that_the_models_own_way_would_cut_otherwise_are_named(ranks):
+    for cut, (whole, other) in ranks.run(other_cuts, 2):
+        assert cut == [True, True]
+        assert (
+            "wants layers.0.inner.bias whole on every rank (ignored_params); they are cut along their first dim"
+            in whole
+        )
+        assert "wants layers.1.inner.weight, layers.1.out.weight cut along another dim than their first" in other
 
 
 def test_the_models_own_way_on_meta(ranks):

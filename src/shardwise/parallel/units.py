@@ -11,6 +11,7 @@ import msgspec
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor, Shard
 
 from shardwise._compat import unit_groups, unit_policies, unit_reshard
 from shardwise.anatomy import canonical_modules, dtype_of
@@ -99,6 +100,7 @@ def _of_the_model(module: nn.Module, sharding: Sharding, precision: Precision, w
     for name, child in found.items():
         _refuse_other_policies(name, child, options, _part(precision, name, modules[name]))
     _warn_of_dropped(found, options, taken)
+    _warn_of_other_cuts(found)
     freed = {name: unit_reshard(child) for name, child in found.items()}
     if world.layout.dp_shard == 1 and not isinstance(sharding.reshard_after_forward, bool):
         freed = dict.fromkeys(freed, sharding.reshard_after_forward)  # it has no effect here, which a note says
@@ -110,7 +112,7 @@ def _options(sharding: Sharding, precision: Precision, world: World) -> dict[str
     pin = sharding.pin_memory and world.device.type != "cpu"
     reshard: Any = sharding.reshard_after_forward
     return {
-        "mesh": world.mesh if world.layout.dp_replicate > 1 else world.mesh["dp_shard"],
+        "mesh": world.sharding_mesh(),
         "reshard_after_forward": reshard if isinstance(reshard, bool) or world.layout.dp_shard > 1 else True,
         "mp_policy": _policy(precision),
         "offload_policy": CPUOffloadPolicy(pin_memory=pin) if sharding.offload else OffloadPolicy(),
@@ -179,6 +181,28 @@ def _warn_of_dropped(found: dict[str, Any], options: dict[str, Any], taken: set[
                 f"units='model': its fully_shard takes {key}, and does not give it to {', '.join(without[:3])}"
                 + (f" and {len(without) - 3} more" if len(without) > 3 else "")
                 + ", which are treated as the others are: what parallelize is given holds for the whole model",
+                stacklevel=2,
+            )
+
+
+def _warn_of_other_cuts(found: dict[str, Any]) -> None:
+    """Parameters that the model keeps whole (``ignored_params``) or cuts along another dim (``shard_placement_fn``): all of a unit are cut
+    along their first dim, with the same numbers."""
+    whole, other = [], []
+    for name, child in found.items():
+        for key, param in child.named_parameters():
+            if not isinstance(param, DTensor):
+                whole.append(f"{name}.{key}")
+            elif any(isinstance(placement, Shard) and placement.dim != 0 for placement in param.placements):
+                other.append(f"{name}.{key}")
+    for names, option, wish in (
+        (whole, "ignored_params", "whole on every rank"),
+        (other, "shard_placement_fn", "cut along another dim than their first"),
+    ):
+        if names:
+            warnings.warn(
+                f"units='model': its fully_shard wants {', '.join(names[:3])}{f' and {len(names) - 3} more' if names[3:] else ''} {wish} "
+                f"({option}); they are cut along their first dim, as all parameters of a unit are. The numbers are the same",
                 stacklevel=2,
             )
 
