@@ -22,6 +22,14 @@ def averaged() -> Any:
     return mock.patch.object(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None)
 
 
+def slightly_divided() -> Any:
+    """Gradients five parts in 100,000 too small."""
+    divide = FSDPModule.set_gradient_divide_factor
+    return mock.patch.object(
+        FSDPModule, "set_gradient_divide_factor", lambda self, factor: divide(self, factor * 1.00005)
+    )
+
+
 def averaged_ddp() -> Any:
     """DDP as torch has it: gradients averaged over the ranks."""
     engine = shardwise.parallel.ddp.DDPEngine
@@ -93,6 +101,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     fault.__name__: fault
     for fault in (
         averaged,
+        slightly_divided,
         averaged_ddp,
         all_reduce_dropped,
         local_norm,

@@ -65,11 +65,12 @@ def whole(ranks, tmp_path_factory) -> Path:
     return folder
 
 
-def kill_and_go_on(ranks, tmp_path: Path, whole: Path, num_kills: int, seed: int) -> None:
+def kill_and_go_on(ranks, tmp_path: Path, whole: Path, num_kills: int, seed: int, **length) -> int:
+    """Kills one process of a run at a random moment, ``num_kills`` times or until the run is done: how often it was killed."""
     print(f"seed {seed}")
     chosen, folder, kills = random.Random(seed), tmp_path / "run", 0
     while kills < num_kills:
-        process = start(folder)
+        process = start(folder, **length)
         began = time.monotonic()
         # From before the first step to behind the last: the first checkpoint takes some seconds to come.
         while time.monotonic() - began < 30 and process.poll() is None and not list(folder.glob("checkpoints/step-*")):
@@ -87,10 +88,11 @@ def kill_and_go_on(ranks, tmp_path: Path, whole: Path, num_kills: int, seed: int
             assert process.returncode == -signal.SIGKILL
         else:
             assert process.returncode != 0 or "result" in output, output
-    output = finish(ranks, folder)
+    output = finish(ranks, folder, **length)
     assert kills == 0 or "resumed" in output
     assert weights(folder) == weights(whole)
     assert losses(folder) == losses(whole)
+    return kills
 
 
 @pytest.mark.timeout(180)
@@ -112,6 +114,14 @@ def test_a_killed_run_goes_on_to_the_same_weights(ranks, tmp_path, whole):
 @pytest.mark.parametrize("seed", range(10))
 def test_a_run_that_is_killed_again_and_again_goes_on_to_the_same_weights(ranks, tmp_path, whole, seed):
     kill_and_go_on(ranks, tmp_path, whole, 5, seed)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_a_run_that_is_killed_thirty_times_in_a_row_goes_on_to_the_same_weights(ranks, tmp_path):
+    length = {"steps": 400, "every": 1}
+    finish(ranks, tmp_path / "whole", **length)
+    assert kill_and_go_on(ranks, tmp_path, tmp_path / "whole", 30, 30, **length) == 30
 
 
 def wait_for(process: subprocess.Popen, folder: Path, pattern: str = "checkpoints/step-*") -> None:

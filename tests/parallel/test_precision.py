@@ -1,7 +1,9 @@
 """bf16 and fp16: gradients as good as one plain process's, sums over the ranks in fp32, positions and buffers never rounded."""
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +16,6 @@ from zoo import CASES
 from shardwise.config.options import Parallel, Precision, Sharding, precision_of
 from shardwise.errors import ConfigError
 from shardwise.parallel import parallelize, runtime_of
-from shardwise.train.loss import next_token_loss
 from shardwise.train.step import TrainStep
 from shardwise.train.window import window
 from shardwise.verify.sharded import share_of
@@ -39,36 +40,48 @@ def whole(tensor: Tensor) -> Tensor:
 # ---- gradients ---------------------------------------------------------------------------------------------------
 
 
-def reference() -> nn.Module:
+def build(case: str) -> nn.Module:
     torch.manual_seed(0)
-    return CASES["reference"].build()
+    return CASES[case].build()
 
 
-def micro_batches(num: int) -> list[dict[str, Tensor]]:
-    return CASES["reference"].windows(1, num)[0]
+def micro_batches(num: int, case: str = "reference") -> list[dict[str, Tensor]]:
+    return CASES[case].windows(1, num)[0]
 
 
-def on_ranks(layout: str, accumulate: int, precision: str | Precision, scale: float = 1.0) -> dict[str, Tensor]:
+def on_ranks(
+    layout: str, accumulate: int, precision: str | Precision, scale: float = 1.0, case: str = "reference"
+) -> dict[str, Tensor]:
     with init(layout, device="cpu", timeout_s=30) as world:
-        model = parallelize(reference(), world, precision=precision, sharding=BLOCKS)
-        with window(model, share_of(micro_batches(accumulate * world.size), world)) as w:
+        model = parallelize(build(case), world, precision=precision, sharding=BLOCKS)
+        with window(model, share_of(micro_batches(accumulate * world.size, case), world)) as w:
             for batch in w:
-                (next_token_loss(model(batch["input_ids"]), batch) * scale / w.num_tokens).backward()
-        return {name: whole(param.grad).float() / scale for name, param in runtime_of(model).parameters.items()}
+                (_loss(case, model(**_inputs(batch)), batch) * scale / w.num_tokens).backward()
+        grads = {name: param.grad for name, param in runtime_of(model).parameters.items() if param.grad is not None}
+        return {name: whole(grad).float() / scale for name, grad in grads.items()}
 
 
-def one_process(dtype: torch.dtype, num: int, scale: float = 1.0) -> dict[str, Tensor]:
+def one_process(dtype: torch.dtype, num: int, scale: float = 1.0, case: str = "reference") -> dict[str, Tensor]:
     """Plain torch: parameters cast to ``dtype`` for each micro-batch, gradients added up in that of the masters."""
-    model = reference()
+    model = build(case)
     if dtype == torch.float64:
         model.double()
     masters = dict(model.named_parameters())
-    batches = micro_batches(num)
+    batches = micro_batches(num, case)
     num_tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
     for batch in batches:
         cast = {name: param.to(dtype) for name, param in masters.items()}
-        (next_token_loss(functional_call(model, cast, (batch["input_ids"],)), batch) * scale / num_tokens).backward()
-    return {name: param.grad / scale for name, param in masters.items()}
+        inputs = {key: value.to(dtype) if value.is_floating_point() else value for key, value in _inputs(batch).items()}
+        (_loss(case, functional_call(model, cast, (), inputs), batch) * scale / num_tokens).backward()
+    return {name: param.grad / scale for name, param in masters.items() if param.grad is not None}
+
+
+def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value for key, value in batch.items() if key != "labels"}
+
+
+def _loss(case: str, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    return CASES[case].loss(output, batch)
 
 
 def error_norm(grads: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
@@ -79,11 +92,31 @@ def error_norm(grads: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(("layout", "size"), ON_LAYOUTS)
 def test_bf16_gradients_are_as_good_as_one_process_has_them(ranks, layout, size, accumulate):
+    _be_as_good_as_one_process(ranks, layout, size, accumulate, "reference")
+
+
+_OTHERS = ("experts", "branches", "inplace", "llama", "gpt2", "qwen3", "vit")
+"""Without buffers that training writes, which one plain process has in another dtype."""
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        pytest.param(case, name, marks=() if (i + j) % 3 == 0 and i < 5 else pytest.mark.soak)
+        for i, case in enumerate(_OTHERS)
+        for j, name in enumerate(("replicas-2", "fsdp-2", "hsdp-2x2"))
+    ],
+)
+def test_bf16_gradients_of_other_models_are_as_good_too(ranks, case, name):
+    _be_as_good_as_one_process(ranks, *LAYOUTS[name], 3, case)
+
+
+def _be_as_good_as_one_process(ranks, layout: str, size: int, accumulate: int, case: str) -> None:
     num = size * accumulate
-    exact, plain = one_process(torch.float64, num), one_process(torch.bfloat16, num)
+    exact, plain = (one_process(dtype, num, case=case) for dtype in (torch.float64, torch.bfloat16))
     noise = error_norm(plain, exact)
     assert noise > 0
-    for found in ranks.run(on_ranks, size, layout, accumulate, "bf16"):
+    for found in ranks.run(on_ranks, size, layout, accumulate, "bf16", 1.0, case):
         assert error_norm(found, exact) <= 1.02 * noise
 
 
@@ -286,7 +319,7 @@ def stored(layout: str, storage: str) -> dict[str, set[torch.dtype]]:
     """Dtypes of what is kept after two steps."""
     with init(layout, device="cpu", timeout_s=30) as world:
         torch.manual_seed(0)
-        model = reference()
+        model = build("reference")
         precision = Precision(storage=storage, compute="bfloat16", reduce="float32")
         model = parallelize(model, world, precision=precision, sharding=BLOCKS)
         optim = torch.optim.AdamW(model.parameters(), lr=1e-3)

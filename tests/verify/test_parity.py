@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from faults import FAULTS, run_with_fault
 from matrix import DEFAULT_UNIT, KINDS, LAYOUTS, Cell, all_cells, sample_cells
 from zoo import CASES
@@ -31,6 +32,29 @@ def test_sharded_equals_one_process(ranks, cell):
 @pytest.mark.parametrize("cell", list(all_cells()), ids=str)
 def test_sharded_equals_one_process_everywhere(ranks, cell):
     _parity(ranks, cell)
+
+
+_IN_TURN = ("fsdp-2", "ddp-2")
+_IN_FP32 = ("reference", "odd", "conv", "llama")  # the others in soak
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        pytest.param(case, layout, marks=() if case in _IN_FP32 and layout == _IN_TURN[i % 2] else pytest.mark.soak)
+        for i, case in enumerate(CASES)
+        for layout in ("ddp-2", "fsdp-2", "hsdp-2x2")
+    ],
+)
+def test_in_fp32_every_gradient_is_within_1e_5(ranks, case, layout):
+    _parity(ranks, Cell(case, layout, 3, True, 0), dtype=torch.float32)
+
+
+def test_five_parts_in_100_000_are_too_much_in_fp32(ranks):
+    fault, case, layout = ("slightly_divided", "reference", "fsdp-2")
+    faulty = functools.partial(_run_faulty, ranks, fault)
+    with pytest.raises(VerifyError, match=r"error 4\.99.e-05, allowed 1e-05"):
+        _parity(ranks, Cell(case, layout, 3, True, 0), run=faulty, dtype=torch.float32)
 
 
 _ADAMW = (("reference", "fsdp-2"), ("odd", "ddp-2"), ("llama", "hsdp-2x2"))  # the other pairs in soak

@@ -199,6 +199,8 @@ class Unit:
         for group in reversed(self.groups):
             if group.reduce_grads:
                 _agree_on_dtype(group)
+            elif not any(hasattr(param, "_unsharded_param") for param in group.fsdp_params):
+                continue  # never gathered yet, so without gradients; where sums are of another dtype, FSDP2 would ask for them
             group.post_backward()
             group._training_state = TrainingState.IDLE
         if all(group.reshard_after_backward for group in self.groups):
