@@ -28,7 +28,7 @@ BLUE, LIGHT, ORANGE, GREY = "#3182bd", "#9ecae1", "#fd8d3c", "#e8e8e8"
 
 def measure(only: str | None = None) -> dict[str, Any]:
     """The figures of every picture, or of one, as JSON."""
-    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+    sys.path[:0] = [str(ROOT / name) for name in ("src", "tests", "tools")]
     from conftest import PRELOAD
 
     from shardwise.testing import RankPool

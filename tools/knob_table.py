@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / name) for name in ("src", "tests", "tools")]
 
 from conftest import PRELOAD  # noqa: E402
 from parallel.knobs import DEVICE_KNOBS, KNOBS  # noqa: E402

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / name) for name in ("src", "tests", "tools")]
 
 from stamp import stamped  # noqa: E402
 from world.loss_runs import LAUNCHERS, Run, names, run  # noqa: E402

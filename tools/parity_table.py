@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / name) for name in ("src", "tests", "tools")]
 
 from conftest import PRELOAD  # noqa: E402
 from matrix import LAYOUTS, all_cells, sample_cells  # noqa: E402

@@ -101,3 +101,21 @@ def test_describe_names_a_spectral_norm(kind):
         text = sw.describe(sw.parallelize(build(), world))
         assert "1: warning: the power iteration of its spectral norm advances once per forward" in text
         assert "power iteration" not in sw.describe(sw.parallelize(lambda: nn.Linear(4, 4), world))
+
+
+def worlds_with_other_groups() -> list[float]:
+    sums = []
+    for num_groups in (0, 2):
+        with sw.init("dp_replicate=2", device="cpu"):
+            kept = [dist.new_group([0, 1]) for _ in range(num_groups)]
+            with sw.init("dp_shard=2", device="cpu") as world:
+                model = sw.parallelize(nn.Linear(4, 4), world)
+                model(torch.ones(2, 4)).sum().backward()
+                sums.append(float(model.weight.grad.full_tensor().sum()))
+            del kept
+    return sums
+
+
+def test_a_world_that_is_opened_after_another_with_other_groups_gathers_over_its_own(ranks):
+    """torch keeps results of operators on DTensors, with the mesh of the world before."""
+    assert ranks.run(worlds_with_other_groups, 2) == [[64.0, 64.0]] * 2

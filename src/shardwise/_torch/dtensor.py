@@ -1,10 +1,10 @@
 """DTensors over memory that is there."""
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, debug
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-__all__ = ["cut_like"]
+__all__ = ["cut_like", "forget_meshes"]
 
 
 def cut_like(local: Tensor, other: DTensor) -> DTensor:
@@ -17,3 +17,11 @@ def cut_like(local: Tensor, other: DTensor) -> DTensor:
     return DTensor(
         local.detach(), DTensorSpec(other.device_mesh, other.placements, tensor_meta=meta), requires_grad=False
     )
+
+
+def forget_meshes() -> None:
+    """Forgets what torch keeps of results of operators on DTensors. It takes meshes of the same ranks for one, so results in a new
+    world would lie on a mesh of the one before, whose groups are gone."""
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()

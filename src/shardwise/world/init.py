@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise._torch.dtensor import forget_meshes
 from shardwise.errors import ConfigError, RankError, ShardwiseError, Stopped, UsageError
 from shardwise.launch.failure import is_lost_peer
 from shardwise.layout import AXES, DERIVED_AXES, Layout, layout_of
@@ -314,6 +315,7 @@ class World:
         owe_no_words(self)
         self._stop_watch()
         self._gradients = None  # a group's threads end with the last reference to it
+        forget_meshes()
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
