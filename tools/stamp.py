@@ -69,6 +69,11 @@ PAGES = {
             "python tools/hostile_table.py",
             (*_src("state"), "tests/state/mutant_checkpoints.py"),
         ),
+        Page(
+            "docs/mistakes.md",
+            "python tools/mistakes_page.py",
+            (*TRAINED, *_src("config", "state"), "tests/mistakes", "tests/train/plain.py"),
+        ),
         Page("docs/loss-table.md", "python tools/loss_table.py", (*_src("launch", "world"), "tests/world/losses.py")),
         Page(
             "docs/units.md", "python tools/units_table.py --write", (*_src("anatomy", "recipe"), "tools/units_table.py")

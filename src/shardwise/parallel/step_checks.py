@@ -23,7 +23,7 @@ from shardwise.errors import UsageError
 from shardwise.parallel.runtime import Runtime
 from shardwise.parallel.step_threads import HookedThreads
 
-__all__ = ["check_step", "refuse_unsummed", "refuse_unsummed_step", "stepped_by", "watch_steps"]
+__all__ = ["check_step", "refuse_in_window", "refuse_unsummed", "refuse_unsummed_step", "stepped_by", "watch_steps"]
 
 _watched: weakref.WeakSet[Runtime] = weakref.WeakSet()
 _looked_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, frozenset[int]] = weakref.WeakKeyDictionary()
@@ -53,12 +53,7 @@ def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         _refuse_strangers(optimizer, held)
         _looked_at[optimizer] = ids
     for runtime in stepped:
-        if runtime.in_window:
-            raise UsageError(
-                f"{type(optimizer).__name__}.step() inside a window",
-                why="gradients are final when the window is left: until then those of other micro-batches, or of other ranks, are missing",
-                fix="take the step after the with block",
-            )
+        refuse_in_window(runtime, f"{type(optimizer).__name__}.step()", "take the step after the with block")
         refuse_unsummed(runtime, f"{type(optimizer).__name__}.step()")
         if not runtime.is_checked:
             runtime.check_unchanged()
@@ -82,6 +77,16 @@ def _told_of(zero_grad: Callable[..., None], held_by: Callable[[Any], Mapping[in
         zero_grad(owner, set_to_none)
 
     return call
+
+
+def refuse_in_window(runtime: Runtime, what: str, fix: str) -> None:
+    """Raises UsageError if ``what``, which needs final gradients, comes inside a window of the model."""
+    if runtime.in_window:
+        raise UsageError(
+            f"{what} inside a window",
+            why="gradients are final when the window is left: until then those of other micro-batches, or of other ranks, are missing",
+            fix=fix,
+        )
 
 
 def refuse_unsummed(runtime: Runtime, what: str) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from shardwise._compat import foreach_scale
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.parallel import Runtime, runtime_of
-from shardwise.parallel.step_checks import refuse_unsummed
+from shardwise.parallel.step_checks import refuse_in_window, refuse_unsummed
 from shardwise.train.norm import GradientNorm
 
 __all__ = ["Clipping", "NormType", "clip_grad_norm_", "clip_grad_value_", "scale_gradients"]
@@ -87,6 +87,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, norm_type: NormType = 
     if not max_norm > 0:
         raise ConfigError(f"clip_grad_norm_(max_norm={max_norm})", why="it is a number above 0", fix="use max_norm=1.0")
     runtime = runtime_of(model)
+    refuse_in_window(runtime, "clip_grad_norm_", "clip after the with block, once for all micro-batches")
     refuse_unsummed(runtime, "clip_grad_norm_")
     total = GradientNorm(runtime, p)
     settings = f"max_norm={float(max_norm)}, norm_type={p}"  # in the place: ranks with others are told
@@ -105,6 +106,7 @@ def clip_grad_value_(model: nn.Module, value: float) -> None:
     if not value > 0:
         raise ConfigError(f"clip_grad_value_(value={value})", why="it is a number above 0", fix="use value=1.0")
     runtime = runtime_of(model)
+    refuse_in_window(runtime, "clip_grad_value_", "clip after the with block, once for all micro-batches")
     refuse_unsummed(runtime, "clip_grad_value_")
     _refuse_complex(runtime, f"clip_grad_value_(value={value})")
     _clamp(runtime, value)

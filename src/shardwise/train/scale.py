@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardwise._compat import foreach_scale, is_unscaled, tell_scaler
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.parallel import Runtime, runtime_of
-from shardwise.parallel.step_checks import refuse_unsummed
+from shardwise.parallel.step_checks import refuse_in_window, refuse_unsummed
 from shardwise.train.norm import GradientNorm
 
 __all__ = ["LossScale", "computes_half", "unscale_gradients_"]
@@ -92,6 +92,7 @@ def unscale_gradients_(model: nn.Module, optim: torch.optim.Optimizer, scaler: t
     _refuse_no_scaler(scaler)
     if not scaler.is_enabled():
         return True
+    refuse_in_window(runtime, "unscale_gradients_", "unscale after the with block")
     refuse_unsummed(runtime, "unscale_gradients_")
     _refuse_half_storage(runtime)
     if is_unscaled(scaler, optim):

@@ -1,6 +1,7 @@
 """``TrainStep``: one optimizer step on a window, with every decision taken by all ranks together."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -117,6 +118,10 @@ class TrainStep:
         self.count = count if count is not None or loss is not None else getattr(model, "count", None)
         self.max_grad_norm, self.clip_grad_value, self.on_nonfinite = max_grad_norm, clip_grad_value, on_nonfinite
         self.num_steps = self.num_skipped = 0
+        self._scheduled: int | None = (
+            None  # the scheduler's own count after the step of this object; None: it has not stepped it
+        )
+        self._has_told_schedule = False
         self._runtime: Runtime = runtime
         runtime.labels_seen = torch.zeros(3)  # another step may be given other data
         self._scale = LossScale(runtime, optim, scaler)
@@ -131,6 +136,7 @@ class TrainStep:
 
     def __call__(self, window: Iterable[Batch]) -> StepOutput:
         self._refuse_old_gradients()
+        self._warn_of_second_schedule()
         if self._runtime.step == 0:
             self.given.take()
         with Window(self.model, window, loss=self.loss, count=self.count, trains=True) as w:
@@ -195,6 +201,7 @@ class TrainStep:
         self._runtime.step = state["num_windows"]
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
+            self._scheduled = None
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
 
@@ -251,7 +258,20 @@ class TrainStep:
             after()
         if self.scheduler is not None:
             self.scheduler.step()
+            self._scheduled = getattr(self.scheduler, "last_epoch", None)
         self._drop_gradients()
+
+    def _warn_of_second_schedule(self) -> None:
+        """A loop that steps the scheduler too, as one without a TrainStep does: the schedule would pass that much faster."""
+        before, self._scheduled = self._scheduled, None
+        if before is None or (now := self.scheduler.last_epoch) <= before or self._has_told_schedule:
+            return
+        self._has_told_schedule = True
+        warnings.warn(
+            f"the scheduler {type(self.scheduler).__name__} was stepped {now - before} times since the last step, and TrainStep(scheduler=...) "
+            "steps it itself: learning rates pass faster than was set. Leave out scheduler.step(), or leave scheduler= out of TrainStep.",
+            stacklevel=3,
+        )
 
     def _refuse_step(self, norm: float, loss: float, own_loss: Tensor, kept: Mapping[str, Tensor]) -> None:
         """Leaves everything as it was; every rank comes here or none, since the numbers are the same."""
