@@ -77,19 +77,21 @@ class Mistake:
     Attributes:
         ranks: on how many ranks both scripts run; ``plain_ranks`` and ``our_ranks`` where they differ.
         says: words that our error or warning must have, so that another one does not pass for it; "": the numbers must be right.
+        versus_one: ``ours`` returns values instead, and is run once more on one rank: what it returns there is what they are compared with.
         gate: how far from one process "right" may be, relatively.
     """
 
     ranks: ClassVar[int] = 1
     plain_ranks: ClassVar[int | None] = None
     says: ClassVar[str] = ""
+    versus_one: ClassVar[bool] = False
     gate: ClassVar[float] = 1e-12
 
     def plain(self) -> Plain:
         """The script in plain torch, inside a process group where there are several ranks. What rank 0 returns is shown."""
         raise NotImplementedError
 
-    def ours(self) -> float:
+    def ours(self) -> Any:
         """The script with Shardwise. Returns how far its numbers are from those of one process, or infinity where nothing can be compared."""
         raise NotImplementedError
 
@@ -118,7 +120,12 @@ def measure(run: Callable[..., list], name: str) -> tuple[Plain, Outcome]:
     assert not said, f"{name}: plain torch said {said}"
     assert plain.off >= 0.01, f"{name}: the mistake costs nothing in plain torch: {plain}"
     with tempfile.TemporaryDirectory() as folder:
-        return plain, _outcome(row, run(_with_ours, row.ranks, name, folder))
+        answers = run(_with_ours, row.ranks, name, folder)
+    if row.versus_one and all(text is None for text, _, _ in answers):
+        with tempfile.TemporaryDirectory() as folder:
+            ((_, _, alone),) = run(_with_ours, 1, name, folder)
+        answers = [(text, told, off(found, alone)) for text, told, found in answers]
+    return plain, _outcome(row, answers)
 
 
 def row_of(name: str) -> type[Mistake]:
@@ -137,7 +144,7 @@ def _outcome(row: type[Mistake], answers: list) -> Outcome:
     worst = max((error for _, _, error in answers if error is not None), default=float("inf"))
     if not errors and not row.says and worst <= row.gate:
         return Outcome("right", f"at most {row.gate:.0e} from one process")
-    return Outcome("silent", f"{worst:.1e} from one process; errors {errors}; warnings {told}")
+    return Outcome("silent", f"{worst:.1e} from one process; errors {[text[:300] for text in errors]}; warnings {told}")
 
 
 def _shown(text: str) -> str:
@@ -160,7 +167,7 @@ def _plainly(name: str, folder: str) -> tuple[Plain, list[str]]:
     return plain, [str(each.message) for each in caught]
 
 
-def _with_ours(name: str, folder: str) -> tuple[str | None, list[str], float | None]:
+def _with_ours(name: str, folder: str) -> tuple[str | None, list[str], Any]:
     """The text of an error of ours, the texts of warnings that our code gave, and how far off the numbers are."""
     row, told = row_of(name)(), []
     given = warnings.warn
@@ -175,7 +182,7 @@ def _with_ours(name: str, folder: str) -> tuple[str | None, list[str], float | N
         warnings.simplefilter("ignore")
         warnings.warn = warn  # type: ignore[assignment]
         try:
-            return None, told, float(row.ours())
+            return None, told, row.ours()
         except ShardwiseError as error:
             text = str(error) if isinstance(error, CommandError) else f"{type(error).__name__}: {error}"
             return text.replace(folder, "."), told, None

@@ -1,5 +1,7 @@
 """Cases that computed something else without a word, found by reading the code as an adversary; each as a user wrote it."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -312,3 +314,38 @@ def test_ranks_that_bring_different_windows_of_a_loader(ranks, script, sample):
     for text, who in ranks.run(of_different_windows, 2, script):
         assert who == (1,) and "different windows of a Loader" in text
         assert f"rank 1 has epoch 0 from sample {sample} on, rank 0 epoch 0 from sample {sample - 8} on" in text
+
+
+class Modes(nn.Module):
+    def __init__(self, *inner):
+        super().__init__()
+        self.body, self.inner = nn.Linear(4, 3), nn.ModuleList(inner)
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def steps_in_eval_mode():
+    told = {}
+    cases = {  # the model, and how its mode is set
+        "dropout": (lambda: Modes(nn.Dropout(0.1)), lambda model: model.eval()),
+        "batch norm": (lambda: Modes(nn.BatchNorm1d(3)), lambda model: model.eval()),
+        "in train mode": (lambda: Modes(nn.Dropout(0.1)), lambda model: model),
+        "frozen batch norm": (lambda: Modes(nn.BatchNorm1d(3)), lambda model: model.inner[0].eval()),
+        "nothing that acts by mode": (lambda: Modes(nn.LayerNorm(3), nn.Dropout(0.0)), lambda model: model.eval()),
+    }
+    with sw.init("dp_shard=1", device="cpu") as world:
+        for name, (build, change) in cases.items():
+            step = step_of(world, build())
+            change(step.model)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                step([batch_of(0)])
+                step([batch_of(1)])
+            told[name] = sum("eval mode" in str(each.message) for each in caught)
+    return told
+
+
+def test_a_training_step_in_eval_mode_is_told_once_where_the_mode_matters(ranks):
+    told = ranks.run(steps_in_eval_mode, 1)[0]
+    assert told == {name: int(name in ("dropout", "batch norm")) for name in told} and len(told) == 5

@@ -36,7 +36,7 @@ from shardwise.parallel.sources import all_tensors, build_with_source
 from shardwise.parallel.stale import mark_stale
 from shardwise.parallel.step_checks import watch_steps
 from shardwise.parallel.techniques import EXPLAINERS, check_edits, edit_after_engine, edit_before_engine
-from shardwise.parallel.tensors import follow_parameters, give_memory, tensors_of
+from shardwise.parallel.tensors import follow_parameters, give_memory, tensors_of, unregistered_parameters
 from shardwise.parallel.transforms import Chosen, Given, choose, notes_of, transformed
 from shardwise.parallel.units import with_named_units
 from shardwise.recipe import Anatomy, Note, Recipe, describe_recipe, fingerprint_of, make_recipe, stored_as
@@ -105,6 +105,8 @@ def parallelize(
     chosen, own = precision_of(precision), choose(transforms)
     module, source = build_with_source(_with_transforms(model, own, world), world, init)
     _refuse_wrapped(module)
+    if world.is_main:
+        _warn_of_unregistered(module)
     anatomy = _cast_storage(module, read_anatomy(module, example=example), chosen)
     units = with_named_units(module, sharding or Sharding(), chosen, world)
     recipe = make_recipe(
@@ -131,6 +133,19 @@ def parallelize(
     in_large_pages(tensor for name, tensor in runtime.local_tensors().items() if name in without_memory)
     source.write(runtime)
     return module  # type: ignore[return-value]
+
+
+def _warn_of_unregistered(module: nn.Module) -> None:
+    found = unregistered_parameters(module)
+    if found:
+        first, *others = found
+        more = f" and {len(others)} more" if others else ""
+        warnings.warn(
+            f"{first}{more}: trainable, and in a Python list, tuple or dict, so model.parameters() does not have them: no optimizer gets them, and "
+            "nothing shards them, moves them or sums their gradients. Keep modules in nn.ModuleList or nn.ModuleDict, parameters in "
+            "nn.ParameterList; or call requires_grad_(False) on what is not to be trained.",
+            stacklevel=3,
+        )
 
 
 def _counting(module: nn.Module) -> list[Note]:

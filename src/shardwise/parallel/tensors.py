@@ -25,6 +25,7 @@ __all__ = [
     "replace_tensors",
     "tensors_of",
     "to_meta",
+    "unregistered_parameters",
 ]
 
 
@@ -116,6 +117,30 @@ def loose_tensors(module: nn.Module, registered: Iterable[Tensor] | None = None)
         if id(hidden.tensor) not in known:
             found.setdefault(id(hidden.tensor), (hidden.name, hidden.tensor))
     return dict(found.values())
+
+
+def unregistered_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Name -> trainable parameter that lies, by itself or in a module, in a list, tuple or dict of a module: ``parameters()`` has none of
+    them. What an attribute other than those hides was hidden on purpose."""
+    known = {id(param) for param in tensors_of(module, "_parameters").values()}
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for prefix, owner in canonical_modules(module):
+        for attr in [attr for attr in vars(owner) if attr not in _OF_MODULES and not attr.startswith("_shardwise")]:
+            for name, param in _parameters_in(f"{prefix}.{attr}" if prefix else attr, vars(owner)[attr]):
+                if param.requires_grad and id(param) not in known:
+                    found.setdefault(id(param), (name, param))
+    return dict(found.values())
+
+
+def _parameters_in(name: str, value: Any, depth: int = 3) -> Iterator[tuple[str, nn.Parameter]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, item in list(items) if depth else ():
+        if isinstance(item, nn.Parameter):
+            yield f"{name}.{key}", item
+        elif isinstance(item, nn.Module):
+            yield from ((f"{name}.{key}.{inner}", param) for inner, param in item.named_parameters())
+        else:
+            yield from _parameters_in(f"{name}.{key}", item, depth - 1)
 
 
 def follow_parameters(module: nn.Module, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:

@@ -12,6 +12,7 @@ from shardwise.errors import ConfigError, RankError, ShardwiseError, UsageError
 from shardwise.parallel import Runtime
 from shardwise.train.labels import Batch, compare_labels, judge_labels
 from shardwise.train.refuse import refuse_gradless
+from shardwise.train.same_data import digest_of_data, judge_data
 from shardwise.world.agreement import digest_of
 
 __all__ = ["agree_on_count"]
@@ -43,8 +44,10 @@ def agree_on_count(
         problem = error
     place, agreement = f"window {runtime.step + 1}, before forward", runtime.world.agreement
     data = getattr(batches[0], "window", None) if batches else None
+    samples = digest_of_data(runtime, batches) if problem is None else 0
     sums = agreement.sum(
         {
+            "samples": agreement.same(samples),
             "data": agreement.same(digest_of(repr(data))),
             "tokens": tokens,
             "labels": labels,
@@ -62,6 +65,7 @@ def agree_on_count(
     if not agreement.all_same(sums["data"]):
         raise _data_differ(runtime, data, place)
     runtime.labels_seen = judge_labels(runtime.labels_seen, sums["labels"], f"window {runtime.step + 1}")
+    judge_data(runtime, samples, agreement.all_same(sums["samples"]))
     total = float(sums["tokens"])
     if not math.isfinite(total) or total < 0:
         raise ConfigError(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.anatomy import canonical_modules
 from shardwise.errors import ConfigError, NonFiniteError, ShardwiseError, UsageError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.state.given import Given
@@ -121,9 +122,9 @@ class TrainStep:
         self._scheduled: int | None = (
             None  # the scheduler's own count after the step of this object; None: it has not stepped it
         )
-        self._has_told_schedule = False
+        self._has_told_schedule = self._has_told_mode = False
         self._runtime: Runtime = runtime
-        runtime.labels_seen = torch.zeros(3)  # another step may be given other data
+        runtime.labels_seen, runtime.same_data = torch.zeros(3), []  # another step may be given other data
         self._scale = LossScale(runtime, optim, scaler)
         self._norm = GradientNorm(self._runtime, clipping.p, whole_after=self._runtime.replicated)
         self._sums = SumCheck(count_of(loss, self.count))
@@ -137,6 +138,7 @@ class TrainStep:
     def __call__(self, window: Iterable[Batch]) -> StepOutput:
         self._refuse_old_gradients()
         self._warn_of_second_schedule()
+        self._warn_of_eval_mode()
         if self._runtime.step == 0:
             self.given.take()
         with Window(self.model, window, loss=self.loss, count=self.count, trains=True) as w:
@@ -261,6 +263,20 @@ class TrainStep:
             self._scheduled = getattr(self.scheduler, "last_epoch", None)
         self._drop_gradients()
 
+    def _warn_of_eval_mode(self) -> None:
+        """Parts that are kept in eval mode on purpose (frozen batch norm) leave the whole in train mode."""
+        if self.model.training or self._has_told_mode:
+            return
+        self._has_told_mode = True
+        found = [name for name, child in canonical_modules(self.model) if acts_by_mode(child)]
+        if found and self._runtime.world.is_main:
+            warnings.warn(
+                f"a training step of a model in eval mode: {found[0]}{f' and {len(found) - 1} more' if len(found) > 1 else ''} (dropout, batch norm) "
+                "act as in evaluation. Call model.train() first (from_pretrained gives models in eval mode; after model.eval() it stays "
+                "so); where it is meant, leave the model in train mode, and call eval() on those modules.",
+                stacklevel=3,
+            )
+
     def _warn_of_second_schedule(self) -> None:
         """A loop that steps the scheduler too, as one without a TrainStep does: the schedule would pass that much faster."""
         before, self._scheduled = self._scheduled, None
@@ -327,6 +343,19 @@ class TrainStep:
 
 def _listed(ranks: tuple[int, ...]) -> str:
     return ", ".join(map(str, ranks))
+
+
+_DROPS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_KEEP_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def acts_by_mode(module: nn.Module) -> bool:
+    """Whether torch's own ``module`` computes otherwise in train mode: dropout that drops, batch norm with running statistics."""
+    return (
+        module.p > 0
+        if isinstance(module, _DROPS)
+        else isinstance(module, _KEEP_STATISTICS) and module.track_running_stats
+    )
 
 
 def methods_called(module: nn.Module, name: str) -> list[Callable[[], Any]]:
