@@ -270,6 +270,8 @@ def _shortened(command: str, folder: Path) -> str | None:
             return f"python {ROOT / 'tools' / 'hostile_table.py'} --num 1 --print"
         case ["python", "tools/units_table.py", *_]:
             return f"python {ROOT / 'tools' / 'units_table.py'} LlamaForCausalLM OPTForCausalLM"
+        case ["python", "tools/stamp.py"]:
+            return f"python {ROOT / 'tools' / 'stamp.py'} --help"
         case ["python", "tools/loss_table.py"]:
             return f"python {ROOT / 'tools' / 'loss_table.py'} --help"
         case ["make", "demo"]:
