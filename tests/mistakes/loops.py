@@ -138,7 +138,7 @@ class ClippedInsideTheWindow(Mistake):
 
 
 class NormOfShards(Mistake):
-    """A norm of one's own, `sum(p.grad.norm().item() ** 2 for p in ...)`, for clipping or the log: it is that of this rank's shards."""
+    """A norm computed by hand, `sum(p.grad.norm().item() ** 2 for p in ...)`, for clipping or the log: it is that of this rank's shards."""
 
     ranks = 2
     says = "of a tensor that is cut over dp_shard=2"

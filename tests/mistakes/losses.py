@@ -69,7 +69,7 @@ class MeanOfEachMicroBatch(Mistake):
 
 
 class MeanInALoopOfOnesOwn(Mistake):
-    """The same in a loop of one's own under DDP's habits: a mean and a plain `backward()` on each rank, which here sums over the ranks."""
+    """The same in a hand-written loop, as under DDP: a mean and a plain `backward()` on each rank, which here sums over the ranks."""
 
     ranks = 2
     says = "gradients of backward() outside of a window are summed over 2 ranks, not averaged"

@@ -115,8 +115,10 @@ def measure(run: Callable[..., list], name: str) -> tuple[Plain, Outcome]:
         AssertionError: plain torch was not silent, or the mistake cost nothing there.
     """
     row = row_of(name)
-    with tempfile.TemporaryDirectory() as folder:
-        plain, said = run(_plainly, row.plain_ranks or row.ranks, name, folder)[0]
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place, "run")
+        folder.mkdir()
+        plain, said = run(_plainly, row.plain_ranks or row.ranks, name, str(folder))[0]
     assert not said, f"{name}: plain torch said {said}"
     assert plain.off >= 0.01, f"{name}: the mistake costs nothing in plain torch: {plain}"
     with tempfile.TemporaryDirectory() as folder:
@@ -157,8 +159,10 @@ def _plainly(name: str, folder: str) -> tuple[Plain, list[str]]:
     row = row_of(name)()
     with _inside(folder), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if int(os.environ["WORLD_SIZE"]) > 1:
-            dist.init_process_group("gloo")
+        if (size := int(os.environ["WORLD_SIZE"])) > 1:
+            # Not by the port: the ranks are warm, and a store there may still have the addresses of the group before.
+            store = dist.FileStore(str(Path(folder).with_name("store")), size)
+            dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=size)
         try:
             plain = row.plain()
         finally:

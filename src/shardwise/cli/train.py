@@ -110,14 +110,14 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
     if weights is not None and not Path(weights).exists():
         raise ConfigError(
             f"model.weights={weights!r} ({origins['model.weights']})",
-            why=f"there is no such file or directory (looked from {Path.cwd()})",
+            why=f"there is no such file or directory (relative to {Path.cwd()})",
             fix="give the path of a model directory, or of a file of weights",
         )
     path = config.data.path
     if path is not None and not Path(path).is_file():
         raise ConfigError(
             f"data.path={path!r} ({origins['data.path']})",
-            why="it is a directory" if Path(path).is_dir() else f"there is no such file (looked from {Path.cwd()})",
+            why="it is a directory" if Path(path).is_dir() else f"there is no such file (relative to {Path.cwd()})",
             fix="give the path of a text file, or of tokens as .npy or .bin",
         )
     check_tokens(config, origins)
@@ -135,7 +135,7 @@ def _check_hf(folder: str, origin: str) -> None:
     if not (Path(folder) / "config.json").is_file():
         raise ConfigError(
             f"model.hf={folder!r} ({origin})",
-            why=f"there is no config.json in it (looked from {Path.cwd()})",
+            why=f"there is no config.json in it (relative to {Path.cwd()})",
             fix="give a directory that save_pretrained has written; nothing is downloaded",
         )
     if importlib.util.find_spec("transformers") is None:

@@ -43,7 +43,7 @@ def tokenizer_path(given: str | None) -> Path | None:
         f"data.tokenizer={given!r}",
         why=f"there is no tokenizer.json in it (it has {others})"
         if others
-        else f"there is no tokenizer.json (looked from {Path.cwd()})",
+        else f"there is no tokenizer.json (relative to {Path.cwd()})",
         fix="write one by transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
         if others
         else "give bytes, or a directory with a tokenizer.json, or that file",

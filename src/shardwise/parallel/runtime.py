@@ -115,9 +115,8 @@ class Runtime:
         # Called before gradients are cleared, with the parameters (by identity), and whether gradients become None.
         self.on_zero_grad: ZeroGrad = _nothing
         self.labels_seen: Tensor | None = torch.zeros(3)  # how labels compare with inputs so far; None: enough was seen
-        self.same_data: (
-            list[int] | None
-        ) = []  # digests of windows that were equal on all ranks; None: some was not, or it was told
+        # Digests of windows that were equal on all ranks; None: some was not, or the warning was given.
+        self.same_data: list[int] | None = []
         self.accumulates = False  # a micro-batch of ``accumulate`` has run that is not the last
         self.num_gathered = 0  # times that somebody is within ``sw.gathered``
         self.explainers: list[Callable[[BaseException], ShardwiseError | None]] = []  # of techniques

@@ -90,7 +90,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, norm_type: NormType = 
     refuse_in_window(runtime, "clip_grad_norm_", "clip after the with block, once for all micro-batches")
     refuse_unsummed(runtime, "clip_grad_norm_")
     total = GradientNorm(runtime, p)
-    settings = f"max_norm={float(max_norm)}, norm_type={p}"  # in the place: ranks with others are told
+    settings = f"max_norm={float(max_norm)}, norm_type={p}"  # part of the place: ranks with other settings are refused
     summed = runtime.world.agreement.sum({"norm": total.entry()}, f"clipping ({settings})")
     norm = total.finish(summed["norm"])
     scale_gradients(runtime, float(norm), max_norm)

@@ -194,7 +194,7 @@ class TokenFile(TokenWindows):
         if not file.is_file():
             raise ConfigError(
                 f"data file {str(file)!r}",
-                why="it is a directory" if file.is_dir() else f"there is no such file (looked from {Path.cwd()})",
+                why="it is a directory" if file.is_dir() else f"there is no such file (relative to {Path.cwd()})",
                 fix="give the path of a text file, or of tokens as .npy or .bin",
             )
         if dtype is not None and file.suffix != ".bin":

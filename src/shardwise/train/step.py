@@ -119,9 +119,8 @@ class TrainStep:
         self.count = count if count is not None or loss is not None else getattr(model, "count", None)
         self.max_grad_norm, self.clip_grad_value, self.on_nonfinite = max_grad_norm, clip_grad_value, on_nonfinite
         self.num_steps = self.num_skipped = 0
-        self._scheduled: int | None = (
-            None  # the scheduler's own count after the step of this object; None: it has not stepped it
-        )
+        # The scheduler's own count after the step of this object; None: this object has not stepped it.
+        self._scheduled: int | None = None
         self._has_told_schedule = self._has_told_mode = False
         self._runtime: Runtime = runtime
         runtime.labels_seen, runtime.same_data = torch.zeros(3), []  # another step may be given other data

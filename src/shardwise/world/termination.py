@@ -120,6 +120,7 @@ class _Listener:
             if other != self._write:
                 signal.set_wakeup_fd(other)
         os.close(self._write)  # the thread reads the end of it
+        self._thread.join(1.0)  # bounded: it may be waiting for the words of a lost peer
 
     def forget(self) -> None:
         """In a process that was forked: nothing of this is its own."""

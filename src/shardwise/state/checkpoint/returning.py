@@ -96,11 +96,11 @@ class Returning:
         self._begun = runtime_of(self.step.model).step
         if self.restored is None:
             return self.load_newest(override)[1]
-        self._check(self.restored.own, override)  # load() came first, and had nobody to tell
+        self._check(self.restored.own, override)  # load() came first, without settings to compare
         return self._put_loader(self.restored)
 
     def position(self) -> Any:
-        """Behind the last window that was trained; what the user should know of it is told once, by :attr:`notes`."""
+        """Behind the last window that was trained; what the user should know of it is in :attr:`notes`, once."""
         if self.loader is None:
             return None
         state, notes = trained_position(self.loader, self._num_trained())
