@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardwise.world import connections
 from shardwise.world.beats import HAS_LEFT, Beat
-from shardwise.world.connections import CLOSED, TERMINATED, PeerConnections
+from shardwise.world.connections import CLOSED, LEFT, TERMINATED, PeerConnections
 from shardwise.world.crossed import Crossed
 from shardwise.world.waiting import MainThread, Wait, WaitReport, missing
 
@@ -217,3 +217,24 @@ def test_a_thread_that_works_is_not_blocked():
     while thread.is_alive():
         sum(range(1000))
     assert all(wait is None and "test_connections.py" in line for wait, line in found)
+
+
+def test_a_neighbour_that_is_still_saying_who_it_is_gets_the_secret_first_and_then_the_word():
+    """It took the word for a wrong answer and hung up, and so was lost to a rank that had left."""
+    found = _Ends(1)
+    end = found.end(1, 3)
+    found.wait_until(lambda: found.store.check(["connect/1"]))
+    place = json.loads(found.store.get("connect/1"))
+    hello, answer = (bytes.fromhex(text) for text in place["secrets"])
+    with socket.create_connection((place["host"], place["port"]), timeout=5) as neighbour:
+        neighbour.sendall(hello[:4])
+        found.wait_until(lambda: any(peer.received for peer in end._peers.values()))
+        end.say(LEFT)
+        neighbour.sendall(hello[4:] + (0).to_bytes(4, "big"))
+        told = b""
+        while len(told) < len(answer) + 1:
+            told += neighbour.recv(64)
+    assert told == answer + LEFT
+    for each in (*found.ends, end):
+        each.close()
+    assert found.ended == [(1, 0, CLOSED)]  # this neighbour said nothing

@@ -92,6 +92,10 @@ class PeerConnections:
         self._answer = b""  # that the right neighbour has to give
         self._peers: dict[socket.socket, _Peer] = {}
         self._listener: socket.socket | None = None
+        self._said, self._meeting = (
+            b"",
+            threading.RLock(),
+        )  # what neighbours were told last; held while one is told or met
         self._wake, self._woken = socket.socketpair()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwise-connections", daemon=True)
@@ -104,10 +108,14 @@ class PeerConnections:
         return [peer.rank is not None for peer in self._peers.values()].count(True) >= 2
 
     def say(self, word: bytes) -> None:
-        """Tells the neighbours LEFT or TERMINATED, those too that have not answered yet; never waits."""
-        for connection in list(self._peers):
-            with contextlib.suppress(OSError):
-                connection.send(word, _NO_SIGNAL)
+        """Tells the neighbours LEFT or TERMINATED, those too that have not answered yet; never waits. One that has connected and not said
+        who it is gets the word behind the secret that it expects: before it, it would take this rank for another and hang up."""
+        with self._meeting:
+            self._said = word
+            for connection, peer in list(self._peers.items()):
+                if peer.is_ours or peer.rank is not None:
+                    with contextlib.suppress(OSError):
+                        connection.send(word, _NO_SIGNAL)
 
     def ended(self) -> set[int]:
         """The neighbours whose process has ended without a word, as the system knows at this moment."""
@@ -230,9 +238,10 @@ class PeerConnections:
             return False
         if len(peer.received) < num:
             return True
-        if not peer.is_ours:
-            connection.send(self._secrets[1], _NO_SIGNAL)
-        peer.rank = self.right if peer.is_ours else int.from_bytes(peer.received[_SECRET:num], "big")
+        with self._meeting:
+            if not peer.is_ours:
+                connection.send(self._secrets[1] + self._said, _NO_SIGNAL)
+            peer.rank = self.right if peer.is_ours else int.from_bytes(peer.received[_SECRET:num], "big")
         peer.last = peer.received[num:][-1:]  # it may have left already
         return True
 
