@@ -28,7 +28,7 @@ from shardwise.launch.starting import ForkServer, Interpreters, Starter
 __all__ = ["launch_local"]
 
 CHOSE_THREADS = "SHARDWISE_SET_OMP_NUM_THREADS"
-"""The variable by which ranks are told that OMP_NUM_THREADS=1 is the launcher's choice, and not the user's."""
+"""The variable that says to ranks that OMP_NUM_THREADS=1 is the launcher's choice, and not the user's."""
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", CHOSE_THREADS: "1"}
 _TICK_S = 0.05

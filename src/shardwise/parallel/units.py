@@ -140,7 +140,7 @@ def _refuse_other_policies(name: str, child: nn.Module, options: dict[str, Any],
     """A policy of the model's own, other than it was given, would have no effect. torch's defaults say nothing."""
     casts, offload = unit_policies(child)
     given, plain = options["mp_policy"], MixedPrecisionPolicy()
-    # Torch casts inputs of units unless it is told not to, so only that is a choice. Those of a part are cast always.
+    # Torch casts inputs of units by default, so only not casting them is a choice. Those of a part are cast always.
     cast = casts.cast_forward_inputs and given.cast_forward_inputs
     alike = _dtypes(dataclasses.replace(casts, cast_forward_inputs=cast))
     meant = dataclasses.replace(_policy(part), cast_forward_inputs=cast) if part is not None else given

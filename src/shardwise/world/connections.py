@@ -92,10 +92,8 @@ class PeerConnections:
         self._answer = b""  # that the right neighbour has to give
         self._peers: dict[socket.socket, _Peer] = {}
         self._listener: socket.socket | None = None
-        self._said, self._meeting = (
-            b"",
-            threading.RLock(),
-        )  # what neighbours were told last; held while one is told or met
+        # The last word to the neighbours, and a lock that is held while it is sent and while a neighbour is met.
+        self._said, self._meeting = b"", threading.RLock()
         self._wake, self._woken = socket.socketpair()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwise-connections", daemon=True)

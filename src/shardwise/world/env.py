@@ -86,7 +86,7 @@ def ranks_per_node(env: Env, environ: Mapping[str, str] | None = None) -> int:
 
 
 def _nodes(env: Env, environ: Mapping[str, str]) -> tuple[list[int], int | None, str]:
-    """Ranks of the nodes that the environment tells of (none where it does not), how many nodes there are where that is told
+    """Ranks of the nodes that the environment names (none where it does not), how many nodes there are where it says that
     beside, and the number of this rank on its own."""
     local, world = environ.get("LOCAL_WORLD_SIZE", ""), environ.get("WORLD_SIZE", "")
     if env.source != "slurm" and local not in ("", "0", "-1") and world in ("", "-1", str(env.world_size)):
