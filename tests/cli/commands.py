@@ -13,12 +13,16 @@ __all__ = ["on_ranks", "run_command"]
 
 def on_ranks(ranks: RankPool, *words: str, folder: Path, num_ranks: int = 2, status: int = 0) -> str:
     """Runs the command in ``folder`` on so many ranks, each of which has to end with ``status``; rank 0's stdout, or where
-    it refuses its stderr, its lines as one."""
+    it refuses the stderr of the rank that shows why, its lines as one."""
     done = ranks.run(run_command, num_ranks, str(folder), words, timeout_s=100)
     assert {code for code, _, _ in done} == {status}, done
-    _, out, err = done[0]
-    assert "Traceback" not in err
-    return " ".join((err if status in (1, 2) else out).split())
+    assert not any("Traceback" in err for _, _, err in done), done
+    if status not in (1, 2):
+        return " ".join(done[0][1].split())
+    # The first rank to end with an error shows it, and the others name that rank.
+    shown = [err for _, _, err in done if "(shown by rank " not in err]
+    assert shown, done
+    return " ".join(shown[0].split())
 
 
 def run_command(folder: str, words: tuple[str, ...]) -> tuple[int, str, str]:

@@ -6,8 +6,8 @@ import pytest
 from world.loss_runs import LAUNCHERS, names, run
 from world.losses import CAUSES, ONLY_SLOW
 
-# Seconds from the loss: to the message, and to the end of all. The limits hold on a machine that is busy with other things.
-SAID_S = {"killed": 5.0, "exits": 5.0, "stopped": 12.0, "caught": 12.0}
+# Seconds from the loss to the message, on a machine that is very busy with other things; docs/loss-table.md has those of a quiet one.
+SAID_S = {"killed": 15.0, "exits": 15.0, "stopped": 30.0, "caught": 30.0}
 
 
 def check(cause, lost, found):
@@ -16,7 +16,7 @@ def check(cause, lost, found):
     assert said is not None and said < SAID_S[cause], f"{said}\n{found.text[-3000:]}"
     assert found.seconds_to(names(1 - lost)) is None, found.text[-3000:]
     if cause in ("killed", "exits"):
-        assert found.seconds_to_end < 20.0 and found.left == 0 and any(found.codes), found.text[-3000:]
+        assert found.seconds_to_end < 40.0 and found.left == 0 and any(found.codes), found.text[-3000:]
 
 
 def lose(cause, lost, launcher, blocked):
@@ -36,7 +36,7 @@ def test_torchrun_does_not_end_it_where_ranks_are_not_connected_yet(blocked):
     """It ended by the signal without a word, or with one that named no rank."""
     found = run("killed", 1, "torchrun", timeout_s=300.0, blocked=blocked, unconnected=True)
     said = found.seconds_to(r"rank 1 has given no sign of life|waited in vain for rank 1|process of rank 1 has")
-    assert said is not None and said < 10.0, found.text[-3000:]
+    assert said is not None and said < 20.0, found.text[-3000:]
 
 
 @pytest.mark.soak

@@ -49,8 +49,9 @@ class Word:
     """What a rank leaves in the store for all when one is lost.
 
     Attributes:
-        ranks: who is lost; none: the launcher.
+        ranks: who is lost; none: see ``who``.
         why: in words.
+        who: what is lost where ``ranks`` is empty.
         is_asked: it was sent SIGTERM, and perhaps all were.
         is_crossed: nobody is lost: ``ranks`` wait for each other.
     """
@@ -59,6 +60,7 @@ class Word:
     why: str
     is_asked: bool = False
     is_crossed: bool = False
+    who: str = "the launcher"
 
 
 def read_word(store: dist.Store) -> Word | None:

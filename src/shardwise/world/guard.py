@@ -28,6 +28,7 @@ _GRACE_S = 3.0  # in which the main thread may see an alarm by itself
 _TICK_S = 0.1
 _LONGEST_TICK_S = 1.0  # what is longer is a time for which this process was stopped, or its interpreter lock held
 _SILENCE_S = 3.0  # in which a rank that lives has written some beats, and a collective breaks whose peer has ended
+_LOOKS_S = 6.0  # for which silence is looked for after that: on a busy machine the store may not answer in time
 _WORD_S = 1.5  # in which the store takes the word of a process that has ended
 
 
@@ -98,7 +99,7 @@ class Guard(threading.Thread):
             if word is None and not watch.connections.is_complete:
                 word = self._by_silence(watch)
             if word is None and watch.is_broken and watch.wait_for_alarm(1.0) is None:
-                word = Word([], "a collective failed, and no rank has said why")
+                word = Word([], "a collective failed, and no rank has said why", who="a peer")
             if word is not None:
                 watch.on_alarm(word)
         return None if watch.is_asked else watch.alarm
@@ -107,16 +108,19 @@ class Guard(threading.Thread):
         """Where ranks are not connected (in the first second of a run, behind a firewall): a collective that breaks tells that a peer is
         lost, and silence which."""
         watch.missing(watch.LOST)  # reads the counts of all beats, to be compared with those after the wait
-        start = time.monotonic()
-        while time.monotonic() - start < _SILENCE_S and watch.alarm is None:
+        start = self.awake_s
+        while watch.alarm is None and self.is_alive() and (waited := self.awake_s - start) < _SILENCE_S + _LOOKS_S:
             ended = watch.connections.ended()
             if ended:
                 return ended_word(sorted(ended))
-            time.sleep(0.02)
-        if watch.alarm is not None or not watch.is_broken:
-            return None
-        ranks, where = watch.missing(watch.LOST, silent_s=_SILENCE_S - 1.0)
-        return Word(list(ranks), where) if ranks else None
+            if waited > _SILENCE_S:
+                if not watch.is_broken:
+                    return None
+                ranks, where = watch.missing(watch.LOST, silent_s=_SILENCE_S - 1.0)
+                if ranks:
+                    return Word(list(ranks), where)
+            time.sleep(0.02 if waited < _SILENCE_S else 0.2)
+        return None
 
     def end(self, alarm: RankError, patience_s: float) -> None:
         """Ends this process, once the alarm is said; a main thread that has it may do so itself for ``patience_s``."""

@@ -126,8 +126,8 @@ class Watch:
     def wait_for_alarm(self, seconds: float) -> RankError | None:
         """The alarm, waiting at most ``seconds`` for it, or for word that a rank has left: a broken connection is often
         felt before word arrives."""
-        end = time.monotonic() + seconds
-        while self.alarm is None and self.left_since is None and time.monotonic() < end:
+        start, guard = self.guard.awake_s, self.guard
+        while self.alarm is None and self.left_since is None and guard.awake_s - start < seconds and guard.is_alive():
             time.sleep(0.02)
         return self.alarm
 
@@ -306,7 +306,7 @@ class Watch:
         self.guard.is_fatal = self.guard.is_fatal or fatal
         if self.alarm is not None:
             return
-        who = f"rank {', '.join(map(str, word.ranks))}" if word.ranks else "the launcher"
+        who = f"rank {', '.join(map(str, word.ranks))}" if word.ranks else word.who
         given = f"{who} was lost while rank {self.rank} was {self.place}"
         if self.rank in word.ranks:  # it did not come where they waited
             given = f"rank {self.rank} was given up by the others while it was {self.place}"
