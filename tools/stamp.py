@@ -36,6 +36,7 @@ def _src(*names: str) -> tuple[str, ...]:
 
 
 TRAINED = _src("_compat.py", "_torch", "anatomy", "layout.py", "parallel", "recipe", "train", "world")
+KNOBS = ("tests/parallel/knobs.py", "tests/parallel/recompute.py", "tests/zoo.py")
 PAGES = {
     page.path: page
     for page in (
@@ -50,19 +51,29 @@ PAGES = {
             (
                 *TRAINED,
                 *_src("config/options.py", "config/techniques.py", "config/precision.py"),
-                "tests/parallel/knobs.py",
+                *KNOBS,
             ),
         ),
         Page("docs/data/curves.json", "make picture", (*TRAINED, "benchmarks/curves.py")),
         Page(
             "docs/data/pages.json",
             "python tools/draw_pages.py",
-            (*TRAINED, *_src("state"), "tests/parallel/knobs.py", "tests/parallel/recompute.py"),
+            (*TRAINED, *_src("state"), *KNOBS),
         ),
         Page(
             "docs/families.md",
             "python tools/families_table.py",
-            (*_src("anatomy", "parallel", "recipe"), "tests/families.py", "tests/packages.py", "tests/handwritten"),
+            (
+                *_src("anatomy", "parallel", "recipe"),
+                "tests/families.py",
+                "tests/packages.py",
+                "tests/handwritten",
+                "tests/subjects.py",
+                "tests/matrix.py",
+                "tests/parallel/constructors.py",
+                "tests/parallel/on_ranks.py",
+                "tests/zoo.py",
+            ),
         ),
         Page(
             "docs/hostile-table.md",
@@ -72,7 +83,15 @@ PAGES = {
         Page(
             "docs/mistakes.md",
             "python tools/mistakes_page.py",
-            (*TRAINED, *_src("config", "state"), "tests/mistakes", "tests/train/plain.py"),
+            # Scripts and commands of users: any of it may be what answers them.
+            (
+                "src/shardwise",
+                "tests/mistakes",
+                "tests/train/plain.py",
+                "tests/train/test_tokens.py",
+                "tests/state/test_changed_settings.py",
+                "tests/zoo.py",
+            ),
         ),
         Page("docs/loss-table.md", "python tools/loss_table.py", (*_src("launch", "world"), "tests/world/losses.py")),
         Page(

@@ -267,14 +267,14 @@ class TornDirectory(Mistake):
 class OverflowByACast(Mistake):
     """Weights are exported in float16, and some are beyond what it holds."""
 
-    says = "inf"
+    says = "beyond what float16 can hold"
 
     def plain(self):
         model = linear()
         with torch.no_grad():
             model[0].weight[0, 0] = 70000.0
         num = sum(int(value.half().isinf().sum()) for value in model.state_dict().values())
-        return Plain(f"{num} of 32 values becomes infinite", 1.0)
+        return Plain(f"{num} of 32 values becomes infinite", num / 32)
 
     def ours(self):
         model = linear().float()
@@ -288,13 +288,14 @@ class OverflowByACast(Mistake):
 class LoadedIntoIntegers(Mistake):
     """Floats are loaded into a tensor of integers (a table that was quantised, a mask)."""
 
-    says = "int"
+    says = "a state dict: dtype float32"
 
     def plain(self):
         model = nn.Linear(2, 2)
         model.register_buffer("scale", torch.ones(2, dtype=torch.int64))
         model.load_state_dict({**model.state_dict(), "scale": torch.tensor([0.9, 1.9])})
-        return Plain(f"0.9 and 1.9 are loaded as {model.scale[0]} and {model.scale[1]}", 1.0)
+        wrong = off(model.scale.double(), torch.tensor([0.9, 1.9], dtype=torch.float64))
+        return Plain(f"0.9 and 1.9 are loaded as {model.scale[0]} and {model.scale[1]}", wrong)
 
     def ours(self):
         model = nn.Linear(2, 2)
@@ -309,7 +310,7 @@ class LoadedIntoIntegers(Mistake):
 class TiesThatDiffer(Mistake):
     """A file has both names of a tied weight, with other values (one was fine-tuned): the last one read is taken."""
 
-    says = "embed.weight"
+    says = "embed.weight and head.weight differ"
 
     def plain(self):
         model = build()

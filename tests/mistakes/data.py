@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from mistakes.rows import Mistake, Plain
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, random_split
 
 import shardwise as sw
 
@@ -59,6 +59,29 @@ class SameSamplesOnAllRanks(Mistake):
             step = step_of(world)
             for given in loader:
                 step([given])
+        return INFINITY
+
+
+class ShuffledOnEachRank(Mistake):
+    """Each rank shuffles or splits the dataset by random numbers of its own, and then takes its part."""
+
+    ranks = 2
+    says = "the ranks have other samples in their datasets"
+
+    def plain(self):
+        torch.manual_seed(dist.get_rank())
+        train, _ = random_split(list(range(16)), [12, 4])
+        seen = everywhere([train[i] for i in DistributedSampler(train, shuffle=False)])
+        num = len({n for part in seen for n in part})
+        return Plain(f"an epoch of 12 samples has {num} different ones", (12 - num) / 12)
+
+    def ours(self):
+        with sw.init("dp_shard=2", device="cpu") as world:
+            torch.manual_seed(world.rank)
+            train, _ = random_split(SAMPLES, [12, 4])
+            step = step_of(world)
+            for window in sw.Loader(train, world, global_batch=4, micro_batch=2):
+                step(window)
         return INFINITY
 
 

@@ -1,5 +1,6 @@
 """Labels that mean something else than was thought, and tokens that are none."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -204,7 +205,7 @@ class BytesForTokens(Mistake):
         after = loss_of(tokens).item()
         return Plain(
             f"reports {loss_of(read).item():.1f} after 60 steps; the loss of its tokens went from {before:.1f} to {after:.1f}",
-            after / before,
+            after / before - 1,
         )
 
     def ours(self):
@@ -217,16 +218,20 @@ class BytesForTokens(Mistake):
         return command("train", "--model.hf=words", "--data.path=text.txt", "--log.dir=run", "--launch.device=cpu")
 
 
+RECORDS = '{"id": 17, "source": "web", "text": "a sentence of the text that is meant"}\n' * 20
+
+
 class FileOfRecords(Mistake):
     """The file of the training text is JSON lines: braces, keys and escapes are learnt."""
 
     says = "it is JSON"
 
     def plain(self):
-        record = '{"id": 17, "source": "web", "text": "' + WORDS[0] * 8 + '"}'
-        share = 1 - 8 * len(WORDS[0]) / len(record)
+        Path("text.jsonl").write_text(RECORDS)
+        text = sum(len(json.loads(line)["text"]) for line in Path("text.jsonl").read_text().splitlines())
+        share = 1 - text / len(Path("text.jsonl").read_bytes())
         return Plain(f"{share:.0%} of the bytes that are trained are no text", share)
 
     def ours(self):
-        Path("text.jsonl").write_text('{"id": 17, "source": "web", "text": "words"}\n' * 20)
+        Path("text.jsonl").write_text(RECORDS)
         return command("train", "--data.path=text.jsonl", "--log.dir=run", "--launch.device=cpu")

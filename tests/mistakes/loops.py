@@ -77,7 +77,7 @@ class OldGradients(Mistake):
         norm, wanted = (
             torch.stack([g.norm() for g in each.values()]).norm() for each in (grads_of(model), of_one_process([0]))
         )
-        return Plain(f"gradients of the first step {float(norm / wanted):.0f} times as large", float(norm / wanted))
+        return Plain(f"gradients of the first step {float(norm / wanted):.0f} times as large", float(norm / wanted) - 1)
 
     def ours(self):
         with sw.init("dp_shard=1", device="cpu") as world:
@@ -90,7 +90,7 @@ class OldGradients(Mistake):
 class StepInsideTheWindow(Mistake):
     """`optim.step()` is indented too far: it steps after each micro-batch, by the gradients that are there so far."""
 
-    says = "inside a window"
+    says = "SGD.step() inside a window"
 
     def plain(self):
         model = build()
@@ -115,7 +115,7 @@ class StepInsideTheWindow(Mistake):
 class ClippedInsideTheWindow(Mistake):
     """Gradients are clipped after each micro-batch, not after the last."""
 
-    says = "inside a window"
+    says = "clip_grad_norm_ inside a window"
 
     def plain(self):
         model, wanted = build(), build()
@@ -216,7 +216,7 @@ class LastMicroBatchWithoutSync(Mistake):
     """An epoch ends in the middle of an accumulation, and the step is taken with what is there: no rank has reduced."""
 
     ranks = 2
-    says = "is_last"
+    says = "after accumulate(model, is_last=False), and no is_last=True since"
 
     def plain(self):
         model = DDP(build())
@@ -368,7 +368,7 @@ class WrittenBetween(Mistake):
     """Parameters are written (an average put in, a clamp) between a forward and its backward."""
 
     ranks = 2
-    says = "between"
+    says = "a backward of a forward that computed with other parameters"
 
     def plain(self):
         found = []
@@ -429,7 +429,7 @@ class RatesDifferByRank(Mistake):
     """A learning rate that each rank takes from its own environment or its own noisy validation loss differs by rank."""
 
     ranks = 2
-    says = "differ between ranks"
+    says = "the ranks' steps differ between ranks: group 0: lr"
 
     def plain(self):
         model, given = DDP(build()), batch(dist.get_rank())

@@ -94,6 +94,32 @@ class MeanInALoopOfOnesOwn(Mistake):
         return INFINITY
 
 
+class MeanInAWindow(Mistake):
+    """In a hand-written loop with gradient accumulation, each mean is taken as it is: nothing divides by the number of micro-batches."""
+
+    says = "nothing has read num_tokens of the window before"
+
+    def plain(self):
+        model = build()
+        for i in range(4):
+            given = batch(i, valid=8)
+            mean_loss(model(given["input_ids"]), given).backward()
+        wanted = build()
+        plain_backward(wanted, [batch(i, valid=8) for i in range(4)])
+        norms = [torch.stack([p.grad.norm() for p in each.parameters()]).norm() for each in (model, wanted)]
+        return Plain(f"gradients {norms[0] / norms[1]:.2f} times as large", float(norms[0] / norms[1]) - 1)
+
+    def ours(self):
+        with sw.init("dp_shard=1", device="cpu") as world:
+            model = sharded(world)
+            for _ in range(2):
+                with sw.window(model, [batch(i, valid=8) for i in range(4)]) as w:
+                    for given in w:
+                        mean_loss(model(given["input_ids"]), given).backward()
+                model.zero_grad()
+        return INFINITY
+
+
 class DividedByTheRanksTokens(Mistake):
     """A sum is divided by the tokens of this rank and micro-batch, not by those of the step."""
 
@@ -204,7 +230,8 @@ class LossMadeAnew(Mistake):
         for _ in range(3):
             self.loss(model(given["input_ids"]), given).backward()
             optim.step()
-        return Plain(f"after 3 steps parameters have moved by {off(params(model), before):.1f}", 1.0)
+        moved = off(params(model), before)
+        return Plain(f"after 3 steps parameters have moved by {moved:.1f}", 1.0 if moved == 0 else 0.0)
 
     def ours(self):
         with sw.init("dp_shard=1", device="cpu") as world:
@@ -298,12 +325,13 @@ class EvaluationPadded(Mistake):
 class EvaluationWithoutTokens(Mistake):
     """Every label of an evaluation is ignored (a prompt that fills the window), and the sum of nothing is a perfect score."""
 
-    says = "valid"
+    says = "an evaluation without a valid token"
 
     def plain(self):
         model, given = build(), batch(0, valid=0)
         total = float(sum_loss(model(given["input_ids"]), given).detach())
-        return Plain(f"reports a loss of {total / max(1, int((given['labels'] != -100).sum())):.1f}", 1.0)
+        num = int((given["labels"] != -100).sum())
+        return Plain(f"reports a loss of {total / max(1, num):.1f}", 1.0 if total == num == 0 else 0.0)
 
     def ours(self):
         with sw.init("dp_shard=1", device="cpu") as world:

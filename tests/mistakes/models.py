@@ -57,7 +57,7 @@ class OptimizerBeforeSharding(Mistake):
     """The optimizer is built before the model is sharded: it holds tensors that nothing reads any more."""
 
     ranks = 2
-    says = "does not have"
+    says = "that the model does not have"
 
     def plain(self):
         model = blocks()
@@ -93,7 +93,8 @@ class OptimizerOfOldParameters(Mistake):
         for _ in range(3):
             model(rows_of(0)).square().sum().backward()
             optim.step()
-        return Plain(f"after 3 steps the new layer has moved by {off(model[2].weight, before):.1f}", 1.0)
+        moved = off(model[2].weight, before)
+        return Plain(f"after 3 steps the new layer has moved by {moved:.1f}", 1.0 if moved == 0 else 0.0)
 
     def ours(self):
         with sw.init("dp_shard=1", device="cpu") as world:
@@ -377,7 +378,7 @@ class Listed(nn.Module):
 class LayersInAList(Mistake):
     """Layers are kept in a Python list, not in an `nn.ModuleList`: `model.parameters()` does not have them."""
 
-    says = "ModuleList"
+    says = "in a Python list, tuple or dict"
 
     def plain(self):
         torch.manual_seed(0)

@@ -163,6 +163,7 @@ def _plainly(name: str, folder: str) -> tuple[Plain, list[str]]:
             # Not by the port: the ranks are warm, and a store there may still have the addresses of the group before.
             store = dist.FileStore(str(Path(folder).with_name("store")), size)
             dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=size)
+            dist.barrier()  # a rank that ends at once would close connections that another is still making
         try:
             plain = row.plain()
         finally:

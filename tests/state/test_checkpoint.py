@@ -2,10 +2,12 @@
 
 import json
 import os
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from state.runs import EXACT, RESHARDED, close, equal, run
 
@@ -147,9 +149,68 @@ def other_seed(layout, root, seed, until):
 def test_a_resumed_run_goes_on_with_the_seed_it_began_with(ranks, tmp_path):
     whole = ranks.run(other_seed, 2, "dp_shard=2", tmp_path / "a", 3, 4)[0]
     half = ranks.run(other_seed, 2, "dp_shard=2", tmp_path / "b", 3, 2)[0]
-    rest = ranks.run(other_seed, 2, "dp_shard=2", tmp_path / "b", 8, 4)[0]
+    rest = ranks.run(told_of_a_seed, 2, "dp_shard=2", tmp_path / "b", 8, 4)[0]
     assert half + rest == whole
     assert ranks.run(other_seed, 2, "dp_shard=2", tmp_path / "c", 8, 4)[0] != whole
+
+
+def told_of_a_seed(layout, root, seed, until):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        losses = other_seed(layout, root, seed, until)
+    wanted = "the seed is 3, that of the run that is gone on with; sw.init was given 8"
+    assert (wanted in str([str(each.message) for each in told])) == (os.environ["RANK"] == "0")
+    return losses
+
+
+class OwnLoop:
+    """A loop of the user's own: what a manager asks of it."""
+
+    def __init__(self, model, optim):
+        self.model, self.optim = model, optim
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+    check_state_dict = load_state_dict
+
+
+def own_loop(layout, root, stops, until):
+    from state.runs import EVERY, Drops, Texts
+
+    with sw.init(layout, device="cpu", seed=3) as world:
+        torch.manual_seed(0)
+        model = sw.parallelize(Drops(), world, sharding=EVERY)
+        optim = sw.local_optimizer(torch.optim.AdamW(model.parameters(), lr=0.02))
+        loader, losses = sw.Loader(Texts(), world, global_batch=4, micro_batch=1), []
+        with sw.CheckpointManager(root, OwnLoop(model, optim), async_save=False) as manager:
+            for window in manager.resume(loader):
+                with sw.window(model, window) as w:
+                    for given in w:
+                        output = model(given["input_ids"]).flatten(0, 1)
+                        loss = F.cross_entropy(output, given["labels"].flatten(), reduction="sum", ignore_index=-100)
+                        (loss / w.num_tokens).backward()
+                        losses.append(float(loss))
+                optim.step()
+                optim.zero_grad()
+                until -= 1
+                if until == 0:
+                    if stops:
+                        manager.save()
+                    break
+        names = sorted(path.name for path in root.iterdir() if path.name.startswith("step-")) if stops else []
+        return losses, names
+
+
+def test_random_numbers_of_a_loop_of_ones_own_go_on_where_it_was_saved(ranks, tmp_path):
+    """The streams of dropout began again with those of the first window, and the second save was of a step that had been."""
+    whole, _ = ranks.run(own_loop, 2, "dp_shard=2", tmp_path / "a", False, 4)[0]
+    half, _ = ranks.run(own_loop, 2, "dp_shard=2", tmp_path / "b", True, 2)[0]
+    rest, saved = ranks.run(own_loop, 2, "dp_shard=2", tmp_path / "b", True, 2)[0]
+    assert half + rest == whole and saved == ["step-00000002", "step-00000004"]
 
 
 def saved_slowly(layout, root):

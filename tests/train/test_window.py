@@ -1,6 +1,7 @@
 """A loop of one's own over a window: exact against plain torch, paddings included; and windows that are refused."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -340,3 +341,48 @@ def _copied(layout):
 def test_deepcopy_of_a_sharded_module_is_refused(ranks, layout, _engine):
     for text in ranks.run(_copied, 2, layout):
         assert text.startswith("deepcopy of a sharded module") and "sw.full_state_dict" in text
+
+
+# ---- the count that a sum is divided by ----------------------------------------------------------------------------------------------
+
+
+def _unread():
+    """How often each way to use windows of a loop of one's own is warned of."""
+    told = {}
+    with sw.init("dp_shard=-1", device="cpu") as world:
+        for name, (num, divide) in DIVIDED.items():
+            model = sw.parallelize(build(), world)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for _ in range(3):
+                    model.zero_grad()
+                    with sw.window(model, [batch(i) for i in range(num)]) as w:
+                        for given in w:
+                            loss = sum_loss(model(given["input_ids"]), given)
+                            (loss / w.num_tokens if divide == "inside" else loss).backward()
+                    if divide in ("behind", "valid"):
+                        count = w.num_tokens if divide == "behind" else w.num_valid
+                        for param in model.parameters():
+                            param.grad /= count
+            told[name] = [str(each.message) for each in caught if "num_tokens" in str(each.message)]
+    return told
+
+
+DIVIDED = {
+    "by nothing": (2, "never"),
+    "by nothing, one micro-batch": (1, "never"),
+    "each loss": (2, "inside"),
+    "the gradients": (2, "behind"),
+    "by the count as it is": (2, "valid"),
+}
+
+
+def test_a_window_whose_count_nothing_reads_is_warned_of_once(ranks):
+    first, second = ranks.run(_unread, 2)
+    assert {name: len(told) for name, told in first.items()} == {
+        name: int(divide == "never") for name, (_, divide) in DIVIDED.items()
+    }
+    assert "are sums over 4 micro-batches of all ranks, and those of a mean 4 times too large" in first["by nothing"][0]
+    assert "over 2 micro-batches" in first["by nothing, one micro-batch"][0] and not any(second.values())
+    (alone,) = ranks.run(_unread, 1)
+    assert [name for name, told in alone.items() if told] == ["by nothing"]

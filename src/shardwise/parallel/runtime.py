@@ -117,6 +117,8 @@ class Runtime:
         self.labels_seen: Tensor | None = torch.zeros(3)  # how labels compare with inputs so far; None: enough was seen
         # Digests of windows that were equal on all ranks; None: some was not, or the warning was given.
         self.same_data: list[int] | None = []
+        # Of the last window of a loop of the user's own: a ``train.window.TokenCount``; None: there was none; False: the user was warned.
+        self.last_count: object = None
         self.accumulates = False  # a micro-batch of ``accumulate`` has run that is not the last
         self.num_gathered = 0  # times that somebody is within ``sw.gathered``
         self.explainers: list[Callable[[BaseException], ShardwiseError | None]] = []  # of techniques

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardwise.errors import ConfigError, RankError, ShardwiseError, UsageError
 from shardwise.parallel import Runtime
+from shardwise.train.data import loader_of
 from shardwise.train.labels import Batch, compare_labels, judge_labels
 from shardwise.train.refuse import refuse_gradless
 from shardwise.train.same_data import digest_of_data, judge_data
@@ -45,10 +46,12 @@ def agree_on_count(
     place, agreement = f"window {runtime.step + 1}, before forward", runtime.world.agreement
     data = getattr(batches[0], "window", None) if batches else None
     samples = digest_of_data(runtime, batches) if problem is None else 0
+    loader = loader_of(data)
     sums = agreement.sum(
         {
             "samples": agreement.same(samples),
             "data": agreement.same(digest_of(repr(data))),
+            "dataset": agreement.same(0 if loader is None else loader.digest),
             "tokens": tokens,
             "labels": labels,
             "length": float(len(batches)),
@@ -64,6 +67,8 @@ def agree_on_count(
         raise _lengths_differ(runtime, len(batches), place)
     if not agreement.all_same(sums["data"]):
         raise _data_differ(runtime, data, place)
+    if not agreement.all_same(sums["dataset"]):
+        raise _datasets_differ(runtime, 0 if loader is None else loader.digest, place)
     runtime.labels_seen = judge_labels(runtime.labels_seen, sums["labels"], f"window {runtime.step + 1}")
     judge_data(runtime, samples, agreement.all_same(sums["samples"]))
     total = float(sums["tokens"])
@@ -97,6 +102,20 @@ def _data_differ(runtime: Runtime, data: tuple[int, int] | None, place: str) -> 
         why=f"rank {ranks[0]} has {texts[ranks[0]]}, rank {told.index(usual)} {texts[told.index(usual)]}: one of them has left a window out, or "
         "an exception of its own was caught; from here on every sample would be trained with others than in one process",
         fix="take as many windows from the Loader on every rank; to leave one out, do so on all ranks",
+        ranks=ranks,
+    )
+
+
+def _datasets_differ(runtime: Runtime, digest: int, place: str) -> RankError:
+    told = runtime.world.agreement.gather(digest, place)
+    usual = max(told, key=told.count)
+    ranks = tuple(rank for rank, other in enumerate(told) if other != usual)
+    return RankError(
+        "sw.Loader: the ranks have other samples in their datasets",
+        why=f"the samples of rank {ranks[0]} are not those of rank {told.index(usual)} at the same places. A Loader gives each rank its part of one "
+        "order of one dataset: some samples would be seen twice, and others never",
+        fix="give every rank the whole dataset in the same order. Loader shuffles it, by the seed of sw.init; to shuffle or split it before, use one "
+        "seed on all ranks: random.Random(0).shuffle(data), random_split(data, sizes, torch.Generator().manual_seed(0))",
         ranks=ranks,
     )
 

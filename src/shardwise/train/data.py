@@ -28,12 +28,14 @@ from shardwise.state.datasets import DatasetState, states_in
 from shardwise.train.batch import IGNORED, MicroBatch, Place, default_collate
 from shardwise.train.labels import make_labels, shift_labels
 from shardwise.train.order import sample_order
+from shardwise.train.same_dataset import digest_of_dataset
 
 __all__ = [
     "IGNORED",
     "Loader",
     "MicroBatch",
     "default_collate",
+    "loader_of",
     "make_labels",
     "mark_used",
     "sample_order",
@@ -104,6 +106,7 @@ class Loader:
         self.global_batch, self.micro_batch = global_batch, micro_batch
         self.collate, self.prepare, self.shuffle = collate or default_collate, prepare, shuffle
         self.num_samples = _length(dataset)
+        self.digest = digest_of_dataset(dataset)
         self.seed = int(world.seed)
         self.epoch = 0
         self._position = 0
@@ -186,7 +189,7 @@ class Loader:
                 self._states.pop(next(iter(self._states)))
         self._read = tuple(place)
 
-    def mark_used(self, place: Place) -> None:
+    def mark_used(self, place: tuple[int, int]) -> None:
         """The window at ``place`` was trained, or evaluated: a checkpoint goes on behind it."""
         self._used = tuple(place)
         for older in [window for window in list(self._states) if window < self._used]:
@@ -266,10 +269,16 @@ class Loader:
 def mark_used(batches: Iterable[Any]) -> None:
     """Notes in the Loaders of these micro-batches that they were trained, or evaluated."""
     for place in dict.fromkeys(getattr(batch, "window", None) for batch in batches):
-        if isinstance(place, Place) and place.loader is not None:
-            loader = _LOADERS.get(place.loader)
-            if loader is not None:
-                loader.mark_used(place)
+        loader = loader_of(place)
+        if loader is not None and place is not None:
+            loader.mark_used(place)
+
+
+def loader_of(place: tuple[int, int] | None) -> Loader | None:
+    """The Loader of a window's place, if it is of one in this process."""
+    if not isinstance(place, Place) or place.loader is None:
+        return None
+    return _LOADERS.get(place.loader)
 
 
 def _check_sizes(global_batch: int, micro_batch: int) -> None:

@@ -12,7 +12,9 @@ them at its end, as in one process. An exception on the way restores the module:
 """
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,6 +36,19 @@ from shardwise.world.rng import derive_seed, forked_streams
 __all__ = ["Window", "accumulate", "count_tokens", "window"]
 
 
+@dataclass
+class TokenCount:
+    """The count of a window that is not a :class:`TrainStep`'s, and whether the loop has asked for it.
+
+    Attributes:
+        num_summed: micro-batches of all ranks, whose gradients are summed.
+        is_read: it was asked for.
+    """
+
+    num_summed: int
+    is_read: bool = False
+
+
 class Window:
     """See the module's text. Made by :func:`window`; all ranks enter, iterate to the end and leave it.
 
@@ -48,7 +63,8 @@ class Window:
     ):
         self.model, self.batches = model, as_micro_batches(batches)
         self.runtime: Runtime = runtime_of(model)
-        self.num_valid: int | float = 0
+        self._tokens: int | float = 0
+        self._count_of_tokens = TokenCount(0)
         self.agreed: dict[str, Tensor] | None = None  # sums of the second exchange
         self._count = count_of(loss, count)
         self._trains = trains  # a backward follows each forward, for sure
@@ -58,7 +74,13 @@ class Window:
 
     @property
     def num_tokens(self) -> float:
-        return float("inf") if self._padding else float(self.num_valid or 1)
+        self._count_of_tokens.is_read = True
+        return float("inf") if self._padding else float(self._tokens or 1)
+
+    @property
+    def num_valid(self) -> int | float:
+        self._count_of_tokens.is_read = True
+        return self._tokens
 
     @property
     def place(self) -> str:
@@ -81,7 +103,12 @@ class Window:
             )
         runtime.check_unchanged()
         refuse_unsummed(runtime, "a window")
-        self.num_valid = agree_on_count(runtime, self.batches, self._count, trains=self._trains)
+        _warn_of_unread(runtime)
+        self._tokens = agree_on_count(runtime, self.batches, self._count, trains=self._trains)
+        if not self._trains:
+            self._count_of_tokens = TokenCount(len(self.batches) * runtime.world.axis("dp").size)
+            if runtime.last_count is not False:
+                runtime.last_count = self._count_of_tokens
         self._versions, self._written = buffer_versions(runtime), WrittenParameters(runtime)
         runtime.engine.begin()
         self._kept_gradients = KeptGradients(runtime)
@@ -163,7 +190,7 @@ class Window:
         self._written.check(self.agreed["written"])
         own.apply(self.agreed)
         runtime.engine.end()
-        if self._trains and self.num_valid and not float(self.agreed.get("problem", 0)):
+        if self._trains and self._tokens and not float(self.agreed.get("problem", 0)):
             refuse_unused(runtime, self.agreed.get("used"))
         self._kept_gradients.add_back()
         runtime.step += 1
@@ -216,6 +243,21 @@ def window(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None, coun
         ConfigError: nothing says how many tokens a batch has.
     """
     return Window(model, batches, loss=loss, count=count)
+
+
+def _warn_of_unread(runtime: Runtime) -> None:
+    """Of the window before, since its gradients may be divided behind it. Once."""
+    last = runtime.last_count
+    if not isinstance(last, TokenCount) or last.is_read or last.num_summed == 1:
+        return
+    runtime.last_count = False
+    if runtime.world.is_main:
+        warnings.warn(
+            f"nothing has read num_tokens of the window before: its gradients are sums over {last.num_summed} micro-batches of all ranks, and those "
+            f'of a mean {last.num_summed} times too large. Divide a sum by it: (loss / w.num_tokens).backward(), with reduction="sum"; a loop '
+            "that divides by a number of its own may read it once",
+            stacklevel=3,
+        )
 
 
 def count_tokens(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None, count: Any = None) -> int | float:

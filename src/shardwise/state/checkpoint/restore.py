@@ -261,7 +261,11 @@ class _Reading:
 
     def _place_random(self, random: Mapping[str, Any]) -> None:
         world = self.runtime.world
-        world.seed = int(random["seed"])
+        given, world.seed = world.seed, int(random["seed"])
+        if given != world.seed:
+            self.notes.append(
+                f"the seed is {world.seed}, that of the run that is gone on with; sw.init was given {given}"
+            )
         if len(random["ranks"]) == world.size:
             set_streams(random["ranks"][world.rank], world.device)
         else:

@@ -173,6 +173,8 @@ class Returning:
 
         restored = restore(folder, self.step.model, self.step.optim, self.extra, check)
         self.step.load_state_dict(restored.own["step"])
+        # A loop of the user's own does not know it: streams of random numbers go on with the window that comes next.
+        runtime_of(self.step.model).step = restored.step
         notes = [*restored.notes, *self._put_loader(restored)]
         self.restored = restored
         return restored.step, notes

@@ -1,0 +1,68 @@
+"""Ranks that give their Loader other datasets: a list that each shuffled by a seed of its own, a random split, a part per rank.
+
+A Loader deals one order of one dataset out to the ranks, so samples would be seen twice, and others never. Datasets that are read without
+side effects (lists, tensors, splits of them) are compared by a digest of a few samples, in an exchange that is made anyway.
+"""
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Subset, TensorDataset
+
+__all__ = ["digest_of_dataset"]
+
+_BYTES = 1 << 16  # of one tensor
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+class _UnknownError(Exception):
+    """A value whose bytes are not known to be the same in every process."""
+
+
+def digest_of_dataset(dataset: Any) -> int:
+    """Of its length and its first, middle and last sample, and of all places that a ``Subset`` names; 0 where reading samples may draw random
+    numbers, or their values have no bytes of their own."""
+    try:
+        return _of_dataset(dataset, 1)
+    except _UnknownError:
+        return 0
+
+
+def _of_dataset(dataset: Any, found: int) -> int:
+    if type(dataset) is Subset:
+        found = _of_value(np.asarray(dataset.indices), found, limit=None)
+        try:
+            return _of_dataset(dataset.dataset, found)
+        except _UnknownError:
+            return found
+    if type(dataset) not in (list, tuple, TensorDataset, Tensor, np.ndarray):
+        raise _UnknownError
+    num = len(dataset)
+    found = _of_value(num, found)
+    for i in sorted({0, num // 2, num - 1} if num else ()):
+        found = _of_value(dataset[i], found)
+    return found
+
+
+def _of_value(value: Any, found: int, limit: int | None = _BYTES) -> int:
+    if isinstance(value, _PLAIN):
+        return zlib.crc32(repr(value).encode(), found)
+    if type(value) is Tensor and value.layout is torch.strided and not value.is_meta:
+        part = value.detach().reshape(-1)[: _BYTES // value.element_size()].contiguous().view(torch.uint8).cpu().numpy()
+        return zlib.crc32(part.tobytes(), zlib.crc32(repr((value.dtype, tuple(value.shape))).encode(), found))
+    if isinstance(value, np.ndarray | np.generic) and value.dtype != object:
+        part = np.asarray(value).reshape(-1)[: None if limit is None else limit // max(1, value.dtype.itemsize)]
+        return zlib.crc32(part.tobytes(), zlib.crc32(repr((value.dtype.str, value.shape)).encode(), found))
+    if isinstance(value, Mapping):
+        for name in value:
+            found = _of_value(value[name], _of_value(name, found))
+        return found
+    if isinstance(value, list | tuple):
+        for each in value:
+            found = _of_value(each, found)
+        return zlib.crc32(repr(len(value)).encode(), found)
+    raise _UnknownError
