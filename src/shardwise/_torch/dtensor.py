@@ -1,7 +1,10 @@
 """DTensors over memory that is there."""
 
+from contextlib import suppress
+
+import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, debug
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 __all__ = ["cut_like", "forget_meshes"]
@@ -22,6 +25,8 @@ def cut_like(local: Tensor, other: DTensor) -> DTensor:
 def forget_meshes() -> None:
     """Forgets what torch keeps of results of operators on DTensors. It takes meshes of the same ranks for one, so results in a new
     world would lie on a mesh of the one before, whose groups are gone."""
-    clear = getattr(debug, "_clear_sharding_prop_cache", None)
-    if clear is not None:
-        clear()
+    # As torch.distributed.tensor.debug does it, whose import brings the compiler along: a second of every rank's start.
+    with suppress(AttributeError):
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
+    with suppress(AttributeError):
+        torch._C._clear_DTensor_sharding_propagator_cache()
