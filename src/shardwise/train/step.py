@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.anatomy import canonical_modules
 from shardwise.errors import ConfigError, NonFiniteError, ShardwiseError, UsageError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.state.given import Given
 from shardwise.train.clipping import Clipping, NormType
 from shardwise.train.kept import clone_buffers, restore_buffers
 from shardwise.train.loss import Batch, Loss, as_sums, call, count_of, forward_of, next_token_loss, refuse_uncallable
+from shardwise.train.mode import EvalMode
 from shardwise.train.norm import GradientNorm
 from shardwise.train.optim import is_elementwise, local_optimizer
 from shardwise.train.refuse import (
@@ -121,8 +121,9 @@ class TrainStep:
         self.num_steps = self.num_skipped = 0
         # The scheduler's own count after the step of this object; None: this object has not stepped it.
         self._scheduled: int | None = None
-        self._has_told_schedule = self._has_told_mode = False
+        self._has_told_schedule = False
         self._runtime: Runtime = runtime
+        self.eval_mode = EvalMode(is_main=runtime.world.is_main)
         runtime.labels_seen, runtime.same_data = torch.zeros(3), []  # another step may be given other data
         self._scale = LossScale(runtime, optim, scaler)
         self._norm = GradientNorm(self._runtime, clipping.p, whole_after=self._runtime.replicated)
@@ -137,7 +138,7 @@ class TrainStep:
     def __call__(self, window: Iterable[Batch]) -> StepOutput:
         self._refuse_old_gradients()
         self._warn_of_second_schedule()
-        self._warn_of_eval_mode()
+        self.eval_mode.warn_once(self.model)
         if self._runtime.step == 0:
             self.given.take()
         with Window(self.model, window, loss=self.loss, count=self.count, trains=True) as w:
@@ -262,20 +263,6 @@ class TrainStep:
             self._scheduled = getattr(self.scheduler, "last_epoch", None)
         self._drop_gradients()
 
-    def _warn_of_eval_mode(self) -> None:
-        """Parts that are kept in eval mode on purpose (frozen batch norm) leave the whole in train mode."""
-        if self.model.training or self._has_told_mode:
-            return
-        self._has_told_mode = True
-        found = [name for name, child in canonical_modules(self.model) if acts_by_mode(child)]
-        if found and self._runtime.world.is_main:
-            warnings.warn(
-                f"a training step of a model in eval mode: {found[0]}{f' and {len(found) - 1} more' if len(found) > 1 else ''} (dropout, batch norm) "
-                "act as in evaluation. Call model.train() first (from_pretrained gives models in eval mode; after model.eval() it stays "
-                "so); where it is meant, leave the model in train mode, and call eval() on those modules.",
-                stacklevel=3,
-            )
-
     def _warn_of_second_schedule(self) -> None:
         """A loop that steps the scheduler too, as one without a TrainStep does: the schedule would pass that much faster."""
         before, self._scheduled = self._scheduled, None
@@ -342,19 +329,6 @@ class TrainStep:
 
 def _listed(ranks: tuple[int, ...]) -> str:
     return ", ".join(map(str, ranks))
-
-
-_DROPS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_KEEP_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
-def acts_by_mode(module: nn.Module) -> bool:
-    """Whether torch's own ``module`` computes otherwise in train mode: dropout that drops, batch norm with running statistics."""
-    return (
-        module.p > 0
-        if isinstance(module, _DROPS)
-        else isinstance(module, _KEEP_STATISTICS) and module.track_running_stats
-    )
 
 
 def methods_called(module: nn.Module, name: str) -> list[Callable[[], Any]]:
