@@ -1,10 +1,14 @@
 """The proof line: right for a right model, red for one that computes differently on its ranks, left out when too large."""
 
 import math
+import warnings
 
 import msgspec
 import pytest
+import torch
+from torch import nn
 
+import shardwise as sw
 from shardwise.config.schema import Data, Model, Optim, Parallel, RunConfig, Train
 from shardwise.errors import RankError
 
@@ -65,6 +69,36 @@ def test_the_proof_clips_as_the_run_does():
     )
     task = _task(config, SimpleNamespace(seed=0), num_steps=1, most=1)
     assert (task.max_grad_norm, task.norm_type, task.clip_grad_value) == (0.5, "inf", 0.1)
+
+
+def evaluating() -> nn.Module:
+    return nn.Sequential(nn.Embedding(256, 8), nn.Dropout(0.1), nn.Linear(8, 256)).eval()
+
+
+def _warnings_in_eval_mode(config: RunConfig) -> tuple[list[str], list[str]]:
+    """Of the two comparisons, and of a step of the user's own."""
+    ids = torch.arange(8).reshape(2, 4)
+    batch = {"input_ids": ids, "labels": ids + 1}
+    with warnings.catch_warnings(record=True) as compared:
+        warnings.simplefilter("always")
+        _prove(config)
+        sw.verify(evaluating, "dp_shard=1", batches=[[batch]], run=lambda function, size, *args: [function(*args)])
+    with sw.init("dp_shard=1", device="cpu") as world, warnings.catch_warnings(record=True) as stepped:
+        warnings.simplefilter("always")
+        model = sw.parallelize(evaluating(), world)
+        sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))([batch])
+    return [str(each.message) for each in compared], [str(each.message) for each in stepped]
+
+
+def test_comparisons_put_a_model_in_eval_mode_themselves_and_do_not_warn_of_it(ranks, tmp_path):
+    (tmp_path / "drop.py").write_text(
+        "from torch import nn\n"
+        "def build(): return nn.Sequential(nn.Embedding(256, 8), nn.Dropout(0.1), nn.Linear(8, 256))\n"
+    )
+    compared, stepped = ranks.run(_warnings_in_eval_mode, 1, _config("dp_shard=1", build=f"{tmp_path}/drop.py:build"))[
+        0
+    ]
+    assert compared == [] and len(stepped) == 1 and "eval mode: '1' (dropout" in stepped[0]
 
 
 def test_a_model_that_computes_otherwise_on_another_rank_is_named(ranks, tmp_path):

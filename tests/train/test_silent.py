@@ -330,9 +330,19 @@ def steps_in_eval_mode():
     cases = {  # the model, and how its mode is set
         "dropout": (lambda: Modes(nn.Dropout(0.1)), lambda model: model.eval()),
         "batch norm": (lambda: Modes(nn.BatchNorm1d(3)), lambda model: model.eval()),
+        "LSTM": (lambda: Modes(nn.LSTM(3, 3, num_layers=2, dropout=0.5)), lambda model: model.eval()),
+        "GRU": (lambda: Modes(nn.GRU(3, 3, num_layers=2, dropout=0.5)), lambda model: model.eval()),
+        "attention": (lambda: Modes(nn.MultiheadAttention(4, 2, dropout=0.1)), lambda model: model.eval()),
+        "drawn slopes": (lambda: Modes(nn.RReLU()), lambda model: model.eval()),
+        "instance norm": (lambda: Modes(nn.InstanceNorm1d(3, track_running_stats=True)), lambda model: model.eval()),
         "in train mode": (lambda: Modes(nn.Dropout(0.1)), lambda model: model),
         "frozen batch norm": (lambda: Modes(nn.BatchNorm1d(3)), lambda model: model.inner[0].eval()),
-        "nothing that acts by mode": (lambda: Modes(nn.LayerNorm(3), nn.Dropout(0.0)), lambda model: model.eval()),
+        "nothing that acts by mode": (
+            lambda: Modes(
+                nn.LayerNorm(3), nn.Dropout(0.0), nn.LSTM(3, 3, 2), nn.InstanceNorm1d(3), nn.MultiheadAttention(4, 2)
+            ),
+            lambda model: model.eval(),
+        ),
     }
     with sw.init("dp_shard=1", device="cpu") as world:
         for name, (build, change) in cases.items():
@@ -342,10 +352,11 @@ def steps_in_eval_mode():
                 warnings.simplefilter("always")
                 step([batch_of(0)])
                 step([batch_of(1)])
-            told[name] = sum("eval mode" in str(each.message) for each in caught)
+            told[name] = sum("eval mode: 'inner.0' (dropout" in str(each.message) for each in caught)
     return told
 
 
 def test_a_training_step_in_eval_mode_is_told_once_where_the_mode_matters(ranks):
     told = ranks.run(steps_in_eval_mode, 1)[0]
-    assert told == {name: int(name in ("dropout", "batch norm")) for name in told} and len(told) == 5
+    silent = ("in train mode", "frozen batch norm", "nothing that acts by mode")
+    assert told == {name: int(name not in silent) for name in told} and len(told) == 10

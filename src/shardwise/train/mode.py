@@ -4,6 +4,7 @@ import warnings
 
 from torch import nn
 
+from shardwise._compat import BatchNormBase
 from shardwise.anatomy import canonical_modules
 
 __all__ = ["EvalMode", "acts_by_mode"]
@@ -16,34 +17,45 @@ class EvalMode:
 
     Args:
         is_main: of the ranks, this one warns.
+
+    Attributes:
+        is_meant: no warning: the model is in eval mode on purpose, as in a comparison whose two sides must draw no random numbers.
     """
 
     def __init__(self, *, is_main: bool):
-        self.is_main, self._has_warned = is_main, False
+        self.is_main, self.is_meant, self._has_warned = is_main, False, False
 
     def warn_once(self, model: nn.Module) -> None:
         """A ``UserWarning`` at the line that calls the step, the first time that ``model`` is in eval mode."""
-        if model.training or self._has_warned:
+        if model.training or self.is_meant or self._has_warned:
             return
         self._has_warned = True
-        found = [name for name, child in canonical_modules(model) if acts_by_mode(child)]
+        found = [
+            repr(name) if name else "the model itself"
+            for name, child in canonical_modules(model)
+            if acts_by_mode(child)
+        ]
         if found and self.is_main:
             warnings.warn(
-                f"a training step of a model in eval mode: {found[0]}{f' and {len(found) - 1} more' if len(found) > 1 else ''} (dropout, batch norm) "
-                "act as in evaluation. Call model.train() first (from_pretrained gives models in eval mode; after model.eval() it stays "
+                f"a training step of a model in eval mode: {found[0]}{f' and {len(found) - 1} more' if len(found) > 1 else ''} (dropout, batch "
+                "norm) act as in evaluation. Call model.train() first (from_pretrained gives models in eval mode; after model.eval() it stays "
                 "so); where it is meant, leave the model in train mode, and call eval() on those modules.",
                 stacklevel=3,
             )
 
 
 _DROPS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_KEEP_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def acts_by_mode(module: nn.Module) -> bool:
-    """Whether torch's own ``module`` computes otherwise in train mode: dropout that drops, batch norm with running statistics."""
-    return (
-        module.p > 0
-        if isinstance(module, _DROPS)
-        else isinstance(module, _KEEP_STATISTICS) and module.track_running_stats
-    )
+    """Whether torch's own ``module`` computes otherwise in train mode: dropout that drops (of its own, of attention weights, between
+    the layers of an LSTM), a slope that is drawn, a norm with running statistics."""
+    if isinstance(module, _DROPS):
+        return module.p > 0
+    if isinstance(module, nn.RNNBase):
+        return module.dropout > 0 and module.num_layers > 1
+    if isinstance(module, nn.MultiheadAttention):
+        return module.dropout > 0
+    if isinstance(module, nn.RReLU):
+        return module.lower != module.upper
+    return isinstance(module, BatchNormBase) and module.track_running_stats

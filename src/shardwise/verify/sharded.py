@@ -84,6 +84,8 @@ def run_sharded(task: Task, layout: str, options: Mapping[str, Any] | None = Non
             norm_type=task.norm_type,
             clip_grad_value=task.clip_grad_value,
         )
+        # Both sides run what the function returns: in eval mode where it draws random numbers in training.
+        step.eval_mode.is_meant = True
         steps = [_run_step(step, optim, share_of(window, world)) for window in task.windows]
         return RankRecord(world.rank, recipe_of(model).to_json(), steps)
 
