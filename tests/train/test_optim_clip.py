@@ -196,6 +196,57 @@ def test_steps_with_every_kind_of_clipping(ranks, layout, engine, size):
             assert_close(tensors, wanted)
 
 
+def _plain_steps_changed():
+    """A loop for one process that clips each step in another way."""
+    torch.manual_seed(0)
+    model, norms = build(), []
+    optim = torch.optim.SGD(model.parameters(), lr=0.5)
+    for number, clip in enumerate(CLIPS):
+        plain_backward(model, [batch(4 * number + i) for i in range(4)])
+        max_norm, norm_type = clip.get("max_grad_norm", math.inf), clip.get("norm_type", 2.0)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type=norm_type)))
+        if "clip_grad_value" in clip:
+            torch.nn.utils.clip_grad_value_(model.parameters(), clip["clip_grad_value"])
+        optim.step()
+        optim.zero_grad()
+    return norms, values(model)
+
+
+def _steps_changed():
+    """The same by attributes of one step; then values that none of them takes; then ranks that set one differently."""
+    world, model = shard("dp_shard=2")
+    with world:
+        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.5), loss=sum_loss)
+        norms = []
+        for number, clip in enumerate(CLIPS):
+            step.max_grad_norm, step.clip_grad_value = clip.get("max_grad_norm"), clip.get("clip_grad_value")
+            step.norm_type = clip.get("norm_type", 2.0)
+            norms.append(step(mine([batch(4 * number + i) for i in range(4)], world)).grad_norm)
+        done, refused = values(model), []
+        for name, value in (("max_grad_norm", "x"), ("norm_type", "max"), ("clip_grad_value", "1")):
+            before = getattr(step, name)
+            setattr(step, name, value)
+            with pytest.raises(ConfigError) as caught:
+                step(mine([batch(i) for i in range(4)], world))
+            refused.append(caught.value.given)
+            setattr(step, name, before)
+        step.max_grad_norm = torch.tensor(0.5)  # a number all the same
+        step(mine([batch(i) for i in range(4)], world))
+        step.max_grad_norm = 0.5 + world.rank
+        with pytest.raises(RankError) as apart:
+            step(mine([batch(i) for i in range(4)], world))
+        return norms, done, refused, str(apart.value)
+
+
+def test_limits_and_the_kind_of_norm_may_be_changed_between_steps(ranks):
+    wanted_norms, wanted = _plain_steps_changed()
+    for norms, tensors, refused, apart in ranks.run(_steps_changed, 2):
+        assert norms == pytest.approx(wanted_norms, rel=1e-12)
+        assert_close(tensors, wanted)
+        assert refused == ["max_grad_norm='x'", "norm_type='max'", "clip_grad_value='1'"]
+        assert "max_grad_norm=0.5" in apart and "max_grad_norm=1.5" in apart
+
+
 class Turned(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -245,6 +296,12 @@ def _refused():
             lambda: sw.clip_grad_norm_(model, 1.0, norm_type=-1),
             lambda: sw.clip_grad_norm_(model, math.nan),
             lambda: sw.clip_grad_value_(model, 0),
+            lambda: sw.clip_grad_norm_(model, "1"),
+            lambda: sw.clip_grad_norm_(model, 1.0, norm_type=True),
+            lambda: sw.clip_grad_value_(model, "1"),
+            lambda: sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0), max_grad_norm="1.0"),
+            lambda: sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0), max_grad_norm=[1.0]),
+            lambda: sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0), clip_grad_value="1"),
             lambda: sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0), max_grad_norm=0.0),
             lambda: sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0), on_nonfinite="ignore"),
             lambda: sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0), clip_grad_value=-1.0),
@@ -264,6 +321,12 @@ def test_bad_arguments_are_refused(ranks):
         "norm_type=-1",
         "clip_grad_norm_(max_norm=nan)",
         "clip_grad_value_(value=0)",
+        "clip_grad_norm_(max_norm='1')",
+        "norm_type=True",
+        "clip_grad_value_(value='1')",
+        "max_grad_norm='1.0'",
+        "max_grad_norm=[1.0]",
+        "clip_grad_value='1'",
         "max_grad_norm=0.0",
         "on_nonfinite='ignore'",
         "clip_grad_value=-1.0",

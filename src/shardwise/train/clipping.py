@@ -1,5 +1,6 @@
 """Clipping gradients, by the norm of all of them together and by the value of each element; exact under every layout."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ class Clipping:
         clip_grad_value: each element is clamped to [-value, value], after the norm; None: it is not.
 
     Raises:
-        ConfigError: a limit or p that is not above 0.
+        ConfigError: a limit or p that is no number above 0.
     """
 
     max_grad_norm: float | None = None
@@ -35,15 +36,15 @@ class Clipping:
     clip_grad_value: float | None = None
 
     def __post_init__(self) -> None:
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+        if self.max_grad_norm is not None and not _is_limit(self.max_grad_norm):
             raise ConfigError(
-                f"max_grad_norm={self.max_grad_norm}",
+                f"max_grad_norm={self.max_grad_norm!r}",
                 why="it is a number above 0",
                 fix="use 1.0, or None for no clipping",
             )
-        if self.clip_grad_value is not None and not self.clip_grad_value > 0:
+        if self.clip_grad_value is not None and not _is_limit(self.clip_grad_value):
             raise ConfigError(
-                f"clip_grad_value={self.clip_grad_value}",
+                f"clip_grad_value={self.clip_grad_value!r}",
                 why="it is a number above 0: each element is clamped to [-value, value]",
                 fix="use 1.0, or None for no clipping by value",
             )
@@ -57,7 +58,11 @@ class Clipping:
     @property
     def facts(self) -> dict[str, Any]:
         """What ranks must have alike."""
-        return {"max_grad_norm": self.max_grad_norm, "norm_type": self.p, "clip_grad_value": self.clip_grad_value}
+        limits = {"max_grad_norm": self.max_grad_norm, "clip_grad_value": self.clip_grad_value}
+        return {"norm_type": self.p} | {name: None if x is None else float(x) for name, x in limits.items()}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.facts.items())
 
     def refuse_unfit(self, runtime: Runtime) -> None:
         """Raises UnsupportedError if values are to be clamped and a trained parameter is complex."""
@@ -67,9 +72,9 @@ class Clipping:
     def apply(self, runtime: Runtime, norm: float) -> None:
         """Clips the gradients of a model, whose norm (of this type, over all ranks) is ``norm``. No communication."""
         if self.max_grad_norm is not None:
-            scale_gradients(runtime, norm, self.max_grad_norm)
+            scale_gradients(runtime, norm, float(self.max_grad_norm))
         if self.clip_grad_value is not None:
-            _clamp(runtime, self.clip_grad_value)
+            _clamp(runtime, float(self.clip_grad_value))
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, *, norm_type: NormType = 2.0) -> Tensor:
@@ -84,8 +89,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, norm_type: NormType = 
         norm_type: p of the norm, above 0; ``inf`` or ``"inf"`` for the largest element.
     """
     p = _as_p(norm_type)
-    if not max_norm > 0:
-        raise ConfigError(f"clip_grad_norm_(max_norm={max_norm})", why="it is a number above 0", fix="use max_norm=1.0")
+    if not _is_limit(max_norm):
+        raise ConfigError(
+            f"clip_grad_norm_(max_norm={max_norm!r})", why="it is a number above 0", fix="use max_norm=1.0"
+        )
     runtime = runtime_of(model)
     refuse_in_window(runtime, "clip_grad_norm_", "clip after the with block, once for all micro-batches")
     refuse_unsummed(runtime, "clip_grad_norm_")
@@ -93,7 +100,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, norm_type: NormType = 
     settings = f"max_norm={float(max_norm)}, norm_type={p}"  # part of the place: ranks with other settings are refused
     summed = runtime.world.agreement.sum({"norm": total.entry()}, f"clipping ({settings})")
     norm = total.finish(summed["norm"])
-    scale_gradients(runtime, float(norm), max_norm)
+    scale_gradients(runtime, float(norm), float(max_norm))
     return norm
 
 
@@ -103,13 +110,13 @@ def clip_grad_value_(model: nn.Module, value: float) -> None:
     Raises:
         UnsupportedError: a trained parameter is complex.
     """
-    if not value > 0:
-        raise ConfigError(f"clip_grad_value_(value={value})", why="it is a number above 0", fix="use value=1.0")
+    if not _is_limit(value):
+        raise ConfigError(f"clip_grad_value_(value={value!r})", why="it is a number above 0", fix="use value=1.0")
     runtime = runtime_of(model)
     refuse_in_window(runtime, "clip_grad_value_", "clip after the with block, once for all micro-batches")
     refuse_unsummed(runtime, "clip_grad_value_")
     _refuse_complex(runtime, f"clip_grad_value_(value={value})")
-    _clamp(runtime, value)
+    _clamp(runtime, float(value))
 
 
 def scale_gradients(runtime: Runtime, norm: float, max_norm: float) -> None:
@@ -125,12 +132,21 @@ def _clamp(runtime: Runtime, value: float) -> None:
         grad.clamp_(-value, value)
 
 
+def _is_limit(value: Any) -> bool:
+    return not isinstance(value, str) and _number(value) > 0
+
+
+def _number(value: Any) -> float:
+    """``value`` as a number: Python's, numpy's or a tensor of one element; NaN for anything else, True among it."""
+    try:
+        return math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return math.nan
+
+
 def _as_p(norm_type: Any) -> float:
     """The p of a norm, as torch takes it: a number, or the word "inf"."""
-    try:
-        p = float(norm_type)
-    except (TypeError, ValueError):
-        p = 0.0
+    p = _number(norm_type)
     if not p > 0:
         raise ConfigError(
             f"norm_type={norm_type!r}",

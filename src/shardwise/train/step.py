@@ -76,7 +76,8 @@ class TrainStep:
         scheduler: stepped after each step that was taken.
         max_grad_norm: gradients are scaled down so that their norm is at most this; None only measures it.
         norm_type: p of the norm, above 0; ``inf`` or ``"inf"`` for the largest element.
-        clip_grad_value: each element of a gradient is clamped to [-value, value], after ``max_grad_norm``; None: it is not.
+        clip_grad_value: each element of a gradient is clamped to [-value, value], after ``max_grad_norm``; None: it is not. These
+            three are attributes too: what a loop sets them to, on all ranks alike, is what the next step does.
         scaler: a ``torch.amp.GradScaler``; None: a new one where float16 is computed in, else none. A step whose gradients
             overflow under it is skipped on all ranks, and the scale backs off; ``on_nonfinite`` is for the rest: a loss
             that is not finite, or gradients that are not at a scale of 1 or below.
@@ -117,7 +118,9 @@ class TrainStep:
         self.model, self.optim, self.scheduler = model, optim, scheduler
         self.loss, self.forward = loss, forward_of(loss, forward)
         self.count = count if count is not None or loss is not None else getattr(model, "count", None)
-        self.max_grad_norm, self.clip_grad_value, self.on_nonfinite = max_grad_norm, clip_grad_value, on_nonfinite
+        # Read at every step: a loop may change them between steps.
+        self.max_grad_norm, self.norm_type, self.clip_grad_value = max_grad_norm, norm_type, clip_grad_value
+        self.on_nonfinite = on_nonfinite
         self.num_steps = self.num_skipped = 0
         # The scheduler's own count after the step of this object; None: this object has not stepped it.
         self._scheduled: int | None = None
@@ -126,7 +129,6 @@ class TrainStep:
         self.eval_mode = EvalMode(is_main=runtime.world.is_main)
         runtime.labels_seen, runtime.same_data = torch.zeros(3), []  # another step may be given other data
         self._scale = LossScale(runtime, optim, scaler)
-        self._norm = GradientNorm(self._runtime, clipping.p, whole_after=self._runtime.replicated)
         self._sums = SumCheck(count_of(loss, self.count))
         self._before_step = methods_called(model, "pre_optimizer_step")
         self._after_step = methods_called(model, "post_optimizer_step")
@@ -136,6 +138,9 @@ class TrainStep:
             local_optimizer(optim)
 
     def __call__(self, window: Iterable[Batch]) -> StepOutput:
+        clipping = self.clipping
+        clipping.refuse_unfit(self._runtime)
+        norm_of = GradientNorm(self._runtime, clipping.p, whole_after=self._runtime.replicated)
         self._refuse_old_gradients()
         self._warn_of_second_schedule()
         self.eval_mode.warn_once(self.model)
@@ -145,7 +150,9 @@ class TrainStep:
             may_skip = self.on_nonfinite == "skip" or self.scaler is not None
             kept = clone_buffers(self._runtime) if may_skip else {}
             sums, problem = self._forward_backward(w)
-            agreed = w.finish(self._entries(sums, problem))
+            # Settings are part of a name: ranks that clip otherwise than the others are refused, or replicas would drift apart.
+            norm_entry = f"norm ({clipping})"
+            agreed = w.finish({**self._entries(sums, problem), norm_entry: norm_of.entry()})
         if float(agreed["problem"]):
             self._drop_gradients()
             raise agreed_problem(self._runtime, problem)
@@ -154,11 +161,11 @@ class TrainStep:
             self._try_forward()
         means = {name: float(agreed[f"sum of {name}"]) / w.num_tokens for name in sorted(sums)}
         scale = self._scale.value
-        norm, loss = float(self._norm.finish(agreed["norm"])) / (scale or 1.0), means.pop("loss")
+        norm, loss = float(norm_of.finish(agreed[norm_entry])) / (scale or 1.0), means.pop("loss")
         self.num_steps += 1
         is_finite = math.isfinite(norm) and math.isfinite(loss)
         if is_finite:
-            self._step(norm)
+            self._step(clipping, norm)
         else:
             self._refuse_step(norm, loss, sums["loss"], kept)
         self._scale.update(is_finite=is_finite)
@@ -171,8 +178,12 @@ class TrainStep:
 
     @property
     def clipping(self) -> Clipping:
-        """How gradients are clipped."""
-        return Clipping(self.max_grad_norm, self._norm.norm_type, self.clip_grad_value)
+        """How gradients are clipped: the attributes ``max_grad_norm``, ``norm_type`` and ``clip_grad_value`` as they are now.
+
+        Raises:
+            ConfigError: one of them has been set to what is no number above 0.
+        """
+        return Clipping(self.max_grad_norm, self.norm_type, self.clip_grad_value)
 
     def state_dict(self) -> dict[str, Any]:
         """What the step owns, for a checkpoint: counts, the place in the streams of random numbers, scheduler and scaler.
@@ -246,13 +257,12 @@ class TrainStep:
             "problem": float(problem is not None),
             "told": self._sums.entry(sorted(sums)),
             "unclear": float(bool(self._sums.unclear)),
-            "norm": self._norm.entry(),
             **{f"sum of {name}": value for name, value in sums.items()},  # by name: a rank with other metrics is named
         }
 
-    def _step(self, norm: float) -> None:
+    def _step(self, clipping: Clipping, norm: float) -> None:
         self._scale.unscale()
-        self.clipping.apply(self._runtime, norm)  # its limits may have been changed since the last step
+        clipping.apply(self._runtime, norm)
         for before in self._before_step:
             before()
         self.optim.step()
@@ -311,7 +321,9 @@ class TrainStep:
         if not by_loss:
             where = f"every rank's loss is finite, the gradient in the shards of rank {_listed(by_gradient)} is not"
             if not by_gradient:  # not of a gradient: of its powers
-                where = f"loss and gradients are finite, the sum of their powers for norm_type={self._norm.norm_type:g} is not"
+                where = (
+                    f"loss and gradients are finite, the sum of their powers for norm_type={self.clipping.p:g} is not"
+                )
         half = "" if self.scaler is None else f", loss scale {self._scale.value:g}"
         return NonFiniteError(
             f"step {self.num_steps}: loss {loss:g}, gradient norm {norm:g}{half}",
