@@ -1,5 +1,7 @@
 """A forward that takes ``state`` is given the step that it runs in: an annealed loss has the numbers of one process."""
 
+from typing import Optional
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -137,6 +139,66 @@ def test_what_a_state_says(ranks):
         "the subclass's own forward, and the function that it was given"
     )
     assert set(given) == {None}, "a recurrent model's own state=None stays its own"
+
+
+class TrainStepState:
+    """A user's own, of a name that ours is a part of."""
+
+
+def own_type(model, batch, mine: TrainStepState | None = None):
+    return mine, model.net(batch["input_ids"])
+
+
+def own_type_as_text(model, batch, mine: "TrainStepState | None" = None):
+    return mine, model.net(batch["input_ids"])
+
+
+def own_type_nowhere(model, batch, mine: "hidden.TrainStepState" = None):  # noqa: F821
+    return mine, model.net(batch["input_ids"])
+
+
+def states(model, batch, mine: list[sw.StepState] | None = None):
+    return mine, model.net(batch["input_ids"])
+
+
+def ours(model, batch, now: sw.StepState | None = None):
+    return now, model.net(batch["input_ids"])
+
+
+def ours_as_text(model, batch, now: "sw.StepState | None" = None):
+    return now, model.net(batch["input_ids"])
+
+
+def ours_within_text(model, batch, now: Optional["sw.StepState"] = None):  # noqa: UP045
+    return now, model.net(batch["input_ids"])
+
+
+def ours_nowhere(model: "hidden.Model", batch, now: "StepState | None" = None):  # noqa: F821
+    return now, model.net(batch["input_ids"])
+
+
+OWN = (own_type, own_type_as_text, own_type_nowhere, states)
+OURS = (ours, ours_as_text, ours_within_text, ours_nowhere)
+
+
+def _given():
+    given = {}
+    with sw.init(device="cpu") as world:
+        model = sw.parallelize(Annealed(), world)
+        for forward in (*OWN, *OURS):
+
+            def loss(output, batch, name=forward.__name__):
+                given[name] = output[0]
+                return sum_loss(output[1], batch)
+
+            sw.evaluate(model, [batch(0)], loss=loss, forward=forward)
+    return given
+
+
+def test_a_state_is_given_by_its_class_and_not_by_a_part_of_its_name(ranks):
+    (given,) = ranks.run(_given, 1)
+    assert [given[forward.__name__] for forward in OWN] == [None] * len(OWN)
+    assert [type(given[forward.__name__]) for forward in OURS] == [sw.StepState] * len(OURS)
 
 
 def test_verify_compares_a_forward_that_takes_a_state(ranks):

@@ -1,6 +1,10 @@
 """What a forward may know of the step that it runs in: for a loss that is annealed, a layer that is warmed up, a log."""
 
+import contextlib
 import inspect
+import re
+import types
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -55,13 +59,33 @@ def batch_of_forward(model: nn.Module, batch: Any, state: StepState) -> Any:
 
 def _state_parameter(function: Callable[..., Any]) -> str | None:
     """The parameter that takes a state; not ``state=None`` without a word of its type, which is a recurrent model's own."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a builtin
-        return None
-    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    for parameter in by_name:
+    parameters = _parameters(function)
+    for parameter in parameters:
         is_asked_for = parameter.name == "state" and parameter.default is parameter.empty
-        if is_asked_for or StepState.__name__ in str(parameter.annotation):
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) and (
+            is_asked_for or _is_state(parameter.annotation)
+        ):
             return parameter.name
     return None
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Of a signature, annotations as what they name; as text where that cannot be found (imported for a type checker alone)."""
+    for eval_str in (True, False):
+        with contextlib.suppress(Exception):  # a builtin; and text that names anything may raise anything
+            return list(inspect.signature(function, eval_str=eval_str).parameters.values())
+    return []
+
+
+def _is_state(annotation: Any) -> bool:
+    """Whether that is :class:`StepState`, or one of several types of which it is one."""
+    if isinstance(annotation, typing.ForwardRef):
+        annotation = annotation.__forward_arg__
+    if isinstance(annotation, str):
+        return _IN_TEXT.search(annotation) is not None
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
+        return any(_is_state(one) for one in typing.get_args(annotation))
+    return annotation is StepState
+
+
+_IN_TEXT = re.compile(rf"(?<!\w){StepState.__name__}(?!\w)")
