@@ -169,7 +169,7 @@ def ours_as_text(model, batch, now: "sw.StepState | None" = None):
     return now, model.net(batch["input_ids"])
 
 
-def ours_within_text(model, batch, now: Optional["sw.StepState"] = None):  # noqa: UP045
+def ours_within_text(model, batch, now: Optional["sw.StepState"] = None):
     return now, model.net(batch["input_ids"])
 
 
