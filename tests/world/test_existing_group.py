@@ -103,6 +103,30 @@ def test_describe_names_a_spectral_norm(kind):
         assert "power iteration" not in sw.describe(sw.parallelize(lambda: nn.Linear(4, 4), world))
 
 
+def test_a_module_that_is_called_as_an_option_is_is_no_option():
+    """Notes of modules and of options have names; ``reduce`` is one of both."""
+
+    class Reducing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.reduce = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+
+        def forward(self, x):
+            return self.reduce(x)
+
+    with sw.init(device="cpu") as world:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            model = sw.parallelize(Reducing(), world)
+            sw.parallelize(
+                Reducing(), world, precision=sw.Precision(reduce="bf16"), sharding=sw.Sharding(engine="fsdp2")
+            )
+        assert len(told) == 1 and str(told[0].message).startswith("precision: gradients are summed in bfloat16")
+        recipe = sw.recipe_of(model)
+        assert "reduce: warning: the power iteration" in sw.describe(model)
+        assert type(recipe).from_json(recipe.to_json()) == recipe
+
+
 def worlds_with_other_groups() -> list[float]:
     sums = []
     for num_groups in (0, 2):

@@ -121,14 +121,14 @@ def parallelize(
     check_edits(module, recipe, world)
     recipe = msgspec.structs.replace(recipe, notes=(*recipe.notes, *notes_of(own), *_counting(module)))
     if source.note is not None:
-        recipe = _with_note(recipe, source.note)
+        recipe = msgspec.structs.replace(recipe, notes=(*recipe.notes, source.note))
     refuse_unfit_parts(module, recipe, world)
     _agree_on_recipe(module, recipe, world)
     source.release(module, recipe)
     without_memory = {name for name, tensor in all_tensors(module).items() if tensor.device.type == "meta"}
     for note in recipe.notes:
-        if note.name == "reduce" and world.is_main:
-            warnings.warn(f"precision: {note.why.removeprefix('warning: ')}", stacklevel=2)
+        if note.warns and world.is_main:
+            warnings.warn(f"{(note.option or note.name).partition('.')[0]}: {note.why}", stacklevel=2)
     runtime = apply_recipe(module, recipe, world)
     in_large_pages(tensor for name, tensor in runtime.local_tensors().items() if name in without_memory)
     source.write(runtime)
@@ -320,9 +320,3 @@ def _with_transforms(model: Any, own: list[Chosen], world: World) -> Any:
     if isinstance(model, nn.Module):
         return transformed(model, own, world, world.device)
     return (lambda: transformed(model(), own, world, world.device)) if callable(model) else model
-
-
-def _with_note(recipe: Recipe, note: Note) -> Recipe:
-    if note.why.startswith("rank0 (seeded"):
-        warnings.warn(f"init: {note.why}", stacklevel=3)
-    return msgspec.structs.replace(recipe, notes=(*recipe.notes, note))

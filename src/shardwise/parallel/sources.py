@@ -32,7 +32,7 @@ class FromTape:
     """Values replayed by every rank from the record of the constructor."""
 
     note: Note | None = Note(
-        name="init", why="seeded: values are functions of (seed, name), made by each rank for itself"
+        name="init", why="seeded: values are functions of (seed, name), made by each rank for itself", option="init"
     )
 
     def __init__(self, module: nn.Module, tape: Tape):
@@ -50,7 +50,7 @@ class FromTape:
 class ForLoading(FromTape):
     """No values yet: ``load_weights`` brings them, and what it does not bring is replayed then."""
 
-    note = Note(name="init", why="load: memory without values, until load_weights")
+    note = Note(name="init", why="load: memory without values, until load_weights", option="init")
 
     def write(self, runtime: Runtime) -> None:
         runtime.pending = self
@@ -114,14 +114,16 @@ def build_with_source(model: Any, world: World, init: str | None) -> tuple[nn.Mo
             )
         refuse_lazy(model)
         _refuse_meta(model)
-        return model, FromRank0(model, world, Note(name="init", why="rank0: values of the module given on rank 0"))
+        return model, FromRank0(
+            model, world, Note(name="init", why="rank0: values of the module given on rank 0", option="init")
+        )
     if not callable(model):
         raise UsageError(
             f"a {type(model).__name__}",
             why="it is neither a module nor a callable that builds one",
             fix="pass one of them",
         )
-    reason = "asked for"
+    reason = None
     if init != "rank0":
         module, tape = build_on_meta(model, world.seed)
         if module is not None:
@@ -131,7 +133,7 @@ def build_with_source(model: Any, world: World, init: str | None) -> tuple[nn.Mo
         refused = _refused_anywhere(source, tape, world)
         if module is not None and source is not None and refused is None:
             return module, source
-        reason = f"seeded values are not possible: {refused}"
+        reason = refused
     return _build_on_rank0(model, world, reason)
 
 
@@ -152,8 +154,9 @@ def _refused_anywhere(source: "FromTape | None", tape: Tape, world: World) -> st
     return first
 
 
-def _build_on_rank0(model: Callable[[], nn.Module], world: World, reason: str) -> tuple[nn.Module, "FromRank0"]:
-    """Rank 0 builds with real values; the others build on meta where they can, else for real and drop the values."""
+def _build_on_rank0(model: Callable[[], nn.Module], world: World, refused: str | None) -> tuple[nn.Module, "FromRank0"]:
+    """Rank 0 builds with real values; the others build on meta where they can, else for real and drop the values. ``refused``: why
+    seeded values are not possible; None: they were not asked for."""
     module: Any = None
     with _rng_of_rank0(world) as state:
         if not world.is_main:
@@ -166,7 +169,8 @@ def _build_on_rank0(model: Callable[[], nn.Module], world: World, reason: str) -
             f"a callable that gave a {type(module).__name__}", why="parallelize needs a module", fix="return the module"
         )
     refuse_lazy(module)
-    source = FromRank0(module, world, Note(name="init", why=f"rank0 ({reason})"))
+    why = "rank0 (asked for)" if refused is None else f"rank0 (seeded values are not possible: {refused})"
+    source = FromRank0(module, world, Note(name="init", why=why, option="init", warns=refused is not None))
     to_meta(module)
     return module, source
 

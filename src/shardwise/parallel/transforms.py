@@ -173,7 +173,7 @@ def _asked_for(
 
 def notes_of(chosen: Sequence[Chosen]) -> tuple[Note, ...]:
     """What the recipe says of them."""
-    return tuple(Note(name="transform", why=str(each)) for each in chosen)
+    return tuple(Note(name="transform", why=str(each), option="transforms") for each in chosen)
 
 
 def _chosen(entry: Entry) -> Chosen:

@@ -33,7 +33,7 @@ def describe_recipe(recipe: Recipe) -> str:
             f"frozen: {len(frozen)} parameter{'s' if len(frozen) > 1 else ''} ({', '.join(frozen[:3])}{', ...' if len(frozen) > 3 else ''})"
         )
     lines += _edits(recipe)
-    lines += [f"{note.name or '(root)'}: {note.why}" for note in recipe.notes]
+    lines += [f"{note.name or '(root)'}: {'warning: ' if note.warns else ''}{note.why}" for note in recipe.notes]
     return "\n".join(lines).rstrip() + "\n"
 
 

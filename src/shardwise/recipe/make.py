@@ -35,7 +35,7 @@ def make_recipe(
     """
     parts = Parts(anatomy, precision)
     engine, why = _engine(parts, layout, sharding)
-    notes = [Note(name="engine", why=f"{engine}: {why}")]
+    notes = [Note(name="engine", why=f"{engine}: {why}", option="sharding.engine")]
     if engine == "fsdp2":
         _check_reshard(layout, sharding.reshard_after_forward)
         units, unit_notes = make_units(anatomy, sharding, precision.compute)
@@ -136,7 +136,12 @@ def _without_effect(units: tuple[Unit, ...], engine: str, layout: Layout, shardi
             idle.append((sharding, "sync_every_microbatch", "dp_replicate=1, so it is the same as true"))
     given = [(record, key, why) for record, key, why in idle if getattr(record, key) != default_of(type(record), key)]
     return [
-        Note(name=key, why=f"{getattr(record, key)!r} has no effect here: {because}") for record, key, because in given
+        Note(
+            name=key,
+            why=f"{getattr(record, key)!r} has no effect here: {because}",
+            option=f"{type(record).__name__.lower()}.{key}",
+        )
+        for record, key, because in given
     ]
 
 
@@ -148,10 +153,10 @@ def _lossy(params: dict[str, Param], units: tuple[Unit, ...], precision: Precisi
     for dtype in sorted(halves & asked):
         bits, inf = HALVES[dtype], ", and sums above 65504 are inf" if dtype == "float16" else ""
         why = (
-            f"warning: gradients are summed in {dtype}, over the ranks and over micro-batches, which keeps {bits} bits: a summand below "
+            f"gradients are summed in {dtype}, over the ranks and over micro-batches, which keeps {bits} bits: a summand below "
             f'1/{2 ** (bits + 1)} of the sum is lost{inf}; reduce="fp32" keeps them, at twice the bytes of each reduction'
         )
-        notes.append(Note(name="reduce", why=why))
+        notes.append(Note(name="reduce", why=why, option="precision.reduce", warns=True))
     if precision.cast_inputs == "units":
         inner = len(units) > 1
         why = (
@@ -159,7 +164,11 @@ def _lossy(params: dict[str, Param], units: tuple[Unit, ...], precision: Precisi
             "forward warns of those that change by it"
         )
         notes.append(
-            Note(name="cast_inputs", why=why if inner else "units: the root is the only unit, so it is as root")
+            Note(
+                name="cast_inputs",
+                why=why if inner else "units: the root is the only unit, so it is as root",
+                option="precision.cast_inputs",
+            )
         )
     return notes
 

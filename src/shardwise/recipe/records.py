@@ -146,10 +146,20 @@ class Edit(Record, frozen=True):
 
 
 class Note(Record, frozen=True):
-    """A choice made for the user, and its reason."""
+    """A choice made for the user, and its reason.
+
+    Attributes:
+        name: of the module, parameter or unit; or of the option.
+        why: the reason.
+        option: key of the option that it is about, as a file has it below ``parallel`` ("precision.reduce"); None: ``name`` is of a module,
+            parameter or unit, which may be called as an option is.
+        warns: ``parallelize`` gives it as a UserWarning too.
+    """
 
     name: str
     why: str
+    option: str | None = None
+    warns: bool = False
 
 
 def human_bytes(size: float) -> str:

@@ -213,7 +213,7 @@ class _Run:
         )
         name = type(self.model).__name__ if self.config.model.build or self.config.model.hf else "the reference model"
         recipe = recipe_of(self.model)
-        why = next(note.why for note in recipe.notes if note.name == "engine")
+        why = next(note.why for note in recipe.notes if note.option == "sharding.engine")
         self.emit("model", name=name, num_params=self.last["num_params"], units=len(recipe.units), why=why)
 
     def complete(self, when: str) -> None:
