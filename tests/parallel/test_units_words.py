@@ -68,6 +68,31 @@ class Own(Net):
             fully_shard(layer, mesh=mesh, **(self.policy if i == 1 else {}))
 
 
+class OwnHead(nn.Module):
+    """Blocks in a head that has a forward, in float32, as a reward model's head is."""
+
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Layer() for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Linear(4, 4), self.Head()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embed(x))
+
+    def fully_shard(self, mesh, **_options) -> None:
+        for block in self.head.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.float32))
+
+
 class OwnOffload(Own):
     policy: dict = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}  # noqa: RUF012
 
@@ -185,6 +210,13 @@ def test_the_models_own_way_is_given_the_options_that_it_asks_for(ranks, layout,
                 torch.testing.assert_close(grads[name], param.grad, rtol=1e-12, atol=1e-14)
 
 
+OF_HEAD = (
+    *({name: "fp32"} for name in ("head.blocks.*", "head.blocks", "head", "Head", "Layer")),
+    {"head": "fp16", "head.blocks": "fp32"},  # the innermost counts, whichever comes last
+    {"head.blocks": "fp32", "head": "fp16"},
+)
+
+
 def own_policies():
     """A policy of the model's own that says something else than parallelize, or the same."""
     told = []
@@ -194,6 +226,7 @@ def own_policies():
             (Own, "bf16", False),
             (Own, Precision(compute="bf16", reduce="bf16"), False),
             (Own, Precision(parts={"layers.1": "bf16"}), False),
+            *((OwnHead, Precision(compute="bf16", parts=parts), False) for parts in OF_HEAD),
             (OwnOffload, None, False),
             (OwnOffload, None, True),
         ):
@@ -211,12 +244,12 @@ def own_policies():
 
 
 def test_policies_of_the_models_own_agree_with_what_parallelize_says_or_are_refused(ranks):
-    other, same, reduced, part, on_host, both = ranks.run(own_policies, 1)[0]
+    other, same, reduced, part, *of_head, on_host, both = ranks.run(own_policies, 1)[0]
     assert "gives 'layers.1' MixedPrecisionPolicy(param_dtype=torch.bfloat16" in other and "parts={'layers.1'" in other
     units, (said,) = same  # torch would leave the other layers in float32
     assert units == 5 and "does not give it to layers.0, layers.2, layers.3, which are treated as the others" in said
     assert "reduce_dtype=torch.bfloat16" in reduced
-    assert part == (5, [])
+    assert part == (5, []) and of_head == [(3, [])] * len(OF_HEAD)
     assert "gives 'layers.1' a CPUOffloadPolicy" in on_host and "offload=True" in on_host
     assert both[0] == 5 and "takes offload_policy" in both[1][0]
 

@@ -108,7 +108,7 @@ def parallelize(
     if world.is_main:
         _warn_of_unregistered(module)
     anatomy = _cast_storage(module, read_anatomy(module, example=example), chosen)
-    units = with_named_units(module, sharding or Sharding(), chosen, world)
+    units = with_named_units(module, anatomy, sharding or Sharding(), chosen, world)
     recipe = make_recipe(
         anatomy,
         world.layout,

@@ -15,19 +15,22 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardwise._compat import unit_groups, unit_policies, unit_reshard
 from shardwise.anatomy import canonical_modules, dtype_of
-from shardwise.config.options import Precision, Sharding, precision_of
+from shardwise.config.options import Precision, Sharding
 from shardwise.errors import ConfigError, PlanError, ShardwiseError, UsageError
-from shardwise.recipe.patterns import matches
+from shardwise.recipe import Anatomy, Parts
 from shardwise.world import World
 
 __all__ = ["with_named_units"]
 
 
-def with_named_units(module: nn.Module, sharding: Sharding, precision: Precision, world: World) -> Sharding:
+def with_named_units(
+    module: nn.Module, anatomy: Anatomy, sharding: Sharding, precision: Precision, world: World
+) -> Sharding:
     """``sharding`` with names in place of a function or of the words ``"no_split"`` and ``"model"``; else as it is.
 
     Args:
         module: whose units they are, on meta or not.
+        anatomy: what is known of it.
         sharding: the options.
         precision: for a model that shards itself.
         world: the same.
@@ -49,7 +52,7 @@ def with_named_units(module: nn.Module, sharding: Sharding, precision: Precision
         return msgspec.structs.replace(sharding, units=names)
     if given == "no_split":
         return msgspec.structs.replace(sharding, units=_no_split(module))
-    return _of_the_model(module, sharding, precision, world) if given == "model" else sharding
+    return _of_the_model(module, anatomy, sharding, precision, world) if given == "model" else sharding
 
 
 def _no_split(module: nn.Module) -> tuple[str, ...]:
@@ -72,7 +75,9 @@ def _no_split(module: nn.Module) -> tuple[str, ...]:
     return tuple(name for name in names if not any(name.startswith(f"{outer}.") for outer in names))
 
 
-def _of_the_model(module: nn.Module, sharding: Sharding, precision: Precision, world: World) -> Sharding:
+def _of_the_model(
+    module: nn.Module, anatomy: Anatomy, sharding: Sharding, precision: Precision, world: World
+) -> Sharding:
     """What the model's own ``fully_shard(**options)`` shards, seen on a copy without values; its choice of
     ``reshard_after_forward`` for each is kept."""
     if not callable(getattr(module, "fully_shard", None)):
@@ -96,9 +101,9 @@ def _of_the_model(module: nn.Module, sharding: Sharding, precision: Precision, w
             why="its method fully_shard sharded none of its modules (a base class's, perhaps, that only warns)",
             fix='use units="auto", or let it call fully_shard on its blocks',
         )
-    modules = dict(canonical_modules(module))
+    parts = Parts(anatomy, precision)
     for name, child in found.items():
-        _refuse_other_policies(name, child, options, _part(precision, name, modules[name]))
+        _refuse_other_policies(name, child, options, parts.holding(name))
     _warn_of_dropped(found, options, taken)
     _warn_of_other_cuts(found)
     freed = {name: unit_reshard(child) for name, child in found.items()}
@@ -117,16 +122,6 @@ def _options(sharding: Sharding, precision: Precision, world: World) -> dict[str
         "mp_policy": _policy(precision),
         "offload_policy": CPUOffloadPolicy(pin_memory=pin) if sharding.offload else OffloadPolicy(),
     }
-
-
-def _part(precision: Precision, name: str, module: nn.Module) -> Precision | None:
-    """The precision of its own that ``parts`` gives a module; the last pattern that means it counts."""
-    cls = type(module)
-    path = f"{cls.__module__}.{cls.__qualname__}"
-    words = [
-        word for pattern, word in precision.parts.items() if matches(name, cls.__name__, pattern) or pattern == path
-    ]
-    return precision_of(words[-1]) if words else None
 
 
 def _policy(precision: Precision) -> MixedPrecisionPolicy:

@@ -5,7 +5,7 @@ from shardwise.recipe.cuts import Slice, extents, local_shape, owners
 from shardwise.recipe.describe import describe_recipe
 from shardwise.recipe.dtypes import DtypeGroup, dtype_groups
 from shardwise.recipe.make import fingerprint_of, make_recipe
-from shardwise.recipe.parts import stored_as
+from shardwise.recipe.parts import Parts, stored_as
 from shardwise.recipe.recipe import RankView, Recipe, check_recipe
 from shardwise.recipe.records import (
     DTYPE_BYTES,
@@ -35,6 +35,7 @@ __all__ = [
     "Note",
     "Param",
     "Part",
+    "Parts",
     "RankView",
     "Recipe",
     "Slice",

@@ -46,6 +46,10 @@ class Parts:
         """The precision of a parameter."""
         return self._precisions.get(self._home(tensor) or "", self.base)
 
+    def holding(self, module: str) -> Precision | None:
+        """The precision of the innermost part that ``module`` is, or is in; None outside of parts."""
+        return self._precisions.get(module) or self._precisions.get(self._home(module) or "")
+
     def dtypes(self, name: str) -> tuple[str, str, str]:
         """In which dtypes a parameter is stored, computed with and reduced. Frozen ones stay stored as they are."""
         return _dtypes(self.anatomy.params[name], self.of(name))
