@@ -2,9 +2,9 @@
 
 import pytest
 
-from shardwise.config.foreign import FOREIGN
+from shardwise.config.foreign import FOREIGN, Instead, instead_of
 from shardwise.config.loader import load_config
-from shardwise.config.options import DDP, Compile, Remat, Sharding
+from shardwise.config.options import DDP, Compile, Options, Remat, Sharding
 from shardwise.config.schema import Checkpoint
 from shardwise.errors import ConfigError
 
@@ -16,7 +16,7 @@ def test_an_option_of_torch_is_named_with_what_is_done_in_its_place(name, key):
     assert key not in RECORDS[name].__struct_fields__
     with pytest.raises(ConfigError) as told:
         RECORDS[name](**{key: True})
-    assert told.value.given == f"{name}({key}=True)" and told.value.fix == FOREIGN[name][key]
+    assert told.value.given == f"{name}({key}=True)" and told.value.fix == instead_of(RECORDS[name], key, "python")
     assert told.value.why == f"torch has this option, and {name} does not"
 
 
@@ -26,15 +26,52 @@ def test_a_slip_in_an_option_is_told_with_the_nearest():
     assert told.value.fix.startswith("did you mean 'bucket_cap_mb'?")
 
 
-def test_a_file_and_an_override_are_told_the_same(tmp_path):
+def test_a_file_and_an_override_are_told_so_in_their_own_words(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("parallel:\n  ddp:\n    find_unused_parameters: true\n")
     with pytest.raises(ConfigError) as told:
         load_config(path)
     assert "run.yaml:3" in told.value.given and told.value.fix == FOREIGN["DDP"]["find_unused_parameters"]
+    path.write_text("parallel:\n  sharding:\n    cpu_offload: true\n")
     with pytest.raises(ConfigError) as told:
-        load_config(None, ["parallel.sharding.mp_policy=bf16"])
-    assert told.value.fix == FOREIGN["Sharding"]["mp_policy"]
+        load_config(path)
+    assert told.value.why == f"{HAS}: there is no key 'cpu_offload' in parallel.sharding"
+    assert told.value.fix == "it is called offload here: parallel.sharding.offload: true"
+    for word in ("parallel.sharding.cpu_offload=true", "--parallel.sharding.cpu_offload.offload_params=true"):
+        with pytest.raises(ConfigError) as told:
+            load_config(None, [word])
+        assert told.value.why == f"{HAS}: there is no key 'parallel.sharding.cpu_offload'"
+        assert told.value.fix == "it is called offload here: --parallel.sharding.offload=true"
+    with pytest.raises(ConfigError) as told:
+        Sharding(cpu_offload=True)
+    assert told.value.fix == "it is called offload here: offload=True"
+    with pytest.raises(ConfigError, match=r"no key 'parallel\.sharding\.offlod'") as told:
+        load_config(None, ["parallel.sharding.offlod=true"])
+    assert "torch" not in told.value.why
+
+
+HAS = "torch has this option, and Shardwise does not"
+SHOWN = {each for keys in FOREIGN.values() for each in keys.values() if isinstance(each, Instead) and each.key}
+
+
+@pytest.mark.parametrize("each", sorted(SHOWN, key=lambda each: (each.key, each.value)), ids=lambda each: each.key)
+def test_what_is_written_in_their_place_is_taken(each, tmp_path):
+    load_config(None, [f"--{each.key}={each.value}"])
+    assert f"--{each.key}={each.value}" in each.shown("override")
+    path = tmp_path / "run.yaml"
+    *sections, last = each.key.split(".")
+    lines = [f"{'  ' * depth}{section}:" for depth, section in enumerate(sections)]
+    path.write_text("\n".join([*lines, f"{'  ' * len(sections)}{last}: {each.value}"]) + "\n")
+    load_config(path)
+
+
+def test_a_users_own_record_of_the_same_name_is_another():
+    class Remat(Options, frozen=True, kw_only=True):
+        every: int = 1
+
+    with pytest.raises(ConfigError) as told:
+        Remat(debug=True)
+    assert told.value.why == "Remat has no option 'debug'" and "every" in told.value.fix
 
 
 @pytest.mark.parametrize("given", [{"keep": 5}, {"keep_every": 10}, {"background": False}])

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin
 import msgspec
 
 from shardwise.config.check import checked, struct_in
-from shardwise.config.foreign import FOREIGN
+from shardwise.config.foreign import instead_of
 from shardwise.config.options import Options, default_of, hints_of
 from shardwise.config.schema import RunConfig
 from shardwise.config.sources import Keys, Layer, parse_yaml_value, read_file
@@ -29,6 +29,7 @@ from shardwise.errors import ConfigError, ShardwiseError
 __all__ = ["Loaded", "dotted_keys", "load_config"]
 
 C = TypeVar("C", bound=msgspec.Struct)
+_OF_TORCH = "torch has this option, and Shardwise does not: "
 _OVERRIDE = re.compile(r"(?:--)?([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
 
 
@@ -179,11 +180,11 @@ def _refuse_unknown_override(key: str, text: str, keys: Keys, cls: type[msgspec.
             return  # inside a free mapping such as model.args, or told by the type check
         hints = hints_of(record)
         if part not in hints:
-            told = FOREIGN.get(record.__name__, {}).get(part) if depth == len(keys) - 1 else None
+            told = instead_of(record, part, "override")
             near = _near_key(keys, depth, list(hints), cls)
             raise ConfigError(
                 f"override --{key}={text}",
-                why=f"there is no key '{'.'.join(keys[: depth + 1])}'",
+                why=f"{_OF_TORCH if told else ''}there is no key '{'.'.join(keys[: depth + 1])}'",
                 fix=told or f"did you mean --{near}={text}?"
                 if told or near
                 else did_you_mean(part, list(hints), what="keys there"),
@@ -216,7 +217,7 @@ def _build(cls: type[C], values: Mapping[str, Any], path: Keys, layer: Layer, or
     hints = hints_of(cls)
     for key in values:
         if key not in hints:
-            raise _unknown_key(key, values[key], list(hints), path, layer, FOREIGN.get(cls.__name__, {}))
+            raise _unknown_key(key, values[key], list(hints), path, layer, instead_of(cls, key, "file"))
     built: dict[str, Any] = {}
     for key, hint in hints.items():
         here = (*path, key)
@@ -252,14 +253,12 @@ def _section(value: Any, path: Keys, cls: type[msgspec.Struct], layer: Layer) ->
     return value
 
 
-def _unknown_key(
-    key: str, value: object, known: list[str], path: Keys, layer: Layer, foreign: Mapping[str, str]
-) -> ConfigError:
+def _unknown_key(key: str, value: object, known: list[str], path: Keys, layer: Layer, told: str | None) -> ConfigError:
     section = ".".join(path)
-    fix = missing_blank(key, value) or foreign.get(key)
+    fix = missing_blank(key, value) or told
     return ConfigError(
         f"{'.'.join((*path, key))} ({_origin(layer, (*path, key))})",
-        why=f"there is no key '{key}' in {section or 'a configuration'}",
+        why=f"{_OF_TORCH if told and fix == told else ''}there is no key '{key}' in {section or 'a configuration'}",
         fix=fix or did_you_mean(key, known, what=f"keys of {section}" if section else "sections"),
     )
 

@@ -32,7 +32,7 @@ class _Checked(type(msgspec.Struct)):  # type: ignore[misc]
         known = cls.__struct_fields__
         for key, value in given.items():
             if key not in known:
-                why, fix = why_and_fix(cls.__name__, key, known)
+                why, fix = why_and_fix(cls, key, known)
                 raise ConfigError(f"{cls.__name__}({key}={value!r:.60})", why=why, fix=fix)
         return super().__call__(*args, **given)
 
