@@ -284,7 +284,7 @@ def test_what_is_done_over_all_ranks_and_what_others_call_it(ranks):
     for rank, (numbers, tensors, texts) in enumerate(ranks.run(_over_all_ranks, 2)):
         assert numbers == (2, rank == 0, 1.5, 2.0)
         assert tensors == [([0.0], False), ([1.0, 1.0], False)]
-        assert texts[0] == "World has no attribute 'world_size': it is world.size here"
+        assert texts[0] == "World has no attribute 'world_size': here it is world.size"
         assert texts[-1] == "World has no attribute 'colour'"
     for other in _OTHER_WORDS.values():
         name = other.split("(")[0].split(".")[0]

@@ -246,9 +246,8 @@ class Display:
             quiet = least if is_new else max(least, quiet)
             if now - self._spoken >= quiet:
                 told = self.latest
-                quiet = (
-                    least if is_new else min(2 * quiet, _QUIET_LATER_S)
-                )  # what has not changed is said ever more rarely
+                # What has not changed is said ever more rarely.
+                quiet = least if is_new else min(2 * quiet, _QUIET_LATER_S)
                 try:
                     self.say(f"{'':<9}  {self.status() if is_new or not self.latest else self._waiting()}")
                 except BrokenPipeError:

@@ -92,8 +92,8 @@ class Data(Options, frozen=True, kw_only=True):
     tokenizer: Annotated[
         str | None,
         doc(
-            "what the tokens of a text are: bytes; hf: by the tokenizer.json in model.hf; or by one in another directory; null: bytes, "
-            "unless the model has a tokenizer"
+            "how a text becomes tokens. bytes: each byte is one; hf: by the tokenizer.json in the directory model.hf; the path of another "
+            "directory: by the tokenizer.json in it; null: bytes, refused for a model that has a tokenizer"
         ),
     ] = None
     dtype: Annotated[Literal["uint8", "uint16", "uint32", "int32", "int64"], doc("dtype of the tokens in a .bin")] = (

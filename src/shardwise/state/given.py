@@ -37,7 +37,8 @@ _SCALER = {
     "growth_interval": "growth_interval",
 }
 _NONE = object()
-_SEEN: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()  # optimizer or scheduler -> at first sight
+# Optimizer -> the settings of its groups when it was first seen.
+_SEEN: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)

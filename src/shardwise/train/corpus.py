@@ -20,9 +20,8 @@ __all__ = ["BYTES", "TokenFile", "TokenWindows", "encode", "pydoc_text"]
 BYTES = 256
 """Size of the vocabulary when the tokens are bytes."""
 
-_PIECE = (
-    1 << 20
-)  # characters that a tokenizer is given at once: what it makes of them takes some 100 bytes for each token
+# Characters that a tokenizer is given at once: what it makes of them takes some 100 bytes for each token.
+_PIECE = 1 << 20
 _SCANNED = 1 << 26  # tokens looked at when a file is opened; what lies behind is checked as it is read
 
 

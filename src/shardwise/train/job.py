@@ -7,7 +7,7 @@ files and speaks. It speaks in *events*, small dicts given to ``emit``; who star
 Events (``kind`` and its fields): ``phase`` text; ``data`` name, train_samples, val_samples, tokens_per_step; ``model``
 name, num_params, units, why; ``loaded`` text; ``resumed`` text; ``saved`` text; ``sample`` when, prompt, text, word_share; ``step`` step, steps, loss, grad_norm, lr,
 tokens_per_s, seconds_left, skipped, num_skipped (so far), memory; ``memory`` per_rank, one_process, rss; ``val`` step, loss, num_tokens;
-``weights`` path; ``trouble`` text.
+``stop`` reason; ``weights`` path; ``trouble`` text.
 """
 
 import contextlib

@@ -146,9 +146,8 @@ class Directory:
 
     def __call__(self) -> nn.Module:
         kind, config = check_pretrained(self.folder, {}, what="MODEL")
-        if (
-            torch.get_default_device().type == "meta"
-        ):  # only to look at its structure, and transformers would refuse to load
+        # On meta, only its structure is looked at, and transformers would refuse to load.
+        if torch.get_default_device().type == "meta":
             return kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
         import transformers
 

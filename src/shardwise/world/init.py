@@ -104,7 +104,7 @@ _OTHER_WORDS = {  # what other libraries call it
     "process_group": "group",
     "device_mesh": "mesh",
     "all_reduce": "reduce(tensor, op)",
-    "all_gather": 'axis("dp").gather(tensor, dim), or world.gather(tensor) for a list',
+    "all_gather": 'axis("dp").gather(tensor, dim) for one tensor, joined along dim; world.gather(tensor) for a list of them',
     "all_gather_to_list": "gather(tensor)",
     "all_gather_objects": "gather(value)",
     "all_gather_object": "gather(value)",
@@ -329,7 +329,7 @@ class World:
         def __getattr__(self, name: str) -> Any:
             other = _OTHER_WORDS.get(name)
             raise AttributeError(
-                f"World has no attribute {name!r}" + ("" if other is None else f": it is world.{other} here"),
+                f"World has no attribute {name!r}" + ("" if other is None else f": here it is world.{other}"),
                 name=name,
                 obj=self,
             )
