@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,13 @@ def test_version(capsys):
     assert re.fullmatch(r"shardwise (\d+\.\d+\.\d+.*|\(not installed\))\n", capsys.readouterr().out)
 
 
+def _goes_on(line: str, after: str) -> bool:
+    """Whether ``after`` was broken off ``line``, a word too early."""
+    indent = len(after) - len(after.lstrip())
+    is_one = line.endswith((",", " then")) and indent == len(line) - len(line.lstrip())
+    return is_one and len(f"{line} {after.split()[0]}") <= 80
+
+
 @pytest.mark.parametrize("command", list(cli.COMMANDS))
 def test_each_command_explains_itself_in_80_columns(capsys, command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
@@ -57,6 +65,10 @@ def test_each_command_explains_itself_in_80_columns(capsys, command, monkeypatch
     assert ended.value.code == 0
     text = capsys.readouterr().out
     assert f"usage: shardwise {command}" in text and all(len(line) <= 80 for line in text.splitlines())
+    # A line that is wrapped is full: it has no room for the first word of the next, of a sentence or a list that goes on.
+    lines = text.splitlines()
+    short = [line for line, after in pairwise(lines) if _goes_on(line, after)]
+    assert not short
 
 
 def test_the_help_of_train_names_every_key(capsys, monkeypatch):

@@ -90,7 +90,7 @@ def test_a_difference_names_the_tensor(model_file):
 def test_a_model_with_dropout_is_compared_in_eval_mode_and_it_says_so(model_file):
     done = _verify(f"{model_file}:dropping", "--layout", "dp_shard=2", cwd=model_file.parent)
     assert done.returncode == 0, done.stderr
-    assert "in eval mode: in training, random numbers are drawn in layers.1.1 (dropout?)" in " ".join(
+    assert "in eval mode: in training, random numbers are drawn in 'layers.1.1' (dropout?)" in " ".join(
         done.stdout.split()
     )
     said = [line for line in done.stdout.splitlines() if line.startswith("... ")]
@@ -236,6 +236,8 @@ def test_images_counts_and_directories_are_compared_and_told_in_80_columns(users
     assert "equal: 2 ranks, layout dp_shard=2, fsdp2, 1 unit, 1 step\n" in done.stdout
     assert ("equal: 2 ranks, layout dp_shard=2, fsdp2, 3 units" in done.stdout) == (model == "model")
     assert ("in eval mode" in done.stdout) == (model == "model")
+    assert "against one process: 1 step, 2 micro-batches per rank" in " ".join(done.stdout.split())
+    assert "1 steps" not in done.stdout and "... one plain process: 1 step\n" in done.stdout
     long = [line for line in done.stdout.splitlines() if len(line) > 80]
     assert not long, long
 

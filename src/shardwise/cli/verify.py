@@ -6,7 +6,6 @@ The model's function and the layout's text are checked before torch is imported.
 import argparse
 import importlib
 import math
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,10 +55,9 @@ def more_help() -> str:
     from shardwise.config.schema import RunConfig
 
     keys = [key for key in dotted_keys(RunConfig) if key.startswith("parallel.") and _section(key) not in _ELSEWHERE]
-    lines = textwrap.wrap(", ".join(keys), 100, break_on_hyphens=False)
     return (
-        "keys, as `shardwise train` takes them; without one of parallel.sharding the units are those of training, and then\n"
-        "every block is one:\n  " + "\n  ".join(lines)
+        "keys, as `shardwise train` takes them; without one of parallel.sharding the units are those of training, and then every block "
+        f"is one:\n  {', '.join(keys)}"
     )
 
 

@@ -17,7 +17,7 @@ from shardwise.recipe import Recipe, extents, owners
 from shardwise.verify.oracle import StepRecord, Task
 from shardwise.verify.sharded import RankRecord, RankStep
 
-__all__ = ["Difference", "Report", "assemble", "compare"]
+__all__ = ["Difference", "Report", "assemble", "compare", "counted"]
 
 _FLOOR = 1e-6  # of the largest tensor: below it a relative error means nothing
 
@@ -30,6 +30,11 @@ class Difference:
     err: float
     name: str
     step: int
+
+    @property
+    def place(self) -> str:
+        """Where: "in embed.weight, step 2", or "on rank 0, step 1"."""
+        return f"{'on' if self.name.startswith('rank ') else 'in'} {self.name}, step {self.step}"
 
 
 @dataclass(frozen=True)
@@ -53,11 +58,17 @@ class Report:
 
     def __str__(self) -> str:
         worst = max(self.worst.values(), key=lambda difference: difference.err)
-        at = f" ({worst.kind} of {worst.name}, step {worst.step})" if worst.err else ""
+        at = f" ({worst.kind} {worst.place})" if worst.err else ""
         return (
-            f"{self.num_ranks} ranks, layout {self.layout}, {self.engine}, {self.num_units} units, "
-            f"{self.num_steps} steps: largest error {worst.err:.2e}{at}, gate {self.gate:.0e}"
+            f"equal: {counted(self.num_ranks, 'rank')}, layout {self.layout}, {self.engine}, {counted(self.num_units, 'unit')}, "
+            f"{counted(self.num_steps, 'step')}\n"
+            f"       largest difference {worst.err:.1e}{at}, allowed {self.gate:.0e}"
         )
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def compare(

@@ -9,7 +9,7 @@ import torch
 from shardwise.train.state import StepState
 from shardwise.verify.oracle import Task
 
-__all__ = ["drawing_modules"]
+__all__ = ["drawing_modules", "places_of"]
 
 
 def drawing_modules(task: Task) -> list[str]:
@@ -44,6 +44,12 @@ def drawing_modules(task: Task) -> list[str]:
         random.setstate(python)
         np.random.set_state(arrays)
     return list(found)
+
+
+def places_of(names: list[str]) -> str:
+    """What :func:`drawing_modules` found, in words: ``'dropout', the model's own forward, or the loss, and 2 more``."""
+    first = ", ".join(repr(name) if name else "the model's own forward, or the loss" for name in names[:3])
+    return first + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _streams() -> tuple[Any, ...]:

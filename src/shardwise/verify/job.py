@@ -16,8 +16,8 @@ from shardwise.config.options import Parallel, Sharding
 from shardwise.errors import ConfigError
 from shardwise.layout import parse_layout
 from shardwise.train.loss import call, next_token_loss
-from shardwise.verify.compare import Report
-from shardwise.verify.draws import drawing_modules
+from shardwise.verify.compare import Report, counted
+from shardwise.verify.draws import drawing_modules, places_of
 from shardwise.verify.named import CountOfLoss, Function, in_words, named_model
 from shardwise.verify.oracle import Task, cast_batches
 from shardwise.verify.run import Transformed, verify
@@ -75,7 +75,10 @@ def main(
     windows = _windows(build(), batch, [num_ranks * accumulate] * steps)
     sums: Any = Function(loss, "--loss") if loss else next_token_loss
     counts = _counts(sums, count, batch, windows[0][0])
-    _print(f"{num_ranks} ranks ({layout}) against one process: {steps} steps, {accumulate} micro-batches per rank")
+    _print(
+        f"{counted(num_ranks, 'rank')} ({layout}) against one process: {counted(steps, 'step')}, "
+        f"{accumulate} micro-batch{'' if accumulate == 1 else 'es'} per rank"
+    )
     given = f"MODEL={model!r}" + (f" with --batch {batch}" if batch else "")
     fix = (
         "run it on one batch by itself until it works"
@@ -143,20 +146,26 @@ def _has_blocks(build: Callable[[], nn.Module], transforms: Any) -> bool:
 def _print_report(report: Report) -> None:
     _print("largest difference of the two runs, relative to the largest element:")
     for kind, worst in report.worst.items():
-        preposition = "on" if worst.name.startswith("rank ") else "in"
-        where = f"  {preposition} {worst.name}, step {worst.step}" if worst.err else ""
+        where = f"  {worst.place}" if worst.err else ""
         print(f"  {_KINDS.get(kind, kind):<14} {worst.err:.1e}{where}")
-    units = f"{report.num_units} unit{'s' if report.num_units != 1 else ''}"
-    print(
-        f"equal: {report.num_ranks} ranks, layout {report.layout}, {report.engine}, {units}, {report.num_steps} step{'s' if report.num_steps != 1 else ''}"
-    )
-    print(f"       largest difference {report.err:.1e}, allowed {report.gate:.0e}")
+    for line in str(report).splitlines():
+        _print(line)
 
 
 def _print(text: str) -> None:
     """A sentence, in lines of a terminal."""
     width = max(60, min(120, shutil.get_terminal_size().columns))
-    print("\n".join(textwrap.wrap(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)))
+    print(
+        "\n".join(
+            textwrap.wrap(
+                text,
+                width,
+                subsequent_indent=" " * (len(text) - len(text.lstrip()) or 2),
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        )
+    )
 
 
 def _say(text: str) -> None:
@@ -176,10 +185,8 @@ def _without_dropout(
     names = drawing(build)
     if not names or drawing(evaluating):
         return build, ""
-    told = ", ".join(name or "the model's own forward" for name in names[:3])
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return evaluating, (
-        f"in eval mode: in training, random numbers are drawn in {told}{more} (dropout?), and the ranks would draw other ones than the "
+        f"in eval mode: in training, random numbers are drawn in {places_of(names)} (dropout?), and the ranks would draw other ones than the "
         "one process, so nothing could be equal; batch norm, if any, uses its running statistics"
     )
 

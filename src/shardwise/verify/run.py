@@ -16,8 +16,8 @@ from shardwise.layout import layout_of, parse_layout
 from shardwise.parallel import parallelize
 from shardwise.parallel.transforms import choose, transformed
 from shardwise.train.loss import call, count_of, next_token_loss
-from shardwise.verify.compare import Report, compare
-from shardwise.verify.draws import drawing_modules
+from shardwise.verify.compare import Report, compare, counted
+from shardwise.verify.draws import drawing_modules, places_of
 from shardwise.verify.oracle import Task, cast_batches, run_oracle
 from shardwise.verify.sharded import RankRecord, run_sharded
 
@@ -91,11 +91,11 @@ def verify(
         dtype=dtype,
     )
     say = say or (lambda text: None)
-    say(f"one plain process: {len(batches)} steps")
+    say(f"one plain process: {counted(len(batches), 'step')}")
     oracle = run_oracle(task)
     say("one plain process once more, its sums in another order")
     noise = run_oracle(task, otherwise=True)
-    say(f"sharded: the same steps on {size} ranks (each loads torch, a few seconds)")
+    say(f"sharded: the same steps on {counted(size, 'rank')} (each loads torch, a few seconds)")
     ranks = (run or _in_fresh_processes)(run_sharded, size, task, layout, options)
     say("comparing every tensor")
     try:
@@ -109,11 +109,9 @@ def _explained(error: VerifyError, task: Task) -> VerifyError:
     names = drawing_modules(task)
     if not names:
         return error
-    told = [name or "the model's own forward, or the loss" for name in names]
-    more = f" and {len(told) - 3} more" if len(told) > 3 else ""
     return VerifyError(
         error.given,
-        why=f"random numbers are drawn in {', '.join(told[:3])}{more}: other ones in the one process than on the ranks, so nothing can be equal",
+        why=f"random numbers are drawn in {places_of(names)}: other ones in the one process than on the ranks, so nothing can be equal",
         fix="compare without them: dropout of 0, or a function that returns module.eval(); this says nothing of the layout",
         name=error.name,
     )
