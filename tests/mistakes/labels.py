@@ -183,6 +183,48 @@ class NothingToCountOnARank(Mistake):
 TEXT = "\n".join(" ".join(WORDS[(i * j) % 8] for j in range(1, 9)) for i in range(1, 60)) + "\n"
 
 
+class ShiftedOnceMoreByTheModel(Mistake):
+    """Labels that are the next tokens already are given to a causal language model of transformers, whose own loss shifts them once more."""
+
+    says = "labels that are shifted already, given to"
+
+    @staticmethod
+    def build():
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        return LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
+
+    def plain(self):
+        model, ids = (
+            self.build(),
+            (torch.arange(16).view(1, 16) + torch.arange(32).view(32, 1)) % 32,
+        )  # each token is one more than the last
+        optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for _ in range(60):
+            model(input_ids=ids[:, :-1], labels=ids[:, 1:]).loss.backward()
+            optim.step()
+            optim.zero_grad()
+        model.eval()
+        found = model(input_ids=ids).logits[0, -1].argmax() - ids[0, -1]
+        return Plain(f"counts in steps of {int(found) % 32}", float(int(found) % 32 != 1))
+
+    def ours(self):
+        samples = [(torch.arange(17) + i) % 32 for i in range(8)]
+        with sw.init("dp_shard=1", device="cpu") as world:
+            model = sw.parallelize(self.build(), world)
+            step = sw.TrainStep(
+                model,
+                torch.optim.SGD(model.parameters(), lr=0.1),
+                forward=lambda model, given: model(**given),
+                loss=lambda out, given: out.loss * (given["labels"] != -100).sum(),
+            )
+            for window in sw.Loader(samples, world, global_batch=4, micro_batch=2):
+                step(window)
+        return float("inf")
+
+
 class BytesForTokens(Mistake):
     """A text is fed as bytes to a model that has a tokenizer."""
 

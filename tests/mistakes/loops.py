@@ -425,8 +425,94 @@ class SchedulerSteppedTwice(Mistake):
         return off(optim.param_groups[0]["lr"], 0.05)
 
 
+class GradientsNeverCleared(Mistake):
+    """`optim.zero_grad()` is left out: each step takes the gradients of all batches before it, too."""
+
+    says = "gradients of an earlier window are added to those of window 2"
+
+    def plain(self):
+        model = build()
+        optim = sgd(model, 0.001)
+        for i in range(3):
+            plain_backward(model, [batch(i)])
+            optim.step()
+        norms = [
+            torch.stack([g.norm() for g in each.values()]).norm() for each in (grads_of(model), of_one_process([2]))
+        ]
+        return Plain(
+            f"gradients of the third step are {norms[0] / norms[1]:.1f} times as large", float(norms[0] / norms[1]) - 1
+        )
+
+    def ours(self):
+        with sw.init("dp_shard=1", device="cpu") as world:
+            model = sharded(world)
+            optim = sgd(model, 0.001)
+            for i in range(3):
+                with sw.window(model, [batch(i)]) as w:
+                    for given in w:
+                        backward(model, given, w.num_tokens)
+                optim.step()
+        return INFINITY
+
+
+class NoBackward(Mistake):
+    """`loss.backward()` is left out (commented out for a test, lost in an edit)."""
+
+    says = "a window without a backward"
+
+    def plain(self):
+        model = build()
+        before, optim = params(model), sgd(model)
+        for i in range(3):
+            sum_loss(model(batch(i)["input_ids"]), batch(i))
+            optim.step()
+        moved = off(params(model), before)
+        return Plain(f"after 3 steps parameters have moved by {moved:.1f}", 1.0 if moved == 0 else 0.0)
+
+    def ours(self):
+        with sw.init("dp_shard=1", device="cpu") as world:
+            model = sharded(world)
+            optim = sgd(model)
+            for i in range(3):
+                with sw.window(model, [batch(i)]) as w:
+                    for given in w:
+                        _ = sum_loss(model(given["input_ids"]), given) / w.num_tokens
+                optim.step()
+        return INFINITY
+
+
+class RatesByOwnValidation(Mistake):
+    """`ReduceLROnPlateau` is given each rank's own validation loss: one rank lowers its rate, the others do not."""
+
+    ranks = 2
+    says = "the ranks' steps differ between ranks: group 0: lr"
+
+    def plain(self):
+        model, given = DDP(build()), batch(dist.get_rank())
+        optim = sgd(model)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optim, patience=0)
+        for i in range(4):
+            backward(model, given, 8.0)
+            optim.step()
+            optim.zero_grad()
+            plateau.step(i if dist.get_rank() else -i)
+        wrong = drift(model.module)
+        return Plain(f"after 4 steps the ranks' parameters are {wrong:.3f} apart", wrong)
+
+    def ours(self):
+        with sw.init("dp_replicate=2", device="cpu") as world:
+            model = sharded(world)
+            optim = sgd(model)
+            step = sw.TrainStep(model, optim, loss=sum_loss)
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optim, patience=0)
+            for i in range(4):
+                step([batch(world.rank)])
+                plateau.step(i if world.rank else -i)
+        return INFINITY
+
+
 class RatesDifferByRank(Mistake):
-    """A learning rate that each rank takes from its own environment or its own noisy validation loss differs by rank."""
+    """A learning rate that each rank takes from its own environment differs by rank."""
 
     ranks = 2
     says = "the ranks' steps differ between ranks: group 0: lr"

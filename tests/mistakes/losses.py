@@ -147,6 +147,41 @@ class DividedByTheRanksTokens(Mistake):
         return INFINITY
 
 
+class EachWithEach(Mistake):
+    """A regression's output of shape [N, 1] meets its targets of shape [N]: the loss is of N x N differences."""
+
+    says = "grows with the square of the number of samples"
+
+    @staticmethod
+    def line():
+        torch.manual_seed(0)
+        x = torch.linspace(-1, 1, 16, dtype=torch.float64).unsqueeze(-1)
+        return nn.Linear(1, 1).double(), x, 2 * x.squeeze(-1)
+
+    def plain(self):
+        model, x, y = self.line()
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(200):
+            optim.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optim.step()
+        slope = model.weight.item()
+        return Plain(f"a line of slope 2 is learnt as one of {abs(slope):.1f}", 1 - slope / 2)
+
+    def ours(self):
+        model, x, y = self.line()
+        with sw.init("dp_shard=1", device="cpu") as world:
+            step = step_of(
+                world,
+                lambda output, given: (output - given["y"]).square().sum(),
+                lambda: model,
+                count=lambda given: len(given["y"]),
+                forward=lambda model, given: model(given["x"]),
+            )
+            step([{"x": x, "y": y}])
+        return INFINITY
+
+
 class AuxiliaryMean(Mistake):
     """A mean (the balance loss of a mixture of experts) is added to a sum over tokens."""
 

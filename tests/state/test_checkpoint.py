@@ -213,6 +213,26 @@ def test_random_numbers_of_a_loop_of_ones_own_go_on_where_it_was_saved(ranks, tm
     assert half + rest == whole and saved == ["step-00000002", "step-00000004"]
 
 
+def saved_without_a_loader(root):
+    from state.runs import EVERY, Drops, Texts
+
+    with sw.init("dp_shard=2", device="cpu") as world:
+        model = sw.parallelize(Drops(), world, sharding=EVERY)
+        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.02))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with sw.CheckpointManager(root, step, async_save=False) as manager:
+                for window in sw.Loader(Texts(), world, global_batch=4, micro_batch=1):
+                    step(window)
+                    manager.save_every(2)
+        return [str(each.message) for each in told if "no position in the data is saved" in str(each.message)]
+
+
+def test_a_save_says_once_that_it_has_no_position_of_a_loader_it_does_not_know(ranks, tmp_path):
+    first, second = ranks.run(saved_without_a_loader, 2, tmp_path)
+    assert len(first) == 1 and "iterate over ckpt.resume(loader), at the first start too" in first[0] and not second
+
+
 def saved_slowly(layout, root):
     """Two steps and two saves while nothing reaches the disk; the states at the saves."""
     import threading

@@ -59,12 +59,16 @@ OTHERS = {  # as scripts give them, behind sw.init
     "a split of a shuffled list": lambda rank: Subset(shuffled(rank), range(8)),
     "one sample in the middle": lambda rank: [*SAMPLES[:8], {"x": torch.full((3,), 9.0 + rank)}, *SAMPLES[9:]],
     "of other lengths": lambda rank: SAMPLES[: 16 - rank],
+    "of one window less": lambda rank: SAMPLES[: 16 - 4 * rank],
+    "a class, shuffled by each rank": lambda rank: Named(random.Random(rank).sample(range(16), 16)),
+    "a class, a part per rank": lambda rank: Named(list(range(16))[rank::2]),
 }
 ALIKE = {
     "one list": lambda rank: SAMPLES,
     "shuffled by one seed": lambda rank: shuffled(0),
     "a split by one seed": lambda rank: random_split(SAMPLES, [12, 4], one_seed())[0],
     "augmented": lambda rank: Augmented(),
+    "a class": lambda rank: Named(list(range(16))),
     "a split of augmented": lambda rank: Subset(Augmented(), range(8)),
     "tensors": lambda rank: rows(torch.arange(16)),
     "with objects": lambda rank: [{**each, "x": each["x"], "what": object()} for each in SAMPLES],
@@ -114,8 +118,22 @@ def test_digests_are_of_what_is_in_a_dataset(dataset):
     assert digest_of_dataset([dataset]) != digest_of_dataset([dataset, dataset])
 
 
+class Cached(Augmented):
+    """Keeps something for each sample that no two processes have alike."""
+
+    def __init__(self):
+        self.cache = [object() for _ in range(16)]
+
+
 @pytest.mark.parametrize(
-    "dataset", [[torch.ones(2).to_sparse()], [object()], Augmented(), [np.array([object()])], range(4)]
-)
-def test_what_has_no_bytes_of_its_own_is_not_compared(dataset):
-    assert digest_of_dataset(dataset) == 0
+    "make",
+    [lambda: [object() for _ in range(16)], Augmented, Cached, lambda: [np.array([object()])], lambda: [torch.rand(2).to_sparse()]],
+    ids=["objects", "augmented", "cached", "arrays of objects", "sparse"],
+)  # fmt: skip
+def test_of_what_has_no_bytes_of_its_own_only_the_length_is_compared(make):
+    assert digest_of_dataset(make()) == digest_of_dataset(make()) != digest_of_dataset(SAMPLES)
+
+
+def test_files_are_compared_by_name_since_folders_differ_between_nodes():
+    one, other = (Named([f"/node{node}/{i}.png" for i in range(4)]) for node in (1, 2))
+    assert digest_of_dataset(one) == digest_of_dataset(other) != digest_of_dataset(Named(one.names[::-1]))

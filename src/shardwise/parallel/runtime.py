@@ -119,6 +119,9 @@ class Runtime:
         self.same_data: list[int] | None = []
         # Of the last window of a loop of the user's own: a ``train.window.TokenCount``; None: there was none; False: the user was warned.
         self.last_count: object = None
+        self.holds_stepped_gradients = False  # an optimizer has stepped with gradients that nothing has cleared since
+        self.reads_loader = False  # the last window came from a Loader
+        self.loop_warnings: set[str] = set()  # of the loop's own steps that were given
         self.accumulates = False  # a micro-batch of ``accumulate`` has run that is not the last
         self.num_gathered = 0  # times that somebody is within ``sw.gathered``
         self.explainers: list[Callable[[BaseException], ShardwiseError | None]] = []  # of techniques

@@ -57,7 +57,7 @@ def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         refuse_unsummed(runtime, f"{type(optimizer).__name__}.step()")
         if not runtime.is_checked:
             runtime.check_unchanged()
-        runtime.is_checked = False
+        runtime.is_checked, runtime.holds_stepped_gradients = False, True
         _warn_of_sums(runtime)
         _warn_of_own(runtime, f"{type(optimizer).__name__}.step()")
         _count_write(runtime, held)
@@ -74,6 +74,7 @@ def _told_of(zero_grad: Callable[..., None], held_by: Callable[[Any], Mapping[in
         for runtime in _stepped(held):
             refuse_unsummed(runtime, f"{type(owner).__name__}.zero_grad()")
             runtime.on_zero_grad(held, set_to_none)
+            runtime.holds_stepped_gradients = False
         zero_grad(owner, set_to_none)
 
     return call

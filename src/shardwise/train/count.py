@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.errors import ConfigError, RankError, ShardwiseError, UsageError
 from shardwise.parallel import Runtime
-from shardwise.train.data import loader_of
+from shardwise.train.data import Loader, loader_of
 from shardwise.train.labels import Batch, compare_labels, judge_labels
 from shardwise.train.refuse import refuse_gradless
 from shardwise.train.same_data import digest_of_data, judge_data
@@ -63,12 +63,12 @@ def agree_on_count(
     )
     runtime.world.stop.agree(sums["stop"])
     _refuse_problem(runtime, sums, problem, place)
+    if not agreement.all_same(sums["dataset"]):
+        raise _datasets_differ(runtime, loader, place)
     if runtime.world.size * sums["length2"] != sums["length"] ** 2:
         raise _lengths_differ(runtime, len(batches), place)
     if not agreement.all_same(sums["data"]):
         raise _data_differ(runtime, data, place)
-    if not agreement.all_same(sums["dataset"]):
-        raise _datasets_differ(runtime, 0 if loader is None else loader.digest, place)
     runtime.labels_seen = judge_labels(runtime.labels_seen, sums["labels"], f"window {runtime.step + 1}")
     judge_data(runtime, samples, agreement.all_same(sums["samples"]))
     total = float(sums["tokens"])
@@ -106,18 +106,22 @@ def _data_differ(runtime: Runtime, data: tuple[int, int] | None, place: str) -> 
     )
 
 
-def _datasets_differ(runtime: Runtime, digest: int, place: str) -> RankError:
-    told = runtime.world.agreement.gather(digest, place)
+def _datasets_differ(runtime: Runtime, loader: Loader | None, place: str) -> RankError:
+    told = runtime.world.agreement.gather(None if loader is None else (loader.digest, loader.num_samples), place)
     usual = max(told, key=told.count)
     ranks = tuple(rank for rank, other in enumerate(told) if other != usual)
     return RankError(
         "sw.Loader: the ranks have other samples in their datasets",
-        why=f"the samples of rank {ranks[0]} are not those of rank {told.index(usual)} at the same places. A Loader gives each rank its part of one "
+        why=f"rank {ranks[0]} has {_samples(told[ranks[0]])}, rank {told.index(usual)} {_samples(usual)}, which are others. A Loader gives each rank its part of one "
         "order of one dataset: some samples would be seen twice, and others never",
         fix="give every rank the whole dataset in the same order. Loader shuffles it, by the seed of sw.init; to shuffle or split it before, use one "
         "seed on all ranks: random.Random(0).shuffle(data), random_split(data, sizes, torch.Generator().manual_seed(0))",
         ranks=ranks,
     )
+
+
+def _samples(told: tuple[int, int] | None) -> str:
+    return "no Loader" if told is None else f"{told[1]} sample{'s' if told[1] != 1 else ''}"
 
 
 def _refuse_problem(runtime: Runtime, sums: Mapping[str, Tensor], problem: ShardwiseError | None, place: str) -> None:

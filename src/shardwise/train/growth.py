@@ -18,6 +18,7 @@ __all__ = ["Copies", "Growth", "growths_of"]
 
 _ROUNDING = {8: 1e-9, 4: 3e-4}  # bytes of a number -> the share of it that a mean beside a sum must exceed
 _OF_FORWARD = 1e-2  # the same where forward ran anew: other sizes are computed by other kernels
+_SQUARE = 1e-3  # how far from 4 and 9 times
 _SAME = 0.1  # how near to each other values of a mean are where each had other random numbers
 _MOST_BYTES = 256 << 20  # of copies; above, two samples are copied, in their own dtype
 
@@ -45,6 +46,11 @@ class Growth(NamedTuple):
     def rest(self) -> float:
         """The share of the number that does not grow: 0 of a sum, 1 of a mean."""
         return (2 * self.once - self.twice) / self.once
+
+    @property
+    def is_square(self) -> bool:
+        """Twice over is four times as large, three times over nine times."""
+        return abs(self.twice / self.once - 4) < _SQUARE and abs(self.thrice / self.once - 9) < _SQUARE
 
     @property
     def kind(self) -> str:

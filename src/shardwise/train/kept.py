@@ -16,6 +16,7 @@ class KeptGradients:
 
     def __init__(self, runtime: Runtime):
         self.runtime = runtime
+        self._zeroed: set[str] = set()
         self._kept = {name: p.grad.detach() for name, p in runtime.parameters.items() if p.grad is not None}
         self._drop()
 
@@ -37,10 +38,16 @@ class KeptGradients:
                 del self._kept[name]
             else:
                 self._kept[name].zero_()
+                self._zeroed.add(name)
 
     def forget(self) -> None:
         """Frees the copies."""
         self._kept = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Parameters whose gradients were put aside, and not cleared since."""
+        return [name for name in self._kept if name not in self._zeroed]
 
     def _drop(self) -> None:
         for param in self.runtime.parameters.values():

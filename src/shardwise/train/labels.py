@@ -9,12 +9,20 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
 from shardwise.train.batch import IGNORED, MicroBatch
 
-__all__ = ["compare_labels", "judge_labels", "make_labels", "shift_labels", "valid_labels"]
+__all__ = [
+    "compare_labels",
+    "judge_labels",
+    "make_labels",
+    "refuse_second_shift",
+    "shift_labels",
+    "shifts_labels",
+    "valid_labels",
+]
 
 Batch = Mapping[str, Tensor]
 
@@ -108,15 +116,41 @@ def _example_of_count(batch: Batch) -> str:
 def _refuse_shifted(tokens: Tensor, labels: Tensor) -> None:
     """Raises ConfigError for ``labels`` [B, T] that are the tokens after ``tokens`` [B, T] already, where it shows: never for a copy of
     ``tokens``, which has no label that differs."""
-    here, following = labels[:, :-1], tokens[:, 1:]
-    labelled = here != IGNORED
-    differing = (labelled & (here != tokens[:, :-1])).sum()
-    if int(differing) >= _FEWEST_SHIFTED and not bool((labelled & (here != following)).any()):
+    if _are_next_tokens(tokens, labels):
         raise ConfigError(
             "shift_labels of labels that are shifted already",
             why="every label is the next token of input_ids; shifted once more, each position would be trained on the token after next",
             fix="leave them as they are: sw.Loader(...) without prepare=, or no second sw.shift_labels(batch)",
         )
+
+
+def _are_next_tokens(tokens: Tensor, labels: Tensor) -> bool:
+    here, following = labels[:, :-1], tokens[:, 1:]
+    labelled = here != IGNORED
+    differing = (labelled & (here != tokens[:, :-1])).sum()
+    return int(differing) >= _FEWEST_SHIFTED and not bool((labelled & (here != following)).any())
+
+
+def refuse_second_shift(module: nn.Module, _: Any, kwargs: Mapping[str, Any]) -> None:
+    """A forward pre-hook. Raises ConfigError where a causal language model of transformers, which shifts the labels it is given, is given
+    labels that are the next tokens already, where it shows."""
+    ids, labels = kwargs.get("input_ids"), kwargs.get("labels")
+    if not isinstance(ids, Tensor) or not isinstance(labels, Tensor) or ids.dim() != 2 or labels.shape != ids.shape:
+        return
+    if _are_next_tokens(ids, labels):
+        raise ConfigError(
+            f"labels that are shifted already, given to {type(module).__name__}",
+            why="every label is the next token of input_ids, and this model shifts labels once more: each position would be trained on the token "
+            "after next",
+            fix="leave labels out of the call, and take the loss of its logits: F.cross_entropy(output.logits.flatten(0, 1), "
+            'batch["labels"].flatten(), reduction="sum"); or give it labels at the places of their own tokens: sw.Loader(..., '
+            'prepare=lambda batch: {**batch, "labels": batch["input_ids"]})',
+        )
+
+
+def shifts_labels(module: nn.Module) -> bool:
+    """Whether ``module`` is a causal language model of transformers, whose own loss shifts labels."""
+    return hasattr(module, "loss_function") and type(module).__name__.endswith(("ForCausalLM", "LMHeadModel"))
 
 
 def compare_labels(seen: Tensor | None, batches: Iterable[Batch], counter: Any) -> Tensor:

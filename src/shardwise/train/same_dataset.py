@@ -24,12 +24,13 @@ class _UnknownError(Exception):
 
 
 def digest_of_dataset(dataset: Any) -> int:
-    """Of its length and its first, middle and last sample, and of all places that a ``Subset`` names; 0 where reading samples may draw random
-    numbers, or their values have no bytes of their own."""
+    """Of its length and its first, middle and last sample, and of all places that a ``Subset`` names. Samples of a class of the user's own
+    are not read, which may draw random numbers: of those, the attributes that have an element for each sample."""
+    found = _of_value(len(dataset), 1)
     try:
-        return _of_dataset(dataset, 1)
+        return _of_dataset(dataset, found)
     except _UnknownError:
-        return 0
+        return _of_attributes(dataset, found)
 
 
 def _of_dataset(dataset: Any, found: int) -> int:
@@ -48,7 +49,19 @@ def _of_dataset(dataset: Any, found: int) -> int:
     return found
 
 
+def _of_attributes(dataset: Any, found: int) -> int:
+    for _, value in sorted(getattr(dataset, "__dict__", {}).items()):
+        try:
+            if len(value) == len(dataset):
+                found = _of_dataset(value, found)
+        except (TypeError, _UnknownError):
+            continue
+    return found
+
+
 def _of_value(value: Any, found: int, limit: int | None = _BYTES) -> int:
+    if isinstance(value, str):
+        value = value.rpartition("/")[2]  # of a path the name: folders may differ between nodes
     if isinstance(value, _PLAIN):
         return zlib.crc32(repr(value).encode(), found)
     if type(value) is Tensor and value.layout is torch.strided and not value.is_meta:

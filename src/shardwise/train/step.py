@@ -27,10 +27,10 @@ from shardwise.train.refuse import (
     refuse_unfit,
 )
 from shardwise.train.scale import LossScale
+from shardwise.train.settings import agree_on_settings, digest_of_settings
 from shardwise.train.state import StepState
 from shardwise.train.sums import SumCheck, agreed_problem
 from shardwise.train.window import Window
-from shardwise.world import agree_on, described
 
 __all__ = ["StepOutput", "TrainStep"]
 
@@ -132,7 +132,7 @@ class TrainStep:
         self._sums = SumCheck(count_of(loss, self.count))
         self._before_step = methods_called(model, "pre_optimizer_step")
         self._after_step = methods_called(model, "post_optimizer_step")
-        _agree_on_settings(self)
+        agree_on_settings(self)
         self.given = Given(runtime, optim, scheduler, self.scaler)
         if is_elementwise(optim):
             local_optimizer(optim)
@@ -156,12 +156,18 @@ class TrainStep:
         if float(agreed["problem"]):
             self._drop_gradients()
             raise agreed_problem(self._runtime, problem)
+        if not self._runtime.world.agreement.all_same(agreed["settings"]):
+            self._drop_gradients()
+            agree_on_settings(self)
         self._sums.agree(sorted(sums), agreed["told"])
         if float(agreed["unclear"]):
             self._try_forward()
         means = {name: float(agreed[f"sum of {name}"]) / w.num_tokens for name in sorted(sums)}
         scale = self._scale.value
         norm, loss = float(norm_of.finish(agreed[norm_entry])) / (scale or 1.0), means.pop("loss")
+        if not w.num_valid and loss and math.isfinite(loss):
+            self._drop_gradients()
+            raise _nothing_counted(loss)
         self.num_steps += 1
         is_finite = math.isfinite(norm) and math.isfinite(loss)
         if is_finite:
@@ -257,6 +263,8 @@ class TrainStep:
             "problem": float(problem is not None),
             "told": self._sums.entry(sorted(sums)),
             "unclear": float(bool(self._sums.unclear)),
+            # The loop, a scheduler of its own or a resumed state may have changed them on one rank.
+            "settings": self._runtime.world.agreement.same(digest_of_settings(self.optim)),
             **{f"sum of {name}": value for name, value in sums.items()},  # by name: a rank with other metrics is named
         }
 
@@ -351,21 +359,9 @@ def methods_called(module: nn.Module, name: str) -> list[Callable[[], Any]]:
     return [found for child in module.children() for found in methods_called(child, name)]
 
 
-def _agree_on_settings(step: "TrainStep") -> None:
-    """Raises RankError on every rank if ranks would step differently: replicas would drift apart without a word."""
-    facts: dict[str, Any] = {
-        "optimizer": type(step.optim).__qualname__,
-        "scheduler": type(step.scheduler).__qualname__,
-        **step.clipping.facts,
-        "on_nonfinite": step.on_nonfinite,
-        "scaler": described(step.scaler and step.scaler.state_dict()),
-    }
-    for i, group in enumerate(step.optim.param_groups):
-        facts[f"group {i}: parameters"] = len(group["params"])
-        facts |= {f"group {i}: {key}": described(value) for key, value in sorted(group.items()) if key != "params"}
-    agree_on(
-        step._runtime.world.agreement,
-        facts,
-        what="the ranks' steps",
-        fix="build the same optimizer, scheduler and TrainStep with the same settings on every rank",
+def _nothing_counted(loss: float) -> ConfigError:
+    return ConfigError(
+        f"a window of 0 tokens whose loss is {loss:g}",
+        why="a sum is divided by what count(batch) returns for the micro-batches of all ranks; of a window without a valid token it is 0",
+        fix="let count= return what the loss runs over: the labels that are not -100, or the samples",
     )

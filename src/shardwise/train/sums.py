@@ -94,6 +94,8 @@ class SumCheck:
                 continue
             if growth is not None and (growth.kind == "sum" or (growth.kind == "other" and seen == "whole")):
                 self.found.add(name)
+                if growth.is_square:
+                    _warn_of_square(name)
             else:
                 says = {"whole": ("mean", "part"), "but for numbers": ("mean", "part"), "means": ("mean",)}.get(
                     seen, ()
@@ -278,6 +280,16 @@ def _without_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def _warn_of_square(name: str) -> None:
+    """Each sample meets each other one."""
+    warnings.warn(
+        f"the {name} grows with the square of the number of samples: four times as large for a micro-batch twice over, nine times for three copies. "
+        "Where an output of shape [N, 1] meets a target of shape [N], torch makes [N, N] of them: output.squeeze(-1). A loss of pairs of samples is "
+        "meant so, and depends on the size of a micro-batch",
+        stacklevel=2,
+    )
 
 
 def _warn_unchecked(error: Exception | None) -> None:

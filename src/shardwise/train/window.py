@@ -28,10 +28,13 @@ from shardwise.train.count import agree_on_count
 from shardwise.train.data import mark_used
 from shardwise.train.exchange import Exchange, buffer_versions
 from shardwise.train.kept import KeptGradients, clone_buffers, restore_buffers
+from shardwise.train.labels import refuse_second_shift, shifts_labels
 from shardwise.train.loss import Batch, as_micro_batches, count_of
 from shardwise.train.refuse import explain_no_gradient, refuse_unused
 from shardwise.train.written import WrittenParameters
 from shardwise.world.rng import derive_seed, forked_streams
+
+_LOOKED_AT = 3  # windows whose labels a model that shifts them itself is asked about
 
 __all__ = ["Window", "accumulate", "count_tokens", "window"]
 
@@ -112,6 +115,9 @@ class Window:
         self._versions, self._written = buffer_versions(runtime), WrittenParameters(runtime)
         runtime.engine.begin()
         self._kept_gradients = KeptGradients(runtime)
+        self._hook = None
+        if runtime.step < _LOOKED_AT and shifts_labels(self.model):
+            self._hook = self.model.register_forward_pre_hook(refuse_second_shift, with_kwargs=True)
         runtime.in_window, runtime.on_zero_grad = True, self._zero_grad
         return self
 
@@ -192,11 +198,32 @@ class Window:
         runtime.engine.end()
         if self._trains and self._tokens and not float(self.agreed.get("problem", 0)):
             refuse_unused(runtime, self.agreed.get("used"))
+        if not self._trains:
+            self._warn_of_own_loop()
         self._kept_gradients.add_back()
         runtime.step += 1
         mark_used(self.batches)
+        runtime.reads_loader = any(getattr(batch, "window", None) is not None for batch in self.batches)
         runtime.leave_window()
         return self.agreed
+
+    def _warn_of_own_loop(self) -> None:
+        """Of a backward or a ``zero_grad()`` that a loop of the user's own has left out; each once."""
+        runtime, told = self.runtime, None
+        if self._tokens and not any(param.grad is not None for param in runtime.parameters.values()):
+            told = (
+                "a window without a backward: no parameter has a gradient, and a step would train nothing. Call "
+                "(loss / w.num_tokens).backward() for each micro-batch"
+            )
+        elif runtime.holds_stepped_gradients and self._kept_gradients.names:
+            told = (
+                f"gradients of an earlier window are added to those of {self.place}, and an optimizer has stepped with them: call "
+                "optim.zero_grad() after optim.step()"
+            )
+        if told is not None and told[:20] not in runtime.loop_warnings:
+            runtime.loop_warnings.add(told[:20])
+            if runtime.world.is_main:
+                warnings.warn(told, stacklevel=4)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if error is not None:
@@ -210,6 +237,12 @@ class Window:
             self._abandon()
             raise
         self._kept_gradients.forget()
+        self._unhook()
+
+    def _unhook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def _raise_in_our_words(self, error: BaseException) -> None:
         world = self.runtime.world
@@ -222,6 +255,9 @@ class Window:
             raise world.agreement.explain(error, f"at {self.place}, forward or backward") from error
 
     def _abandon(self) -> None:
+        self._unhook()
+        if self.runtime.last_count is self._count_of_tokens:
+            self.runtime.last_count = None
         self.runtime.leave_window()
         self._end_micro_batch()
         self.runtime.engine.abandon()

@@ -19,6 +19,12 @@ from shardwise.state.vouched.manifest import DamagedError
 __all__ = ["Returning", "Step", "check_step"]
 
 
+_NO_POSITION = (
+    "no position in the data is saved: windows come from a sw.Loader that the manager does not know, and a resumed run would begin the epoch "
+    "anew; iterate over ckpt.resume(loader), at the first start too"
+)
+
+
 class Step(Protocol):
     """What is asked of a :class:`~shardwise.TrainStep`."""
 
@@ -102,6 +108,8 @@ class Returning:
     def position(self) -> Any:
         """Behind the last window that was trained; what the user should know of it is in :attr:`notes`, once."""
         if self.loader is None:
+            if runtime_of(self.step.model).reads_loader:
+                self._tell([_NO_POSITION])
             return None
         state, notes = trained_position(self.loader, self._num_trained())
         self._tell(notes)
