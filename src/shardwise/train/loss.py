@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 Loss = Callable[[Any, Batch], Tensor | Mapping[str, Tensor]]
+_TARGETS = {"labels", "label", "targets", "target", "y"}  # the loss's, unless the forward has a parameter of that name
 _TAKES = {"loss": "output, batch", "count": "batch", "forward": "model, batch"}
 
 
@@ -128,25 +129,50 @@ def refuse_uncallable(**given: Any) -> None:
 
 
 def call(model: nn.Module, batch: Batch) -> Any:
-    """``model(**batch)`` without the labels; where the signature asks for one tensor, the batch's first one.
+    """The model on a batch: each key that the forward has a parameter for, by name (labels are left to the loss); all of them to a
+    forward with ``**kwargs``. Where no key is one of its parameters and it asks for one tensor, the batch's only input, in place.
 
     Raises:
-        UsageError: the signature takes neither; pass ``forward=``.
+        UsageError: a parameter would be given nothing, or the batch has more than one input for it; pass ``forward=``.
     """
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    parameters = inspect.signature(model.forward).parameters
-    kinds = [parameter.kind for parameter in parameters.values()]
-    kinds_of_many = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required = [p for p in parameters.values() if p.default is p.empty and p.kind not in kinds_of_many]
-    missing = [p.name for p in required if p.name not in inputs]  # forward(x, **kwargs) takes no input_ids for its x
-    if not missing and (inspect.Parameter.VAR_KEYWORD in kinds or set(inputs) <= set(parameters)):
+    parameters = inspect.signature(model.forward).parameters.values()
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    takes_many = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    missing = [p.name for p in required if p.name not in inputs or p.name not in by_name]
+    named = {key: value for key, value in inputs.items() if key in by_name}
+    others = [key for key in inputs if key not in by_name]
+    rest = [key for key in others if key not in _TARGETS]
+    if takes_any and not missing:
         return model(**inputs)
-    if len(required) == 1 and inputs:
-        return model(next(iter(inputs.values())))
-    raise UsageError(
-        f"a batch with {sorted(inputs)} for {type(model).__name__}.forward({', '.join(parameters)})",
-        why="the names do not match, and the forward takes more than one tensor",
-        fix="pass forward=lambda model, batch: model(batch[...], ...), or name the batch's keys as the forward does",
+    # Keys beyond the required parameters are the loss's; with none required, one may be a misspelt parameter.
+    if named and not missing and (required or not rest):
+        return model(**named)
+    in_place = len(required) == 1 and required[0].kind is not inspect.Parameter.KEYWORD_ONLY
+    if not named and len(rest or others) == 1 and (in_place or (takes_many and not required)):
+        return model(inputs[(rest or others)[0]])
+    raise _unfit_batch(model, inputs, missing, named, rest)
+
+
+def _unfit_batch(model: nn.Module, inputs: Batch, missing: list[str], named: Any, rest: list[str]) -> UsageError:
+    """The error of a batch whose keys do not say what the forward is given."""
+    if missing and named:
+        why = f"the names do not match: the batch has {sorted(named)}, and nothing for {missing}"
+    elif len(missing) == 1 and len(rest) > 1:
+        why = f"the names do not match, and any of {sorted(rest)} may be the {missing[0]!r} of the forward"
+    else:
+        why = "the names do not match" + (", and the forward takes more than one tensor" if len(missing) > 1 else "")
+    signature = ", ".join(
+        str(p).partition(":")[0].partition("=")[0] for p in inspect.signature(model.forward).parameters.values()
+    )
+    taken = [*named, *rest] or list(inputs)
+    example = ", ".join(f'batch["{key}"]' for key in (taken[:1] if len(missing) <= 1 and not named else taken))
+    return UsageError(
+        f"a batch with {sorted(inputs)} for {type(model).__name__}.forward({signature})",
+        why=f"{why}. The default forward passes keys by name, without labels",
+        fix=f"pass forward=lambda model, batch: model({example or 'batch[...]'}), or name the batch's keys as the forward does",
     )
 
 
