@@ -28,7 +28,7 @@ Measured on the CPU (gloo), on one or two ranks, with models of a few hundred pa
 
 * **refused**: an error of Shardwise, whose first line is shown (why, and what to change, follow there);
 * **warned**: a warning of Shardwise;
-* **right**: the numbers are those of one process in float64, within what is said.
+* **right**: the numbers are those of one process in float64, within what is said; or those of the other ranks, where a row says so.
 
 Anything else would be called silent, and fails the row's test: `make test ARGS="tests/mistakes -k NAME"` runs the one that the last column names.
 Other ways in which sharded training goes wrong: [known traps](traps.md).

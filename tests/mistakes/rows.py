@@ -79,6 +79,7 @@ class Mistake:
         says: words that our error or warning must have, so that another one does not pass for it; "": the numbers must be right.
         versus_one: ``ours`` returns values instead, and is run once more on one rank: what it returns there is what they are compared with.
         gate: how far from one process "right" may be, relatively.
+        against: what ``ours`` compares with, where that is not one process.
     """
 
     ranks: ClassVar[int] = 1
@@ -86,6 +87,7 @@ class Mistake:
     says: ClassVar[str] = ""
     versus_one: ClassVar[bool] = False
     gate: ClassVar[float] = 1e-12
+    against: ClassVar[str] = "from one process"
 
     def plain(self) -> Plain:
         """The script in plain torch, inside a process group where there are several ranks. What rank 0 returns is shown."""
@@ -145,8 +147,8 @@ def _outcome(row: type[Mistake], answers: list) -> Outcome:
                 return Outcome(kind, _shown(text))
     worst = max((error for _, _, error in answers if error is not None), default=float("inf"))
     if not errors and not row.says and worst <= row.gate:
-        return Outcome("right", f"at most {row.gate:.0e} from one process")
-    return Outcome("silent", f"{worst:.1e} from one process; errors {[text[:300] for text in errors]}; warnings {told}")
+        return Outcome("right", f"at most {row.gate:.0e} {row.against}")
+    return Outcome("silent", f"{worst:.1e} {row.against}; errors {[text[:300] for text in errors]}; warnings {told}")
 
 
 def _shown(text: str) -> str:

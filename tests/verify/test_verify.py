@@ -145,3 +145,15 @@ def island(module):
 
 def test_transforms_are_on_both_sides(ranks):
     assert verify(ranks, Small, loss=weighted_loss, transforms=["island"]).err <= 1e-12
+
+
+def test_the_outcome_says_which_buffers_are_not_those_of_one_process(ranks):
+    def of(build):
+        return str(verify(ranks, build, loss=sum_loss))
+
+    told = "3 running statistics of norms compared between the ranks only"
+    assert told in of(normed) and "running statistic" not in of(Small)
+
+
+def normed():
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))

@@ -103,6 +103,50 @@ def test_describe_names_a_spectral_norm(kind):
         assert "power iteration" not in sw.describe(sw.parallelize(lambda: nn.Linear(4, 4), world))
 
 
+def a_run_with_batch_norm(layout, buffers):
+    """What a run of 4 windows ends with: its losses, running means on this rank, and what describe says."""
+
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+
+    def squared_error(output, batch):
+        return (output - batch["y"]).square().sum()
+
+    def count(batch):
+        return len(batch["y"])
+
+    x = torch.randn(32, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64).cumsum(0)
+    with sw.init(layout, device="cpu") as world:
+        model = sw.parallelize(build(), world, sharding=sw.Sharding(buffers=buffers))
+        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.01), loss=squared_error, count=count)
+        loader = sw.Loader([{"x": row[:4], "y": row[4:]} for row in x], world, global_batch=8, micro_batch=2)
+        losses = [step(window).loss for window in loader]
+        figure = sw.evaluate(model, loader, loss=squared_error, count=count)["loss"]
+        return losses, figure, model[1].running_mean.clone(), model[1].num_batches_tracked.item(), sw.describe(model)
+
+
+@pytest.mark.parametrize("buffers", ["rank0", "mean"])
+def test_describe_says_that_running_statistics_depend_on_the_number_of_ranks(ranks, buffers):
+    alone = ranks.run(a_run_with_batch_norm, 1, "dp_shard=1", buffers)[0]
+    first, second = ranks.run(a_run_with_batch_norm, 2, "dp_shard=2", buffers)
+    assert first[0] == pytest.approx(alone[0], rel=1e-10)  # training is the same
+    assert torch.equal(first[2], second[2]) and first[1] == second[1]
+    assert not torch.allclose(first[2], alone[2], rtol=0.01) and first[1] != pytest.approx(alone[1], rel=0.01)
+    assert (alone[3], first[3]) == (16, 8)
+    assert "1: its running statistics and those of 3 are of the micro-batches that a rank runs" in first[4]
+    assert ("those of rank 0" if buffers == "rank0" else "their mean over the ranks") in first[4]
+
+
+def test_describe_says_nothing_of_norms_whose_statistics_are_left_alone():
+    frozen = nn.Sequential(
+        nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False), nn.LayerNorm(4)
+    )
+    frozen[1].eval()
+    with sw.init(device="cpu") as world:
+        assert "running statistics" not in sw.describe(sw.parallelize(frozen, world))
+
+
 def test_a_module_that_is_called_as_an_option_is_is_no_option():
     """Notes of modules and of options have names; ``reduce`` is one of both."""
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from shardwise._compat import DDPModule, is_spectral_norm
+from shardwise._compat import BatchNormBase, DDPModule, is_spectral_norm
 from shardwise.anatomy import canonical_modules, dtype_of, read_anatomy
 from shardwise.config.options import (
     DDP,
@@ -119,7 +119,8 @@ def parallelize(
         compile=compile_of(compile),
     )
     check_edits(module, recipe, world)
-    recipe = msgspec.structs.replace(recipe, notes=(*recipe.notes, *notes_of(own), *_counting(module)))
+    own_state = (*_counting(module), *_statistics(module, recipe))
+    recipe = msgspec.structs.replace(recipe, notes=(*recipe.notes, *notes_of(own), *own_state))
     if source.note is not None:
         recipe = msgspec.structs.replace(recipe, notes=(*recipe.notes, source.note))
     refuse_unfit_parts(module, recipe, world)
@@ -157,6 +158,31 @@ def _counting(module: nn.Module) -> list[Note]:
     )
     why = "warning: the power iteration of its spectral norm advances once per forward of a rank, so numbers depend on the number of ranks"
     return [Note(name=name, why=why) for name in names]
+
+
+def _statistics(module: nn.Module, recipe: Recipe) -> list[Note]:
+    """A note of the modules whose running statistics a forward writes: each rank's are of the micro-batches that it runs."""
+    found = [
+        name
+        for name, child in canonical_modules(module)
+        if isinstance(child, BatchNormBase) and child.track_running_stats and (child.training or not module.training)
+    ]
+    if not found:
+        return []
+    first, *others = found
+    more = (
+        f" and those of {len(others)} more modules"
+        if len(others) > 1
+        else f" and those of {others[0]}"
+        if others
+        else ""
+    )
+    taken = "their mean over the ranks" if recipe.buffer_policy == "mean" else "those of rank 0"
+    why = (
+        f"its running statistics{more} are of the micro-batches that a rank runs, and each window ends with {taken} "
+        f"(sharding.buffers={recipe.buffer_policy}): they, evaluation and the saved weights depend on the number of ranks; training's losses do not"
+    )
+    return [Note(name=first, why=why)]
 
 
 def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:

@@ -50,6 +50,7 @@ class Report:
     collectives: dict[str, int]  # of rank 0, in the last step
     num_units: int
     bytes_per_rank: tuple[int, ...]
+    num_statistics: int = 0  # buffers that are compared between the ranks alone
 
     @property
     def err(self) -> float:
@@ -62,7 +63,15 @@ class Report:
         return (
             f"equal: {counted(self.num_ranks, 'rank')}, layout {self.layout}, {self.engine}, {counted(self.num_units, 'unit')}, "
             f"{counted(self.num_steps, 'step')}\n"
-            f"       largest difference {worst.err:.1e}{at}, allowed {self.gate:.0e}"
+            f"       largest difference {worst.err:.1e}{at}, allowed {self.gate:.0e}{self._of_statistics()}"
+        )
+
+    def _of_statistics(self) -> str:
+        if not self.num_statistics:
+            return ""
+        return (
+            f"\n       {counted(self.num_statistics, 'running statistic')} of norms compared between the ranks only: one process updates them "
+            "in every micro-batch, a rank in its own, so evaluation and saved weights depend on the layout"
         )
 
 
@@ -110,6 +119,7 @@ def compare(
         collectives=ranks[0].steps[-1].collectives,
         num_units=len({param.unit for param in recipe.params.values()}),  # a root that holds none gathers nothing
         bytes_per_rank=tuple(recipe.at(rank).num_bytes() for rank in range(len(ranks))),
+        num_statistics=sum(map(_is_statistic, oracle[0].buffers)) if len(ranks) > 1 else 0,
     )
 
 
