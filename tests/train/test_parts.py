@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.config.schema import Data, Model, Optim, Parallel, RunConfig, Schedule
+from shardwise.config.schema import Data, Log, Model, Optim, Parallel, RunConfig, Schedule, Train
 from shardwise.errors import ConfigError
+from shardwise.train.job import train
 from shardwise.train.parts import (
     build_model,
     build_plain,
@@ -93,6 +94,64 @@ def test_a_model_of_the_users(tmp_path):
         build("broken")
     with pytest.raises(ConfigError, match="it returned str, and training needs"):
         build("nothing")
+
+
+MODELS = """
+import torch
+from torch import nn
+
+class CNN(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 4)
+    def forward(self, x):
+        return self.head(self.conv(x).mean((2, 3)))
+
+def mlp():
+    return nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 1))
+
+class Pairs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+    def forward(self, left, right):
+        return self.linear(left - right)
+
+class OneHot(nn.Module):  # no embedding, and a dropout that draws
+    def __init__(self):
+        super().__init__()
+        self.drop, self.linear = nn.Dropout(0.5), nn.Linear(256, 256)
+    def forward(self, tokens):
+        return self.linear(self.drop(nn.functional.one_hot(tokens, 256).float()))
+"""
+
+
+@pytest.mark.parametrize(
+    "name, told",
+    [
+        ("CNN", "CNN has no embedding, and its forward of tokens raised RuntimeError: "),
+        ("mlp", "Sequential has no embedding, and its forward of tokens raised RuntimeError: "),
+        ("Pairs", "Pairs has no embedding, and its forward of tokens takes no single tensor"),
+        ("OneHot", None),
+    ],
+)
+def test_a_run_of_a_model_that_takes_no_tokens_is_refused_before_the_first_step(tmp_path, name, told):
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    (tmp_path / "models.py").write_text(MODELS)
+    config = RunConfig(
+        model=Model(build=f"{tmp_path / 'models.py'}:{name}"),
+        data=Data(path=str(tmp_path / "text.txt"), seq_len=16),
+        train=Train(steps=1, eval_every=0),
+        log=Log(dir=str(tmp_path / "run"), plot=False),
+    )
+    with sw.init(device="cpu") as world:
+        if told is None:
+            assert train(config, world, lambda *_, **__: None)["loss"] > 0
+            return
+        with pytest.raises(ConfigError) as error:
+            train(config, world, lambda *_, **__: None)
+    assert told in error.value.why and "shardwise train feeds tokens" in error.value.why
+    assert "write a script" in error.value.fix and not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_the_reference_model_refuses_unknown_sizes():

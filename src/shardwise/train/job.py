@@ -32,6 +32,7 @@ from shardwise.train.metrics import MetricsWriter, Pace, cut_metrics
 from shardwise.train.parts import (
     Corpus,
     build_model,
+    check_takes_tokens,
     limit_to_model,
     load_start,
     make_step,
@@ -83,6 +84,7 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
         emit("phase", text="loading weights")
         emit("loaded", text=str(load_start(config, model)))
     limit_to_model(corpus, model)
+    check_takes_tokens(config, model)
     set_tokenizer(config, model)
     step = make_step(config, model)
     run = _Run(config=config, world=world, corpus=corpus, model=model, step=step, emit=emit)

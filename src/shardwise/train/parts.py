@@ -11,17 +11,19 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from shardwise.config.schema import Data, Optim, RunConfig, Schedule
 from shardwise.config.suggest import did_you_mean, missing_blank
 from shardwise.config.target import load_target
 from shardwise.config.tokenizer import is_tokens, tokenizer_path
-from shardwise.errors import CheckpointError, ConfigError
-from shardwise.parallel import parallelize, runtime_of, world_of
+from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, UsageError
+from shardwise.parallel import parallelize, recipe_of, runtime_of, world_of
 from shardwise.parallel.transforms import choose, transformed
 from shardwise.state import LoadReport, load_weights
 from shardwise.train.corpus import BYTES, TokenFile, TokenWindows, encode, pydoc_text
 from shardwise.train.groups import grouped
+from shardwise.train.loss import call
 from shardwise.train.pretrained import build_pretrained
 from shardwise.train.reference import build as build_reference
 from shardwise.train.reference_config import check_reference_args
@@ -34,6 +36,7 @@ __all__ = [
     "Corpus",
     "build_model",
     "build_plain",
+    "check_takes_tokens",
     "limit_to_model",
     "load_start",
     "make_optimizer",
@@ -121,6 +124,44 @@ def limit_to_model(corpus: Corpus, model: nn.Module) -> None:
     for part in (corpus.train, corpus.val):
         if part is not None and part.vocab is None and isinstance(size, int):
             part.limit(size)
+
+
+def check_takes_tokens(config: RunConfig, model: nn.Module) -> None:
+    """Refuses a model of the user's own that takes no tokens, before the first step; every rank must call it.
+
+    A model with an embedding passes: its errors are its own. Another may look tokens up in a parameter, or make them one-hot, so it
+    is tried: one forward of a sequence, in eval mode, without gradients. The random numbers of the run are left where they were.
+
+    Raises:
+        ConfigError: the forward of tokens failed.
+    """
+    if any(isinstance(child, nn.Embedding) for child in model.modules()):
+        return
+    device = world_of(model).device
+    batch = {"input_ids": torch.zeros(1, config.data.seq_len, dtype=torch.long, device=device)}
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+            call(model, batch)
+    except (torch.OutOfMemoryError, torch.distributed.DistError):
+        raise
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, UsageError) as error:
+        if isinstance(error, ShardwiseError) and not isinstance(error, UsageError):
+            raise
+        text = (str(error).strip().splitlines() or [""])[0]
+        raised = "takes no single tensor" if isinstance(error, UsageError) else f"raised {type(error).__name__}: {text}"
+        raise ConfigError(
+            f"model.build={config.model.build!r}" if config.model.build else f"model.hf={config.model.hf!r}",
+            why=f"shardwise train feeds tokens (input_ids [B, T], integers) and takes logits [B, T, V]; {recipe_of(model).module_class} has no embedding, "
+            f"and its forward of tokens {raised}",
+            fix="give a model of tokens; to train any other, write a script: sw.init, sw.parallelize, and sw.TrainStep with a loss= and a count= "
+            "(README.md, examples/train_step.py)",
+        ) from error
+    finally:
+        model.train(was_training)
+        if isinstance(model, FSDPModule):
+            model.reshard()  # plain FSDP2 keeps what the root's last forward gathered
 
 
 def build_model(config: RunConfig, world: World) -> nn.Module:
