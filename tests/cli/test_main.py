@@ -124,6 +124,15 @@ def test_the_help_of_train_names_every_key(capsys, monkeypatch):
         (["verify", "nope.py:f"], "MODEL='nope.py:f'\n  why: there is no file nope.py"),
         (["verify", "json:dumps", "--layout", "zz=2"], "LayoutError: axis 'zz'"),
         (["verify", "json:dumps", "--a.b=c"], "reads keys of parallel only"),
+        (
+            ["verify", "json:dumps", "--layout", "dp_shard=2", "--nproc", "4"],
+            "fix: the layout says how many ranks: --layout",
+        ),
+        (
+            ["verify", "json:dumps", "--nproc=4"],
+            "verify --nproc=4\n  why: there is no option --nproc\n  fix: the layout says",
+        ),
+        (["verify", "json:dumps", "--launch.nproc=4"], "fix: the layout says how many ranks: --layout dp_shard=4"),
     ],
 )
 def test_a_mistake_is_told_in_a_sentence_with_status_2(capsys, words, text):

@@ -32,6 +32,7 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,  # an abbreviation would change its meaning when an option is added
         )
         self.more_help: Callable[[], str] | None = None
+        self.instead: dict[str, str] = {}  # options of other commands that this one does not have -> what to write here
 
     def format_help(self) -> str:
         text = super().format_help()
@@ -110,6 +111,8 @@ def _surplus(word: str, parser: Parser, takes_overrides: bool) -> ConfigError:
         )
     name, equals, value = word.partition("=")
     options = parser.option_names()
+    if name in parser.instead:
+        return ConfigError(f"{parser.prog} {word}", why=f"there is no option {name}", fix=parser.instead[name])
     near = closest(name, options) or (closest(name, _keys()) if takes_overrides else None)
     shown = f"{near}{equals}{value}" if near in options else f"{near}={value or 'VALUE'}"
     return ConfigError(

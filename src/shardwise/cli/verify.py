@@ -18,7 +18,9 @@ __all__ = ["OVERRIDES", "add_arguments", "more_help", "run"]
 
 OVERRIDES = True
 
+_NUM_RANKS = "the layout says how many ranks: --layout dp_shard=4 compares 4"
 _ELSEWHERE = {
+    "launch.nproc": _NUM_RANKS,
     "parallel.layout": "give it as --layout",
     "parallel.precision": "leave it out: both sides compute in float64, where a fault cannot pass for rounding",
 }
@@ -44,6 +46,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps to compare (3)")
     parser.add_argument("--accumulate", type=int, default=2, metavar="N", help="micro-batches per rank and step (2)")
+    parser.instead = {"--nproc": _NUM_RANKS}
     parser.usage = (
         "shardwise verify MODEL [--layout L] [--batch FN] [--loss FN] [--count FN] [--parallel.key=value ...]"
     )
