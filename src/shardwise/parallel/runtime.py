@@ -250,6 +250,14 @@ def runtime_of(module: nn.Module) -> Runtime:
             fix='pass the model itself; sw.parallelize(module, world, compile="blocks") compiles its blocks',
         )
     if runtime is None:
+        inner = next((name for name, child in module.named_modules() if has_runtime(child)), None)
+        if inner is not None:
+            raise UsageError(
+                f"a {type(module).__name__} around a model that parallelize has made parallel",
+                why=f"the sharded model is its {inner!r}, and sums its gradients over the ranks by itself, replicas too",
+                fix=f"do not wrap it: pass what sw.parallelize returned ({type(module).__name__}(...).{inner} here); a module of your own around "
+                "the model is wrapped first and given to parallelize whole",
+            )
         raise UsageError(
             f"a {type(module).__name__} that was not sharded",
             why="this call needs the recipe that parallelize hangs on the root module",
