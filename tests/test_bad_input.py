@@ -136,6 +136,40 @@ def test_calls_that_need_a_sharded_module_say_so():
         assert "a Net that was not sharded" in text and "sw.parallelize(model, world)" in text
 
 
+@pytest.mark.parametrize("call", ["step", "window", "describe"])
+def test_a_wrapper_of_ddp_around_a_parallel_model_is_told_not_to_wrap(call):
+    batch = {"x": torch.ones(2, 4)}
+    with sw.init("dp_replicate=-1", device="cpu") as world:
+        model = nn.parallel.DistributedDataParallel(sw.parallelize(nn.Linear(4, 4), world))
+        with pytest.raises(
+            sw.UsageError, match="DistributedDataParallel around a model that parallelize has made"
+        ) as told:
+            if call == "describe":
+                sw.describe(model)
+            elif call == "window":
+                sw.window(model, [batch]).__enter__()
+            else:
+                sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))([batch])
+        assert "do not wrap it" in told.value.fix
+
+
+@pytest.mark.parametrize(
+    "loss, shown",
+    [
+        (nn.MSELoss(), "F.mse_loss(output, "),
+        (nn.functional.mse_loss, "F.mse_loss(output, "),
+        (nn.BCEWithLogitsLoss(), "F.binary_cross_entropy_with_logits(output, "),
+        (nn.CrossEntropyLoss(), "F.cross_entropy(output, "),
+    ],
+)
+def test_a_loss_of_torch_is_shown_as_the_sum_that_is_wanted(loss, shown):
+    with sw.init(device="cpu") as world:
+        model = sw.parallelize(nn.Linear(4, 1), world)
+        with pytest.raises(sw.UsageError) as told:
+            sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss)
+    assert shown in told.value.fix and 'reduction="sum"' in told.value.fix
+
+
 def _after_the_end():
     world = _world("dp_shard=2")
     model = sw.parallelize(build(), world)

@@ -115,3 +115,18 @@ def test_what_may_be_meant_otherwise_is_refused(forward, batch, why):
     with pytest.raises(UsageError, match=why) as caught:
         call(Echo(forward), batch)
     assert "forward=lambda model, batch: model(batch[" in caught.value.fix
+
+
+def test_a_count_of_a_key_that_the_batch_does_not_have_names_the_keys():
+    data = torch.utils.data.TensorDataset(torch.randn(4, 3), torch.randn(4, 1))
+    with sw.init(device="cpu") as world:
+        model = sw.parallelize(nn.Linear(3, 1), world)
+        given = {"loss": lambda output, b: (output - b["labels"]).square().sum(), "count": lambda b: b[1].numel()}
+        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), **given)
+        loader = sw.Loader(data, world, global_batch=4, micro_batch=2)
+        for call_it in (lambda: step(next(iter(loader))), lambda: sw.evaluate(model, loader, **given)):
+            with pytest.raises(
+                sw.ConfigError, match=r"raises KeyError: 1 on a batch with the keys \['input', 'labels'\]"
+            ) as told:
+                call_it()
+            assert "batch['labels'].shape[0]" in told.value.fix

@@ -7,6 +7,7 @@ sum is divided by that one number.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -114,7 +115,26 @@ def count_of(loss: Any, count: Callable[[Batch], Any] | None) -> Callable[[Batch
     """
     refuse_uncallable(count=count)
     own = getattr(loss, "count", None)
-    return next((found for found in (count, own) if callable(found)), valid_labels)
+    found = next((found for found in (count, own) if callable(found)), valid_labels)
+    return found if found is valid_labels or isinstance(found, _Count) else _Count(found)
+
+
+@dataclass(frozen=True)
+class _Count:
+    """A count of the user's own, which may ask for a key that the batch does not have."""
+
+    count: Callable[[Batch], Any]
+
+    def __call__(self, batch: Batch) -> Any:
+        try:
+            return self.count(batch)
+        except KeyError as error:
+            key = next((key for key in ("labels", *batch) if isinstance(batch.get(key), Tensor)), "x")
+            raise ConfigError(
+                f"a count that raises KeyError: {error} on a batch with the keys {sorted(map(str, batch))}",
+                why="count(batch) is given a micro-batch, which maps names to tensors; Loader names the two of a tuple 'input' and 'labels'",
+                fix=f"count what one sum of the loss runs over: count=lambda batch: batch[{key!r}].shape[0] (samples), or .numel() (numbers)",
+            ) from error
 
 
 def refuse_uncallable(**given: Any) -> None:

@@ -25,14 +25,27 @@ __all__ = [
 ]
 
 
+_FUNCTIONS = {
+    "MSELoss": "mse_loss",
+    "L1Loss": "l1_loss",
+    "SmoothL1Loss": "smooth_l1_loss",
+    "HuberLoss": "huber_loss",
+    "NLLLoss": "nll_loss",
+    "KLDivLoss": "kl_div",
+    "BCELoss": "binary_cross_entropy",
+    "BCEWithLogitsLoss": "binary_cross_entropy_with_logits",
+}
+
+
 def refuse_parameters(loss: Any) -> None:
     """Raises UsageError for a loss with parameters: nothing would shard or reduce them."""
     if type(loss).__module__ == nn.modules.loss.__name__ or getattr(loss, "__module__", "") == F.__name__:
         name = getattr(loss, "__name__", type(loss).__name__)
+        function = _FUNCTIONS.get(name, name if name in _FUNCTIONS.values() else "cross_entropy")
         raise UsageError(
             f"loss={name}, torch's own",
             why="it takes (output, target); here a loss takes (output, batch) and returns a sum",
-            fix='wrap it: loss=lambda output, batch: F.cross_entropy(output, batch["labels"], reduction="sum")',
+            fix=f'wrap it: loss=lambda output, batch: F.{function}(output, batch["labels"], reduction="sum")',
         )
     if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
         name = next(iter(dict(loss.named_parameters())))
