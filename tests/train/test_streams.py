@@ -1,5 +1,7 @@
 """Every source of random numbers that a forward may draw from belongs to the micro-batch, not to the rank."""
 
+import itertools
+import pickle
 import random
 
 import numpy as np
@@ -112,3 +114,59 @@ def generator_names():
         model = sw.parallelize(Drawing("torch.Generator"), world)
         model.blocks[2].same, model.blocks[0].system = model.blocks[1].own, random.SystemRandom()
         return list(runtime_of(model).generators)
+
+
+class Noisy(torch.nn.Linear):
+    """Regression with noise on its output; notes which batch was evaluated under which number."""
+
+    def __init__(self):
+        super().__init__(4, 1)
+        self.numbers = {}
+
+    def forward(self, batch, state: sw.StepState):
+        self.numbers.setdefault(state.micro_batch, set()).update(batch["x"][:, 0].tolist())
+        return super().forward(batch["x"]) + torch.randn(len(batch["x"]), 1, dtype=torch.float64)
+
+
+# Of 13 samples: global_batch, micro_batch, shuffle, and how they come: window by window, batch by batch, or read ahead, twice.
+WINDOWS = [(12, 2, False, "windows"), (6, 2, False, "windows"), (8, 8, False, "windows"),
+           (6, 2, True, "batches"), (16, 2, True, "ahead")]  # fmt: skip
+
+
+def evaluated_in_windows(layout):
+    """Loss, and the samples under each number."""
+    data = [{"x": torch.full((4,), i / 32).double(), "y": torch.tensor(i / 16).double()} for i in range(13)]
+    found = []
+    with sw.init(layout, device="cpu", timeout_s=20) as world:
+        torch.manual_seed(3)
+        model = sw.parallelize(Noisy().double(), world)
+        for global_batch, micro_batch, shuffle, way in WINDOWS:
+            batches = sw.Loader(data, world, global_batch=global_batch, micro_batch=micro_batch, shuffle=shuffle)
+            if way == "batches":
+                batches = itertools.chain.from_iterable(batches)
+            if way == "ahead":
+                batches = pickle.loads(pickle.dumps(list(batches))) * 2
+            model.numbers.clear()
+            out = sw.evaluate(model, batches, loss=squares, count=lambda b: len(b["x"]), forward=named)
+            found.append((out["loss"], dict(model.numbers)))
+    return found
+
+
+def named(model, batch, state: sw.StepState):
+    return model(batch, state)
+
+
+def squares(output, batch):
+    return (output.squeeze(-1) - batch["y"]).square().sum()
+
+
+def test_an_evaluation_of_windows_that_the_ranks_do_not_divide_draws_and_counts_the_same(ranks):
+    """Paddings were counted among the batches: the loss was 1.69 on four ranks and 1.56 on one."""
+    one = ranks.run(evaluated_in_windows, 1, "dp_shard=1")[0]
+    assert [sorted(numbers) for _, numbers in one] == [list(range(num)) for num in (7, 7, 2, 7, 14)]
+    for layout, size in (("dp_shard=2", 2), ("dp_replicate=4", 4)):
+        on_ranks = ranks.run(evaluated_in_windows, size, layout)
+        for i, (loss, numbers) in enumerate(one):
+            assert [found[i][0] for found in on_ranks] == pytest.approx([loss] * size, rel=1e-12)
+            assert all(numbers[number] == samples for found in on_ranks for number, samples in found[i][1].items())
+            assert set(numbers) == set().union(*(found[i][1] for found in on_ranks))

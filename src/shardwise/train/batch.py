@@ -17,9 +17,11 @@ IGNORED = -100
 
 class Place(tuple[int, int]):
     """Which window of a Loader a micro-batch is of: (epoch, place of its first sample in the epoch's order), and which Loader, by number:
-    it may have come through threads and processes that read ahead."""
+    it may have come through threads and processes that read ahead; and how many micro-batches the window has, paddings aside, over all
+    ranks."""
 
     loader: int | None = None
+    num_micro: int | None = None
 
     @classmethod
     def of(cls, epoch: int, start: int, loader: int) -> "Place":

@@ -146,7 +146,7 @@ class Loader:
     def _window(self, place: Place) -> list[MicroBatch]:
         axis, start = self.world.axis("dp"), place[1]
         stop = min(start + self.global_batch, self.num_samples)
-        num_micro = -(-(stop - start) // self.micro_batch)
+        num_micro = place.num_micro = -(-(stop - start) // self.micro_batch)
         per_rank = -(-num_micro // axis.size)
         mine: list[MicroBatch] = []
         for index in range(axis.rank, per_rank * axis.size, axis.size):

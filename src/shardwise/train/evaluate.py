@@ -3,13 +3,14 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.errors import UsageError
 from shardwise.parallel import Runtime, runtime_of
+from shardwise.train.batch import Place
 from shardwise.train.data import mark_used
 from shardwise.train.exchange import buffer_versions, buffers_written, equalise_buffers
 from shardwise.train.kept import clone_buffers, restore_buffers
@@ -36,8 +37,9 @@ def evaluate(
     All ranks must call it. They may have different numbers of batches: under FSDP every forward is collective, so before
     each one the ranks tell whether any has a batch left, and one without runs a copy that counts as nothing and after
     which buffers are restored. Buffers that the model writes in eval mode are made equal at the end, as after a window.
-    Random numbers that a forward draws belong to the batch's place among all ranks' batches, dealt round robin: the same in
-    every evaluation, and training draws what it would have drawn without one.
+    Random numbers that a forward draws belong to the batch's place among all ranks' batches: that of a :class:`Loader` is
+    counted over its windows without their paddings, others are dealt round robin. They are the same in every evaluation and
+    under every layout, and training draws what it would have drawn without one.
 
     Args:
         model: from ``parallelize``; put in eval mode, and back afterwards.
@@ -74,28 +76,23 @@ class _Sums:
     def run(self, loader: Iterable[Any]) -> None:
         versions = buffer_versions(self.runtime)
         with torch.no_grad():
-            for i, (batch, counts) in enumerate(_in_step(self.runtime, _flat(loader), self._check, self.counter)):
-                kept = {} if counts else clone_buffers(self.runtime)
-                with self._streams(i):
-                    self._add(i, batch, counts)
+            mine = _flat(loader, self.runtime.world.axis("dp"))
+            for item in _in_step(self.runtime, mine, self._check, self.counter):
+                kept = {} if item.counts else clone_buffers(self.runtime)
+                with self._streams(item.number):
+                    self._add(item)
                 restore_buffers(self.runtime, kept)
         self.written = buffers_written(self.runtime, versions)  # in eval mode: a layer that only trains writes nothing
 
-    def _streams(self, i: int) -> contextlib.AbstractContextManager[None]:
+    def _streams(self, number: int) -> contextlib.AbstractContextManager[None]:
         """Random numbers of a batch's own, (seed, its place among all ranks' batches): the same under every layout and in
         every evaluation, and training's are left where they were."""
         world = self.runtime.world
-        axis = world.axis("dp")
-        seed = derive_seed(world.seed, "evaluate", i * axis.size + axis.rank)
-        return forked_streams(seed, world.device, self.runtime.generators)
+        return forked_streams(derive_seed(world.seed, "evaluate", number), world.device, self.runtime.generators)
 
-    def _state(self, i: int, batch: Batch) -> StepState:
-        axis = self.runtime.world.axis("dp")
-        return StepState.at(self.runtime.step, batch, i * axis.size + axis.rank, is_training=False)
-
-    def _add(self, i: int, batch: Batch, counts: bool) -> None:
-        model, loss, check = self.runtime.module, self.loss, self._check
-        output = self.forward(model, batch, self._state(i, batch))
+    def _add(self, item: "_Item") -> None:
+        model, loss, check, batch, counts = self.runtime.module, self.loss, self._check, item.batch, item.counts
+        output = self.forward(model, batch, StepState.at(self.runtime.step, batch, item.number, is_training=False))
         sums = as_sums(output if loss is None else loss(output, batch))
         check.try_loss(loss, output, batch, sums, counts=counts)
         check.agree(sorted(sums), check.entry(sorted(sums)))  # with itself: the others hear at the end
@@ -146,20 +143,56 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _flat(loader: Iterable[Any]) -> Iterator[tuple[Batch, bool]]:
+class _Item(NamedTuple):
+    """A batch that this rank runs: whether its sums count, and its number among the batches of all ranks; a copy's is its source's."""
+
+    batch: Batch
+    counts: bool
+    number: int
+
+
+def _flat(loader: Iterable[Any], axis: Any) -> Iterator[_Item]:
+    numbers = _Numbers(axis)
     for item in loader:
         batches = [item] if isinstance(item, Mapping) else list(item)
         mark_used(batches)
         for batch in batches:
-            yield batch, not getattr(batch, "padding", False)
+            yield _Item(batch, not getattr(batch, "padding", False), numbers.next(batch))
 
 
-def _in_step(
-    runtime: Runtime, batches: Iterator[tuple[Batch, bool]], check: SumCheck, counter: Any
-) -> Iterator[tuple[Batch, bool]]:
+class _Numbers:
+    """Numbers of this rank's batches among those of all ranks, without a word between them: every rank has a batch of each window
+    of a Loader, a padding at least. Batches of no Loader are dealt round robin."""
+
+    def __init__(self, axis: Any):
+        self._axis = axis
+        self._round = 0  # batches of this rank so far, paddings among them
+        self._begin = self._end = 0  # numbers of the window that the last batch was of, or of its round
+        self._last: tuple[Place, int] | None = None  # of a Loader's batch: its window, and its index there
+
+    def next(self, batch: Batch) -> int:
+        rank, size = self._axis.rank, self._axis.size
+        this, self._round = self._round, self._round + 1
+        place = getattr(batch, "window", None)
+        num_micro = place.num_micro if isinstance(place, Place) else None
+        if place is None or num_micro is None:
+            self._end, self._last = self._round * size, None
+            return this * size + rank
+        index = getattr(batch, "index", 0)
+        # The window may come as a list, batch by batch, or twice in a row.
+        if self._last is None or self._last[0] != place or self._last[1] >= index:
+            self._begin, self._end = self._end, self._end + num_micro
+        self._last = place, index
+        if getattr(batch, "padding", False):
+            index = rank if rank < num_micro else 0  # what the Loader copied
+        return self._begin + index
+
+
+def _in_step(runtime: Runtime, batches: Iterator[_Item], check: SumCheck, counter: Any) -> Iterator[_Item]:
     """Batches until no rank has one left; a rank without repeats its last, or one of another rank, uncounted. ``check``
     is begun anew for each, and due on every rank or on none: until one of them could tell everything."""
-    agreement, last = runtime.world.agreement, None
+    agreement = runtime.world.agreement
+    last: _Item | None = None
     seen: Tensor | None = torch.zeros(3)  # of labels; not what training has seen: these are other data
     for i in itertools.count():
         item = next(batches, None)
@@ -169,7 +202,7 @@ def _in_step(
                 "have": float(item is not None),
                 "seen": float(last is not None or item is not None),
                 "due": float(check.is_due),
-                "labels": compare_labels(seen, [] if item is None else [item[0]], counter),
+                "labels": compare_labels(seen, [] if item is None else [item.batch], counter),
             },
             "evaluation, a batch",
         )
@@ -182,13 +215,14 @@ def _in_step(
                 )
             return
         if float(have["seen"]) < runtime.world.size:  # a rank that never had a batch needs one to run
-            offered = agreement.gather(None if item is None else dict(item[0]), "evaluation, lending a batch")
+            own = None if item is None else item._replace(batch=dict(item.batch))
+            offered = agreement.gather(own and tuple(own), "evaluation, lending a batch")
             if last is None and item is None:
-                lent = next(batch for batch in offered if batch is not None)
-                last = {key: value.to(runtime.world.device) for key, value in lent.items()}
+                lent = _Item(*next(other for other in offered if other is not None))
+                last = lent._replace(batch={key: value.to(runtime.world.device) for key, value in lent.batch.items()})
         if item is not None:
-            last = item[0]
+            last = item
             yield item
         else:
             assert last is not None
-            yield last, False
+            yield last._replace(counts=False)

@@ -20,7 +20,8 @@ class StepState:
 
     Attributes:
         step: number of this window, from 1, as ``StepOutput.step`` has it afterwards; in an evaluation the windows trained so far.
-        micro_batch: index of this micro-batch among those of all ranks in the window, from 0; in an evaluation among all its batches.
+        micro_batch: index of this micro-batch among those of all ranks in the window, from 0; in an evaluation among all its batches,
+            and a copy that counts as nothing has that of the batch it is a copy of.
         epoch: of the ``Loader`` that the batch is from, from 0; None: the batch is from elsewhere.
         samples: samples of that epoch before this window; None likewise.
         is_training: False in an evaluation.
