@@ -254,6 +254,57 @@ def test_policies_of_the_models_own_agree_with_what_parallelize_says_or_are_refu
     assert both[0] == 5 and "takes offload_policy" in both[1][0]
 
 
+class TakesNoReshard(Net):
+    def fully_shard(self, mesh) -> None:
+        for layer in self.layers:
+            fully_shard(layer, mesh=mesh)
+
+
+class DropsReshard(Net):
+    """Of the last layer; the first, whose input is small, is kept whatever is said."""
+
+    def fully_shard(self, mesh, **options) -> None:
+        for i, layer in enumerate(self.layers):
+            reshard = {0: False, 3: True}.get(i, options["reshard_after_forward"])
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+
+
+RESHARDS = [(TakesNoReshard, False), (TakesNoReshard, 2), (DropsReshard, False), (DropsReshard, 2),
+            (TakesNoReshard, True), (TakesNoReshard, 4), (Net, True), (Net, False), (Asks, 2), (DropsReshard, True)]  # fmt: skip
+
+
+def dropped_reshards():
+    told = []
+    with init("dp_shard=4", device="cpu") as world:
+        for cls, reshard in RESHARDS:
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                model = parallelize(cls, world, sharding=Sharding(units="model", reshard_after_forward=reshard))
+            said = [str(warning.message) for warning in warned if "reshard" in str(warning.message)]
+            told.append(([unit.reshard for unit in recipe_of(model).units if unit.name], said))
+    return told
+
+
+def reshard_of_copies():
+    with init("dp_replicate=1", device="cpu") as world, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        options = Sharding(units="model", reshard_after_forward=False)
+        return recipe_of(parallelize(TakesNoReshard, world, sharding=options)).engine
+
+
+def test_reshard_after_forward_that_the_models_own_way_does_not_pass_on_is_warned_of(ranks):
+    for lacks, lacks_2, drops, drops_2, *fine in ranks.run(dropped_reshards, 4):
+        for (freed, (said,)), given in ((lacks, False), (lacks_2, 2)):
+            assert freed == [True] * 4
+            assert "has no parameter reshard_after_forward to give to layers.0, layers.1, layers.2 and 1 more" in said
+            assert f": {given} has no effect there" in said
+        assert drops[0] == [False, False, False, True] and drops_2[0] == [False, 2, 2, True]
+        for _, (said,) in (drops, drops_2):
+            assert "takes reshard_after_forward, and does not give it to layers.3:" in said
+        assert [said for _, said in fine] == [[]] * 6
+    assert ranks.run(reshard_of_copies, 1) == ["ddp"]
+
+
 def other_cuts():
     with init("dp_shard=2", device="cpu") as world, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

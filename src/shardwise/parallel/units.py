@@ -107,6 +107,9 @@ def _of_the_model(
     _warn_of_dropped(found, options, taken)
     _warn_of_other_cuts(found)
     freed = {name: unit_reshard(child) for name, child in found.items()}
+    # On one shard it may be DDP, which frees nothing: a note says so.
+    if world.layout.dp_shard > 1 or sharding.engine == "fsdp2":
+        _warn_of_dropped_reshard(freed, options["reshard_after_forward"], taken, world.layout.dp_shard)
     if world.layout.dp_shard == 1 and not isinstance(sharding.reshard_after_forward, bool):
         freed = dict.fromkeys(freed, sharding.reshard_after_forward)  # it has no effect here, which a note says
     return msgspec.structs.replace(sharding, units=tuple(found), reshard_after_forward=freed)
@@ -173,11 +176,28 @@ def _warn_of_dropped(found: dict[str, Any], options: dict[str, Any], taken: set[
         without = [name for name, given in policies.items() if given[number] == plain]
         if key in taken and asks and without:
             warnings.warn(
-                f"units='model': its fully_shard takes {key}, and does not give it to {', '.join(without[:3])}"
-                + (f" and {len(without) - 3} more" if len(without) > 3 else "")
-                + ", which are treated as the others are: what parallelize is given holds for the whole model",
+                f"units='model': its fully_shard takes {key}, and does not give it to {_some(without)}, which are treated as the "
+                "others are: what parallelize is given holds for the whole model",
                 stacklevel=2,
             )
+
+
+def _warn_of_dropped_reshard(freed: dict[str, bool | int], asked: bool | int, taken: set[str], dp_shard: int) -> None:
+    """Units that are freed after forward, as torch frees them where nothing is said, though the options say otherwise."""
+    without = [name for name, reshard in freed.items() if reshard is True]
+    if asked is True or (asked is not False and asked == dp_shard) or not without:
+        return
+    key = "reshard_after_forward"
+    has = f"takes {key}, and does not give it" if key in taken else f"has no parameter {key} to give"
+    warnings.warn(
+        f"units='model': its fully_shard {has} to {_some(without)}: {asked} has no effect there, and they are freed after each forward. "
+        "Let it pass reshard_after_forward on to torch's fully_shard, or use units= with the classes of its blocks",
+        stacklevel=2,
+    )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
 
 
 def _warn_of_other_cuts(found: dict[str, Any]) -> None:
@@ -196,7 +216,7 @@ def _warn_of_other_cuts(found: dict[str, Any]) -> None:
     ):
         if names:
             warnings.warn(
-                f"units='model': its fully_shard wants {', '.join(names[:3])}{f' and {len(names) - 3} more' if names[3:] else ''} {wish} "
+                f"units='model': its fully_shard wants {_some(names)} {wish} "
                 f"({option}); they are cut along their first dim, as all parameters of a unit are. The numbers are the same",
                 stacklevel=2,
             )
