@@ -430,6 +430,60 @@ def test_a_policy_of_torch_means_what_fully_shard_does_with_it(ranks, policy, dt
             torch.testing.assert_close(ours[name].double(), param.grad, rtol=1e-6, atol=1e-6)
 
 
+class ByKeyword(nn.Module):
+    """A block that is called as those of transformers are: all but the first input by keyword, some in a mapping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, position: Tensor, mask: Tensor, more: dict[str, Tensor]) -> Tensor:
+        self.saw = [t.dtype for t in (x, position, mask, *more.values())]
+        angle = (position / 4096).cos().unsqueeze(1).to(x.dtype)
+        return x + self.out(x * angle).masked_fill(mask, 0) + more["bias"].to(x.dtype)
+
+
+class OfKeywords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList([ByKeyword(), ByKeyword()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        position = torch.arange(4090.0, 4090.0 + len(x))
+        for block in self.blocks:
+            x = block(x, position=position, mask=torch.zeros(4) > 1, more={"bias": torch.full((4,), 0.1)})
+        return x
+
+
+def by_keyword():
+    """Output and dtypes in the first block: of torch's fully_shard, of units that are cast alike, of a part that is in float32
+    around it."""
+    half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    found = []
+    with init("dp_shard=1", device="cpu") as world, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "cast_inputs='units' casts")
+        data = torch.linspace(-1, 1, 16).view(4, 4)
+        plain = OfKeywords()
+        for block in plain.blocks:
+            fully_shard(block, mesh=world.mesh["dp_shard"], mp_policy=half)
+        fully_shard(plain, mesh=world.mesh["dp_shard"], mp_policy=half)
+        units = Sharding(engine="fsdp2", units="ByKeyword")
+        ours = parallelize(OfKeywords(), world, precision=half, sharding=units)
+        part = Precision(parts={"blocks.0": "bf16"})
+        for model in (plain, ours, parallelize(OfKeywords(), world, precision=part, sharding=units)):
+            out = model(data).detach()
+            found.append((out.tolist(), out.dtype, model.blocks[0].saw))
+    return found
+
+
+def test_inputs_by_keyword_are_cast_as_fully_shard_casts_them(ranks):
+    plain, ours, part = ranks.run(by_keyword, 1)[0]
+    half = torch.bfloat16
+    assert ours == plain and plain[2] == [half, half, torch.bool, half]
+    assert part[1:] == (torch.float32, plain[2])
+
+
 class InPlace(nn.Linear):
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         counts += 1
