@@ -135,6 +135,24 @@ def test_an_option_without_effect_is_noted(layout, sharding, key):
     assert "has no effect here" in note.why
 
 
+@pytest.mark.parametrize("layout", [Layout(dp_replicate=2), Layout(dp_shard=2)])
+def test_what_the_model_or_the_precision_has_nothing_for_is_noted(layout):
+    def idle(anatomy=None, precision=None, **sharding):
+        notes = make(anatomy, layout, precision, **sharding).notes
+        return {note.option: note.why for note in notes if "has no effect here" in note.why}
+
+    counts, means = fact(dtype="int64"), fact(4)
+    for buffers in ({}, {"seen": counts}):
+        anatomy = msgspec.structs.replace(tower(2), buffers=buffers)
+        wanted = {"sharding.buffers": "'mean' has no effect here: the model has no floating buffers"}
+        assert idle(anatomy, buffers="mean") == wanted and idle(anatomy) == {}
+    assert idle(msgspec.structs.replace(tower(2), buffers={"seen": counts, "mean": means}), buffers="mean") == {}
+    wanted = {"precision.cast_inputs": "'none' has no effect here: without compute no input of the model is cast"}
+    assert idle(precision=Precision(cast_inputs="none")) == wanted
+    assert idle(precision=Precision(cast_inputs="none", parts={"head": "bf16"})).keys() >= wanted.keys()
+    assert idle(precision=Precision(compute="float32", cast_inputs="none")) == {}
+
+
 def test_options_with_an_effect_are_not():
     recipe = make(min_unit_bytes=0, reshard_after_forward=False)
     assert not any("no effect" in note.why for note in recipe.notes)

@@ -43,7 +43,7 @@ def make_recipe(
     else:
         check_names(anatomy, sharding)
         units = (Unit(name=ROOT, modules=(ROOT,), reshard=False, why="replicated: DDP keeps every parameter whole"),)
-    notes += _without_effect(units, engine, layout, sharding, ddp or DDP())
+    notes += _without_effect(anatomy, units, engine, layout, precision, sharding, ddp or DDP())
     homes = unit_of_params(anatomy, units)
     params = {name: _param(fact, homes[name], engine, parts, notes, name) for name, fact in anatomy.params.items()}
     notes += _lossy(params, units, precision)
@@ -122,13 +122,25 @@ def _check_reshard(layout: Layout, given: bool | int | dict[str, bool | int]) ->
             )
 
 
-def _without_effect(units: tuple[Unit, ...], engine: str, layout: Layout, sharding: Sharding, ddp: DDP) -> list[Note]:
-    """Options that this recipe has no use for: said, because another layout may have."""
-    idle: list[tuple[Sharding | DDP, str, str]] = []  # record, key, why
+def _without_effect(
+    anatomy: Anatomy,
+    units: tuple[Unit, ...],
+    engine: str,
+    layout: Layout,
+    precision: Precision,
+    sharding: Sharding,
+    ddp: DDP,
+) -> list[Note]:
+    """Options that this recipe has no use for: said, because another layout, or another model, may have."""
+    idle: list[tuple[Precision | Sharding | DDP, str, str]] = []  # record, key, why
+    if not any("float" in fact.dtype for fact in anatomy.buffers.values()):
+        idle.append((sharding, "buffers", "the model has no floating buffers"))
+    if precision.compute is None:
+        idle.append((precision, "cast_inputs", "without compute no input of the model is cast"))
     if engine == "ddp":
-        idle = [(sharding, key, "DDP keeps whole copies") for key in FSDP2_ONLY]
+        idle += [(sharding, key, "DDP keeps whole copies") for key in FSDP2_ONLY]
     else:
-        idle = [(ddp, key, "the engine is fsdp2") for key in DDP.__struct_fields__]
+        idle += [(ddp, key, "the engine is fsdp2") for key in DDP.__struct_fields__]
         if len(units) == 1:
             alone = "the root is the only unit, and it stays gathered"
             idle += [(sharding, key, alone) for key in ("reshard_after_forward", "reshard_every", "prefetch")]
