@@ -57,7 +57,9 @@ class ShardwiseError(Exception):
 
     def in_a_line(self) -> str:
         """What it is, for a process that leaves the rest to :attr:`shown_by`."""
-        return f"{type(self).__name__}: {self.given} (shown by {self.shown_by})"
+        # Of a rank it is known that it has the same error. Another process may not: why it cannot work is said here too.
+        reason = "" if str(self.shown_by).startswith("rank ") else f": {str(self.why).partition(chr(10))[0]}"
+        return f"{type(self).__name__}: {self.given}{reason} (shown by {self.shown_by})"
 
     def __reduce__(self):
         return _rebuild, (type(self), self.__dict__.copy())

@@ -151,6 +151,30 @@ def test_print_config_shows_origins_and_does_not_run(capsys, tmp_path):
     assert lines["nproc: 3"] == "override --launch.nproc"
 
 
+def test_a_rank_leaves_an_error_to_another_that_has_it_and_says_why_where_that_is_not_known(monkeypatch, capsys):
+    told = {}
+    for who in ("rank 1", "local rank 0"):
+        error = ConfigError("--a.b=3", why="there is no key 'a.b'\nat all", fix="c")
+        error.shown_by = who
+        monkeypatch.setattr(cli, "_run", lambda words, error=error: (_ for _ in ()).throw(error))
+        assert cli.main(["train"]) == 2
+        told[who] = capsys.readouterr().err
+    assert told == {
+        "rank 1": "ConfigError: --a.b=3 (shown by rank 1)\n",
+        "local rank 0": "ConfigError: --a.b=3: there is no key 'a.b' (shown by local rank 0)\n",
+    }
+
+
+@pytest.mark.parametrize(
+    ("code", "told"), [(143, "ended by SIGTERM\n"), (138, "ended by SIGUSR1\n"), (3, ""), (None, "")]
+)
+def test_a_run_that_is_ended_by_a_signal_says_so(monkeypatch, capsys, code, told):
+    monkeypatch.setattr(cli, "_run", lambda words: sys.exit(code))
+    with pytest.raises(SystemExit) as end:
+        cli.main(["train"])
+    assert end.value.code == code and capsys.readouterr().err == told
+
+
 class Terminal:
     def __init__(self, is_one):
         self.isatty = lambda: is_one

@@ -207,6 +207,41 @@ def test_a_stop_whose_save_fails_is_an_error_and_no_end(ranks, tmp_path):
         assert step == 2 and len(seen) == 1 and "No space left on device" in seen[0]
 
 
+def asked_for_into_a_full_disk(root, **options):
+    """Where a call of ``save_every`` fails, and what is on disk when one that was asked for returns."""
+    from shardwise.state.checkpoint import writer
+
+    world, _, step = make("dp_shard=2")
+    real, seen, there = writer.pwrite, [], []
+
+    def fails(descriptor, memory, offset):
+        raise OSError(28, "No space left on device")
+
+    with world, sw.CheckpointManager(root, step, extra={"average": Average()}, **options) as manager:
+        try:
+            for window in manager.resume(sw.Loader(Texts(), world, global_batch=4, micro_batch=1)):
+                writer.pwrite = fails if step.num_steps < 3 else real
+                out = step(window)
+                if step.num_steps in (1, 4):
+                    manager.save_soon()
+                try:
+                    path = manager.save_every(None, out)
+                    there += [] if path is None else [(step.num_steps, (path / "manifest.json").exists())]
+                except sw.CheckpointError as error:
+                    seen.append((step.num_steps, "No space left on device" in str(error)))
+        finally:
+            writer.pwrite = real
+    return seen, there
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_checkpoint_that_was_asked_for_is_on_disk_or_fails_once(ranks, tmp_path, background):
+    """In the background it was called saved before it was, and an error came with the next save, if there was one; else it was tried again after
+    every step."""
+    for seen, there in ranks.run(asked_for_into_a_full_disk, 2, tmp_path, async_save=background):
+        assert seen == [(2, True)] and there == [(5, True)]
+
+
 @pytest.mark.parametrize("limit", [0, -1.0, True, float("nan")])
 def test_a_limit_that_is_none_is_refused(ranks, tmp_path, limit):
     with pytest.raises(sw.RankError, match="ConfigError: stop_after_s="):

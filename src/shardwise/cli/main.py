@@ -32,6 +32,9 @@ COMMANDS = {
 """Command -> (module, one line of help)."""
 
 
+_BY_SIGNAL = {128 + number: number.name for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
@@ -54,6 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except SystemExit as end:
+        if end.code in _BY_SIGNAL:  # a launcher's, or a scheduler's: what was kept is said, and this says why
+            print(f"ended by {_BY_SIGNAL[end.code]}", file=sys.stderr)
+        raise
     except BrokenPipeError:
         # The reader has left (`| head -1`), as the system's own tools end then; nor may Python flush into it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

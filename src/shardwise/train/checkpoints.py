@@ -136,7 +136,7 @@ class RunCheckpoints:
         except CheckpointError as error:
             if stops:
                 raise
-            self._failed(error, is_last=is_last)
+            self._failed(error, is_last=is_last, is_only=every is None)
 
     def settle(self, *, is_over: bool = False) -> None:
         """Waits for what is being written, and notes whether it failed; no other save comes where the run ``is_over``."""
@@ -146,10 +146,11 @@ class RunCheckpoints:
             except CheckpointError as error:
                 self._failed(error, is_last=is_over)
 
-    def _failed(self, error: CheckpointError, *, is_last: bool) -> None:
+    def _failed(self, error: CheckpointError, *, is_last: bool, is_only: bool = False) -> None:
         self.unsaved = error
         if not is_last:  # of the last one, the run's own error tells
-            self._emit("trouble", text=f"{error.given}: {error.why}; training goes on, and the next save tries again")
+            then = "another SIGUSR1 tries again" if is_only else "the next save tries again"
+            self._emit("trouble", text=f"{error.given}: {error.why}; training goes on, and {then}")
 
 
 class _Figures:

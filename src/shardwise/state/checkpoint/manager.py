@@ -173,7 +173,7 @@ class CheckpointManager:
 
     def save_every(self, num_steps: int | None, out: Any = None) -> Path | None:
         """Saves if the step just done is a multiple of ``num_steps``, or the last before a stop that was asked for, or if a checkpoint
-        was asked for. All ranks must call it after each step.
+        was asked for, which is on disk when this returns. All ranks must call it after each step.
 
         Args:
             num_steps: windows between two saves; None: only when asked.
@@ -192,7 +192,11 @@ class CheckpointManager:
         if reason is None and not self._world.stop.saves and (num_steps is None or self._runtime.step % num_steps):
             return None
         figures = {} if out is None else {"loss": out.loss, **out.metrics}
+        # Served once, also by a save that fails.
+        is_asked, self._world.stop.saves = self._world.stop.saves, False
         saved = self.save(metrics=figures)
+        if is_asked:
+            self.wait()  # whoever asked may end the job when there is a new checkpoint
         if reason is not None:
             self._stop(reason)
         return saved
