@@ -82,6 +82,7 @@ def test_each_key_of_a_batch_goes_to_the_parameter_of_its_name(batch, passed):
     [
         (lambda x: x, {"x": X, "y": Y, "index": WEIGHT}),  # keys that no parameter is named as are the loss's
         (lambda inp: inp, {"y": Y, "features": X}),
+        (lambda inp: inp, {"times": torch.tensor(2.0), "features": X}),  # a factor of the loss
         (lambda inp: inp, {"y": X}),  # an autoencoder's only tensor
         (of_x, {"x": X, "target": Y}),
         (lambda *args: args[0], {"input": X, "labels": Y}),

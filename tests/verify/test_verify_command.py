@@ -194,7 +194,7 @@ def row(index):
     return torch.zeros(3)
 
 def two(index):
-    return {"a": torch.zeros(2), "b": torch.zeros(2), "labels": torch.zeros(2).long()}
+    return {"a": torch.zeros(2), "labels": torch.zeros(2).long()}
 """
 
 

@@ -164,7 +164,7 @@ def call(model: nn.Module, batch: Batch) -> Any:
     missing = [p.name for p in required if p.name not in inputs or p.name not in by_name]
     named = {key: value for key, value in inputs.items() if key in by_name}
     others = [key for key in inputs if key not in by_name]
-    rest = [key for key in others if key not in _TARGETS]
+    rest = [key for key in others if key not in _TARGETS and not _is_number(inputs[key])]
     if takes_any and not missing:
         return model(**inputs)
     # Keys beyond the required parameters are the loss's; with none required, one may be a misspelt parameter.
@@ -174,6 +174,11 @@ def call(model: nn.Module, batch: Batch) -> Any:
     if not named and len(rest or others) == 1 and (in_place or (takes_many and not required)):
         return model(inputs[(rest or others)[0]])
     raise _unfit_batch(model, inputs, missing, named, rest)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a 0-dim tensor: a factor of the loss, without a row for each sample."""
+    return isinstance(value, Tensor) and not value.dim()
 
 
 def _unfit_batch(model: nn.Module, inputs: Batch, missing: list[str], named: Any, rest: list[str]) -> UsageError:
