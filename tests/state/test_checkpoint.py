@@ -158,7 +158,7 @@ def told_of_a_seed(layout, root, seed, until):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         losses = other_seed(layout, root, seed, until)
-    wanted = "the seed is 3, that of the run that is gone on with; sw.init was given 8"
+    wanted = "the seed is 3, that of the saved run; sw.init was given 8"
     assert (wanted in str([str(each.message) for each in told])) == (os.environ["RANK"] == "0")
     return losses
 

@@ -264,7 +264,7 @@ class _Reading:
         given, world.seed = world.seed, int(random["seed"])
         if given != world.seed:
             self.notes.append(
-                f"the seed is {world.seed}, that of the run that is gone on with; sw.init was given {given}"
+                f"the seed is {world.seed}, that of the saved run; sw.init was given {given}"
             )
         if len(random["ranks"]) == world.size:
             set_streams(random["ranks"][world.rank], world.device)
