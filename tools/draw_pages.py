@@ -133,9 +133,11 @@ def _weights(run: Callable[..., list]) -> dict[str, list[float]]:
     weights = importlib.import_module("weights")
     with tempfile.TemporaryDirectory() as folder:
         save_file(weights.build(PICTURED).state_dict(), f"{folder}/model.safetensors")
-        loaded = run(weights.run_load, 4, next(iter(weights.LOADERS)), PICTURED, folder, False, timeout_s=300)
-        gathered = run(weights.run_gather, 4, next(iter(weights.GATHERERS)), PICTURED, folder, timeout_s=300)
-        saved = run(weights.run_save, 4, next(iter(weights.SAVERS)), PICTURED, folder, f"{folder}/saved", timeout_s=300)
+        loaded = run(weights.run_load, 4, next(iter(weights.LOADERS)), PICTURED, folder, True, timeout_s=300)
+        gathered = run(weights.run_gather, 4, next(iter(weights.GATHERERS)), PICTURED, folder, True, timeout_s=300)
+        saved = run(
+            weights.run_save, 4, next(iter(weights.SAVERS)), PICTURED, folder, f"{folder}/saved", True, timeout_s=300
+        )
     return {
         "load_weights": [round(answer["memory"] / 4, 3) for answer in loaded],  # that is in shards
         "save_weights": [round(answer["memory"], 3) for answer in saved],

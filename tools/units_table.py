@@ -14,6 +14,7 @@ gathered from forward to backward; *embeddings* that of tables and heads in it, 
 
 import argparse
 import gc
+import importlib.metadata
 import json
 import math
 import resource
@@ -156,13 +157,14 @@ def main() -> int:
     )
     options = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    found = {}
+    found, unfit = {}, {}
     for name in options.families:
         try:
             gc.collect()  # models are in rings
             found[name] = measured(name)
         except Exception as error:
-            print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+            unfit[name] = f"{type(error).__name__}: {error}"
+            print(f"{name}: {unfit[name]}", file=sys.stderr)
     if options.json:
         options.json.write_text(json.dumps(found))
         return 0
@@ -170,8 +172,16 @@ def main() -> int:
     lines = table(found, json.loads(old.read_text(encoding="utf-8")) if old else {})
     print("\n".join(lines))
     if options.write:
-        if set(found) != set(FAMILIES):
+        if {*found, *unfit} != set(FAMILIES) or len(unfit) > 1:
             raise SystemExit("nothing written: the page is of all families")
+        version = importlib.metadata.version("transformers")
+        lines += [
+            "",
+            *(
+                f"`{name}` is not made from its default configuration by transformers {version} (`{why}`)."
+                for name, why in unfit.items()
+            ),
+        ]
         start, end = "<!-- units -->\n", "<!-- /units -->"
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(start)
         text = stamped("docs/units.md", "\n".join(lines))
