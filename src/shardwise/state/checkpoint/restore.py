@@ -263,9 +263,7 @@ class _Reading:
         world = self.runtime.world
         given, world.seed = world.seed, int(random["seed"])
         if given != world.seed:
-            self.notes.append(
-                f"the seed is {world.seed}, that of the saved run; sw.init was given {given}"
-            )
+            self.notes.append(f"the seed is {world.seed}, that of the saved run; sw.init was given {given}")
         if len(random["ranks"]) == world.size:
             set_streams(random["ranks"][world.rank], world.device)
         else:
