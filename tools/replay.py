@@ -1,0 +1,139 @@
+"""Whether a change of structure changed anything else: this tree beside an older commit, fact by fact.
+
+    python tools/replay.py                        # all scenes of both trees, some 30 minutes on 2 cores; exit status 1: something differs
+    python tools/replay.py --scene recipes        # one of recipes (no ranks), steps, files, public, errors
+    python tools/replay.py --base HEAD~3          # beside another commit than BASE
+    python tools/replay.py --keep DIR             # keeps the records; those of the base that lie there are not made again
+
+Each tree is recorded by a process of its own that imports the tree's package and the models of its tests: recipes of every model under
+six layouts and five sets of options; collectives and the bits of losses, norms, gradients, parameters and optimizer state over three
+windows; the bytes of checkpoints and exports; signatures, help, exit codes and errors. Bits are compared on one machine, in one run.
+Places in a record that moved are given by ``MOVED``; what differs for a reason is listed in ``EXPLAINED`` with that reason.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+__all__ = ["BASE", "EXPLAINED", "MOVED", "differences", "main"]
+
+ROOT = Path(__file__).resolve().parents[1]
+BASE = "beaa2d5c7"
+"""The commit before files began to move."""
+
+SCENES = {
+    "recipes": "replay_scenes.py",
+    "steps": "replay_scenes.py",
+    "files": "replay_scenes.py",
+    "public": "replay_public.py",
+    "errors": "replay_public.py",
+}
+"""Scene -> the program that records it."""
+
+MOVED: dict[str, Callable[[Any], Any]] = {}
+"""Scene -> what brings a fact of the older commit into today's shape."""
+
+EXPLAINED: dict[str, str] = {}
+"""Beginning of a difference's name -> why it is meant (a line of CHANGELOG.md)."""
+
+Record = dict[str, Any]
+
+
+def differences(before: Any, after: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Name and words of each place where two records differ, as deep as they have the same shape."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in sorted({*before, *after}):
+            where = f"{name} / {key}" if name else key
+            if key not in after:
+                yield where, f"is gone: it was {_short(before[key])}"
+            elif key not in before:
+                yield where, f"is new: {_short(after[key])}"
+            else:
+                yield from differences(before[key], after[key], where)
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        for i, pair in enumerate(zip(before, after, strict=True)):
+            yield from differences(*pair, f"{name} [{i}]")
+    elif before != after:
+        yield name, f"{_short(before)} became {_short(after)}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+def num_facts(record: Any) -> int:
+    """How many single values there are in a record."""
+    if isinstance(record, dict):
+        return sum(map(num_facts, record.values()))
+    return sum(map(num_facts, record)) if isinstance(record, list) else 1
+
+
+@contextmanager
+def checked_out(commit: str) -> Iterator[Path]:
+    """A folder with the files of ``commit``."""
+    with tempfile.TemporaryDirectory(prefix="replay-") as folder:
+        archive = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout
+        subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
+        yield Path(folder)
+
+
+def recorded(tree: Path, scene: str, out: Path) -> Record:
+    """The record of one scene of the source in ``tree``, written to ``out`` too."""
+    paths = os.pathsep.join(str(tree / name) for name in ("src", "tests"))
+    command = [sys.executable, str(ROOT / "tools" / SCENES[scene]), scene, str(out)]
+    env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    log = out.with_suffix(".log")
+    with log.open("wb") as file:
+        status = subprocess.run(command, env=env, cwd=tree, stdout=file, stderr=file).returncode
+    if status:
+        sys.exit(f"{scene} of {tree} could not be recorded:\n{log.read_text(errors='replace')[-3000:]}")
+    return json.loads(out.read_bytes())
+
+
+def compare(scene: str, before: Record, after: Record) -> list[str]:
+    """Prints what differs in one scene. Returns the names of differences that nothing explains."""
+    moved = MOVED.get(scene)
+    found = [*differences({key: moved(fact) for key, fact in before.items()} if moved else before, after)]
+    unexplained = []
+    for name, words in found:
+        reason = next((why for start, why in EXPLAINED.items() if f"{scene} / {name}".startswith(start)), None)
+        if reason is None:
+            unexplained.append(name)
+            if len(unexplained) <= 40:
+                print(f"  DIFFERS {name}: {words}")
+    print(
+        f"{scene}: {len(before)} facts of {num_facts(before)} values, {len(found)} differences, "
+        f"{len(found) - len(unexplained)} of them explained",
+        flush=True,
+    )
+    return unexplained
+
+
+def main() -> int:
+    """Records both trees and compares. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--scene", action="append", choices=[*SCENES], help="only this one; may be repeated")
+    parser.add_argument("--base", default=BASE, help=f"the older commit ({BASE})")
+    parser.add_argument("--keep", type=Path, help="a folder that keeps the records")
+    given = parser.parse_args()
+    folder = given.keep or Path(tempfile.mkdtemp(prefix="replay-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    unexplained: list[str] = []
+    with checked_out(given.base) as base:
+        for scene in given.scene or SCENES:
+            kept = folder / f"{scene}-{given.base}.json"
+            before = json.loads(kept.read_bytes()) if kept.exists() else recorded(base, scene, kept)
+            unexplained += compare(scene, before, recorded(ROOT, scene, folder / f"{scene}.json"))
+    return 1 if unexplained else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
