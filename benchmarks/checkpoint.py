@@ -37,7 +37,7 @@ import shardwise as sw
 from shardwise.parallel import runtime_of
 from shardwise.recipe import extents
 from shardwise.state.checkpoint import restore
-from shardwise.state.vouched import reading
+from shardwise.state.integrity import reading
 from shardwise.testing import RankPool
 
 __all__ = ["build", "main"]

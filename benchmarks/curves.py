@@ -31,12 +31,10 @@ from torch import Tensor, nn
 
 from shardwise.config import load_config
 from shardwise.config.schema import RunConfig
+from shardwise.data.loader import Loader
 from shardwise.launch import launch_local
 from shardwise.parallel import recipe_of
-from shardwise.state import full_state_dict
-from shardwise.train.data import Loader
-from shardwise.train.memory import memory_of
-from shardwise.train.parts import (
+from shardwise.run.build import (
     build_model,
     build_plain,
     make_optimizer,
@@ -45,6 +43,8 @@ from shardwise.train.parts import (
     open_data,
     vocab_of,
 )
+from shardwise.run.memory import memory_of
+from shardwise.state import full_state_dict
 from shardwise.world import init
 
 __all__ = ["RANKS", "STUDIES", "Study", "check", "run_plain", "run_rank", "run_study"]

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise.launch import launch_local
-from shardwise.train.reference import ReferenceConfig, ReferenceModel
+from shardwise.run.reference import ReferenceConfig, ReferenceModel
 
 __all__ = ["CONTENDERS", "MODELS", "PARTS", "measure", "table"]
 

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 import shardwise as sw
 from shardwise.parallel import runtime_of
-from shardwise.train.reference import ReferenceConfig, ReferenceModel
+from shardwise.run.reference import ReferenceConfig, ReferenceModel
 
 __all__ = ["CONTENDERS", "build", "measure", "table"]
 

@@ -7,7 +7,7 @@ torchrun --standalone --nproc-per-node 2 examples/train_step.py              # t
 import torch
 
 import shardwise as sw
-from shardwise.train.corpus import TokenWindows, pydoc_text
+from shardwise.data.corpus import TokenWindows, pydoc_text
 
 
 class Model(torch.nn.Module):

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-import shardwise.parallel.ddp
-import shardwise.parallel.whole
-import shardwise.train.clipping
-import shardwise.train.exchange
-import shardwise.train.window
+import shardwise.step.clip
+import shardwise.step.exchange
+import shardwise.step.window
+import shardwise.techniques.data.replicas
+import shardwise.techniques.data.scalar_gradients
 from shardwise.parallel import norm_power_sum
 from shardwise.verify import run_sharded
 
@@ -32,7 +32,7 @@ def slightly_divided() -> Any:
 
 def averaged_ddp() -> Any:
     """DDP as torch has it: gradients averaged over the ranks."""
-    engine = shardwise.parallel.ddp.DDPEngine
+    engine = shardwise.techniques.data.replicas.DDPEngine
     summed = engine._set_gradients
 
     def average(self: Any, used: list[float]) -> None:
@@ -56,34 +56,34 @@ def all_reduce_dropped() -> Any:
 
 def local_norm() -> Any:
     """Each rank clips by the norm of its own shards."""
-    scale = shardwise.train.clipping.scale_gradients
+    scale = shardwise.step.clip.scale_gradients
 
     def by_own(runtime: Any, norm: float, max_norm: float) -> None:
         own = float(norm_power_sum(runtime.gradients().values(), 2.0).sqrt())
         scale(runtime, own, max_norm)
 
-    return mock.patch.object(shardwise.train.clipping, "scale_gradients", by_own)
+    return mock.patch.object(shardwise.step.clip, "scale_gradients", by_own)
 
 
 def mean_of_means() -> Any:
     """Each rank divides by its own tokens, and the ranks are averaged."""
-    count = shardwise.train.window.agree_on_count
+    count = shardwise.step.window.agree_on_count
 
     def own(runtime: Any, batches: Any, counter: Any, **kwargs: Any) -> float:
         count(runtime, batches, counter, **kwargs)
         return float(sum(counter(batch) for batch in batches)) * runtime.world.size
 
-    return mock.patch.object(shardwise.train.window, "agree_on_count", own)
+    return mock.patch.object(shardwise.step.window, "agree_on_count", own)
 
 
 def stale_buffer() -> Any:
     """Running statistics are left as each rank has them."""
-    return mock.patch.object(shardwise.train.exchange, "_same_buffers", lambda *args: None)
+    return mock.patch.object(shardwise.step.exchange, "_same_buffers", lambda *args: None)
 
 
 def whole_parameters_not_summed() -> Any:
     """0-dim parameters keep the gradient of their own rank."""
-    return mock.patch.object(shardwise.parallel.whole.WholeGradients, "set", lambda *args: None)
+    return mock.patch.object(shardwise.techniques.data.scalar_gradients.ScalarGradients, "set", lambda *args: None)
 
 
 def unused_as_zero() -> Any:
@@ -92,7 +92,7 @@ def unused_as_zero() -> Any:
     def used(self: Any) -> Tensor:
         return torch.ones_like(self._used)
 
-    from shardwise.parallel.fsdp2 import FSDP2Engine
+    from shardwise.techniques.data.fsdp2 import FSDP2Engine
 
     return mock.patch.object(FSDP2Engine, "used", used)
 

@@ -17,7 +17,7 @@ from zoo import Case
 
 from shardwise.config.options import Sharding
 from shardwise.parallel import parallelize, recipe_of, runtime_of
-from shardwise.parallel.sources import all_tensors
+from shardwise.parallel.init.sources import all_tensors
 from shardwise.verify import Report, verify
 from shardwise.world import init
 

@@ -107,7 +107,7 @@ def _given() -> dict:
     """What the front page's five lines leave to the reader."""
     import torch
 
-    from shardwise.train.reference import build
+    from shardwise.run.reference import build
 
     return {
         "build_model": lambda: build(dim=32, num_layers=2, ffn=48),

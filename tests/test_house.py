@@ -56,7 +56,7 @@ def build(tmp_path, file, text):
         ("state/a.py", "from shardwise.state import checkpoint\n", "built on top of state"),
         ("state/a.py", "from . import checkpoint\n", "built on top of state"),
         ("state/formats/a.py", "from ..checkpoint.commit import SPARE\n", "built on top of state"),
-        ("config/a.py", "def f():\n    from shardwise.train import step\n", "config imports train"),
+        ("config/a.py", "def f():\n    from shardwise.step import window\n", "config imports step"),
         ("recipe/a.py", "from shardwise import cli\n", "recipe imports cli"),
         ("recipe/a.py", "from shardwise import init\n", "the package's face"),
         ("recipe/a.py", "import shardwise as sw\n", "the package's face"),
@@ -95,10 +95,10 @@ def test_the_checker_sees_a_fault(tmp_path, file, text, fault):
 @pytest.mark.parametrize(
     ("file", "text"),
     [
-        ("train/a.py", "from shardwise.config import options\nfrom shardwise import layout\nfrom ..errors import X\n"),
-        ("train/a.py", "from . import step\nfrom shardwise.train.loss import f\n"),
+        ("step/a.py", "from shardwise.config import options\nfrom shardwise import layout\nfrom ..errors import X\n"),
+        ("step/a.py", "from . import window\nfrom shardwise.step.loss import f\n"),
         ("launch/a.py", "def f():\n    import torch\n"),
-        ("config/a.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from shardwise.train import x\n"),
+        ("config/a.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from shardwise.step import x\n"),
         ("world/a.py", "import torch\nprint(torch.__version__)\nself._x = torch.nn.Module\n"),
         ("_compat.py", "from torch.distributed import _x\nfrom shardwise.errors import UsageError\n"),
         ("__init__.py", "from shardwise.cli import main\n"),

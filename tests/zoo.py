@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.train.loss import call, next_token_loss
-from shardwise.train.reference import ReferenceConfig, ReferenceModel
+from shardwise.run.reference import ReferenceConfig, ReferenceModel
+from shardwise.step.loss import call, next_token_loss
 
 VOCAB = 19
 

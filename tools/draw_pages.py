@@ -51,9 +51,9 @@ def _layout() -> dict[str, list[list[int]]]:
     import torch
     from torch import nn
 
-    from shardwise.anatomy import read_anatomy
     from shardwise.config.options import Precision, Sharding
     from shardwise.layout import layout_of
+    from shardwise.model import read_anatomy
     from shardwise.recipe import make_recipe
 
     with torch.device("meta"):
@@ -152,8 +152,8 @@ def _checkpoint(run: Callable[..., list]) -> dict[str, dict[str, Any]]:
     from state.test_checkpoint_kill import AtPoint, saving
 
     from shardwise import RankError
-    from shardwise.state.checkpoint.points import POINTS
-    from shardwise.state.vouched.manifest import step_of, steps_in
+    from shardwise.state.checkpoint.fault_points import POINTS
+    from shardwise.state.integrity.manifest import step_of, steps_in
 
     found = {}
     for point in POINTS:

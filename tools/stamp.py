@@ -35,7 +35,9 @@ def _src(*names: str) -> tuple[str, ...]:
     return tuple(f"src/shardwise/{name}" for name in names)
 
 
-TRAINED = _src("_compat.py", "_torch", "anatomy", "layout.py", "parallel", "recipe", "train", "world")
+TRAINED = _src(
+    "_compat.py", "_torch", "data", "layout.py", "model", "parallel", "recipe", "run", "step", "techniques", "world"
+)
 KNOBS = ("tests/parallel/knobs.py", "tests/parallel/recompute.py", "tests/zoo.py")
 PAGES = {
     page.path: page
@@ -64,7 +66,7 @@ PAGES = {
             "docs/families.md",
             "python tools/families_table.py",
             (
-                *_src("anatomy", "parallel", "recipe"),
+                *_src("model", "parallel", "recipe", "techniques"),
                 "tests/families.py",
                 "tests/packages.py",
                 "tests/handwritten",
@@ -95,7 +97,7 @@ PAGES = {
         ),
         Page("docs/loss-table.md", "python tools/loss_table.py", (*_src("launch", "world"), "tests/world/losses.py")),
         Page(
-            "docs/units.md", "python tools/units_table.py --write", (*_src("anatomy", "recipe"), "tools/units_table.py")
+            "docs/units.md", "python tools/units_table.py --write", (*_src("model", "recipe"), "tools/units_table.py")
         ),
     )
 }

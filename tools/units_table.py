@@ -30,9 +30,9 @@ from stamp import stamped
 from torch import nn
 
 import shardwise as sw
-from shardwise.anatomy import read_anatomy
 from shardwise.config.options import Precision, Sharding
 from shardwise.layout import Layout
+from shardwise.model import read_anatomy
 from shardwise.parallel import recipe_of
 from shardwise.recipe import ROOT, make_recipe
 

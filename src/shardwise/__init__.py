@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
     from shardwise.config.fsdp1 import from_fsdp1
     from shardwise.config.options import DDP, Compile, Options, Parallel, Precision, Prefetch, Remat, Sharding
+    from shardwise.data.batch import MicroBatch
+    from shardwise.data.labels import shift_labels
+    from shardwise.data.loader import Loader
     from shardwise.errors import (
         CheckpointError,
         ConfigError,
@@ -36,7 +39,6 @@ if TYPE_CHECKING:
     )
     from shardwise.layout import Layout
     from shardwise.parallel import apply_recipe, describe, parallelize, recipe_of, world_of
-    from shardwise.parallel.transforms import transform
     from shardwise.recipe import Recipe
     from shardwise.state import (
         LoadReport,
@@ -52,18 +54,16 @@ if TYPE_CHECKING:
         state_dict,
     )
     from shardwise.state.checkpoint import CheckpointManager
-    from shardwise.train.batch import MicroBatch
-    from shardwise.train.clipping import clip_grad_norm_, clip_grad_value_
-    from shardwise.train.data import Loader
-    from shardwise.train.evaluate import evaluate
-    from shardwise.train.groups import parameter_groups
-    from shardwise.train.labels import shift_labels
-    from shardwise.train.loss import TaskModel, next_token_loss
-    from shardwise.train.optim import local_optimizer
-    from shardwise.train.scale import unscale_gradients_
-    from shardwise.train.state import StepState
-    from shardwise.train.step import StepOutput, TrainStep
-    from shardwise.train.window import accumulate, count_tokens, window
+    from shardwise.step.clip import clip_grad_norm_, clip_grad_value_
+    from shardwise.step.evaluate import evaluate
+    from shardwise.step.local_optimizer import local_optimizer
+    from shardwise.step.loss import TaskModel, next_token_loss
+    from shardwise.step.parameter_groups import parameter_groups
+    from shardwise.step.scale import unscale_gradients_
+    from shardwise.step.step import StepOutput, TrainStep
+    from shardwise.step.step_state import StepState
+    from shardwise.step.window import accumulate, count_tokens, window
+    from shardwise.techniques.transforms.act import transform
     from shardwise.verify import verify
     from shardwise.world import Axis, World, init
 
@@ -76,7 +76,7 @@ _HOME = {
     ),
     "shardwise.layout": ("Layout",),
     "shardwise.parallel": ("apply_recipe", "describe", "parallelize", "recipe_of", "world_of"),
-    "shardwise.parallel.transforms": ("transform",),
+    "shardwise.techniques.transforms.act": ("transform",),
     "shardwise.recipe": ("Recipe",),
     "shardwise.state": (
         "LoadReport", "StateDictType", "full_optimizer_state_dict", "full_state_dict", "gathered",
@@ -84,18 +84,18 @@ _HOME = {
         "save_weights", "state_dict",
     ),
     "shardwise.state.checkpoint": ("CheckpointManager",),
-    "shardwise.train.batch": ("MicroBatch",),
-    "shardwise.train.clipping": ("clip_grad_norm_", "clip_grad_value_"),
-    "shardwise.train.data": ("Loader",),
-    "shardwise.train.evaluate": ("evaluate",),
-    "shardwise.train.groups": ("parameter_groups",),
-    "shardwise.train.labels": ("shift_labels",),
-    "shardwise.train.loss": ("TaskModel", "next_token_loss"),
-    "shardwise.train.optim": ("local_optimizer",),
-    "shardwise.train.scale": ("unscale_gradients_",),
-    "shardwise.train.state": ("StepState",),
-    "shardwise.train.step": ("StepOutput", "TrainStep"),
-    "shardwise.train.window": ("accumulate", "count_tokens", "window"),
+    "shardwise.data.batch": ("MicroBatch",),
+    "shardwise.step.clip": ("clip_grad_norm_", "clip_grad_value_"),
+    "shardwise.data.loader": ("Loader",),
+    "shardwise.step.evaluate": ("evaluate",),
+    "shardwise.step.parameter_groups": ("parameter_groups",),
+    "shardwise.data.labels": ("shift_labels",),
+    "shardwise.step.loss": ("TaskModel", "next_token_loss"),
+    "shardwise.step.local_optimizer": ("local_optimizer",),
+    "shardwise.step.scale": ("unscale_gradients_",),
+    "shardwise.step.step_state": ("StepState",),
+    "shardwise.step.step": ("StepOutput", "TrainStep"),
+    "shardwise.step.window": ("accumulate", "count_tokens", "window"),
     "shardwise.verify": ("verify",),
     "shardwise.world": ("Axis", "World", "init"),
 }  # fmt: skip

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from shardwise.anatomy import read_anatomy
 from shardwise.errors import UsageError
+from shardwise.model import read_anatomy
 
 
 def linears(count: int) -> list[nn.Linear]:

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from shardwise.anatomy import canonical_name, read_anatomy
 from shardwise.errors import UnsupportedError
+from shardwise.model import canonical_name, read_anatomy
 
 
 def test_a_tie_is_one_tensor_with_all_its_names():

@@ -28,7 +28,7 @@ def test_the_layouts_figures_are_the_recipes():
 
 
 def test_the_moments_of_a_save_are_those_of_the_code_and_one_name_decides():
-    from shardwise.state.checkpoint.points import POINTS
+    from shardwise.state.checkpoint.fault_points import POINTS
 
     figures = FIGURES["checkpoint"]
     assert tuple(figures) == POINTS and set(pages._PHASES) < set(POINTS)

@@ -70,14 +70,14 @@ def test_mistakes_are_told_without_torch(words, expected):
 
 
 def test_ctrl_c_tells_how_to_go_on(tmp_path, capsys, monkeypatch):
-    from shardwise.state import copying
+    from shardwise.state import block_copy
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
     torch.save({"w": torch.ones(3, 2)}, tmp_path / "a.pt")
     with monkeypatch.context() as patch:
-        patch.setattr(copying, "write_at", interrupted)
+        patch.setattr(block_copy, "write_at", interrupted)
         assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")]) == 130
     assert "the same command goes on where it was" in capsys.readouterr().err
     assert not (tmp_path / "b.pt").exists()

@@ -101,8 +101,8 @@ def test_the_command_line_fine_tunes_it_and_the_stock_library_measures_the_same_
     import torch
     from transformers import AutoModelForCausalLM
 
-    from shardwise.train.metrics import read_metrics
-    from shardwise.train.parts import open_data
+    from shardwise.run.build import open_data
+    from shardwise.run.metrics import read_metrics
 
     words = ["--train.steps=3", "--train.eval_every=0", f"--log.dir={tmp_path}", "--log.plot=false"]
     words += [f"--model.hf={small}", "--data.val_fraction=0.005"]

@@ -105,7 +105,7 @@ def test_a_model_that_computes_otherwise_on_another_rank_is_named(ranks, tmp_pat
     file = tmp_path / "rankish.py"
     file.write_text(
         "import os\n"
-        "from shardwise.train.reference import ReferenceConfig, ReferenceModel\n"
+        "from shardwise.run.reference import ReferenceConfig, ReferenceModel\n"
         "class Rankish(ReferenceModel):\n"
         "    def forward(self, input_ids):\n"
         "        return super().forward(input_ids) * (1 + 1e-6 * int(os.environ['RANK']))\n"

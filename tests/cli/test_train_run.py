@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from shardwise.cli import main as cli
 from shardwise.cli.train import NEXT, _started_by_others, next_commands
 from shardwise.config import dump_config, load_config
-from shardwise.train.metrics import read_metrics
+from shardwise.run.metrics import read_metrics
 
 TINY = (
     "--model.args={dim: 32, num_layers: 2, ffn: 48}",
@@ -99,7 +99,7 @@ def test_it_leaves_config_picture_and_weights(finished):
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     from safetensors.torch import load_file
 
-    from shardwise.train.parts import build_plain
+    from shardwise.run.build import build_plain
 
     weights = {
         name: value for file in (folder / "weights").glob("*.safetensors") for name, value in load_file(file).items()
@@ -191,7 +191,7 @@ def test_tokens_and_a_model_of_the_users(ranks, tmp_path):
 def test_a_killed_rank_ends_the_others_and_is_named_and_metrics_are_kept(tmp_path, text):
     (tmp_path / "mortal.py").write_text(
         "import os, signal\n"
-        "from shardwise.train.reference import ReferenceConfig, ReferenceModel\n"
+        "from shardwise.run.reference import ReferenceConfig, ReferenceModel\n"
         "class Mortal(ReferenceModel):\n"
         "    calls = 0\n"
         "    def forward(self, input_ids):\n"
@@ -394,7 +394,7 @@ def test_it_knows_whether_it_is_a_rank(monkeypatch, environ, a_rank):
 OWN = (
     "import os, shutil, signal, sys, time\n"
     "from pathlib import Path\n"
-    "from shardwise.train.reference import ReferenceConfig, ReferenceModel\n"
+    "from shardwise.run.reference import ReferenceConfig, ReferenceModel\n"
     "from shardwise.state import save\n"
     "RANK = os.environ['RANK']\n"
     "LAUNCHER = int(Path(f'/proc/{os.getppid()}/stat').read_text().split()[3])  # ranks are forked from its child\n"

@@ -12,8 +12,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.config import load_config
-from shardwise.train.parts import build_model, make_optimizer, make_scheduler, open_data, vocab_of
-from shardwise.train.reference import ReferenceConfig, ReferenceModel
+from shardwise.run.build import build_model, make_optimizer, make_scheduler, open_data, vocab_of
+from shardwise.run.reference import ReferenceConfig, ReferenceModel
 
 # Warnings of the driver and of nccl differ from machine to machine; elsewhere in the suite a warning is a failure.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default"), pytest.mark.timeout(300)]

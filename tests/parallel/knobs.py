@@ -19,10 +19,11 @@ from zoo import CASES
 
 from shardwise._compat import unit_groups
 from shardwise.config.options import DDP, Compile, Precision, Prefetch, Remat, Sharding
-from shardwise.parallel import parallelize, remat, runtime_of
-from shardwise.parallel.fsdp2 import _offload
+from shardwise.parallel import parallelize, runtime_of
 from shardwise.recipe import Edit
-from shardwise.train.step import TrainStep
+from shardwise.step.step import TrainStep
+from shardwise.techniques.data.fsdp2 import _offload
+from shardwise.techniques.remat import act as remat
 from shardwise.verify.sharded import CountCollectives, share_of
 from shardwise.world import init
 

@@ -70,7 +70,7 @@ def whole(ranks_held: list[dict], shapes: dict[str, tuple[int, ...]]) -> dict[st
 
 def shapes_of(name: str) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of constructor ``name``."""
-    from shardwise.parallel.sources import all_tensors
+    from shardwise.parallel.init.sources import all_tensors
 
     return {key: tuple(tensor.shape) for key, tensor in all_tensors(builder(name)()).items()}
 

@@ -10,9 +10,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from shardwise._compat import TorchDispatchMode, local_tensor
 from shardwise.config.options import Sharding
+from shardwise.data.batch import MicroBatch
 from shardwise.parallel import parallelize, recipe_of, runtime_of
-from shardwise.train.batch import MicroBatch
-from shardwise.train.window import window
+from shardwise.step.window import window
 from shardwise.world import init
 from shardwise.world.rng import derive_seed, forked_rng
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from shardwise.config.options import Compile, Remat, Sharding
 from shardwise.errors import ShardwiseError, UnsupportedError
-from shardwise.parallel import compile as act
 from shardwise.parallel import describe, parallelize
+from shardwise.techniques.compile import act as act
 from shardwise.world import init
 
 EAGER = Compile(backend="aot_eager")

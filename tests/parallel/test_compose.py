@@ -9,10 +9,10 @@ from parallel.constructors import Kept
 from parallel.test_traps_sharding import BLOCKS, DDP, FSDP, Net, build, gradients, one_process
 from torch import nn
 
-from shardwise.anatomy import read_anatomy
 from shardwise.config.options import Precision, Remat, Sharding
 from shardwise.errors import ConfigError, PlanError, RankError, UnsupportedError
 from shardwise.layout import Layout
+from shardwise.model import read_anatomy
 from shardwise.parallel import apply_recipe, describe, parallelize, recipe_of, runtime_of, world_of
 from shardwise.recipe import Cut, make_recipe
 from shardwise.world import init

@@ -7,7 +7,7 @@ from torch import nn
 from shardwise.config.options import Sharding
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.parallel import parallelize, runtime_of
-from shardwise.train.window import window
+from shardwise.step.window import window
 from shardwise.world import init
 
 pytestmark = pytest.mark.timeout(60)

@@ -19,9 +19,9 @@ from shardwise.config.options import Sharding
 from shardwise.errors import UsageError
 from shardwise.parallel import parallelize
 from shardwise.state import full_state_dict, gathered, load_full_state_dict, load_weights, save_weights
-from shardwise.train.evaluate import evaluate
-from shardwise.train.optim import local_optimizer
-from shardwise.train.window import window
+from shardwise.step.evaluate import evaluate
+from shardwise.step.local_optimizer import local_optimizer
+from shardwise.step.window import window
 from shardwise.world import World, init
 
 WHERE: dict[str, tuple[str, int, dict[str, Any]]] = {

@@ -47,7 +47,7 @@ def test_the_storage_dtype_asked_for(ranks):
 
 def scatter_and_count(name: str, layout: str, engine: str, message_bytes: int | None = None):
     """Bytes that this rank sent and received point to point while values were scattered, and how many messages."""
-    from shardwise.parallel import values as values_module
+    from shardwise.parallel.init import values as values_module
 
     sent, received, kept = [], [], (dist.send, dist.recv, values_module._MESSAGE_BYTES)
 

@@ -14,10 +14,10 @@ from torch import nn
 from shardwise.config.options import DDP
 from shardwise.errors import RankError, UsageError
 from shardwise.parallel import parallelize
-from shardwise.train.clipping import clip_grad_norm_, clip_grad_value_
-from shardwise.train.optim import local_optimizer
-from shardwise.train.scale import unscale_gradients_
-from shardwise.train.window import accumulate, count_tokens, window
+from shardwise.step.clip import clip_grad_norm_, clip_grad_value_
+from shardwise.step.local_optimizer import local_optimizer
+from shardwise.step.scale import unscale_gradients_
+from shardwise.step.window import accumulate, count_tokens, window
 from shardwise.world import init
 
 WHOLE = ("encoders_by_themselves", "gradients_by_hand", "a_gradient_penalty")  # need parameters that are not cut

@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from shardwise.errors import PlanError
-from shardwise.parallel import remat
-from shardwise.parallel.operators import keep_policy
+from shardwise.techniques.remat import act as remat
+from shardwise.techniques.remat.operators import keep_policy
 
 aten = torch.ops.aten
 MANY = torch.zeros(1, 1, 2, 4)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from shardwise.config.options import Sharding
 from shardwise.errors import ShardwiseError
 from shardwise.parallel import parallelize, recipe_of, runtime_of
-from shardwise.train.step import TrainStep
-from shardwise.train.window import window
+from shardwise.step.step import TrainStep
+from shardwise.step.window import window
 from shardwise.world import init
 
 SHARDED = {

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.config.options import Sharding
+from shardwise.data.batch import MicroBatch
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
 from shardwise.parallel import parallelize, runtime_of
-from shardwise.train.batch import MicroBatch
-from shardwise.train.step import TrainStep
-from shardwise.train.window import accumulate, count_tokens, window
+from shardwise.step.step import TrainStep
+from shardwise.step.window import accumulate, count_tokens, window
 from shardwise.world import init
 
 WHERE = [("dp_shard=2", None), ("dp_shard=2", 0), ("dp_replicate=2", None)]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.parallel import empty_in_large_pages, in_large_pages, pages
+from shardwise.parallel import empty_in_large_pages, in_large_pages, large_pages
 from shardwise.state.checkpoint.writer import memory_in_line
 
 MIB = 1 << 20
@@ -88,8 +88,8 @@ def test_values_that_are_there_stay():
 @pytest.fixture
 def calls(monkeypatch):
     seen = []
-    monkeypatch.setattr(pages, "_ADVICE", 14)
-    monkeypatch.setattr(pages, "_madvise", lambda: lambda *words: seen.append(words) or -1)  # each is refused
+    monkeypatch.setattr(large_pages, "_ADVICE", 14)
+    monkeypatch.setattr(large_pages, "_madvise", lambda: lambda *words: seen.append(words) or -1)  # each is refused
     return seen
 
 
@@ -116,5 +116,5 @@ def part_of(block: torch.Tensor, offset: int, num: int) -> torch.Tensor:
 
 
 def test_nothing_is_asked_of_other_systems(calls, monkeypatch):
-    monkeypatch.setattr(pages, "_ADVICE", None)
+    monkeypatch.setattr(large_pages, "_ADVICE", None)
     assert empty_in_large_pages([8, MIB], torch.float32).shape == (8, MIB) and calls == []

@@ -16,8 +16,8 @@ from zoo import CASES
 from shardwise.config.options import Parallel, Precision, Sharding, precision_of
 from shardwise.errors import ConfigError
 from shardwise.parallel import parallelize, runtime_of
-from shardwise.train.step import TrainStep
-from shardwise.train.window import window
+from shardwise.step.step import TrainStep
+from shardwise.step.window import window
 from shardwise.verify.sharded import share_of
 from shardwise.world import init
 

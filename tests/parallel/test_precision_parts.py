@@ -14,9 +14,9 @@ from shardwise.config.options import Compile, Precision, Sharding
 from shardwise.errors import ConfigError, ShardwiseError, UnsupportedError
 from shardwise.parallel import describe, parallelize, recipe_of, runtime_of
 from shardwise.recipe import Recipe, dtype_groups
-from shardwise.train.loss import next_token_loss
-from shardwise.train.step import TrainStep
-from shardwise.train.window import window
+from shardwise.step.loss import next_token_loss
+from shardwise.step.step import TrainStep
+from shardwise.step.window import window
 from shardwise.verify.sharded import CountCollectives, share_of
 from shardwise.world import init
 

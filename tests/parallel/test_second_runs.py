@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.config.options import Compile, Remat
 from shardwise.errors import UnsupportedError
 from shardwise.parallel import parallelize
-from shardwise.train.window import window
+from shardwise.step.window import window
 from shardwise.world import init
 
 EAGER = Compile(backend="aot_eager")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardwise.config.options import Compile, Prefetch, Remat, Sharding
 from shardwise.errors import ShardwiseError
 from shardwise.parallel import parallelize, recipe_of, runtime_of
-from shardwise.train.window import window
+from shardwise.step.window import window
 from shardwise.verify.sharded import CountCollectives
 from shardwise.world import init
 

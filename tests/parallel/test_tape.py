@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.parallel.build import build_on_meta
-from shardwise.parallel.sources import all_tensors
+from shardwise.parallel.init.build import build_on_meta
+from shardwise.parallel.init.sources import all_tensors
 
 D = make.D
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardwise.config.options import Sharding
 from shardwise.parallel import parallelize, recipe_of
 from shardwise.state import full_state_dict
-from shardwise.train.window import window
+from shardwise.step.window import window
 from shardwise.world import World, init
 
 IDS = 7

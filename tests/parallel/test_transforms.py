@@ -7,9 +7,9 @@ from parallel.loops import TwoTowers
 
 import shardwise as sw
 from shardwise.config import load_config
-from shardwise.parallel import transforms
-from shardwise.parallel.transforms import choose, transformed
-from shardwise.train.window import window
+from shardwise.step.window import window
+from shardwise.techniques.transforms import act as transforms
+from shardwise.techniques.transforms.act import choose, transformed
 
 
 def build():

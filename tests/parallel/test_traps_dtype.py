@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from shardwise.parallel import parallelize
-from shardwise.train.step import TrainStep
+from shardwise.step.step import TrainStep
 from shardwise.world import init
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from shardwise.config.options import Compile, Remat
 from shardwise.errors import ShardwiseError
 from shardwise.parallel import parallelize, recipe_of
-from shardwise.train.window import window
+from shardwise.step.window import window
 from shardwise.world import init
 
 PAIR = ("ddp-2", "fsdp-2")

@@ -17,7 +17,7 @@ from shardwise._compat import TorchDispatchMode
 from shardwise.config.options import Sharding
 from shardwise.errors import ShardwiseError, UsageError
 from shardwise.parallel import parallelize, recipe_of, runtime_of
-from shardwise.train.window import window
+from shardwise.step.window import window
 from shardwise.world import World, init
 
 BLOCKS = Sharding(min_unit_bytes=0)

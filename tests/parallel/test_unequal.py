@@ -10,7 +10,7 @@ from shardwise.config.options import Sharding
 from shardwise.errors import RankError
 from shardwise.parallel import parallelize
 from shardwise.state import gathered
-from shardwise.train.window import window
+from shardwise.step.window import window
 from shardwise.world import init
 
 

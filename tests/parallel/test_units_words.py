@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 from shardwise.config.options import Precision, Sharding
 from shardwise.errors import ConfigError, PlanError, UsageError
 from shardwise.parallel import parallelize, recipe_of
-from shardwise.train.window import window
+from shardwise.step.window import window
 from shardwise.world import init
 
 

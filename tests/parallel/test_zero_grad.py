@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import UsageError
 from shardwise.parallel import parallelize
-from shardwise.train.window import accumulate, count_tokens, window
+from shardwise.step.window import accumulate, count_tokens, window
 from shardwise.world import init
 
 LAYOUTS = [*WHERE, ("dp_shard=1", None), HSDP]

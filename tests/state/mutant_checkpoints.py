@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shardwise.state.vouched.manifest import MANIFEST, FileFact, Manifest
-from shardwise.state.vouched.sums import BLOCK, Sums, put_together
+from shardwise.state.integrity.manifest import MANIFEST, FileFact, Manifest
+from shardwise.state.integrity.sums import BLOCK, Sums, put_together
 
 __all__ = ["KINDS", "Kind", "Runs", "flip", "sign", "swap_stretches", "zero"]
 

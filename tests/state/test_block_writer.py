@@ -10,7 +10,7 @@ import torch
 
 from shardwise.state.checkpoint import writer
 from shardwise.state.checkpoint.writer import WINDOW, BlockWriter, memory_in_line
-from shardwise.state.vouched.sums import BLOCK, Sums, block_sizes, put_together, sum_of
+from shardwise.state.integrity.sums import BLOCK, Sums, block_sizes, put_together, sum_of
 
 
 def cut(rng: random.Random, size: int, pieces: int) -> list[tuple[int, int]]:

@@ -9,8 +9,8 @@ from state.runs import EVERY, Drops, make
 
 import shardwise as sw
 from shardwise.state.checkpoint import writer
-from shardwise.state.checkpoint.points import on_reach
-from shardwise.state.vouched.sums import Sums
+from shardwise.state.checkpoint.fault_points import on_reach
+from shardwise.state.integrity.sums import Sums
 
 Event = tuple[int, int, str, str]  # when, which rank, what, about which path
 

@@ -13,8 +13,8 @@ from state.runs import Average, equal, make, run
 import shardwise as sw
 from shardwise.state.checkpoint.opened import SavedRun
 from shardwise.state.checkpoint.restore import restore
+from shardwise.state.integrity.manifest import MANIFEST
 from shardwise.state.source import open_source
-from shardwise.state.vouched.manifest import MANIFEST
 
 
 @pytest.fixture(scope="module")

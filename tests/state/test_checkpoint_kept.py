@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.parallel import runtime_of
-from shardwise.state.checkpoint.points import on_reach
+from shardwise.state.checkpoint.fault_points import on_reach
 from shardwise.state.checkpoint.restore import restore
 
 

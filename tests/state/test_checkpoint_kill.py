@@ -10,7 +10,7 @@ import pytest
 from state.runs import Average, Texts, equal, make, run, state
 
 import shardwise as sw
-from shardwise.state.checkpoint.points import POINTS, on_reach
+from shardwise.state.checkpoint.fault_points import POINTS, on_reach
 
 RANKS, LAYOUT = 2, "dp_shard=2"
 VICTIMS = {"rank 0": (0,), "another": (1,), "all": (1, 0)}

@@ -17,7 +17,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.launch import launch_local
-from shardwise.launch.lock import let_go, try_lock
+from shardwise.launch.lock import release, try_lock
 from shardwise.state.checkpoint import writer
 from shardwise.state.checkpoint.contents import check_texts
 
@@ -174,7 +174,7 @@ def test_the_lock_is_given_back_though_a_forked_child_has_it_too(tmp_path):
         time.sleep(60)
         os._exit(0)
     try:
-        let_go(held)
+        release(held)
         with (tmp_path / "lock").open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     finally:
@@ -306,10 +306,10 @@ def test_the_command_line_keeps_the_best_of_the_run_too(ranks, tmp_path):
 
 def faulty_pruning(root, background: bool) -> tuple[int, list[str]]:
     """An input-output error on rank 0, after the checkpoint is on disk."""
-    from shardwise.state.checkpoint import keeping
+    from shardwise.state.checkpoint import retention
 
     world, _, step = make("dp_shard=2")
-    real = keeping._is_whole
+    real = retention._is_whole
 
     def fails(folder):
         raise OSError(5, "Input/output error")
@@ -320,10 +320,10 @@ def faulty_pruning(root, background: bool) -> tuple[int, list[str]]:
         with sw.CheckpointManager(root, step, keep=1, async_save=background) as manager:
             for window, _ in zip(manager.resume(loader), range(3), strict=False):
                 step(window)
-                keeping._is_whole = fails if step.num_steps == 2 else real
+                retention._is_whole = fails if step.num_steps == 2 else real
                 manager.save()
                 manager.wait()
-        keeping._is_whole = real
+        retention._is_whole = real
     return step.num_steps, [str(warning.message) for warning in caught if "removed" in str(warning.message)]
 
 

@@ -26,7 +26,7 @@ from stored_subjects import loaded, same_bytes
 
 from shardwise.config.keymap import load_map, rules_of
 from shardwise.errors import CheckpointError, ConfigError, RankError, UnsupportedError, VerifyError
-from shardwise.state import copying, journal
+from shardwise.state import block_copy, journal
 from shardwise.state.checkpoint.opened import SavedRun
 from shardwise.state.convert import Conversion, convert
 from shardwise.state.source import open_source
@@ -82,7 +82,7 @@ def check_with_stock_libraries(path: Path, to: str, tensors: dict[str, torch.Ten
 @pytest.mark.parametrize("kind", ["file", "folder", "torch_file", "torch_folder", "dcp"])
 def test_every_pair_of_kinds(good, tmp_path, kind, to):
     dest, sizes = tmp_path / KINDS[to], {"hf": 150, "dcp": 150, "shardwise": 150, "safetensors": None, "torch": None}
-    with patch.object(copying, "BUFFER", 48), patch.object(dcp_target, "CHUNK", 32):  # many blocks, many chunks
+    with patch.object(block_copy, "BUFFER", 48), patch.object(dcp_target, "CHUNK", 32):  # many blocks, many chunks
         done = convert(Conversion(source=getattr(good, kind), dest=dest, to=to, verify=True, max_shard_bytes=sizes[to]))
         # And back to where it came from.
         convert(Conversion(source=dest, dest=tmp_path / "back.pt", to="torch", verify=True))
@@ -183,7 +183,7 @@ def llama(tmp_path_factory) -> Path:
 def test_llama_goes_to_other_names_and_back(llama, tmp_path, there, back, to):
     original = loaded(open_source(llama))
     dest = tmp_path / KINDS[to]
-    with patch.object(copying, "BUFFER", 96):  # blocks that cut heads
+    with patch.object(block_copy, "BUFFER", 96):  # blocks that cut heads
         convert(Conversion(source=llama, dest=dest, to=to, rules=load_map(there), verify=True))
     found = loaded(open_source(dest))
     assert {
@@ -351,7 +351,7 @@ def test_a_journal_whose_files_have_been_moved_to_their_place_is_not_believed(go
     check(dest, good.tensors)
     shutil.rmtree(dest) if dest.is_dir() else dest.unlink()
     assert (tmp_path / f".{dest.name}.converting" / "journal").read_text().count("\n") > 1
-    with patch.object(copying, "write_at", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with patch.object(block_copy, "write_at", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         convert(job)  # the files are made again, empty, and nothing is in them yet
     assert convert(job).num_resumed == 0
     check(dest, good.tensors)
@@ -483,7 +483,7 @@ def test_the_working_directory_is_not_replaced_under_ones_feet(good, tmp_path, m
 
 def test_a_full_disk_leaves_nothing_behind(good, tmp_path):
     with (
-        patch.object(copying, "reserve", side_effect=OSError(28, "No space left on device")),
+        patch.object(block_copy, "reserve", side_effect=OSError(28, "No space left on device")),
         pytest.raises(CheckpointError, match="No space left"),
     ):
         convert(Conversion(source=good.file, dest=tmp_path / "out", to="hf"))
@@ -510,7 +510,7 @@ def test_a_file_system_without_locks_is_told(good, tmp_path):
 
 
 def test_a_difference_is_found_before_anything_is_moved(good, tmp_path):
-    write = copying.write_at
+    write = block_copy.write_at
 
     def spoils(descriptor, memory, offset):
         write(descriptor, memory, offset)
@@ -521,7 +521,7 @@ def test_a_difference_is_found_before_anything_is_moved(good, tmp_path):
     spoils.at = tensors["b.weight"].chunks[0].offset
     convert(Conversion(source=good.file, dest=tmp_path / "fine.safetensors", to="safetensors"))
     spoils.at = open_source(tmp_path / "fine.safetensors").tensors["b.weight"].chunks[0].offset
-    with patch.object(copying, "write_at", spoils), pytest.raises(VerifyError) as caught:
+    with patch.object(block_copy, "write_at", spoils), pytest.raises(VerifyError) as caught:
         convert(Conversion(source=good.file, dest=tmp_path / "out.safetensors", to="safetensors", verify=True))
     assert caught.value.name == "b.weight"
     assert not (tmp_path / "out.safetensors").exists()
@@ -601,7 +601,7 @@ def test_hundreds_of_files_are_never_open_at_once(tmp_path):
     before = len(os.listdir("/proc/self/fd"))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 80, limits[1]))
-    shut, synced = copying.Copying._shut, set()
+    shut, synced = block_copy.BlockCopy._shut, set()
 
     def seen(self, name):
         shut(self, name)
@@ -614,7 +614,7 @@ def test_hundreds_of_files_are_never_open_at_once(tmp_path):
     os_fsync = os.fsync
     try:
         job = Conversion(source=tmp_path / "s.safetensors", dest=tmp_path / "out", max_shard_bytes=16, verify=True)
-        with patch.object(copying.Copying, "_shut", seen), patch.object(copying.os, "fsync", fsync):
+        with patch.object(block_copy.BlockCopy, "_shut", seen), patch.object(block_copy.os, "fsync", fsync):
             done = convert(job)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -18,10 +18,10 @@ from stored_subjects import loaded, same_bytes
 import shardwise as sw
 from shardwise.cli import main as cli
 from shardwise.config.conversion import Conversion
-from shardwise.state import copying, journal
+from shardwise.state import block_copy, journal
 from shardwise.state.convert import convert
+from shardwise.state.integrity import sums
 from shardwise.state.source import open_source
-from shardwise.state.vouched import sums
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +196,7 @@ def test_checksums_fit_what_an_earlier_attempt_wrote_or_it_is_refused(tmp_path, 
             raise KeyboardInterrupt
 
     with (
-        patch.object(copying, "BUFFER", 100_000),
+        patch.object(block_copy, "BUFFER", 100_000),
         patch.object(journal, "SYNC", 0),
         patch.object(journal.Workplace, "note", dies),
         pytest.raises(KeyboardInterrupt),

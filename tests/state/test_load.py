@@ -13,7 +13,7 @@ from zoo import ConvNet, Odd
 
 import shardwise as sw
 from shardwise.parallel import runtime_of
-from shardwise.parallel.values import _Arriving
+from shardwise.parallel.init.values import _Arriving
 from shardwise.recipe import Slice
 from shardwise.recipe.boxes import whole
 from shardwise.state import files as files_module
@@ -21,7 +21,7 @@ from shardwise.state import stored
 from shardwise.state.files import OpenFiles
 from shardwise.state.formats.trees import flatten
 from shardwise.state.load import _sum_of_bits
-from shardwise.state.rounding import put
+from shardwise.state.rounding import copy_checked
 from shardwise.state.source import open_source
 
 MODELS = {"odd": Odd, "conv": ConvNet}
@@ -574,14 +574,14 @@ def fault(shared):
     """A fault of the library itself, or of torch: nobody waits for the rank that has it."""
     model, world = sharded("odd", "dp_shard=2")
     with world:
-        kept = stored.HeldTensor.read
-        stored.HeldTensor.read = lambda *_: 1 / (world.rank * (1 if shared else 0))
+        kept = stored.InMemoryTensor.read
+        stored.InMemoryTensor.read = lambda *_: 1 / (world.rank * (1 if shared else 0))
         try:
             sw.load_weights(model, plain("odd", 1).state_dict(), shared_files=shared)
         except Exception as error:
             return type(error).__name__, str(error)
         finally:
-            stored.HeldTensor.read = kept
+            stored.InMemoryTensor.read = kept
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -690,13 +690,13 @@ def test_values_beyond_a_dtype_are_seen_in_every_kind_of_tensor(tmp_path):
     with pytest.raises(
         sw.CheckpointError, match=r"9 values beyond what complex64(?s:.)*fix: let this tensor keep its dtype"
     ):
-        put(torch.empty(3, 3, dtype=torch.complex64), wide, "x")
+        copy_checked(torch.empty(3, 3, dtype=torch.complex64), wide, "x")
     torch.save({"w": torch.full((4, 3), 1e5).t()}, tmp_path / "w.pt")  # strided in the file
     with OpenFiles() as files, pytest.raises(sw.CheckpointError, match="12 values beyond what float16"):
         open_source(tmp_path / "w.pt").tensors["w"].read(whole((3, 4)), torch.empty(3, 4, dtype=torch.float16), files)
-    put(torch.empty(2, dtype=torch.float16), torch.tensor([float("nan"), 1.0]), "x")
-    put(torch.empty(0, dtype=torch.float16), torch.empty(0), "x")
-    put(torch.empty(1, dtype=torch.float8_e4m3fn), torch.ones(1), "x")
+    copy_checked(torch.empty(2, dtype=torch.float16), torch.tensor([float("nan"), 1.0]), "x")
+    copy_checked(torch.empty(0, dtype=torch.float16), torch.empty(0), "x")
+    copy_checked(torch.empty(1, dtype=torch.float8_e4m3fn), torch.ones(1), "x")
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -914,8 +914,8 @@ def test_entries_of_an_extra_state_are_not_walked_over():
 
 def test_a_piece_that_does_not_come_is_missed_in_types_without_a_mark():
     arriving = _Arriving("codes", torch.zeros(4, dtype=torch.uint8))
-    arriving.put(Slice((0,), (3,), (0,)), torch.ones(3, dtype=torch.uint8))
+    arriving.copy_checked(Slice((0,), (3,), (0,)), torch.ones(3, dtype=torch.uint8))
     with pytest.raises(sw.PlanError, match="codes"):
         arriving.check()
-    arriving.put(Slice((3,), (1,), (3,)), torch.ones(1, dtype=torch.uint8))
+    arriving.copy_checked(Slice((3,), (1,), (3,)), torch.ones(1, dtype=torch.uint8))
     arriving.check()

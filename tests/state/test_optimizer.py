@@ -13,7 +13,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from zoo import VOCAB, ConvNet, Odd
 
 import shardwise as sw
-from shardwise.parallel.tensors import like_parameter
+from shardwise.model.tensors import like_parameter
 
 EVERY = sw.Sharding(min_unit_bytes=0)
 OPTIMIZERS = {

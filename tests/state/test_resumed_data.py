@@ -254,7 +254,7 @@ class Shared(Counting):
         return {"level": self.level + 7}
 
 
-class Apart(Counting):
+class PenaltyGradients(Counting):
     def state_dict(self):
         return {"level": self.level, "mine": torch.distributed.get_rank()}
 
@@ -266,14 +266,16 @@ class DrawsApart(Draws):
 
 
 def test_another_number_of_ranks_takes_what_ranks_share_and_says_what_it_cannot(ranks, tmp_path):
-    for dataset in (Shared, DrawsApart, Apart):
+    for dataset in (Shared, DrawsApart, PenaltyGradients):
         ranks.run(script, 2, "dp_shard=2", tmp_path / dataset.__name__, dataset, 2)
     ((seen, said),) = ranks.run(elsewhere, 1, "dp_shard=1", tmp_path / "Shared", Shared)
     assert seen[0][1][0][2] == [7.0, 7.0] and said == []
     ((seen, said),) = ranks.run(elsewhere, 1, "dp_shard=1", tmp_path / "DrawsApart", DrawsApart)
     assert len(seen) == 4 and len(said) == 1
     assert said[0].startswith("dataset.rng: random numbers begin anew, since the checkpoint has those of 2 ranks")
-    ((given, fix),) = ranks.run(elsewhere, 1, "dp_shard=1", tmp_path / "Apart", Apart)
+    ((given, fix),) = ranks.run(elsewhere, 1, "dp_shard=1", tmp_path / "PenaltyGradients", PenaltyGradients)
     assert given == "the state of dataset of 2 ranks, on 1" and "override=('dataset',)" in fix
-    ((seen, said),) = ranks.run(elsewhere, 1, "dp_shard=1", tmp_path / "Apart", Apart, ("dataset",))
+    ((seen, said),) = ranks.run(
+        elsewhere, 1, "dp_shard=1", tmp_path / "PenaltyGradients", PenaltyGradients, ("dataset",)
+    )
     assert len(seen) == 4

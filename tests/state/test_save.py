@@ -22,7 +22,7 @@ import shardwise as sw
 from shardwise.parallel import runtime_of
 from shardwise.state import save as save_module
 from shardwise.state import staging, writing
-from shardwise.state.filing import filing_of, parts_of
+from shardwise.state.file_layout import filing_of, parts_of
 
 
 def conv16():
@@ -95,7 +95,7 @@ def test_files_are_split_at_a_size_and_the_index_names_each_tensor_once(ranks, t
 
 
 def written_by(name, layout, block):
-    from shardwise.state import filing as filing_module
+    from shardwise.state import file_layout as filing_module
 
     filing_module.BLOCK = block
     try:
@@ -415,7 +415,7 @@ def test_headers_end_at_a_multiple_of_8_and_tensors_at_one_of_their_element():
 def test_a_turned_view_reads_and_writes_what_lies_there():
     from shardwise.recipe.boxes import Box, index_of
     from shardwise.state.files import OpenFiles
-    from shardwise.state.stored import HeldTensor
+    from shardwise.state.stored import InMemoryTensor
     from shardwise.state.views import Assembled, view_at
 
     whole = torch.arange(2 * 3 * 5).view(2, 3, 5)
@@ -424,7 +424,7 @@ def test_a_turned_view_reads_and_writes_what_lies_there():
         stored = whole[expert].t()  # as a file may hold it: turned, experts apart
         view = view_at("w", (2, 3, 5), stored.storage_offset(), tuple(stored.shape), tuple(stored.stride()))
         assert view.shape == (5, 3) and torch.equal(view.turned(whole[expert : expert + 1]), stored)
-        parts.append((view, HeldTensor.of(stored.contiguous())))
+        parts.append((view, InMemoryTensor.of(stored.contiguous())))
     with OpenFiles() as files:
         both = Assembled((2, 3, 5), "int64", tuple(parts))
         assert torch.equal(both.load(files), whole)

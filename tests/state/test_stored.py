@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardwise.recipe.boxes import Box, blocks, common, index_of, row_strides, runs, whole
 from shardwise.state import stored as stored_module
 from shardwise.state.files import OpenFiles
-from shardwise.state.stored import Chunk, FileTensor, HeldTensor
+from shardwise.state.stored import Chunk, FileTensor, InMemoryTensor
 
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.uint8, torch.complex64])
@@ -141,6 +141,6 @@ def test_any_box_of_any_chunks_is_what_slicing_gives(tmp_path_factory, data, cas
     ):
         stored.read(box, out, files)
         held = torch.empty(box.sizes, dtype=dtype)
-        HeldTensor.of(tensor).read(box, held, files)
+        InMemoryTensor.of(tensor).read(box, held, files)
     assert torch.equal(out, tensor[index_of(box)].to(out_dtype))
     assert torch.equal(held, tensor[index_of(box)])

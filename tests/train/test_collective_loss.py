@@ -5,7 +5,7 @@ import torch
 from train.plain import Net, batch, mine, plain_backward, shard, sum_loss
 
 import shardwise as sw
-from shardwise.train.batch import MicroBatch
+from shardwise.data.batch import MicroBatch
 
 
 def build_teacher():

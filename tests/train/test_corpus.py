@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from shardwise.data.corpus import TokenFile, TokenWindows, pydoc_text
 from shardwise.errors import ConfigError
-from shardwise.train.corpus import TokenFile, TokenWindows, pydoc_text
 
 
 def test_pydoc_text_is_english_long_and_the_same_each_time():
@@ -118,7 +118,7 @@ def test_an_unknown_vocabulary_refuses_only_negative_tokens():
 
 
 def test_a_bad_token_behind_the_part_looked_at_is_found_when_read(monkeypatch):
-    monkeypatch.setattr("shardwise.train.corpus._SCANNED", 20)
+    monkeypatch.setattr("shardwise.data.corpus._SCANNED", 20)
     tokens = np.zeros(100, np.int64)
     tokens[50] = 256
     data = TokenWindows(tokens, 8)

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.data.loader import Loader, MicroBatch, default_collate, sample_order, shift_labels
 from shardwise.errors import ConfigError, UsageError
-from shardwise.train.data import Loader, MicroBatch, default_collate, sample_order, shift_labels
 
 SIZES = st.integers(1, 40)
 DEGREES = st.integers(1, 6)

@@ -9,7 +9,7 @@ from torch import nn
 from train.plain import Net, batch, mine, plain_backward, shard, sum_loss
 
 import shardwise as sw
-import shardwise.train.exchange
+import shardwise.step.exchange
 from shardwise.errors import RankError
 
 POLICIES = ["rank0", "mean"]
@@ -53,13 +53,13 @@ def _written(layout, policy):
     world, step = _step(layout, policy)
     with world:
         own = {}
-        same = shardwise.train.exchange._same_buffers
+        same = shardwise.step.exchange._same_buffers
 
         def keep(runtime, changed, place):
             own.update({name: buffer.clone() for name, buffer in step.model.named_buffers()})
             same(runtime, changed, place)
 
-        with mock.patch.object(shardwise.train.exchange, "_same_buffers", keep):
+        with mock.patch.object(shardwise.step.exchange, "_same_buffers", keep):
             step(mine([batch(i) for i in range(4)], world))
         return own, {name: buffer.clone() for name, buffer in step.model.named_buffers()}
 
@@ -80,7 +80,7 @@ def _never_comes(policy, absent):
     world, step = _step("dp_shard=2", policy, timeout_s=3)
     window = mine([batch(i) for i in range(2)], world)
     if world.rank == absent:
-        with mock.patch.object(shardwise.train.exchange, "_same_buffers", lambda *args: None):
+        with mock.patch.object(shardwise.step.exchange, "_same_buffers", lambda *args: None):
             step(window)
         world.watch.at("a long lunch")
         time.sleep(4.0)

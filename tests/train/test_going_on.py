@@ -8,8 +8,8 @@ import pytest
 from shardwise.config import load_config
 from shardwise.config.render import dump_config
 from shardwise.errors import ConfigError
-from shardwise.train import going_on
-from shardwise.train.going_on import changes_since
+from shardwise.run import resume_check
+from shardwise.run.resume_check import changes_since
 
 FP16 = "--parallel.precision=fp16"
 
@@ -19,13 +19,13 @@ def since(monkeypatch, tmp_path):
     """``since(words before, words now)``: the changes that take effect."""
 
     def since(before, now, *, tells_files=True):
-        texts = going_on.texts_of(load_config(None, before).config)
+        texts = resume_check.texts_of(load_config(None, before).config)
         path = tmp_path / "config.yaml"
-        path.write_text(texts[going_on.CONFIG])
-        values = going_on._flat(going_on.EXTENSIONS[".yaml"](path.read_text(), str(path)).values)
-        files = json.loads(texts[going_on.FILES]) if tells_files else {}
-        saved = going_on._Saved(folder=tmp_path / "step-00000002", values=values, files=files)
-        monkeypatch.setattr(going_on, "_newest", lambda root: saved)
+        path.write_text(texts[resume_check.CONFIG])
+        values = resume_check._flat(resume_check.EXTENSIONS[".yaml"](path.read_text(), str(path)).values)
+        files = json.loads(texts[resume_check.FILES]) if tells_files else {}
+        saved = resume_check._Saved(folder=tmp_path / "step-00000002", values=values, files=files)
+        monkeypatch.setattr(resume_check, "_newest", lambda root: saved)
         return changes_since(tmp_path, load_config(None, now).config)
 
     return since
@@ -119,7 +119,7 @@ def test_a_model_function_whose_file_has_moved_is_the_same(since):
 def test_keys_of_another_version_are_no_fault(monkeypatch, tmp_path):
     text = dump_config(load_config(None, []).config).replace("  momentum: 0.9\n", "  former: 3\n")
     assert "former" in text
-    values = going_on._flat(going_on.EXTENSIONS[".yaml"](text, "config.yaml").values)
-    saved = going_on._Saved(folder=tmp_path, values=values, files={})
-    monkeypatch.setattr(going_on, "_newest", lambda root: saved)
+    values = resume_check._flat(resume_check.EXTENSIONS[".yaml"](text, "config.yaml").values)
+    saved = resume_check._Saved(folder=tmp_path, values=values, files={})
+    monkeypatch.setattr(resume_check, "_newest", lambda root: saved)
     assert changes_since(tmp_path, load_config(None, []).config) == []

@@ -6,7 +6,7 @@ import pytest
 
 import shardwise as sw
 from shardwise.config import load_config
-from shardwise.train import job
+from shardwise.run import job
 
 TINY = (
     "--model.args={dim: 32, num_layers: 1, ffn: 48}", "--data.seq_len=32", "--data.val_fraction=0", "--train.eval_every=0",
@@ -59,7 +59,7 @@ def refused(folder):
     def rename(source, dest):
         raise OSError(16, "Device or resource busy")
 
-    patch.setattr("shardwise.train.checkpoints.os.rename", rename)
+    patch.setattr("shardwise.run.checkpoints.os.rename", rename)
     try:
         return train(folder, 1, "--checkpoint.resume=false")
     finally:

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwise as sw
+from shardwise.data.loader import make_labels
 from shardwise.errors import ConfigError
-from shardwise.train.data import make_labels
 
 VOCAB = 32
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from shardwise.errors import CheckpointError, UsageError
-from shardwise.train.memory import memory_of, rss_bytes, state_bytes
-from shardwise.train.metrics import MetricsWriter, Pace, read_metrics
-from shardwise.train.plot import plot_losses
-from shardwise.train.sample import vocabulary, word_share
+from shardwise.run.memory import memory_of, rss_bytes, state_bytes
+from shardwise.run.metrics import MetricsWriter, Pace, read_metrics
+from shardwise.run.plot import plot_losses
+from shardwise.run.sample import vocabulary, word_share
 
 
 def test_lines_are_json_and_there_at_once(tmp_path):
@@ -63,7 +63,7 @@ def test_what_a_full_disk_took_of_a_line_is_cut_off_again(tmp_path, monkeypatch)
 def test_a_killed_process_keeps_what_it_wrote(tmp_path):
     path = tmp_path / "m.jsonl"
     code = (
-        "import sys, os, signal\nfrom shardwise.train.metrics import MetricsWriter\nout = MetricsWriter(sys.argv[1])\n"
+        "import sys, os, signal\nfrom shardwise.run.metrics import MetricsWriter\nout = MetricsWriter(sys.argv[1])\n"
         "for step in range(100): out.write(step=step)\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run(

@@ -28,7 +28,7 @@ def with_number(output, b):
     return {"loss": sum_loss(output, b), "right": float((output.argmax(-1) == b["labels"]).sum())}
 
 
-class Returning(nn.Module):
+class ResumePoint(nn.Module):
     """A language model that returns more than logits."""
 
     def __init__(self, kind):
@@ -46,7 +46,7 @@ class Returning(nn.Module):
 
 
 def step_on_tokens(world, kind, **options):
-    model = sw.parallelize(lambda: Returning(kind), world)
+    model = sw.parallelize(lambda: ResumePoint(kind), world)
     step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
     step([{"input_ids": torch.tensor([[0, 1, 2]]), "labels": torch.tensor([[1, 2, 3]])}])
 

@@ -10,8 +10,8 @@ from torch import nn
 import shardwise as sw
 from shardwise.config.schema import Optim
 from shardwise.parallel import parallelize
-from shardwise.train.parts import make_optimizer
-from shardwise.train.step import TrainStep
+from shardwise.run.build import make_optimizer
+from shardwise.step.step import TrainStep
 from shardwise.world import init
 
 

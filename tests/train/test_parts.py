@@ -10,8 +10,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.config.schema import Data, Log, Model, Optim, Parallel, RunConfig, Schedule, Train
 from shardwise.errors import ConfigError
-from shardwise.train.job import train
-from shardwise.train.parts import (
+from shardwise.run.build import (
     build_model,
     build_plain,
     make_optimizer,
@@ -20,7 +19,8 @@ from shardwise.train.parts import (
     prompt_of,
     put_on_schedule,
 )
-from shardwise.train.reference import ReferenceModel
+from shardwise.run.job import train
+from shardwise.run.reference import ReferenceModel
 
 SMALL = {"dim": 32, "num_layers": 1, "ffn": 48}
 
@@ -212,7 +212,7 @@ def grow(module):
     module.head = nn.Sequential(nn.Linear(32, 32), module.head)
 
 def build():
-    from shardwise.train.reference import build
+    from shardwise.run.reference import build
     return build(dim=32, num_layers=1, ffn=48)
 """
 

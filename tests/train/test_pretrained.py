@@ -6,7 +6,7 @@ import pytest
 from transformers import BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 import shardwise as sw
-from shardwise.train.pretrained import build_pretrained, vocab_in
+from shardwise.run.pretrained import build_pretrained, vocab_in
 
 SMALL = {"vocab_size": 19, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from shardwise.errors import ConfigError
-from shardwise.train import reference
-from shardwise.train.reference import ReferenceConfig, ReferenceModel
-from shardwise.train.sample import complete_text, generate
+from shardwise.run import reference
+from shardwise.run.reference import ReferenceConfig, ReferenceModel
+from shardwise.run.sample import complete_text, generate
 
 SMALL = ReferenceConfig(vocab=61, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn=48, max_seq=16)
 

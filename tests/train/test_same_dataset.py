@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import Dataset, Subset, TensorDataset, random_split
 
 import shardwise as sw
-from shardwise.train.same_dataset import digest_of_dataset
+from shardwise.data.same_dataset import digest_of_dataset
 
 SAMPLES = [{"x": torch.full((3,), i / 16)} for i in range(16)]
 

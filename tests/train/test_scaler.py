@@ -10,7 +10,7 @@ from train.plain import batch, build, sum_loss
 
 import shardwise as sw
 from shardwise.parallel import runtime_of
-from shardwise.train.scale import LossScale
+from shardwise.step.scale import LossScale
 
 LAYOUTS = [
     pytest.param("dp_shard=1", 1, id="one"),

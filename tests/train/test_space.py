@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 import shardwise as sw
 from shardwise.config import load_config
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.run import disk_space, job
+from shardwise.run.metrics import MetricsWriter
 from shardwise.state.checkpoint import commit
-from shardwise.train import job, space
-from shardwise.train.metrics import MetricsWriter
 
 Usage = namedtuple("Usage", "total used free")
 TINY = (
@@ -39,28 +39,28 @@ def config(folder: Path, *overrides: str):
 
 def test_too_little_room_is_refused_with_the_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, 5 << 20))
-    space.check_space(config(tmp_path / "run"))
-    space.check_space(config(tmp_path / "run"), 4 << 20)
+    disk_space.check_space(config(tmp_path / "run"))
+    disk_space.check_space(config(tmp_path / "run"), 4 << 20)
     with pytest.raises(ConfigError) as caught:
-        space.check_space(config(tmp_path / "run"), 8 << 20)
+        disk_space.check_space(config(tmp_path / "run"), 8 << 20)
     assert str(caught.value) == (
         f"log.dir: '{tmp_path / 'run'}', with 5.00 MiB free on its disk\n"
         "  why: the run will write about 8.07 MiB: 69.47 KiB of metrics, picture and texts, 8.00 MiB of weights\n"
         "  fix: free 3.07 MiB there, or name a folder on another disk: --log.dir=PATH"
     )
-    space.check_space(config(tmp_path / "run", "--checkpoint.export=null"), 8 << 20)
+    disk_space.check_space(config(tmp_path / "run", "--checkpoint.export=null"), 8 << 20)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_disk_on_which_no_checkpoint_fits_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, 70 << 20))
-    space.check_space(config(tmp_path), 2 << 20, 80 << 20)  # it keeps none
+    disk_space.check_space(config(tmp_path), 2 << 20, 80 << 20)  # it keeps none
     for word in ("--checkpoint.every=1", "--checkpoint.stop_after_s=10"):
-        space.check_space(config(tmp_path, word), 2 << 20, 3 << 20)
+        disk_space.check_space(config(tmp_path, word), 2 << 20, 3 << 20)
         with pytest.raises(
             ConfigError, match=r"2\.00 MiB of weights, 16\.00 MiB for a checkpoint; 64\.00 MiB stay free"
         ) as caught:
-            space.check_space(config(tmp_path, word), 2 << 20, 16 << 20)
+            disk_space.check_space(config(tmp_path, word), 2 << 20, 16 << 20)
         assert "free 12.07 MiB there" in caught.value.fix
         assert "--log.dir=PATH; or keep no checkpoints: --checkpoint.every=null" in caught.value.fix
 
@@ -68,32 +68,32 @@ def test_a_disk_on_which_no_checkpoint_fits_is_refused(tmp_path, monkeypatch):
 def test_on_a_small_disk_less_is_left_for_others(tmp_path, monkeypatch):
     """A checkpoint of 14 KiB was refused with 50 MiB free."""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(100 << 20, 0, 50 << 20))
-    space.check_space(config(tmp_path, "--checkpoint.every=1"), 2 << 20, 14 << 10)
+    disk_space.check_space(config(tmp_path, "--checkpoint.every=1"), 2 << 20, 14 << 10)
     with pytest.raises(ConfigError, match=r"48\.00 MiB for a checkpoint; 2\.00 MiB stay free for others"):
-        space.check_space(config(tmp_path, "--checkpoint.every=1"), 2 << 20, 48 << 20)
+        disk_space.check_space(config(tmp_path, "--checkpoint.every=1"), 2 << 20, 48 << 20)
     assert [commit.spare_bytes(size) for size in (100 << 20, 1 << 40)] == [2 << 20, 64 << 20]
 
 
 def test_the_estimate_of_the_small_files_grows_with_the_lines(tmp_path):
-    short, long = (space.small_files_bytes(config(tmp_path, f"--train.steps={steps}")) for steps in (10, 100_010))
-    assert long - short == 10_000 * space.METRICS_LINE
-    assert space.small_files_bytes(config(tmp_path, "--log.plot=true")) > 256 << 10
+    short, long = (disk_space.small_files_bytes(config(tmp_path, f"--train.steps={steps}")) for steps in (10, 100_010))
+    assert long - short == 10_000 * disk_space.METRICS_LINE
+    assert disk_space.small_files_bytes(config(tmp_path, "--log.plot=true")) > 256 << 10
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a second disk")
 def test_weights_on_another_disk_are_counted_there(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(9, 0, 0 if "shm" in str(path) else 1 << 40))
     with pytest.raises(ConfigError, match=r"checkpoint.export: '/dev/shm/none', with 0 B free on its disk"):
-        space.check_space(config(tmp_path, "--checkpoint.export=/dev/shm/none"), 1)
+        disk_space.check_space(config(tmp_path, "--checkpoint.export=/dev/shm/none"), 1)
 
 
 def test_a_place_for_weights_that_cannot_be_written_is_refused_early(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"checkpoint\.export: '.*file'\n  why: it is a file"):
-        space.check_space(config(tmp_path, "--checkpoint.export=file"))
+        disk_space.check_space(config(tmp_path, "--checkpoint.export=file"))
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(ConfigError, match=rf"{tmp_path} cannot be written"):
-        space.check_space(config(tmp_path, f"--checkpoint.export={tmp_path / 'new/weights'}"))
+        disk_space.check_space(config(tmp_path, f"--checkpoint.export={tmp_path / 'new/weights'}"))
 
 
 # ---- on ranks ------------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def test_a_disk_that_fills_while_training_leaves_the_weights_beside_and_no_trace
     (tmp_path / "filler.py").write_text(
         "import os\n"
         "from pathlib import Path\n"
-        "from shardwise.train.reference import ReferenceConfig, ReferenceModel\n"
+        "from shardwise.run.reference import ReferenceConfig, ReferenceModel\n"
         "class Filler(ReferenceModel):\n"
         "    def forward(self, input_ids):\n"
         "        if self.training and os.environ.get('RANK') == '0' and not Path('disk/ballast').exists():\n"

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 import shardwise as sw
 from shardwise.cli import main as cli
 from shardwise.config import load_config
-from shardwise.train import job
-from shardwise.train.corpus import encode
-from shardwise.train.metrics import read_metrics
+from shardwise.data.corpus import encode
+from shardwise.run import job
+from shardwise.run.metrics import read_metrics
 
 WORDS = ["the", "cat", "dog", "sat", "ran", "on", "mat", "and"]
 TEXT = "\n".join(" ".join(WORDS[(i * j) % 8] for j in range(1, 9)) for i in range(1, 60)) + "\n"
@@ -187,7 +187,7 @@ def test_a_text_is_given_to_a_tokenizer_in_pieces(models_of, tmp_path, monkeypat
     tokenizer = models_of / "words" / "tokenizer.json"
     (tmp_path / "t.txt").write_text(TEXT)
     whole = encode(tmp_path / "t.txt", tokenizer)
-    monkeypatch.setattr("shardwise.train.corpus._PIECE", 50)
+    monkeypatch.setattr("shardwise.data.corpus._PIECE", 50)
     (tmp_path / "u.txt").write_text(TEXT)
     assert np.array_equal(encode(tmp_path / "u.txt", tokenizer), whole) and whole.dtype == np.uint32
     (tmp_path / "v.txt").write_bytes(b"caf\xe9 " * 9)

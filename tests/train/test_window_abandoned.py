@@ -5,8 +5,8 @@ import torch
 from train.plain import Net, assert_close, batch, build, gradients, mine, plain_backward, shard, sum_loss
 
 import shardwise as sw
+from shardwise.data.batch import MicroBatch
 from shardwise.parallel import runtime_of
-from shardwise.train.batch import MicroBatch
 
 
 class StopError(Exception):

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from shardwise.config.options import Precision, Sharding
 from shardwise.errors import UnsupportedError
 from shardwise.parallel import parallelize
-from shardwise.train.step import TrainStep
-from shardwise.train.window import window
+from shardwise.step.step import TrainStep
+from shardwise.step.window import window
 from shardwise.world import init
 
 pytestmark = pytest.mark.timeout(60)

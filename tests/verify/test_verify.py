@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.train.loss import call
+from shardwise.step.loss import call
 from shardwise.verify import StepRecord, Task, run_oracle
 from shardwise.verify.compare import _buffers, _tensors
 from shardwise.verify.sharded import RankStep

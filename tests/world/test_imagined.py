@@ -13,8 +13,8 @@ from shardwise._compat import local_tensor
 from shardwise.config.options import Sharding
 from shardwise.parallel import parallelize, recipe_of, runtime_of
 from shardwise.recipe import extents
-from shardwise.train.clipping import clip_grad_norm_
-from shardwise.train.step import TrainStep
+from shardwise.step.clip import clip_grad_norm_
+from shardwise.step.step import TrainStep
 from shardwise.world import init
 
 

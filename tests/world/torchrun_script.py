@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.train.reference import ReferenceConfig, ReferenceModel
+from shardwise.run.reference import ReferenceConfig, ReferenceModel
 
 folder = Path(sys.argv[1])
 (folder / f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))

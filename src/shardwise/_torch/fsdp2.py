@@ -2,7 +2,7 @@
 
 ``fully_shard`` makes the groups of parameters (shards, buffers, streams, collectives), and puts hooks on modules that decide
 when each of them works. Those hooks look at what a forward returns and at what ran most recently, which differs by rank where
-ranks run other code; :mod:`shardwise.parallel.order` decides instead, and calls the methods here.
+ranks run other code; :mod:`shardwise.techniques.data.unit_order` decides instead, and calls the methods here.
 """
 
 from collections.abc import Callable, Iterator, Sequence

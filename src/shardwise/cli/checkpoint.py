@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "run"]
 
 # Imported when they are used: they need torch, and the help of a command does not.
-MANIFEST = "shardwise.state.vouched.manifest"
+MANIFEST = "shardwise.state.integrity.manifest"
 OPENED = "shardwise.state.checkpoint.opened"
-KEEPING = "shardwise.state.checkpoint.keeping"
+KEEPING = "shardwise.state.checkpoint.retention"
 
 
 def add_arguments(parser: Parser) -> None:
@@ -196,7 +196,7 @@ def _verify(path: Path, args: argparse.Namespace) -> int:
 def _prune(path: Path, args: argparse.Namespace) -> int:
     manifest, keeping = importlib.import_module(MANIFEST), importlib.import_module(KEEPING)
     folders = _folders(path)
-    rule = keeping.Keeping(last=args.keep, every=args.keep_every, best=_best_of(folders))
+    rule = keeping.RetentionPolicy(last=args.keep, every=args.keep_every, best=_best_of(folders))
     if folders == [path]:
         raise ConfigError(
             f"shardwise checkpoint prune {args.path}",

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from shardwise.cli.arguments import Parser
 
 if TYPE_CHECKING:
+    from shardwise.state.block_copy import Progress
     from shardwise.state.convert import Converted
-    from shardwise.state.copying import Progress
 
 __all__ = ["add_arguments", "more_help", "run"]
 

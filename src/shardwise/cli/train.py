@@ -90,8 +90,8 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
     """Refuse what can be refused before a process starts: no layout, a missing model function, sizes, a missing data file."""
     from shardwise.config.target import check_target
     from shardwise.layout import parse_layout
-    from shardwise.train.reference_config import check_reference_args
-    from shardwise.train.tokens import check_tokens
+    from shardwise.run.reference_config import check_reference_args
+    from shardwise.run.tokens import check_tokens
 
     config, origins = loaded.config, loaded.origins
     try:

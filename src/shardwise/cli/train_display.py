@@ -1,6 +1,6 @@
 """How a training run looks while it runs: a live bar on a terminal, plain lines elsewhere; never two silent seconds.
 
-A display is fed events (see :mod:`shardwise.train.job`) and lines that ranks wrote. It knows nothing of processes.
+A display is fed events (see :mod:`shardwise.run.job`) and lines that ranks wrote. It knows nothing of processes.
 On a terminal the last lines are redrawn in place; in a pipe or a log file a thread repeats where the run stands
 whenever nothing was printed for a while.
 """

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from shardwise.errors import CheckpointError, Stopped
-from shardwise.launch.lock import let_go, try_lock
+from shardwise.launch.lock import release, try_lock
 
 if TYPE_CHECKING:
     from shardwise.cli.train_display import Display
@@ -40,7 +40,7 @@ class RunFolder:
         self._held: TextIO | None = None
 
     def __enter__(self) -> "RunFolder":
-        from shardwise.train.space import check_space
+        from shardwise.run.disk_space import check_space
 
         check_space(self.config)
         lock = self.path / ".lock"
@@ -74,13 +74,13 @@ class RunFolder:
                     self._leave_no_trace()
         finally:
             if held is not None:
-                let_go(held)
+                release(held)
 
     def draw(self, unit: str) -> str | None:
         """Draws the loss curve; the reason why there is none, as a line."""
         if not self.config.log.plot:
             return "no picture: log.plot=false"
-        from shardwise.train.plot import plot_losses
+        from shardwise.run.plot import plot_losses
 
         self.display.on_phase("drawing the loss curve")
         try:
@@ -128,7 +128,7 @@ class RunFolder:
         return lines
 
     def _rows(self, say: Callable[[str], None]) -> list[dict[str, Any]]:
-        from shardwise.train.metrics import read_metrics
+        from shardwise.run.metrics import read_metrics
 
         return read_metrics(self.metrics, say=say)
 

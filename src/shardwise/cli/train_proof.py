@@ -45,7 +45,7 @@ def prove(config: "RunConfig", world: "World", *, seconds: float = math.inf) -> 
     Raises:
         VerifyError: something differs by more than rounding; on every rank.
     """
-    from shardwise.train.parts import build_plain
+    from shardwise.run.build import build_plain
 
     count = sum(p.numel() for p in build_plain(config, world).parameters())
     if count > MOST_PARAMS:
@@ -111,9 +111,9 @@ def _task(config: "RunConfig", world: "World", num_steps: int, most: int) -> Any
     """What both sides run: the first windows of the run, with the micro-batches of all ranks, at most ``most`` of each."""
     import torch
 
-    from shardwise.train.data import Loader
-    from shardwise.train.loss import call, count_of, next_token_loss
-    from shardwise.train.parts import build_plain, open_data, vocab_of
+    from shardwise.data.loader import Loader
+    from shardwise.run.build import build_plain, open_data, vocab_of
+    from shardwise.step.loss import call, count_of, next_token_loss
     from shardwise.verify import Task
 
     data = config.data

@@ -31,10 +31,10 @@ def run_rank(config: "RunConfig", send: Callable[[dict[str, Any]], object]) -> d
         send: takes events; called on rank 0 only, once the world is open.
 
     Returns:
-        what :func:`shardwise.train.job.train` returns, with ``seconds`` and ``proof``.
+        what :func:`shardwise.run.job.train` returns, with ``seconds`` and ``proof``.
     """
     from shardwise.cli.train_proof import prove
-    from shardwise.train.job import train
+    from shardwise.run.job import train
     from shardwise.world import init
 
     device = None if config.launch.device == "auto" else config.launch.device
@@ -88,7 +88,7 @@ def _facts(config: "RunConfig") -> tuple[dict[str, Any], dict[str, str]]:
     import msgspec
 
     from shardwise.config.tokenizer import tokenizer_path
-    from shardwise.train.going_on import file_sample
+    from shardwise.run.resume_check import file_sample
 
     sections = msgspec.to_builtins(config)
     kept = {name: value for name, value in sections.items() if name not in ("log", "launch")}

@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-__all__ = ["Tried", "let_go", "try_lock"]
+__all__ = ["LockAttempt", "release", "try_lock"]
 
 
-class Tried(NamedTuple):
+class LockAttempt(NamedTuple):
     """What became of an attempt.
 
     Attributes:
@@ -25,7 +25,7 @@ class Tried(NamedTuple):
     note: str | None = None
 
 
-def try_lock(path: Path, *, wait_s: float = 0.0) -> Tried:
+def try_lock(path: Path, *, wait_s: float = 0.0) -> LockAttempt:
     """Takes the lock, and leaves word of who has it.
 
     Args:
@@ -42,13 +42,13 @@ def try_lock(path: Path, *, wait_s: float = 0.0) -> Tried:
         held.seek(0)
         owner = held.read().strip() or "unknown"
         held.close()
-        return Tried(None, f"{owner}: this one, which has not closed it" if owner == _told() else owner)
+        return LockAttempt(None, f"{owner}: this one, which has not closed it" if owner == _told() else owner)
     except OSError as error:
         note = f"{path.parent} lies on a file system without locks ({error.strerror or error}): who else writes there is not noticed"
     held.truncate(0)
     held.write(f"{_told()}\n")
     held.flush()
-    return Tried(held, note=note)
+    return LockAttempt(held, note=note)
 
 
 def _flock(held: TextIO, wait_s: float) -> None:
@@ -62,7 +62,7 @@ def _flock(held: TextIO, wait_s: float) -> None:
         time.sleep(0.05)
 
 
-def let_go(held: TextIO) -> None:
+def release(held: TextIO) -> None:
     """Gives the lock back now. Closing the file would not while a child has it open too, as one that was forked does."""
     with contextlib.suppress(OSError):  # a file system without locks
         fcntl.flock(held, fcntl.LOCK_UN)

@@ -1,9 +1,9 @@
 """Techniques that shard a module, and the composer that applies them in order."""
 
+from shardwise.model.tensors import bytes_of
 from shardwise.parallel.compose import apply_recipe, describe, parallelize, recipe_of, world_of
-from shardwise.parallel.pages import empty_in_large_pages, in_large_pages
+from shardwise.parallel.large_pages import empty_in_large_pages, in_large_pages
 from shardwise.parallel.runtime import Runtime, norm_power_sum, runtime_of
-from shardwise.parallel.tensors import bytes_of
 
 __all__ = [
     "Runtime",

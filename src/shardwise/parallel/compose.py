@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from shardwise._compat import BatchNormBase, DDPModule, is_spectral_norm
-from shardwise.anatomy import canonical_modules, dtype_of, read_anatomy
 from shardwise.config.options import (
     DDP,
     Compile,
@@ -27,19 +26,20 @@ from shardwise.config.options import (
     remat_of,
 )
 from shardwise.errors import ConfigError, PlanError, UsageError
-from shardwise.parallel.ddp import apply_ddp
-from shardwise.parallel.fsdp2 import apply_fsdp2
-from shardwise.parallel.pages import in_large_pages
-from shardwise.parallel.refuse import part_of_another, refuse_numbers_of_parts, refuse_unfit_parts, refuse_whole_values
+from shardwise.model import canonical_modules, dtype_of, read_anatomy
+from shardwise.model.tensors import follow_parameters, give_memory, tensors_of, unregistered_parameters
+from shardwise.parallel.guards import part_of_another, refuse_numbers_of_parts, refuse_unfit_parts, refuse_whole_values
+from shardwise.parallel.init.sources import all_tensors, build_with_source
+from shardwise.parallel.large_pages import in_large_pages
 from shardwise.parallel.runtime import Runtime, attach, has_runtime, is_parallelized, runtime_of
-from shardwise.parallel.sources import all_tensors, build_with_source
 from shardwise.parallel.stale import mark_stale
 from shardwise.parallel.step_checks import watch_steps
-from shardwise.parallel.techniques import EXPLAINERS, check_edits, edit_after_engine, edit_before_engine
-from shardwise.parallel.tensors import follow_parameters, give_memory, tensors_of, unregistered_parameters
-from shardwise.parallel.transforms import Chosen, Given, choose, notes_of, transformed
-from shardwise.parallel.units import with_named_units
 from shardwise.recipe import Anatomy, Note, Recipe, describe_recipe, fingerprint_of, make_recipe, stored_as
+from shardwise.techniques.data.fsdp2 import apply_fsdp2
+from shardwise.techniques.data.replicas import apply_ddp
+from shardwise.techniques.data.units import with_named_units
+from shardwise.techniques.edits import EXPLAINERS, check_edits, edit_after_engine, edit_before_engine
+from shardwise.techniques.transforms.act import Chosen, Given, choose, notes_of, transformed
 from shardwise.world import World, agree_on
 
 __all__ = ["apply_recipe", "describe", "parallelize", "recipe_of", "world_of"]

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._compat import foreach_norms, local_tensor
-from shardwise.anatomy import canonical_modules
 from shardwise.errors import ShardwiseError, UsageError
 from shardwise.layout import Coord
-from shardwise.parallel.apart import Apart
-from shardwise.parallel.stale import Structure, refuse_deepcopy
-from shardwise.parallel.tensors import loose_tensors, tensors_of
+from shardwise.model import canonical_modules
+from shardwise.model.tensors import loose_tensors, tensors_of
+from shardwise.parallel.stale import ModuleSnapshot, refuse_deepcopy
 from shardwise.recipe import RankView, Recipe, Slice, extents
+from shardwise.techniques.data.penalties import PenaltyGradients
 from shardwise.world import World, is_generator
 
 __all__ = ["Engine", "Runtime", "attach", "has_runtime", "is_parallelized", "norm_power_sum", "runtime_of"]
@@ -39,7 +39,7 @@ class Engine(Protocol):
         has_own: torch.autograd.grad has given gradients of this rank alone, and none were summed since.
     """
 
-    apart: Apart
+    apart: PenaltyGradients
     has_own: bool
 
     def set_sync(self, sync: bool | None) -> None:
@@ -130,7 +130,7 @@ class Runtime:
         # The file of the tokenizer that it is trained with; False: it is trained without one; None: that of where its weights came from.
         self.tokenizer: Path | Literal[False] | None = None
         engine.tell_sums(functools.partial(_note_loose_sums, weakref.ref(self)))
-        self._structure = Structure(module, num_ranks=world.size)
+        self._structure = ModuleSnapshot(module, num_ranks=world.size)
         self.half_loaded: set[str] = set()  # tensors that a load which failed had begun to write
         self._withheld: ShardwiseError | None = None
 
@@ -213,7 +213,7 @@ class Runtime:
             raise copy.copy(self._withheld)
 
     def check_unchanged(self) -> None:
-        """Raises UsageError if the module is no longer the one that was sharded; see :class:`Structure`."""
+        """Raises UsageError if the module is no longer the one that was sharded; see :class:`ModuleSnapshot`."""
         self._structure.check()
         self.is_checked = True
 

@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise._compat import gathered_parameters, num_hooks
-from shardwise.anatomy import canonical_modules, canonical_tensors
 from shardwise.errors import UnsupportedError, UsageError
+from shardwise.model import canonical_modules, canonical_tensors
 
-__all__ = ["Structure", "mark_stale", "refuse_deepcopy", "refuse_stale"]
+__all__ = ["ModuleSnapshot", "mark_stale", "refuse_deepcopy", "refuse_stale"]
 
 _MARK = "_shardwise_replaced"
 _CHILDREN, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
@@ -58,7 +58,7 @@ def refuse_deepcopy(_memo: Any) -> NoReturn:
     )
 
 
-class Structure:
+class ModuleSnapshot:
     """The modules and parameters a sharded module was made of, and whether it still is.
 
     The usual answer compares identities, some tens of microseconds for hundreds of modules. Only where they differ are the

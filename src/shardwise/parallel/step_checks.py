@@ -23,7 +23,7 @@ from shardwise.errors import UsageError
 from shardwise.parallel.runtime import Runtime
 from shardwise.parallel.step_threads import HookedThreads
 
-__all__ = ["check_step", "refuse_in_window", "refuse_unsummed", "refuse_unsummed_step", "stepped_by", "watch_steps"]
+__all__ = ["check_step", "refuse_in_window", "refuse_unreduced", "refuse_unreduced_step", "stepped_by", "watch_steps"]
 
 _watched: weakref.WeakSet[Runtime] = weakref.WeakSet()
 _looked_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, frozenset[int]] = weakref.WeakKeyDictionary()
@@ -54,7 +54,7 @@ def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         _looked_at[optimizer] = ids
     for runtime in stepped:
         refuse_in_window(runtime, f"{type(optimizer).__name__}.step()", "take the step after the with block")
-        refuse_unsummed(runtime, f"{type(optimizer).__name__}.step()")
+        refuse_unreduced(runtime, f"{type(optimizer).__name__}.step()")
         if not runtime.is_checked:
             runtime.check_unchanged()
         runtime.is_checked, runtime.holds_stepped_gradients = False, True
@@ -72,7 +72,7 @@ def _told_of(zero_grad: Callable[..., None], held_by: Callable[[Any], Mapping[in
     def call(owner: Any, set_to_none: bool = True) -> None:
         held = held_by(owner) if _watched else {}
         for runtime in _stepped(held):
-            refuse_unsummed(runtime, f"{type(owner).__name__}.zero_grad()")
+            refuse_unreduced(runtime, f"{type(owner).__name__}.zero_grad()")
             runtime.on_zero_grad(held, set_to_none)
             runtime.holds_stepped_gradients = False
         zero_grad(owner, set_to_none)
@@ -90,7 +90,7 @@ def refuse_in_window(runtime: Runtime, what: str, fix: str) -> None:
         )
 
 
-def refuse_unsummed(runtime: Runtime, what: str) -> None:
+def refuse_unreduced(runtime: Runtime, what: str) -> None:
     """Raises UsageError if ``what`` comes while gradients of ``accumulate`` wait for the last micro-batch."""
     if not runtime.accumulates:
         return
@@ -103,10 +103,10 @@ def refuse_unsummed(runtime: Runtime, what: str) -> None:
     runtime.accumulates = False
 
 
-def refuse_unsummed_step(optimizer: torch.optim.Optimizer) -> None:
+def refuse_unreduced_step(optimizer: torch.optim.Optimizer) -> None:
     """The same for a step of ``optimizer`` that comes later, if it holds parameters of such a model."""
     for runtime in stepped_by(optimizer):
-        refuse_unsummed(runtime, f"{type(optimizer).__name__}.step()")
+        refuse_unreduced(runtime, f"{type(optimizer).__name__}.step()")
 
 
 def stepped_by(optimizer: torch.optim.Optimizer) -> list[Runtime]:

@@ -1,6 +1,6 @@
 """The records an anatomy and a recipe are made of: frozen, torch-free, JSON round-trip.
 
-:class:`Anatomy` says what a module *is* (read by :mod:`shardwise.anatomy`); :class:`~shardwise.recipe.recipe.Recipe`, made
+:class:`Anatomy` says what a module *is* (read by :mod:`shardwise.model`); :class:`~shardwise.recipe.recipe.Recipe`, made
 of the other records, says where every byte goes.
 Shapes are in elements, sizes in elements along one tensor dim, dtypes are torch's names without the ``torch.`` prefix.
 """

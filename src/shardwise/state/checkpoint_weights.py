@@ -4,9 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardwise.state.formats import open_folder, open_safetensors
+from shardwise.state.integrity.manifest import MANIFEST, Manifest, folder_name, is_manifest, step_of, steps_in
+from shardwise.state.integrity.reading import VerifiedCheckpoint, VerifiedFiles
 from shardwise.state.stored import Source
-from shardwise.state.vouched.manifest import MANIFEST, Manifest, folder_name, is_manifest, step_of, steps_in
-from shardwise.state.vouched.reading import VerifiedFiles, Vouched
 
 __all__ = ["home_of", "newest_in", "open_weights"]
 
@@ -40,7 +40,7 @@ def open_weights(path: Path, home: Path) -> Source:
         CheckpointError: it is not whole, or not what was written.
     """
     path, home = path.resolve(), home.resolve()  # `latest` may soon lead elsewhere
-    vouched = Vouched(home, Manifest.read(home))
+    vouched = VerifiedCheckpoint(home, Manifest.read(home))
     names = vouched.manifest.files
     if path.is_file():
         checked, rest = [path.relative_to(home).as_posix()], {}
@@ -54,7 +54,7 @@ def open_weights(path: Path, home: Path) -> Source:
     return replace(source, kind="a checkpoint", left_out={**source.left_out, **rest}, vouched=vouched)
 
 
-def _left_out(vouched: Vouched) -> dict[str, str]:
+def _left_out(vouched: VerifiedCheckpoint) -> dict[str, str]:
     tops = {tuple(name.split("/")[:2]) for name in vouched.manifest.files if "/" in name}
     found = {}
     if any(top == _RUN for top, _ in tops):

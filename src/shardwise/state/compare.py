@@ -10,16 +10,16 @@ import torch
 from shardwise.errors import VerifyError
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.recipe.boxes import blocks, whole
+from shardwise.state.converted import ConvertedTensor
 from shardwise.state.files import BUFFER
-from shardwise.state.outgoing import Outgoing
+from shardwise.state.integrity.reading import VerifiedFiles
 from shardwise.state.source import open_source
-from shardwise.state.vouched.reading import VerifiedFiles
 
 __all__ = ["compare", "forget_pages"]
 
 
 def compare(
-    place: Path, items: Sequence[Outgoing], reader: VerifiedFiles, progress: Callable[[str, int, int], None]
+    place: Path, items: Sequence[ConvertedTensor], reader: VerifiedFiles, progress: Callable[[str, int, int], None]
 ) -> None:
     """Reads the result as anyone would, and the source.
 

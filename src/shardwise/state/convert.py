@@ -12,25 +12,25 @@ from typing import Any
 
 from shardwise.config.conversion import Conversion
 from shardwise.errors import CheckpointError
+from shardwise.state.block_copy import BlockCopy, Progress
 from shardwise.state.compare import compare, forget_pages
-from shardwise.state.copying import Copying, Progress
+from shardwise.state.converted import ConvertedTensor, config_of, outgoing, places_of, ties_among
 from shardwise.state.destination import check_destination
-from shardwise.state.filing import SHARD_BYTES
+from shardwise.state.file_layout import SHARD_BYTES
 from shardwise.state.formats.folder import companions_of
+from shardwise.state.integrity.manifest import step_of
+from shardwise.state.integrity.reading import VerifiedCheckpoint, VerifiedFiles
 from shardwise.state.journal import Workplace, fingerprint_of
-from shardwise.state.outgoing import Outgoing, config_of, outgoing, places_of, ties_among
 from shardwise.state.source import open_source
 from shardwise.state.stored import Source, refuse_changed
 from shardwise.state.targets import (
-    Plan,
+    ConversionPlan,
     plan_checkpoint,
     plan_dcp,
     plan_folder,
     plan_safetensors,
     plan_torch_file,
 )
-from shardwise.state.vouched.manifest import step_of
-from shardwise.state.vouched.reading import VerifiedFiles, Vouched
 
 __all__ = ["Conversion", "Converted", "convert"]
 
@@ -85,7 +85,7 @@ def _put_together(job: Conversion, todo: "_Todo", progress: Progress) -> tuple[i
         work.trust({number: piece.file for number, piece in enumerate(todo.plan.pieces)}, todo.plan.files)
         resumed = sum(todo.plan.pieces[piece].num_bytes for piece in work.done)
         try:
-            with Copying(todo.plan, todo.items, todo.beside, work) as copying:
+            with BlockCopy(todo.plan, todo.items, todo.beside, work) as copying:
                 copying.values(reader, progress)
                 copying.rest()
         except OSError:
@@ -104,11 +104,11 @@ def _put_together(job: Conversion, todo: "_Todo", progress: Progress) -> tuple[i
 class _Todo:
     """All that a conversion will write: tensors and their places, and whole files beside them."""
 
-    items: list[Outgoing]
-    plan: Plan
+    items: list[ConvertedTensor]
+    plan: ConversionPlan
     beside: Mapping[str, bytes]
     notes: list[str]
-    vouched: Vouched | None
+    vouched: VerifiedCheckpoint | None
 
     def fingerprint(self, job: Conversion) -> str:
         """Another one as soon as anything of this changes, or a file of the source."""
@@ -133,7 +133,7 @@ def _planned(job: Conversion, source: Source) -> _Todo:
     return _Todo(items, _plan(job, source, items, ties), beside, notes, source.vouched)
 
 
-def _plan(job: Conversion, source: Source, items: Sequence[Outgoing], ties: Mapping[str, str]) -> Plan:
+def _plan(job: Conversion, source: Source, items: Sequence[ConvertedTensor], ties: Mapping[str, str]) -> ConversionPlan:
     facts = {item.name: item.fact for item in items}
     max_bytes = job.max_shard_bytes or SHARD_BYTES
     if job.to == "hf":

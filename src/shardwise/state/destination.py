@@ -6,8 +6,8 @@ from pathlib import Path
 
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.state.formats.folder import COMPANIONS, is_of_weights
+from shardwise.state.integrity.manifest import MANIFEST, is_manifest
 from shardwise.state.staging import check_place
-from shardwise.state.vouched.manifest import MANIFEST, is_manifest
 
 __all__ = ["check_destination"]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.anatomy import canonical_modules
+from shardwise.model import canonical_modules
 
 __all__ = ["EXTRA_STATE", "extra_names", "extra_states", "set_extra_states"]
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.anatomy import canonical_modules
+from shardwise.model import canonical_modules
 from shardwise.parallel import Runtime, bytes_of, empty_in_large_pages, runtime_of
 from shardwise.recipe import Slice, extents, owners
 from shardwise.state.extra import EXTRA_STATE, extra_states

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
-from shardwise.anatomy import is_pretrained
 from shardwise.errors import UnsupportedError
+from shardwise.model import is_pretrained
 from shardwise.recipe.boxes import whole
 from shardwise.state.views import View, view_at
 

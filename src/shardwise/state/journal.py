@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import CheckpointError
-from shardwise.launch.lock import let_go, try_lock
+from shardwise.launch.lock import release, try_lock
 from shardwise.state.staging import exchange, sync_folder
 
 __all__ = ["Workplace", "fingerprint_of"]
@@ -57,7 +57,7 @@ class Workplace:
                 fix="wait for that one, or name another destination",
             )
         with contextlib.ExitStack() as opened:
-            opened.callback(let_go, lock.held)
+            opened.callback(release, lock.held)
             flags = os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC
             self._journal = os.open(self.folder / "journal", flags, 0o666)
             opened.callback(os.close, self._journal)

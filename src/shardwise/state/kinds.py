@@ -13,10 +13,10 @@ from shardwise._compat import local_tensor
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.state.extra import extra_names, extra_states, set_extra_states
-from shardwise.state.filling import Filling
 from shardwise.state.full import full_state_dict, load_full_state_dict
+from shardwise.state.load_transaction import LoadTransaction
 from shardwise.state.report import LoadReport
-from shardwise.state.together import together
+from shardwise.world.collectively import collectively
 
 __all__ = ["StateDictType", "load_state_dict", "state_dict"]
 
@@ -81,8 +81,8 @@ def load_state_dict(
         return load_full_state_dict(model, state)
     tensors = _tensors(runtime)
     place = f"load_state_dict ({kind.value}), checking"
-    pairs = together(runtime.world, place, lambda: _pairs(runtime, tensors, state, kind))
-    with Filling(runtime, runtime.local_tensors(), pairs), torch.no_grad():
+    pairs = collectively(runtime.world, place, lambda: _pairs(runtime, tensors, state, kind))
+    with LoadTransaction(runtime, runtime.local_tensors(), pairs), torch.no_grad():
         for name, value in pairs.items():
             local_tensor(tensors[name]).copy_(local_tensor(value))
     set_extra_states(model, state)

@@ -17,17 +17,17 @@ from torch import Tensor, nn
 
 from shardwise.errors import CheckpointError, errors_about
 from shardwise.parallel import Runtime, bytes_of, runtime_of
-from shardwise.parallel.values import scatter_values
+from shardwise.parallel.init.values import scatter_values
 from shardwise.recipe import Slice
 from shardwise.state.extra import set_extra_states
 from shardwise.state.files import BUFFER
-from shardwise.state.filling import Filling, refuse_left_half
-from shardwise.state.fitting import Rules, all_of, own_boxes, plan_of
+from shardwise.state.integrity.reading import VerifiedFiles
+from shardwise.state.load_transaction import LoadTransaction, refuse_left_half
+from shardwise.state.match import Rules, all_of, own_boxes, plan_of
 from shardwise.state.names import Rename
 from shardwise.state.report import LoadReport
-from shardwise.state.together import together
-from shardwise.state.vouched.reading import VerifiedFiles
 from shardwise.world import World
+from shardwise.world.collectively import collectively
 
 __all__ = ["load_weights"]
 
@@ -82,7 +82,7 @@ def load_weights(
 
 def _load_own_pieces(runtime: Runtime, source: Any, rules: Rules, files: VerifiedFiles) -> LoadReport:
     world = runtime.world
-    plan = together(
+    plan = collectively(
         world,
         "load_weights, matching names",
         lambda: plan_of(runtime, source, rules, files, lambda name, tensor: own_boxes(runtime, name, tensor)),
@@ -106,15 +106,15 @@ def _load_own_pieces(runtime: Runtime, source: Any, rules: Rules, files: Verifie
         return _sums_of_shared(runtime, {name: local[name] for name in plan.tensors})
 
     before = files.num_bytes
-    with Filling(runtime, local, plan.tensors):
-        _refuse_other_values(world, together(world, "load_weights, reading", read))
+    with LoadTransaction(runtime, local, plan.tensors):
+        _refuse_other_values(world, collectively(world, "load_weights, reading", read))
     _after(runtime, plan.extra, plan.folder)
     return replace(plan.report, num_bytes=files.num_bytes - before)
 
 
 def _load_from_rank0(runtime: Runtime, source: Any, rules: Rules, files: VerifiedFiles) -> LoadReport:
     world = runtime.world
-    plan = together(
+    plan = collectively(
         world,
         "load_weights, matching names on rank 0",
         lambda: plan_of(runtime, source, rules, files, all_of),
@@ -144,9 +144,9 @@ def _load_from_rank0(runtime: Runtime, source: Any, rules: Rules, files: Verifie
         if plan is not None:
             plan.refuse_changed_files()
 
-    with Filling(runtime, local, names):
+    with LoadTransaction(runtime, local, names):
         scatter_values(runtime, part_of, {name: local[name] for name in names})
-        together(world, "load_weights, after rank 0 has sent", check, on_main=True)
+        collectively(world, "load_weights, after rank 0 has sent", check, on_main=True)
     _after(runtime, extra, folder)
     return replace(report, num_bytes=sum(local[name].numel() * local[name].itemsize for name in names))
 

@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.state.hugging_face import older_name, turned_view
 from shardwise.state.naming import Naming, naming_of_source
-from shardwise.state.stored import Source, Stored
+from shardwise.state.stored import Source, TensorSource
 from shardwise.state.views import Assembled, View
 
 __all__ = ["Matched", "Rename", "Wanted", "match_names"]
@@ -45,9 +45,9 @@ class Matched:
         missing, unexpected, ignored, renamed: as in the report.
     """
 
-    tensors: dict[str, Stored] = field(default_factory=dict)
+    tensors: dict[str, TensorSource] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
-    doubles: dict[str, dict[str, Stored]] = field(default_factory=dict)
+    doubles: dict[str, dict[str, TensorSource]] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     ignored: dict[str, str] = field(default_factory=dict)
@@ -197,10 +197,10 @@ def _sort_out(
     views: Mapping[str, View],
     source: Source,
     found: Matched,
-) -> dict[str, dict[str, Stored]]:
+) -> dict[str, dict[str, TensorSource]]:
     """Puts each stored tensor where it belongs; gives those that are parts: canonical name -> name in files -> stored."""
     seen: dict[str, str] = {}
-    parts: dict[str, dict[str, Stored]] = {}
+    parts: dict[str, dict[str, TensorSource]] = {}
     for name, now in current.items():
         if now in seen:
             raise CheckpointError(
@@ -224,7 +224,9 @@ def _sort_out(
     return parts
 
 
-def _assemble(home: str, want: Wanted, views: Mapping[str, View], stored: Mapping[str, Stored], found: Matched) -> None:
+def _assemble(
+    home: str, want: Wanted, views: Mapping[str, View], stored: Mapping[str, TensorSource], found: Matched
+) -> None:
     """One tensor of the model from the stored ones that are its parts."""
     absent = tuple(name for name in views if name not in stored)
     if absent:

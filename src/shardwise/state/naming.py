@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from shardwise.anatomy.names import unwrap_module
+from shardwise.model.names import unwrap_module
 from shardwise.parallel import Runtime
 from shardwise.state.hugging_face import stored_views
 from shardwise.state.views import View, view_of_all

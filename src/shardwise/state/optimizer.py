@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from shardwise._compat import local_tensor
 from shardwise.errors import CheckpointError, UnsupportedError, UsageError
+from shardwise.model.tensors import like_parameter
 from shardwise.parallel import Runtime, in_large_pages, runtime_of
-from shardwise.parallel.tensors import like_parameter
-from shardwise.parallel.values import scatter_values
+from shardwise.parallel.init.values import scatter_values
 from shardwise.state.full import gather_tensors
 from shardwise.state.report import shortened
-from shardwise.state.together import together
 from shardwise.world import described
+from shardwise.world.collectively import collectively
 
 __all__ = [
     "agreed_kinds",
@@ -86,7 +86,7 @@ def load_full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimize
     runtime = runtime_of(model)
     world, place = runtime.world, "load_full_optimizer_state_dict, matching names"
     names_of(runtime, optim)  # on every rank: a parameter that is not the model's
-    told = together(world, place, lambda: fitting_state(runtime, optim, state), on_main=True)
+    told = collectively(world, place, lambda: fitting_state(runtime, optim, state), on_main=True)
     told, settings = world.broadcast(told)
     made: dict[str, dict[str, Any]] = {name: dict(values) for name, values in told.items()}
     cut = {key for values in told.values() for key, value in values.items() if isinstance(value, torch.dtype)}
@@ -145,7 +145,7 @@ def agreed_kinds(runtime: Runtime, optim: torch.optim.Optimizer, place: str) -> 
         UnsupportedError: state that is neither shaped like its parameter nor the same on every rank, of one that is cut.
     """
     names = names_of(runtime, optim)
-    return together(
+    return collectively(
         runtime.world,
         place,
         lambda: {name: _kinds(runtime, name, optim.state.get(runtime.parameters[name], {})) for name in names},

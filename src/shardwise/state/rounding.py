@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from shardwise.anatomy import dtype_name
 from shardwise.errors import CheckpointError
+from shardwise.model import dtype_name
 
-__all__ = ["put", "refuse_overflow"]
+__all__ = ["copy_checked", "refuse_overflow"]
 
 
-def put(out: Tensor, values: Tensor, place: str) -> None:
+def copy_checked(out: Tensor, values: Tensor, place: str) -> None:
     """Copies ``values`` to ``out``, in its dtype and on its device.
 
     Raises:

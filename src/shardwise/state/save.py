@@ -1,6 +1,6 @@
 """Weights out: plain safetensors files in which every rank writes its own bytes at their place.
 
-Nothing is gathered and no rank holds more than its shard: the plan of the files (:mod:`shardwise.state.filing`) follows
+Nothing is gathered and no rank holds more than its shard: the plan of the files (:mod:`shardwise.state.file_layout`) follows
 from the recipe. The directory is made beside its place and moved there when all of it is on disk
 (:mod:`shardwise.state.staging`).
 """
@@ -14,20 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.anatomy import dtype_name
 from shardwise.config.conversion import ENDINGS
 from shardwise.config.precision import DTYPE_WORDS
 from shardwise.errors import CheckpointError, ConfigError, errors_about
+from shardwise.model import dtype_name
 from shardwise.parallel import Runtime, bytes_of, runtime_of
-from shardwise.state.companions import companion_files
 from shardwise.state.extra import extra_states
-from shardwise.state.filing import SHARD_BYTES, Filing, Part, filing_of, parts_of, stored_dtypes
+from shardwise.state.file_layout import SHARD_BYTES, FileLayout, Part, filing_of, parts_of, stored_dtypes
 from shardwise.state.formats.folder import INDEX
 from shardwise.state.formats.safetensors import CODES
 from shardwise.state.rounding import refuse_overflow
+from shardwise.state.sidecars import sidecar_files
 from shardwise.state.staging import Staged, check_place
 from shardwise.state.stored import is_rounded
-from shardwise.state.together import together
 from shardwise.state.writing import (
     by_file,
     opened,
@@ -38,6 +37,7 @@ from shardwise.state.writing import (
     write_box,
     write_part,
 )
+from shardwise.world.collectively import collectively
 
 __all__ = ["check_dtypes", "save_weights", "weights_bytes"]
 
@@ -85,7 +85,7 @@ def save_weights(
             fix="use 5 << 30 for 5 GiB",
         )
     world, filing = runtime.world, filing_of(runtime, max_shard_bytes=max_shard_bytes, dtype=kind)
-    together(
+    collectively(
         world,
         "save_weights, before it begins",
         lambda: repr((max_shard_bytes, kind)),
@@ -99,11 +99,11 @@ def save_weights(
     states = extra_states(model)  # on every rank: one may talk to the others
     saving = _Saving(runtime, filing, Path(dest), kind)
     try:
-        together(world, "save_weights, making the files", saving.make_files, on_main=True)
+        collectively(world, "save_weights, making the files", saving.make_files, on_main=True)
         saving.meet()
-        together(world, "save_weights, writing", saving.write_own)
-        together(world, "save_weights, receiving", saving.stream)
-        together(world, "save_weights, putting it in place", saving.finish, on_main=True)
+        collectively(world, "save_weights, writing", saving.write_own)
+        collectively(world, "save_weights, receiving", saving.stream)
+        collectively(world, "save_weights, putting it in place", saving.finish, on_main=True)
     finally:
         saving.close()
     if world.is_main:  # last: where warnings are errors, the others must not be left alone
@@ -158,7 +158,7 @@ def _tell_extra_states(states: dict[str, Any]) -> None:
 class _Saving:
     """One save on one rank: its stages, in the order in which they are called."""
 
-    def __init__(self, runtime: Runtime, filing: Filing, dest: Path, dtype: str | None):
+    def __init__(self, runtime: Runtime, filing: FileLayout, dest: Path, dtype: str | None):
         self.runtime, self.world, self.filing, self.dtype = runtime, runtime.world, filing, dtype
         self.dest = dest
         self.staged: Staged | None = None  # on rank 0
@@ -191,7 +191,7 @@ class _Saving:
             self.folder, token = self.staged.path, os.urandom(8)
         self.dest, self.folder, token = world.broadcast((self.dest, self.folder, token))
         place = "save_weights, leaving a token"
-        together(world, place, lambda: (self.folder / TOKEN).write_bytes(token), on_main=True)
+        collectively(world, place, lambda: (self.folder / TOKEN).write_bytes(token), on_main=True)
         seen = world.gather(sees_token(self.folder, token))
         self.absent = frozenset(rank for rank, sees in enumerate(seen) if not sees)
 
@@ -264,7 +264,7 @@ class _Saving:
         assert self.staged is not None
         try:
             (self.folder / TOKEN).unlink()
-            beside, self.notes = companion_files(self.runtime, self.dtype)
+            beside, self.notes = sidecar_files(self.runtime, self.dtype)
             index = self.filing.index()
             if index is not None:
                 beside[INDEX] = index

@@ -24,7 +24,7 @@ from shardwise.state.formats import (
     open_torch_file,
 )
 from shardwise.state.formats.trees import flatten, root_of, weights_in
-from shardwise.state.stored import HeldTensor, Source
+from shardwise.state.stored import InMemoryTensor, Source
 
 __all__ = ["open_source"]
 
@@ -139,7 +139,7 @@ def _open_mapping(state: Mapping[str, Any]) -> Source:
     return Source(
         place="a state dict",
         kind="a state dict",
-        tensors={name: HeldTensor.of(value) for name, value in rest.items() if isinstance(value, Tensor)},
+        tensors={name: InMemoryTensor.of(value) for name, value in rest.items() if isinstance(value, Tensor)},
         left_out={n: f"a {type(value).__name__}" for n, value in rest.items() if not isinstance(value, Tensor)}
         | beside,
         extra=extra,

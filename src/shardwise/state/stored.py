@@ -1,7 +1,7 @@
 """Tensors that are stored somewhere, and reading a part of one: the one way in which weights come in.
 
 Whatever a source is (safetensors files, a torch file, a DCP directory, a state dict in memory), it is a :class:`Source`:
-names, each with a :class:`Stored` that can be asked for any box. Files are read at the offsets of that box, straight into
+names, each with a :class:`TensorSource` that can be asked for any box. Files are read at the offsets of that box, straight into
 the memory that the values are for where dtype and order allow it, else through a buffer of bounded size.
 """
 
@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.anatomy import dtype_name, dtype_of
 from shardwise.errors import CheckpointError
+from shardwise.model import dtype_name, dtype_of
 from shardwise.parallel import bytes_of
 from shardwise.recipe.boxes import Box, blocks, common, index_of, row_strides, run_length, runs, whole
 from shardwise.recipe.dtypes import FLOATING
 from shardwise.state.files import BUFFER, OpenFiles, Stamp, stamp_of
-from shardwise.state.rounding import put
-from shardwise.state.vouched.reading import Vouched
+from shardwise.state.integrity.reading import VerifiedCheckpoint
+from shardwise.state.rounding import copy_checked
 
-__all__ = ["Chunk", "FileTensor", "HeldTensor", "Source", "Stored", "is_rounded", "refuse_changed"]
+__all__ = ["Chunk", "FileTensor", "InMemoryTensor", "Source", "TensorSource", "is_rounded", "refuse_changed"]
 
 SHORT_RUN = 4096  # bytes, a page: to read what lies between shorter runs costs less than another call
 
@@ -38,7 +38,7 @@ def is_rounded(dtype: str) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Stored(ABC):
+class TensorSource(ABC):
     """A tensor that can be read in parts.
 
     Attributes:
@@ -91,7 +91,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, eq=False)
-class FileTensor(Stored):
+class FileTensor(TensorSource):
     """A tensor in files: in chunks that tile it."""
 
     chunks: tuple[Chunk, ...]
@@ -111,17 +111,17 @@ class FileTensor(Stored):
 
 
 @dataclass(frozen=True, eq=False)
-class HeldTensor(Stored):
+class InMemoryTensor(TensorSource):
     """A tensor in memory, whole."""
 
     tensor: Tensor
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "HeldTensor":
+    def of(cls, tensor: Tensor) -> "InMemoryTensor":
         return cls(tuple(tensor.shape), dtype_name(tensor.dtype), tensor.detach())
 
     def read(self, box: Box, out: Tensor, files: OpenFiles) -> None:
-        put(out, self.tensor[index_of(box)], "a state dict")
+        copy_checked(out, self.tensor[index_of(box)], "a state dict")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,20 +135,20 @@ class Source:
         left_out: name -> why, of what is there and is no weight.
         extra: name -> what a module's ``get_extra_state`` returned; in state dicts.
         vouched: the checkpoint that it is in, whose checksums are compared where it is read by
-            :class:`~shardwise.state.vouched.reading.VerifiedFiles`.
+            :class:`~shardwise.state.integrity.reading.VerifiedFiles`.
         folder: the directory of a model, with its config and tokenizer files; None where there is none.
     """
 
     place: str
     kind: str
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, TensorSource]
     left_out: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
     folder: Path | None = None
-    vouched: Vouched | None = None
+    vouched: VerifiedCheckpoint | None = None
 
 
-def refuse_changed(tensors: Iterable[Stored]) -> None:
+def refuse_changed(tensors: Iterable[TensorSource]) -> None:
     """For the end of reading: values at offsets of one version of a file may have been taken from another.
 
     Raises:
@@ -189,7 +189,7 @@ def _read_chunk(chunk: Chunk, box: Box, out: Tensor, dtype: str, files: OpenFile
             num = count * kind.itemsize
             files.read(chunk.file, chunk.offset + start * kind.itemsize, scratch[position : position + num])
             position += num
-        put(out[index_of(part.within(box))], values, str(chunk.file))
+        copy_checked(out[index_of(part.within(box))], values, str(chunk.file))
 
 
 def _read_strided(chunk: Chunk, box: Box, out: Tensor, kind: torch.dtype, files: OpenFiles) -> None:
@@ -201,7 +201,7 @@ def _read_strided(chunk: Chunk, box: Box, out: Tensor, kind: torch.dtype, files:
         scratch = files.scratch(span * kind.itemsize)
         files.read(chunk.file, chunk.offset + first * kind.itemsize, scratch)
         values = torch.frombuffer(scratch, dtype=kind).as_strided(part.sizes, strides)
-        put(out[index_of(part.within(box))], values, str(chunk.file))
+        copy_checked(out[index_of(part.within(box))], values, str(chunk.file))
 
 
 def _span(box: Box, strides: tuple[int, ...]) -> int:

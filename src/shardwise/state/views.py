@@ -6,7 +6,7 @@ from torch import Tensor
 
 from shardwise.recipe.boxes import Box, common, index_of, row_strides, whole
 from shardwise.state.files import OpenFiles
-from shardwise.state.stored import Chunk, Stored
+from shardwise.state.stored import Chunk, TensorSource
 
 __all__ = ["Assembled", "View", "view_at", "view_of_all"]
 
@@ -68,10 +68,10 @@ def view_at(
 
 
 @dataclass(frozen=True, eq=False)
-class Assembled(Stored):
+class Assembled(TensorSource):
     """A tensor of the model that is stored in parts, which tile it."""
 
-    parts: tuple[tuple[View, Stored], ...]
+    parts: tuple[tuple[View, TensorSource], ...]
 
     @property
     def origins(self) -> tuple[Chunk, ...]:

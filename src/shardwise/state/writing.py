@@ -8,13 +8,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from shardwise.anatomy import dtype_name, dtype_of
 from shardwise.errors import errors_about
+from shardwise.model import dtype_name, dtype_of
 from shardwise.parallel import bytes_of
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.recipe.boxes import Box, blocks, index_of, runs
+from shardwise.state.file_layout import Part
 from shardwise.state.files import BUFFER
-from shardwise.state.filing import Part
 from shardwise.state.rounding import refuse_overflow
 
 __all__ = [

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.train.state import StepState
+from shardwise.step.step_state import StepState
 from shardwise.verify.oracle import Task
 
 __all__ = ["drawing_modules", "places_of"]

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.anatomy import read_anatomy
 from shardwise.config.options import Parallel, Sharding
 from shardwise.errors import ConfigError
 from shardwise.layout import parse_layout
-from shardwise.train.loss import call, next_token_loss
+from shardwise.model import read_anatomy
+from shardwise.step.loss import call, next_token_loss
 from shardwise.verify.compare import Report, counted
 from shardwise.verify.draws import drawing_modules, places_of
 from shardwise.verify.named import CountOfLoss, Function, in_words, named_model

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardwise.config.target import load_target
 from shardwise.errors import ConfigError, ShardwiseError, UsageError
-from shardwise.train.pretrained import check_pretrained
+from shardwise.run.pretrained import check_pretrained
 
 __all__ = ["CountOfLoss", "Directory", "Function", "Model", "in_words", "named_model"]
 

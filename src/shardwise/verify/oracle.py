@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._compat import cast_floating
-from shardwise.train.loss import count_of, forward_of
-from shardwise.train.state import StepState
+from shardwise.step.loss import count_of, forward_of
+from shardwise.step.step_state import StepState
 from shardwise.verify.lift import LiftFloat32
 
 __all__ = ["StepRecord", "Task", "cast_batches", "make_optimizer", "run_oracle"]

@@ -2,7 +2,7 @@
 
 import torch
 
-import shardwise.train.job
+import shardwise.run.job
 import shardwise.verify  # noqa: F401
 
 __all__: list[str] = []

@@ -14,8 +14,8 @@ from shardwise.errors import ConfigError, UsageError, VerifyError
 from shardwise.launch import launch_local
 from shardwise.layout import layout_of, parse_layout
 from shardwise.parallel import parallelize
-from shardwise.parallel.transforms import choose, transformed
-from shardwise.train.loss import call, count_of, next_token_loss
+from shardwise.step.loss import call, count_of, next_token_loss
+from shardwise.techniques.transforms.act import choose, transformed
 from shardwise.verify.compare import Report, compare, counted
 from shardwise.verify.draws import drawing_modules, places_of
 from shardwise.verify.oracle import Task, cast_batches, run_oracle
@@ -53,9 +53,9 @@ def verify(
         layout: such as ``"dp_shard=2"``; a ``-1`` needs ``num_ranks``.
         batches: per step, the micro-batches of all ranks together, in global order. Give them unequal numbers of valid
             tokens: equal ones hide the commonest faults.
-        loss, count, forward: as :class:`~shardwise.train.step.TrainStep` takes them; top-level functions.
+        loss, count, forward: as :class:`~shardwise.step.step.TrainStep` takes them; top-level functions.
         optimizer: "sgd" (momentum 0.9), "adamw", or a top-level function of the parameters.
-        max_grad_norm, norm_type, clip_grad_value: as :class:`~shardwise.train.step.TrainStep` takes them.
+        max_grad_norm, norm_type, clip_grad_value: as :class:`~shardwise.step.step.TrainStep` takes them.
         dtype: what both sides compute in, and what floating tensors of batches are cast to; float64 shows faults that rounding
             would hide.
         gate: the largest error allowed; default 1e-12 in float64, 1e-5 in float32.

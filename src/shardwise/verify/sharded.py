@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise._compat import TorchDispatchMode, local_tensor
+from shardwise.data.batch import MicroBatch
 from shardwise.parallel import parallelize, recipe_of, runtime_of
-from shardwise.train.batch import MicroBatch
-from shardwise.train.loss import call
-from shardwise.train.step import TrainStep
+from shardwise.step.loss import call
+from shardwise.step.step import TrainStep
 from shardwise.verify.oracle import Task, make_optimizer
 from shardwise.world import World, init
 

@@ -5,7 +5,7 @@ sums alone (n * sum(x^2) == sum(x)^2 exactly when all x are equal), so every ran
 takes the same decision without a second round. Each exchange carries a digest of what it is: ranks that come to different
 ones are told so, instead of adding one's token count to another's norm. Waiting polls: an alarm raised elsewhere is
 seen at once, and a rank that does not come is named, with where it is, before the group's own timeout. What an exchange
-shows to differ and a policy makes equal (:meth:`Agreement.equalise`) is waited for alike.
+shows to differ and a policy makes equal (:meth:`Agreement.sync_tensors`) is waited for alike.
 """
 
 import hashlib
@@ -46,10 +46,10 @@ class Agreement:
         device: torch.device,
         timeout_s: float,
         watch: Watch | None,
-        imagined: bool = False,
+        is_fake: bool = False,
     ):
         self.size, self.rank, self.group, self.device = size, rank, group, device
-        self.is_alone = size == 1 or imagined  # nobody else answers: imagined peers give what this rank gives
+        self.is_alone = size == 1 or is_fake  # nobody else answers: imagined peers give what this rank gives
         self.timeout_s, self.watch = timeout_s, watch
         self.is_open = True
         self.num_exchanges = 0  # observable: two per window, whatever the features in use
@@ -114,7 +114,7 @@ class Agreement:
             self.watch.past(place)
         return found
 
-    def equalise(self, tensors: Sequence[Tensor], place: str, *, mean: bool) -> None:
+    def sync_tensors(self, tensors: Sequence[Tensor], place: str, *, mean: bool) -> None:
         """Makes each of ``tensors`` equal on all ranks, in place: rank 0's, or with ``mean`` the mean over ranks (what is
         not floating: rank 0's). Every rank gives the same ones, as an exchange before has told.
 

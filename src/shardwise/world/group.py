@@ -21,7 +21,7 @@ __all__ = [
     "choose_device",
     "env_of_group",
     "has_cpu_backend",
-    "is_imagined",
+    "is_fake_group",
     "start_group",
     "start_watch",
 ]
@@ -196,6 +196,6 @@ def has_cpu_backend() -> bool:
     return "cpu:" in dist.get_backend_config()
 
 
-def is_imagined() -> bool:
+def is_fake_group() -> bool:
     """Whether the group is torch's fake one, whose collectives do nothing: there is nobody to agree with."""
     return dist.get_backend() == "fake"

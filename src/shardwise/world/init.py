@@ -19,17 +19,17 @@ from shardwise.layout import AXES, DERIVED_AXES, Layout, layout_of
 from shardwise.world.agreement import Agreement
 from shardwise.world.axis import Axis
 from shardwise.world.env import Env, ranks_per_node, read_env
+from shardwise.world.exit_notice import owe_exit_notice, owe_no_notice
 from shardwise.world.fingerprint import agree_on, package_versions
 from shardwise.world.group import (
     check_group,
     choose_device,
     env_of_group,
     has_cpu_backend,
-    is_imagined,
+    is_fake_group,
     start_group,
     start_watch,
 )
-from shardwise.world.last_words import owe_last_words, owe_no_words
 from shardwise.world.rng import seed_all
 from shardwise.world.signals import StopRequest
 from shardwise.world.termination import listen, stop_listening
@@ -152,12 +152,12 @@ class World:
         # Of gloo another group for the mesh than for exchanges: ranks of which one is in a gather and another in an exchange are
         # aborted by gloo if both are of one group, and can be told so if not.
         everyone = tuple(range(self.size))
-        is_shared = self.size == 1 or device.type != "cpu" or is_imagined()
+        is_shared = self.size == 1 or device.type != "cpu" or is_fake_group()
         self._groups: dict[tuple[int, ...], Any] = {everyone: dist.group.WORLD} if is_shared else {}
         self._resharding: dict[int, DeviceMesh] = {}
         self.watch: Watch | None = None
-        imagined = is_imagined()
-        if self.size > 1 and not imagined:
+        is_fake = is_fake_group()
+        if self.size > 1 and not is_fake:
             self.watch = start_watch(env, timeout_s)
             listen(self.watch)
         try:
@@ -169,7 +169,7 @@ class World:
                 device=small,
                 timeout_s=timeout_s,
                 watch=self.watch,
-                imagined=imagined,
+                is_fake=is_fake,
             )
             facts = {"layout": str(layout), "seed": seed, "versions": package_versions()}
             agree_on(self.agreement, facts, what="the ranks' start-up", fix="start every rank with the same command")
@@ -181,7 +181,7 @@ class World:
         set_threads(self.local_size)
         self.step_threads = threads_of_offloaded_step(self.local_size)
         seed_all(seed, self.rank)
-        owe_last_words(self)
+        owe_exit_notice(self)
 
     def __repr__(self) -> str:
         return f"World(layout={str(self.layout)!r}, rank={self.rank}, size={self.size}, device={str(self.device)!r})"
@@ -312,7 +312,7 @@ class World:
 
     def _end_group(self) -> None:
         self.agreement.is_open = False
-        owe_no_words(self)
+        owe_no_notice(self)
         self._stop_watch()
         self._gradients = None  # a group's threads end with the last reference to it
         forget_meshes()

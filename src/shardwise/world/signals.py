@@ -69,7 +69,7 @@ class StopRequest:
         self.agreed, self._asked, self._deadline, self.saves = None, set(), float("inf"), False
 
     @contextlib.contextmanager
-    def heeded(self, limit_s: float | None, *, usr1_saves: bool = False) -> Iterator[None]:
+    def handle_stop_signals(self, limit_s: float | None, *, usr1_saves: bool = False) -> Iterator[None]:
         """Within: SIGTERM, SIGUSR1 and SIGHUP are requests, and so is the end of ``limit_s`` seconds from now. SIGTERM again
         raises SystemExit(143). With ``usr1_saves``, SIGUSR1 asks for a checkpoint and for no stop; one that a launcher kept back comes now.
 

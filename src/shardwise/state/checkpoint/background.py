@@ -10,9 +10,9 @@ from torch import Tensor
 
 from shardwise.state.checkpoint.contents import Contents
 from shardwise.state.checkpoint.writer import memory_in_line
-from shardwise.state.together import Peers
 from shardwise.world import World
-from shardwise.world.beside import Beside
+from shardwise.world.collectively import Peers
+from shardwise.world.side_group import SideGroup
 
 __all__ = ["Background"]
 
@@ -22,7 +22,7 @@ class Background:
 
     def __init__(self, world: World):
         self._device = world.device
-        self._beside = Beside(world)
+        self._beside = SideGroup(world)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardwise-save")
         self._buffers: dict[str, Tensor] = {}
         self._under_way: Future[Path] | None = None

@@ -24,15 +24,15 @@ from shardwise.errors import CheckpointError
 from shardwise.parallel import bytes_of
 from shardwise.recipe import human_bytes
 from shardwise.state.checkpoint.contents import REST, Contents
-from shardwise.state.checkpoint.points import reach
+from shardwise.state.checkpoint.fault_points import at_fault_point
 from shardwise.state.checkpoint.writer import BlockWriter
+from shardwise.state.integrity.manifest import MANIFEST, FileFact, Manifest, folder_name
+from shardwise.state.integrity.sums import Sums, Told, put_together
 from shardwise.state.save import TOKEN, sees_token
 from shardwise.state.staging import Staged, remove_left_overs, sync_folder
-from shardwise.state.together import Peers, together
-from shardwise.state.vouched.manifest import MANIFEST, FileFact, Manifest, folder_name
-from shardwise.state.vouched.sums import Sums, Told, put_together
 from shardwise.state.writing import opened, reserve, stretches, write_at
 from shardwise.world import package_versions
+from shardwise.world.collectively import Peers, collectively
 
 __all__ = ["LATEST", "SPARE", "spare_bytes", "write_checkpoint"]
 
@@ -62,18 +62,18 @@ def write_checkpoint(peers: Peers, root: Path, contents: Contents, layout: str, 
     commit = _Commit(peers, root, contents, layout, fingerprint)
     place = f"the checkpoint of step {contents.step}"
     try:
-        together(peers, f"{place}, making the files", commit.make_files, on_main=True)
+        collectively(peers, f"{place}, making the files", commit.make_files, on_main=True)
         commit.meet(place)
-        told = together(peers, f"{place}, writing", commit.write_own)
+        told = collectively(peers, f"{place}, writing", commit.write_own)
         everyone = peers.agreement.gather(told, f"{place}, telling checksums")
-        together(peers, f"{place}, putting it in place", lambda: commit.finish(everyone), on_main=True)
+        collectively(peers, f"{place}, putting it in place", lambda: commit.finish(everyone), on_main=True)
     finally:
         commit.close()
     for group in contents.groups:  # an older checkpoint, which a model's tokenizer came from, may be pruned now
         origin = group.runtime.loaded_from
         if origin is not None and origin.is_relative_to(root):
             group.runtime.loaded_from = commit.dest / group.prefix
-    reach("acknowledged")
+    at_fault_point("acknowledged")
     return commit.dest
 
 
@@ -89,20 +89,20 @@ class _Commit:
 
     def make_files(self) -> None:
         """On rank 0: the directory, and its files in their final size."""
-        reach("begun")
+        at_fault_point("begun")
         try:
             remove_left_overs(self.root)
             sizes = self.contents.sizes()
             self._refuse_full(sum(sizes.values()))
             self.staged = Staged(self.dest)
             self.folder = self.staged.path
-            reach("staged")
+            at_fault_point("staged")
             for path, size in sizes.items():
                 target = self.folder / path
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with opened(target, os.O_CREAT) as descriptor:
                     reserve(descriptor, size) if size else None
-            reach("reserved")
+            at_fault_point("reserved")
         except OSError as error:
             raise self._unwritten(error) from error
 
@@ -120,12 +120,12 @@ class _Commit:
     def meet(self, place: str) -> None:
         """Every rank has to see the directory: by a token in it, and not by its name."""
         token = os.urandom(8) if self.staged is not None else b""
-        together(
+        collectively(
             self.peers, f"{place}, leaving a token", lambda: (self.folder / TOKEN).write_bytes(token), on_main=True
         )
         self.folder, token = self.peers.agreement.gather((self.folder, token), f"{place}, telling where it is")[0]
-        together(self.peers, f"{place}, looking for the directory", lambda: self._look_for(token))
-        reach("met")
+        collectively(self.peers, f"{place}, looking for the directory", lambda: self._look_for(token))
+        at_fault_point("met")
 
     def _look_for(self, token: bytes) -> None:
         if not sees_token(self.folder, token):
@@ -172,7 +172,7 @@ class _Commit:
         assert self.staged is not None
         sizes = self.contents.sizes()
         sums = put_together(sizes, everyone)
-        reach("summed")
+        at_fault_point("summed")
         manifest = Manifest(
             step=self.contents.step,
             layout=self.layout,
@@ -186,19 +186,19 @@ class _Commit:
             (self.folder / TOKEN).unlink()
             with opened(self.folder / MANIFEST, os.O_CREAT | os.O_EXCL) as descriptor:
                 write_at(descriptor, data[: len(data) // 2], 0)
-                reach("manifest-half-written")
+                at_fault_point("manifest-half-written")
                 write_at(descriptor, data[len(data) // 2 :], len(data) // 2)
-                reach("manifest-written")
+                at_fault_point("manifest-written")
                 os.fsync(descriptor)
             for folder, _, _ in os.walk(self.folder):
                 sync_folder(Path(folder))
-            reach("manifest-synced")
+            at_fault_point("manifest-synced")
             self.staged.move(keeps_others=False)
-            reach("renamed")
+            at_fault_point("renamed")
             sync_folder(self.root)
-            reach("durable")
+            at_fault_point("durable")
             point_to(self.root, self.dest.name)
-            reach("latest")
+            at_fault_point("latest")
         except OSError as error:
             raise self._unwritten(error) from error
 

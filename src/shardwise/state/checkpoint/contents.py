@@ -24,23 +24,23 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._compat import local_tensor
-from shardwise.anatomy import dtype_name
 from shardwise.errors import ConfigError, UsageError
+from shardwise.model import dtype_name
 from shardwise.parallel import Runtime, bytes_of, runtime_of
 from shardwise.parallel.runtime import has_runtime
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.state.checkpoint.plain import to_plain, to_text
-from shardwise.state.companions import companion_files
 from shardwise.state.extra import extra_states
-from shardwise.state.filing import SHARD_BYTES, Filing, Part, PlannedFile, filing_of, parts_of, planned_files
+from shardwise.state.file_layout import SHARD_BYTES, FileLayout, Part, PlannedFile, filing_of, parts_of, planned_files
 from shardwise.state.formats.folder import INDEX
 from shardwise.state.formats.safetensors import CODES
+from shardwise.state.integrity.manifest import MANIFEST, is_inside
+from shardwise.state.integrity.sums import sum_of
 from shardwise.state.optimizer import agreed_kinds, settings_of
-from shardwise.state.together import together
+from shardwise.state.sidecars import sidecar_files
 from shardwise.state.views import view_of_all
-from shardwise.state.vouched.manifest import MANIFEST, is_inside
-from shardwise.state.vouched.sums import sum_of
 from shardwise.state.writing import stretches
+from shardwise.world.collectively import collectively
 from shardwise.world.rng import streams
 
 __all__ = [
@@ -78,7 +78,7 @@ class Group:
 
     prefix: str
     runtime: Runtime
-    filing: Filing
+    filing: FileLayout
     tensors: Mapping[str, Tensor]
     by_stored: bool = False
 
@@ -202,7 +202,7 @@ def contents_of(
     # Code of the user's, which may fail on one rank alone: the others would wait for it in the next exchange.
     place = "a checkpoint, taking down what modules and extra objects keep"
     mine: dict[str, Tensor] = {}
-    plain, data = together(
+    plain, data = collectively(
         world,
         place,
         lambda: (_plain_states(own(), models, extra, tensors), to_plain(of_rank(), f"data/{world.rank}", mine)),
@@ -298,7 +298,7 @@ def _weights(prefix: str, model: nn.Module, texts: dict[str, bytes], notes: list
     params = runtime.recipe.params.values()
     align = _align(sum(math.prod(param.shape) * DTYPE_BYTES[param.storage] for param in params))
     filing = filing_of(runtime, max_shard_bytes=SHARD_BYTES, align=align)
-    beside, told = companion_files(runtime)
+    beside, told = sidecar_files(runtime)
     index = filing.index()
     texts |= {prefix + name: content for name, content in beside.items()}
     texts |= {prefix + INDEX: index} if index is not None else {}
@@ -334,7 +334,7 @@ def _optimizer(runtime: Runtime, optim: torch.optim.Optimizer, tensors: dict[str
     if cut:
         align = _align(sum(math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in facts.values()))
         files = planned_files(facts, max_shard_bytes=SHARD_BYTES, align=align, stem=OPTIMIZER)
-        group = Group("", runtime, Filing(files, views), cut, by_stored=True)
+        group = Group("", runtime, FileLayout(files, views), cut, by_stored=True)
     return group, to_plain(told, "optimizer", tensors)
 
 

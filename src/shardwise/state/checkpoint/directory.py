@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TextIO
 
 from shardwise.errors import CheckpointError
-from shardwise.launch.lock import let_go, try_lock
-from shardwise.state.checkpoint.keeping import Keeping, remove, remove_removed
+from shardwise.launch.lock import release, try_lock
+from shardwise.state.checkpoint.retention import RetentionPolicy, remove, remove_removed
+from shardwise.state.integrity.manifest import MANIFEST, folder_name, is_manifest, step_of, steps_in
 from shardwise.state.staging import remove_left_overs, sync_folder
-from shardwise.state.together import together
-from shardwise.state.vouched.manifest import MANIFEST, folder_name, is_manifest, step_of, steps_in
 from shardwise.world import World
+from shardwise.world.collectively import collectively
 
 __all__ = ["Directory"]
 
@@ -39,7 +39,7 @@ class Directory:
         self._world = world
         self._lock: TextIO | None = None
         self.note: str | None = None
-        together(world, "opening a checkpoint directory", lambda: self._open(root), on_main=True)
+        collectively(world, "opening a checkpoint directory", lambda: self._open(root), on_main=True)
         self.root: Path = world.broadcast(root.resolve())
 
     def _open(self, root: Path) -> None:
@@ -75,12 +75,12 @@ class Directory:
     def close(self) -> None:
         """From here on another run may have it."""
         if self._lock is not None:
-            let_go(self._lock)
+            release(self._lock)
             self._lock = None
 
     def steps(self) -> list[int]:
         """Of the checkpoints there, whole or not, the oldest first. All ranks must ask."""
-        found = together(self._world, "looking for checkpoints", lambda: steps_in(self.root), on_main=True)
+        found = collectively(self._world, "looking for checkpoints", lambda: steps_in(self.root), on_main=True)
         return self._world.broadcast(found)
 
     def folder(self, step: int) -> Path:
@@ -124,7 +124,7 @@ class Directory:
             if other > newest and folder.exists():
                 os.replace(folder, folder.with_name(f"damaged-{folder.name}-{time.time_ns():x}"))
 
-    def prune(self, keeping: Keeping, newest: int, figure: float | None) -> None:
+    def prune(self, keeping: RetentionPolicy, newest: int, figure: float | None) -> None:
         """Removes what need not stay.
 
         Raises:

@@ -17,10 +17,10 @@ from shardwise.state.checkpoint.background import Background
 from shardwise.state.checkpoint.commit import write_checkpoint
 from shardwise.state.checkpoint.contents import Contents, check_extra, check_texts, contents_of
 from shardwise.state.checkpoint.directory import Directory
-from shardwise.state.checkpoint.keeping import Keeping
-from shardwise.state.checkpoint.points import reach
-from shardwise.state.checkpoint.returning import Returning, Step, check_step
-from shardwise.state.together import Peers
+from shardwise.state.checkpoint.fault_points import at_fault_point
+from shardwise.state.checkpoint.resume import ResumePoint, Step, check_step
+from shardwise.state.checkpoint.retention import RetentionPolicy
+from shardwise.world.collectively import Peers
 
 __all__ = ["CheckpointManager"]
 
@@ -92,19 +92,21 @@ class CheckpointManager:
         _check_sigusr1(sigusr1)
         self._runtime = runtime_of(step.model)
         self._world = self._runtime.world
-        self._keeping = Keeping(last=keep, every=keep_every, best=best)
+        self._keeping = RetentionPolicy(last=keep, every=keep_every, best=best)
         self._texts = {path: text.encode() for path, text in (texts or {}).items()}
         self._saved_step: int | None = None
         self._late_notes: list[str] = []  # of the thread that writes, for the next call
         self._directory = Directory(self._world, Path(root))
-        self._returning = Returning(self._directory, step, extra or {})
+        self._returning = ResumePoint(self._directory, step, extra or {})
         self._warn([self._directory.note] if self._directory.note is not None else [])
         self._background = Background(self._world) if async_save else None
         if self._background is not None:
             weakref.finalize(self, self._background.tell)
         self._is_closed = False
         self._until_closed = contextlib.ExitStack()
-        self._until_closed.enter_context(self._world.stop.heeded(stop_after_s, usr1_saves=sigusr1 == "save"))
+        self._until_closed.enter_context(
+            self._world.stop.handle_stop_signals(stop_after_s, usr1_saves=sigusr1 == "save")
+        )
         self._world.before_close.append(weakref.WeakMethod(self.close))
 
     def __enter__(self) -> "CheckpointManager":
@@ -295,13 +297,13 @@ class CheckpointManager:
 
     def _prune(self, newest: int, figure: float | None) -> None:
         """On rank 0, when the newest is on disk: what goes wrong now is no fault of a save, and told by the next call."""
-        reach("pruning")
+        at_fault_point("pruning")
         try:
             self._directory.put_aside(newest, self._returning.left_behind)
             self._directory.prune(self._keeping, newest, figure)
         except OSError as error:
             self._late_notes.append(f"older checkpoints in {self.root} were not removed: {error}")
-        reach("pruned")
+        at_fault_point("pruned")
 
     # ---- loading ---------------------------------------------------------------------------------------------
 

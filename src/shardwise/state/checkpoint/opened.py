@@ -12,9 +12,9 @@ from shardwise.state.checkpoint.contents import OPTIMIZER, REST, STATE, held_ext
 from shardwise.state.checkpoint.plain import from_plain, parse
 from shardwise.state.files import BUFFER
 from shardwise.state.formats.safetensors import tensors_in
+from shardwise.state.integrity.manifest import Manifest, damaged
+from shardwise.state.integrity.reading import VerifiedCheckpoint, VerifiedFiles
 from shardwise.state.stored import FileTensor
-from shardwise.state.vouched.manifest import Manifest, damaged
-from shardwise.state.vouched.reading import VerifiedFiles, Vouched
 
 __all__ = ["SavedRun"]
 
@@ -60,7 +60,7 @@ class SavedRun:
     def __init__(self, folder: Path):
         self.folder = folder
         self.manifest = Manifest.read(folder)
-        self.files = VerifiedFiles(Vouched(folder, self.manifest))
+        self.files = VerifiedFiles(VerifiedCheckpoint(folder, self.manifest))
 
     def __enter__(self) -> "SavedRun":
         return self

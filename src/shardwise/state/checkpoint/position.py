@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from shardwise.data.dataset_state import DatasetState, put_states
 from shardwise.errors import ConfigError
 from shardwise.state.checkpoint.plain import to_plain, to_text
-from shardwise.state.datasets import DatasetState, put_states
 from shardwise.world.rng import is_generator
 
 __all__ = ["check_states", "dataset_states", "loader_in", "put_dataset", "trained_position"]

@@ -17,15 +17,15 @@ from shardwise.parallel import Runtime, empty_in_large_pages, runtime_of
 from shardwise.state.checkpoint.contents import EXTRA, held_extra, is_sharded
 from shardwise.state.checkpoint.opened import SavedRun
 from shardwise.state.extra import set_extra_states
-from shardwise.state.filling import Filling
-from shardwise.state.fitting import Plan, Rules, own_boxes, plan_of
 from shardwise.state.formats import open_folder
 from shardwise.state.given import Settled
+from shardwise.state.integrity.manifest import DamagedError, damaged
+from shardwise.state.integrity.reading import VerifiedFiles
+from shardwise.state.load_transaction import LoadTransaction
+from shardwise.state.match import LoadPlan, Rules, own_boxes, plan_of
 from shardwise.state.optimizer import fitting_state, install_state
 from shardwise.state.stored import FileTensor
-from shardwise.state.together import together
-from shardwise.state.vouched.manifest import DamagedError, damaged
-from shardwise.state.vouched.reading import VerifiedFiles
+from shardwise.world.collectively import collectively
 from shardwise.world.rng import set_streams
 
 __all__ = ["Restored", "restore"]
@@ -72,15 +72,15 @@ def restore(
     """
     runtime = runtime_of(model)
     world, place = runtime.world, f"restoring {folder.name}"
-    saved = together(
+    saved = collectively(
         world, f"{place}, reading the manifest", lambda: SavedRun(folder), same=_digest, differ=_other(folder)
     )
     with saved:
         reading = _Reading(saved, runtime, optim, extra)
-        together(world, f"{place}, matching names", lambda: reading.match(check))
-        together(world, f"{place}, reading", reading.read)
+        collectively(world, f"{place}, matching names", lambda: reading.match(check))
+        collectively(world, f"{place}, reading", reading.read)
         reading.place()
-        together(world, f"{place}, giving extra objects their state", reading.place_extra)
+        collectively(world, f"{place}, giving extra objects their state", reading.place_extra)
         return Restored(folder, saved.manifest.step, reading.own, saved.files.num_bytes, tuple(reading.notes))
 
 
@@ -105,7 +105,7 @@ class _Reading:
         self.saved, self.runtime, self.optim, self.extra = saved, runtime, optim, extra
         self.notes: list[str] = []
         self.own: dict[str, Any] = {}
-        self._models: dict[str, tuple[Runtime, Plan]] = {}
+        self._models: dict[str, tuple[Runtime, LoadPlan]] = {}
         self._values: dict[str, dict[str, Tensor]] = {}
         self._made: dict[str, dict[str, Any]] = {}
 
@@ -146,7 +146,7 @@ class _Reading:
             self._settings = settled.settings(self._settings)
             self.own["step"] = {**self.own["step"], **settled.step}
 
-    def _plan(self, prefix: str, runtime: Runtime) -> Plan:
+    def _plan(self, prefix: str, runtime: Runtime) -> LoadPlan:
         rules = Rules(strict=True, rename=(), cast=False, check_finite=False)
         folder = self.saved.folder / prefix if prefix else self.saved.folder
         try:
@@ -242,7 +242,7 @@ class _Reading:
         """Into the run: from here on nothing can fail that depends on the checkpoint."""
         for prefix, (runtime, plan) in self._models.items():
             local = runtime.local_tensors()
-            with Filling(runtime, local, plan.tensors):
+            with LoadTransaction(runtime, local, plan.tensors):
                 for name, value in self._values[prefix].items():
                     local[name].copy_(value)
             runtime.loaded_from = (self.saved.folder / prefix).resolve()

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from shardwise.parallel import empty_in_large_pages
-from shardwise.state.checkpoint.points import reach
-from shardwise.state.vouched.sums import BLOCK, Sums
+from shardwise.state.checkpoint.fault_points import at_fault_point
+from shardwise.state.integrity.sums import BLOCK, Sums
 from shardwise.state.writing import send_off
 
 __all__ = ["BlockWriter", "memory_in_line"]
@@ -68,9 +68,9 @@ class BlockWriter:
             yield
             self._leave_window()
             self._settle()
-            reach("written")
+            at_fault_point("written")
             self._file.sync()
-            reach("synced")
+            at_fault_point("synced")
         finally:
             while self._under_way:
                 self._under_way.popleft().exception()  # an error is on its way already: this one is heard of no more
@@ -122,7 +122,7 @@ class BlockWriter:
             work(*args)
         if self._is_first:
             self._is_first = False
-            reach("half-written")
+            at_fault_point("half-written")
         self._settle(QUEUED)  # before a window that is being written is filled again
 
     def _settle(self, num_left: int = 0) -> None:

@@ -12,7 +12,7 @@ from shardwise.state.files import unreadable
 from shardwise.state.formats.paths import inside
 from shardwise.state.formats.safetensors import tensors_in
 from shardwise.state.formats.torch_file import tensors_of_file
-from shardwise.state.stored import Source, Stored
+from shardwise.state.stored import Source, TensorSource
 
 __all__ = ["COMPANIONS", "INDEX", "WEIGHTS", "companions_of", "index_of", "is_of_weights", "lay_out", "open_folder"]
 
@@ -28,7 +28,7 @@ class _Naming(NamedTuple):
     index: str
     suffix: str
     part: re.Pattern[str]
-    read: Callable[[Path], tuple[Mapping[str, Stored], Mapping[str, str]]]
+    read: Callable[[Path], tuple[Mapping[str, TensorSource], Mapping[str, str]]]
 
 
 _SAFETENSORS = _Naming(
@@ -76,7 +76,7 @@ def open_folder(folder: Path) -> Source:
         files = list(dict.fromkeys(names.values()))
     else:
         files, names = _files_without_index(folder), None
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, TensorSource] = {}
     homes: dict[str, str] = {}
     left_out: dict[str, str] = {}
     for file in files:

@@ -2,15 +2,15 @@
 
 from shardwise.state.targets.checkpoint import plan_checkpoint
 from shardwise.state.targets.dcp import plan_dcp
-from shardwise.state.targets.plan import Fact, Fixed, Piece, Plan
+from shardwise.state.targets.plan import ConversionPlan, Fact, Fixed, Piece
 from shardwise.state.targets.safetensors import plan_folder, plan_safetensors
 from shardwise.state.targets.torch_file import plan_torch_file
 
 __all__ = [
+    "ConversionPlan",
     "Fact",
     "Fixed",
     "Piece",
-    "Plan",
     "plan_checkpoint",
     "plan_dcp",
     "plan_folder",

@@ -3,16 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shardwise.state.targets.plan import Fact, Fixed, Plan
+from shardwise.state.integrity.manifest import MANIFEST, FileFact, Manifest
+from shardwise.state.integrity.sums import Sums, put_together
+from shardwise.state.targets.plan import ConversionPlan, Fact, Fixed
 from shardwise.state.targets.safetensors import plan_folder
-from shardwise.state.vouched.manifest import MANIFEST, FileFact, Manifest
-from shardwise.state.vouched.sums import Sums, put_together
 from shardwise.world import package_versions
 
 __all__ = ["plan_checkpoint"]
 
 
-def plan_checkpoint(facts: Mapping[str, Fact], max_shard_bytes: int, step: int) -> Plan:
+def plan_checkpoint(facts: Mapping[str, Fact], max_shard_bytes: int, step: int) -> ConversionPlan:
     """Weights as those of a checkpoint.
 
     Args:

@@ -12,7 +12,7 @@ from shardwise.state.formats.dcp import METADATA
 from shardwise.state.formats.pickles import Global, Made
 from shardwise.state.targets.archives import PlannedArchive
 from shardwise.state.targets.pickling import pickled
-from shardwise.state.targets.plan import Fact, Fixed, Piece, Plan
+from shardwise.state.targets.plan import ConversionPlan, Fact, Fixed, Piece
 from shardwise.state.targets.torch_file import described, small_records
 
 __all__ = ["plan_dcp"]
@@ -33,7 +33,7 @@ class _Blob:
     offset: int
 
 
-def plan_dcp(facts: Mapping[str, Fact], max_file_bytes: int) -> Plan:
+def plan_dcp(facts: Mapping[str, Fact], max_file_bytes: int) -> ConversionPlan:
     """All tensors as a flat state dict.
 
     Args:
@@ -74,7 +74,7 @@ def plan_dcp(facts: Mapping[str, Fact], max_file_bytes: int) -> Plan:
             found += [Fixed(blob.file, blob.offset + offset, data) for offset, data in parts]
         return found
 
-    return Plan({**sizes, METADATA: len(metadata)}, tuple(pieces), finish, summed=True)
+    return ConversionPlan({**sizes, METADATA: len(metadata)}, tuple(pieces), finish, summed=True)
 
 
 def _metadata(facts: Mapping[str, Fact], blobs: list[_Blob]) -> Made:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.recipe.boxes import Box
-from shardwise.state.vouched.sums import Sums
+from shardwise.state.integrity.sums import Sums
 
-__all__ = ["Fact", "Fixed", "Piece", "Plan"]
+__all__ = ["ConversionPlan", "Fact", "Fixed", "Piece"]
 
 
 class Fact(NamedTuple):
@@ -47,7 +47,7 @@ class Fixed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConversionPlan:
     """All files of a target.
 
     Attributes:

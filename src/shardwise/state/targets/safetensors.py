@@ -6,12 +6,12 @@ from shardwise.errors import UnsupportedError
 from shardwise.recipe.boxes import whole
 from shardwise.state.formats.folder import INDEX, index_of, lay_out
 from shardwise.state.formats.safetensors import CODES, place_tensors
-from shardwise.state.targets.plan import Fact, Fixed, Piece, Plan
+from shardwise.state.targets.plan import ConversionPlan, Fact, Fixed, Piece
 
 __all__ = ["plan_folder", "plan_safetensors"]
 
 
-def plan_safetensors(facts: Mapping[str, Fact], file: str) -> Plan:
+def plan_safetensors(facts: Mapping[str, Fact], file: str) -> ConversionPlan:
     """All tensors in one file.
 
     Raises:
@@ -20,7 +20,7 @@ def plan_safetensors(facts: Mapping[str, Fact], file: str) -> Plan:
     return _plan({file: facts}, [])
 
 
-def plan_folder(facts: Mapping[str, Fact], max_shard_bytes: int) -> Plan:
+def plan_folder(facts: Mapping[str, Fact], max_shard_bytes: int) -> ConversionPlan:
     """A directory as ``transformers`` writes it: one file, or several of at most ``max_shard_bytes`` and an index.
 
     Raises:
@@ -32,7 +32,7 @@ def plan_folder(facts: Mapping[str, Fact], max_shard_bytes: int) -> Plan:
     return _plan(files, [Fixed(INDEX, 0, index)] if index is not None else [])
 
 
-def _plan(files: Mapping[str, Mapping[str, Fact]], beside: list[Fixed]) -> Plan:
+def _plan(files: Mapping[str, Mapping[str, Fact]], beside: list[Fixed]) -> ConversionPlan:
     sizes = {fixed.file: len(fixed.data) for fixed in beside}
     heads: list[Fixed] = []
     pieces: list[Piece] = []
@@ -45,7 +45,7 @@ def _plan(files: Mapping[str, Mapping[str, Fact]], beside: list[Fixed]) -> Plan:
     def finish(sums: Sequence[int]) -> list[Fixed]:
         return [*heads, *beside]
 
-    return Plan(sizes, tuple(piece for piece in pieces if piece.num_bytes), finish)
+    return ConversionPlan(sizes, tuple(piece for piece in pieces if piece.num_bytes), finish)
 
 
 def _check_dtypes(facts: Mapping[str, Fact]) -> None:

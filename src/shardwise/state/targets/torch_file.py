@@ -10,14 +10,14 @@ from shardwise.state.formats.pickles import Global, Made, Persistent
 from shardwise.state.formats.torch_file import STORAGES
 from shardwise.state.targets.archives import PlannedArchive
 from shardwise.state.targets.pickling import ORDERED_DICT, pickled
-from shardwise.state.targets.plan import Fact, Fixed, Piece, Plan
+from shardwise.state.targets.plan import ConversionPlan, Fact, Fixed, Piece
 
 __all__ = ["described", "plan_torch_file", "small_records"]
 
 _CLASSES = {dtype: name for name, dtype in STORAGES.items()}
 
 
-def plan_torch_file(facts: Mapping[str, Fact], file: str, ties: Mapping[str, str]) -> Plan:
+def plan_torch_file(facts: Mapping[str, Fact], file: str, ties: Mapping[str, str]) -> ConversionPlan:
     """All tensors in one file.
 
     Args:
@@ -43,7 +43,7 @@ def plan_torch_file(facts: Mapping[str, Fact], file: str, ties: Mapping[str, str
             Fixed(file, *part) for part in (*parts, *((archive.begin_of(name), data) for name, data in small.items()))
         ]
 
-    return Plan({file: archive.size}, pieces, finish, summed=True)
+    return ConversionPlan({file: archive.size}, pieces, finish, summed=True)
 
 
 def small_records() -> dict[str, bytes]:

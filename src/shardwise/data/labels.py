@@ -1,0 +1,211 @@
+"""Labels: how they are made and shifted, what is counted of them, and whether they stand at the places of their own tokens.
+
+Collators of Hugging Face and TRL give ``labels`` as a copy of ``input_ids`` (prompt and padding -100) and leave the shift to the
+model's own loss; trained on them by a loss of aligned labels, a model learns to copy its input. One batch does not always tell: a run of one token equals
+itself shifted, and a batch may have few labels. So the labels of all micro-batches and ranks are judged together.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.data.batch import IGNORED, MicroBatch
+from shardwise.errors import ConfigError
+
+__all__ = [
+    "compare_labels",
+    "judge_labels",
+    "make_labels",
+    "refuse_second_shift",
+    "shift_labels",
+    "shifts_labels",
+    "valid_labels",
+]
+
+Batch = Mapping[str, Tensor]
+
+_FEWEST = 8  # labelled positions to judge by: fewer of a masked language model may all have kept their tokens
+_FEWEST_SHIFTED = 3  # inputs may be noised on purpose: one such label may happen to be the next token
+
+
+def make_labels(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Makes labels where there are none: sequences of T+1 tokens become T inputs and the T tokens that follow them.
+
+    ``input_ids`` [B, T+1] becomes ``input_ids`` [B, T] and ``labels`` [B, T], where ``labels[b, t]`` is the target of
+    ``logits[b, t]``. Other tensors whose first two dims are [B, T+1] (masks, positions) lose their last column too. A
+    target that ``attention_mask`` hides gets the label -100, which no loss counts. A batch that has ``labels``
+    already passes through unchanged, and they must be aligned; so does one without ``input_ids``.
+
+    Raises:
+        ConfigError: ``input_ids`` is not [B, T+1] with T >= 1.
+    """
+    if "labels" in batch or "input_ids" not in batch:
+        return dict(batch)
+    return _shifted(batch, batch["input_ids"])
+
+
+def shift_labels(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Shifts labels by one, once: :func:`make_labels`, also where ``labels`` [B, T+1] are given at the places of their own tokens, as
+    collators of Hugging Face and TRL give them (a copy of ``input_ids``, prompt and padding -100).
+
+    ``labels[:, 1:]`` come beside ``input_ids[:, :-1]``. A batch without ``input_ids`` passes through unchanged.
+
+    Raises:
+        ConfigError: ``input_ids`` is not [B, T+1] with T >= 1, ``labels`` have another shape, or they are shifted already, where that
+            shows: at least three labels differ from the input at their place, and each is the next input.
+    """
+    if "input_ids" not in batch:
+        return dict(batch)
+    ids, labels = batch["input_ids"], batch.get("labels")
+    if labels is None:
+        return _shifted(batch, ids)
+    if labels.shape != ids.shape:
+        raise ConfigError(
+            f"shift_labels of labels of shape {list(labels.shape)} beside input_ids of shape {list(ids.shape)}",
+            why="it shifts labels that stand at the places of their tokens, one for each",
+            fix="leave labels that are no next tokens as they are: sw.Loader(...) without prepare=",
+        )
+    shifted = _shifted(batch, labels)
+    _refuse_shifted(ids, labels)
+    return shifted
+
+
+def _shifted(batch: Mapping[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
+    """``batch`` without its last position, and ``tokens`` [B, T+1] without the first as its labels."""
+    ids = batch["input_ids"]
+    if ids.dim() != 2 or ids.shape[1] < 2:
+        raise ConfigError(
+            f"input_ids of shape {list(ids.shape)}",
+            why="labels are made by shifting sequences [B, T+1] by one, and need at least two tokens a sequence",
+            fix="give samples of seq_len + 1 tokens, or add aligned labels to the batch (prepare=None)",
+        )
+    out = {name: value[:, :-1] if value.shape[:2] == ids.shape else value for name, value in batch.items()}
+    labels = tokens[:, 1:].long().clone()  # memory of its own: masking labels in place must not change the inputs
+    if "attention_mask" in batch and batch["attention_mask"].shape == ids.shape:
+        labels = labels.masked_fill(batch["attention_mask"][:, 1:] == 0, IGNORED)
+    out["labels"] = labels
+    out = {name: value.contiguous() for name, value in out.items()}
+    if isinstance(batch, MicroBatch):  # of a Loader, whose paddings must stay paddings
+        return MicroBatch(out, index=batch.index, padding=batch.padding, window=batch.window)
+    return out
+
+
+def valid_labels(batch: Batch) -> Tensor:
+    """Labels that are not -100: what is counted where nothing else is said.
+
+    Raises:
+        ConfigError: the batch has no labels.
+    """
+    if "labels" not in batch:
+        raise ConfigError(
+            f"a batch with the keys {sorted(batch)} and no count=",
+            why="the loss is divided by the number of valid tokens (or samples) of all ranks, and nothing says how many "
+            "this batch has",
+            fix=f"pass count=lambda batch: {_example_of_count(batch)} (what one sum of your loss runs over), or give labels",
+        )
+    return (batch["labels"] != IGNORED).sum()
+
+
+def _example_of_count(batch: Batch) -> str:
+    name = next((name for name, value in batch.items() if isinstance(value, Tensor) and value.dim()), "x")
+    return f'batch["{name}"].numel()' if name == "input_ids" else f'batch["{name}"].shape[0]'
+
+
+def _refuse_shifted(tokens: Tensor, labels: Tensor) -> None:
+    """Raises ConfigError for ``labels`` [B, T] that are the tokens after ``tokens`` [B, T] already, where it shows: never for a copy of
+    ``tokens``, which has no label that differs."""
+    if _are_next_tokens(tokens, labels):
+        raise ConfigError(
+            "shift_labels of labels that are shifted already",
+            why="every label is the next token of input_ids; shifted once more, each position would be trained on the token after next",
+            fix="leave them as they are: sw.Loader(...) without prepare=, or no second sw.shift_labels(batch)",
+        )
+
+
+def _are_next_tokens(tokens: Tensor, labels: Tensor) -> bool:
+    here, following = labels[:, :-1], tokens[:, 1:]
+    labelled = here != IGNORED
+    differing = (labelled & (here != tokens[:, :-1])).sum()
+    return int(differing) >= _FEWEST_SHIFTED and not bool((labelled & (here != following)).any())
+
+
+def refuse_second_shift(module: nn.Module, _: Any, kwargs: Mapping[str, Any]) -> None:
+    """A forward pre-hook. Raises ConfigError where a causal language model of transformers, which shifts the labels it is given, is given
+    labels that are the next tokens already, where it shows."""
+    ids, labels = kwargs.get("input_ids"), kwargs.get("labels")
+    if not isinstance(ids, Tensor) or not isinstance(labels, Tensor) or ids.dim() != 2 or labels.shape != ids.shape:
+        return
+    if _are_next_tokens(ids, labels):
+        raise ConfigError(
+            f"labels that are shifted already, given to {type(module).__name__}",
+            why="every label is the next token of input_ids, and this model shifts labels once more: each position would be trained on the token "
+            "after next",
+            fix="leave labels out of the call, and take the loss of its logits: F.cross_entropy(output.logits.flatten(0, 1), "
+            'batch["labels"].flatten(), reduction="sum"); or give it labels at the places of their own tokens: sw.Loader(..., '
+            'prepare=lambda batch: {**batch, "labels": batch["input_ids"]})',
+        )
+
+
+def shifts_labels(module: nn.Module) -> bool:
+    """Whether ``module`` is a causal language model of transformers, whose own loss shifts labels."""
+    return hasattr(module, "loss_function") and type(module).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def compare_labels(seen: Tensor | None, batches: Iterable[Batch], counter: Any) -> Tensor:
+    """What this rank adds to an exchange, float64 [3]: labelled positions, those whose label is another token than the input there,
+    and those whose next input is another than their own. Zeros where ``counter`` is the user's own, or ``seen`` was enough."""
+    total = torch.zeros(3, dtype=torch.float64)
+    if counter is not valid_labels or seen is None:
+        return total
+    for batch in batches:
+        if not getattr(batch, "padding", False) and _are_beside(batch):
+            total = total + _compared(batch["input_ids"], batch["labels"]).cpu()
+    return total
+
+
+def judge_labels(seen: Tensor | None, summed: Tensor, where: str) -> Tensor | None:
+    """Judges labels by what :func:`compare_labels` gave, summed over the ranks; every rank comes to the same.
+
+    Args:
+        seen: what this function returned before; zeros [3] at first.
+        summed: of the batches since.
+        where: they are, for the message.
+
+    Returns:
+        all that was seen so far, to go on with; None where it was enough, and no more need be compared.
+
+    Raises:
+        ConfigError: all labels are the inputs at their own places.
+    """
+    if seen is None:
+        return None
+    seen = seen + summed
+    labelled, differing, telling = (int(number) for number in seen.tolist())
+    if labelled < _FEWEST or not (differing or telling):
+        return seen
+    if not differing:
+        raise ConfigError(
+            f"labels that equal input_ids at all {labelled} labelled positions ({where})",
+            why="labels[b, t] is compared with logits[b, t] and must be the token after input_ids[b, t]; as they are, the model "
+            "learns to copy its input (collators of Hugging Face and TRL leave the shift to the model)",
+            fix="shift them once: sw.Loader(..., prepare=sw.shift_labels), or batch = sw.shift_labels(batch) in a loop of your own; "
+            "if they are meant so, give a count of your own: where the model itself shifts them, "
+            'count=lambda batch: (batch["labels"][:, 1:] != -100).sum(); where it learns to copy, [:, 1:] is left out',
+        )
+    return None
+
+
+def _are_beside(batch: Batch) -> bool:
+    labels, tokens = batch.get("labels"), batch.get("input_ids")
+    if labels is None or tokens is None or labels.shape != tokens.shape or not labels.dim():
+        return False
+    return not (labels.is_floating_point() or tokens.is_floating_point())
+
+
+def _compared(tokens: Tensor, labels: Tensor) -> Tensor:
+    labelled = labels != IGNORED
+    # Where a token is followed by itself, a label that equals it may well be the next one.
+    turns = labelled[..., :-1] & (tokens[..., 1:] != tokens[..., :-1])
+    return torch.stack([labelled.sum(), (labelled & (labels != tokens)).sum(), turns.sum()]).double()

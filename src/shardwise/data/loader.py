@@ -1,0 +1,330 @@
+"""Windows of micro-batches, cut from one global order of samples, so that every data-parallel degree sees the same.
+
+The order of an epoch is a permutation that depends on (seed, epoch) alone. A *window* is the next ``global_batch``
+samples of that order: what one optimizer step sees. It is cut into micro-batches of ``micro_batch`` samples, and
+micro-batch ``g`` goes to data-parallel rank ``g % dp``::
+
+    order    7 2 9 4 | 0 5 1 8 | 3 6        global_batch=4, micro_batch=1, dp=2, ten samples
+    window   0         1         2
+    rank 0   7 9       0 1       3
+    rank 1   2 4       5 8       6
+
+The position is counted in samples of the global order, never in batches of a rank: a run may stop with four ranks and
+go on with two, and no sample is seen twice or missed.
+"""
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from shardwise.data.batch import IGNORED, MicroBatch, Place, default_collate
+from shardwise.data.dataset_state import DatasetState, states_in
+from shardwise.data.labels import make_labels, shift_labels
+from shardwise.data.order import sample_order
+from shardwise.data.same_dataset import digest_of_dataset
+from shardwise.errors import ConfigError, UsageError
+
+__all__ = [
+    "IGNORED",
+    "Loader",
+    "MicroBatch",
+    "default_collate",
+    "loader_of",
+    "make_labels",
+    "mark_used",
+    "sample_order",
+    "shift_labels",
+]
+
+_LOADERS: "weakref.WeakValueDictionary[int, Loader]" = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
+_START = (-1, -1)  # the place of no window: before the first
+_KEPT = 64  # windows read ahead of training of which the dataset's own state is kept
+
+
+class DataWorld(Protocol):
+    """What the loader asks of a world: its data-parallel axis, its seed, its device."""
+
+    seed: int
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def axis(self, name: str) -> Any: ...
+
+
+class Loader:
+    """Iterates over the windows of one epoch, as lists of this rank's micro-batches on the world's device.
+
+    Each ``iter()`` runs to the end of the current epoch, from the current position: from its start, unless a loop was
+    left early or a position was loaded. Each sample is seen once an epoch; the last window of an epoch may be smaller.
+    Every rank gets equally many micro-batches of a window; a rank that has fewer gets paddings, copies marked
+    ``.padding``. Each rank reads only its own samples. No communication: the ranks agree because the order is a
+    function of the seed.
+
+    Args:
+        dataset: anything with ``len()`` and ``[i]``; the length must not change.
+        world: gives the data-parallel rank and size, the seed and the device.
+        global_batch: samples of one window, over all ranks.
+        micro_batch: samples of one forward of one rank; divides ``global_batch``.
+        collate: list of samples -> mapping of tensors; default :func:`default_collate`.
+        prepare: mapping -> mapping, applied to each micro-batch; default :func:`make_labels`, which makes ``labels`` where
+            there are none and leaves given ones, which must be aligned, as they are; :func:`shift_labels` shifts given ones too
+            (collators of Hugging Face and TRL); None leaves the batch as it is.
+        shuffle: False keeps the dataset's own order in every epoch.
+
+    Raises:
+        ConfigError: sizes that do not fit, an empty dataset.
+        UsageError: a dataset without a length or without ``[i]``.
+
+    Example::
+
+        loader = Loader(dataset, world, global_batch=64, micro_batch=4)
+        for window in loader:       # one epoch
+            out = step(window)
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        world: DataWorld,
+        *,
+        global_batch: int,
+        micro_batch: int,
+        collate: Callable[[list[Any]], Mapping[str, Tensor]] | None = None,
+        prepare: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = make_labels,
+        shuffle: bool = True,
+    ):
+        _check_sizes(global_batch, micro_batch)
+        self.dataset, self.world = dataset, world
+        self.global_batch, self.micro_batch = global_batch, micro_batch
+        self.collate, self.prepare, self.shuffle = collate or default_collate, prepare, shuffle
+        self.num_samples = _length(dataset)
+        self.digest = digest_of_dataset(dataset)
+        self.seed = int(world.seed)
+        self.epoch = 0
+        self._position = 0
+        self._number = next(_NUMBERS)
+        _LOADERS[self._number] = self
+        self._begin()
+        self._turn = 0  # counts iterators and loaded positions, so that an iterator notices it is no longer the one
+
+    def __len__(self) -> int:
+        """Windows in one whole epoch."""
+        return -(-self.num_samples // self.global_batch)
+
+    def __iter__(self) -> Iterator[list[MicroBatch]]:
+        self._turn += 1
+        turn = self._turn
+        if self._position >= self.num_samples:
+            self._next_epoch()
+        while self._position < self.num_samples:
+            place = Place.of(self.epoch, self._position, self._number)
+            self._reading(place)
+            window = self._window(place)
+            # Before the yield: while the caller holds a window, the position is behind it.
+            self._position = min(self._position + self.global_batch, self.num_samples)
+            self._num_handed_out += 1
+            yield window
+            if turn != self._turn:
+                raise UsageError(
+                    "a loop over a Loader that was started or positioned anew inside the loop",
+                    why="a loader has one position, and two loops would share the samples between them",
+                    fix="finish or leave the loop first, or make a second Loader",
+                )
+        self._next_epoch()
+
+    def _next_epoch(self) -> None:
+        self.epoch, self._position = self.epoch + 1, 0
+
+    def _window(self, place: Place) -> list[MicroBatch]:
+        axis, start = self.world.axis("dp"), place[1]
+        stop = min(start + self.global_batch, self.num_samples)
+        num_micro = place.num_micro = -(-(stop - start) // self.micro_batch)
+        per_rank = -(-num_micro // axis.size)
+        mine: list[MicroBatch] = []
+        for index in range(axis.rank, per_rank * axis.size, axis.size):
+            if index < num_micro:
+                mine.append(self._micro_batch(index, place, stop))
+            else:
+                # A rank without a micro-batch of its own copies the first one of the window.
+                source = mine[0] if mine else self._micro_batch(0, place, stop)
+                mine.append(MicroBatch(source, index=index, padding=True, window=place))
+        return mine
+
+    def _micro_batch(self, index: int, place: Place, stop: int) -> MicroBatch:
+        first = place[1] + index * self.micro_batch
+        samples = np.arange(first, min(first + self.micro_batch, stop))
+        if self.shuffle:
+            samples = sample_order(samples, self.num_samples, seed=self.seed, epoch=self.epoch)
+        batch = _mapping(self.collate([self.dataset[int(i)] for i in samples]), "collate")
+        if self.prepare is not None:
+            batch = _mapping(self.prepare(batch), "prepare")
+        on_device = {name: value.to(self.world.device) for name, value in batch.items()}
+        return MicroBatch(on_device, index=index, window=place)
+
+    # ---- what was used -----------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """From here on windows are counted."""
+        self._begun = self.epoch, self._position
+        self._used: tuple[int, int] | None = None
+        self._num_handed_out = 0
+        self._read: tuple[int, int] | None = None  # the last window that was begun to be read
+        # Behind each window that is not yet used: with a reader ahead, what the dataset has now is not what it had at the last used.
+        self._states: dict[tuple[int, int], DatasetState] = {}
+
+    def _reading(self, place: Place) -> None:
+        """Before the window at ``place`` is read."""
+        own = self.own_states()
+        if own:
+            self._states[self._read or _START] = own.taken()
+            while len(self._states) > _KEPT:
+                self._states.pop(next(iter(self._states)))
+        self._read = tuple(place)
+
+    def mark_used(self, place: tuple[int, int]) -> None:
+        """The window at ``place`` was trained, or evaluated: a checkpoint goes on behind it."""
+        self._used = tuple(place)
+        for older in [window for window in list(self._states) if window < self._used]:
+            self._states.pop(older, None)
+
+    def used_state_dict(self, num_trained: int | None) -> tuple[dict[str, Any], int]:
+        """:meth:`state_dict` after the last window that was trained or evaluated, where windows have kept their place; and how many
+        were read beyond those that were trained, where they have not.
+
+        Args:
+            num_trained: windows that were trained since the loader's position was set; None: not known.
+        """
+        if self._used is not None:
+            epoch, start = self._used
+            return self._state_at(epoch, min(start + self.global_batch, self.num_samples)), 0
+        if num_trained == 0:
+            return self._state_at(*self._begun), 0
+        return self.state_dict(), max(0, self._num_handed_out - (num_trained or self._num_handed_out))
+
+    def own_states(self) -> DatasetState:
+        """Objects with a state of their own in the dataset, ``collate`` and ``prepare``."""
+        return states_in(dataset=self.dataset, collate=self.collate, prepare=self.prepare)
+
+    def used_states(self) -> DatasetState | None:
+        """Their states after the last window that was used; None: it was read in another process, or too long ago."""
+        own = self.own_states()
+        if self._read == self._used:
+            return own.taken()
+        return self._states.get(self._used or _START)
+
+    def _state_at(self, epoch: int, position: int) -> dict[str, Any]:
+        if position >= self.num_samples:
+            epoch, position = epoch + 1, 0
+        return {
+            "epoch": epoch,
+            "position": position,
+            "seed": self.seed,
+            "num_samples": self.num_samples,
+            "shuffle": self.shuffle,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last window handed out; plain numbers, the same on every rank."""
+        return self._state_at(self.epoch, self._position)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a position, under any data-parallel degree, global batch and micro-batch.
+
+        The order of samples is that of the run that wrote the position: its seed replaces the world's.
+
+        Raises:
+            ConfigError: the position belongs to another dataset or another order.
+        """
+        self.check_state_dict(state)
+        self.epoch, self._position, self.seed = int(state["epoch"]), int(state["position"]), int(state["seed"])
+        self._turn += 1
+        self._begin()
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises what :meth:`load_state_dict` would; nothing changes."""
+        missing = [key for key in self.state_dict() if key not in state]
+        if missing:
+            raise ConfigError(
+                f"a loader position without {', '.join(missing)}",
+                why=f"it has {', '.join(map(str, state)) or 'nothing'}",
+                fix="give what Loader.state_dict() returned",
+            )
+        for key, mine in (("num_samples", self.num_samples), ("shuffle", self.shuffle)):
+            if state[key] != mine:
+                raise ConfigError(
+                    f"a loader position with {key}={state[key]} for a loader with {key}={mine}",
+                    why="the position counts samples of one order; in another, samples would be repeated or missed",
+                    fix=f"use the dataset and options of the interrupted run ({key}={state[key]}), or start anew",
+                )
+
+
+def mark_used(batches: Iterable[Any]) -> None:
+    """Notes in the Loaders of these micro-batches that they were trained, or evaluated."""
+    for place in dict.fromkeys(getattr(batch, "window", None) for batch in batches):
+        loader = loader_of(place)
+        if loader is not None and place is not None:
+            loader.mark_used(place)
+
+
+def loader_of(place: tuple[int, int] | None) -> Loader | None:
+    """The Loader of a window's place, if it is of one in this process."""
+    if not isinstance(place, Place) or place.loader is None:
+        return None
+    return _LOADERS.get(place.loader)
+
+
+def _check_sizes(global_batch: int, micro_batch: int) -> None:
+    for name, value in (("global_batch", global_batch), ("micro_batch", micro_batch)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name}={value!r}", why="it counts samples", fix=f"give {name} as an integer >= 1")
+    if global_batch % micro_batch:
+        near = max(d for d in range(1, min(micro_batch, global_batch) + 1) if global_batch % d == 0)
+        raise ConfigError(
+            f"global_batch={global_batch} with micro_batch={micro_batch}",
+            why=f"a window of {global_batch} samples cannot be cut into micro-batches of {micro_batch}",
+            fix=f"use micro_batch={near}, or global_batch={-(-global_batch // micro_batch) * micro_batch}",
+        )
+
+
+def _length(dataset: Any) -> int:
+    if isinstance(dataset, DataLoader):
+        raise UsageError(
+            "a DataLoader where a dataset goes",
+            why="it makes batches in an order of its own, which neither ranks nor a resumed run would share",
+            fix="pass loader.dataset; Loader makes the batches itself (global_batch=, micro_batch=, shuffle=, collate=)",
+        )
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise UsageError(
+            f"a dataset of type {type(dataset).__name__} without len() and [i]",
+            why="each sample must be found by its number, so that every rank count and every resume sees the same",
+            fix="give a dataset with __len__ and __getitem__; a stream can be written to a .npy file first",
+        )
+    length = len(dataset)
+    if length < 1:
+        raise ConfigError(
+            f"an empty dataset ({type(dataset).__name__})",
+            why="there is no sample to make a window of",
+            fix="check the path and the filters that made the dataset",
+        )
+    return length
+
+
+def _mapping(batch: Any, source: str) -> Mapping[str, Tensor]:
+    if isinstance(batch, Mapping) and all(isinstance(value, Tensor) for value in batch.values()):
+        return batch
+    found = type(batch).__name__
+    if isinstance(batch, Mapping):
+        found = "a mapping with " + ", ".join(f"{k}: {type(v).__name__}" for k, v in batch.items())
+    raise ConfigError(
+        f"{source} returned {found}",
+        why="a micro-batch is a mapping from names to tensors",
+        fix=f"let {source}= return a dict such as {{'input_ids': tensor, 'labels': tensor}}",
+    )

@@ -1,0 +1,68 @@
+"""Outermost lists of blocks: the repeated parts of a model, by its structure alone."""
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from shardwise.model.names import canonical_children, unwrap_module
+from shardwise.recipe.records import BlockList
+
+__all__ = ["find_block_lists", "has_no_forward"]
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+Found = list[tuple[str, list[tuple[str, nn.Module]]]]  # (name of the list, (name, block) of each block)
+
+
+def find_block_lists(root: nn.Module, run: Mapping[str, int] | None = None) -> tuple[BlockList, ...]:
+    """The outermost block lists of ``root``, in registration order.
+
+    Args:
+        root: any module, on any device.
+        run: module name -> when an example entered it first; blocks and lists stand in that order then, those that it did not
+            enter last.
+    """
+    found: Found = []
+    _find(unwrap_module(root), "", found, set())
+    lists = [BlockList(name=name, blocks=tuple(full for full, _ in blocks)) for name, blocks in found]
+    if run is None:
+        return tuple(lists)
+    at = {name: run.get(name, len(run)) for found in lists for name in found.blocks}
+    ordered = [BlockList(name=item.name, blocks=tuple(sorted(item.blocks, key=at.__getitem__))) for item in lists]
+    return tuple(sorted(ordered, key=lambda item: at[item.blocks[0]]))
+
+
+def has_no_forward(module: nn.Module) -> bool:
+    """Whether ``module`` cannot be called: a plain list, a holder of parameters."""
+    return type(module).forward is nn.Module.forward and "forward" not in vars(module)
+
+
+def _find(module: nn.Module, name: str, found: Found, seen: set[int]) -> None:
+    """Adds the outermost lists at or below ``module``: containers with at least two children that hold parameters."""
+    if id(module) in seen or not _has_parameters(module):
+        return
+    seen.add(id(module))
+    children = [(f"{name}.{key}" if name else key, child) for key, child in canonical_children(module)]
+    if isinstance(module, _CONTAINERS):
+        # Of a list of lists the parts that are called. A ModuleDict of embeddings, blocks and a norm has its blocks in a list.
+        is_list = isinstance(module, nn.ModuleList)
+        blocks = [block for full, child in children for block in (_called(full, child) if is_list else [(full, child)])]
+        blocks = [(full, child) for full, child in blocks if _has_parameters(child) and id(child) not in seen]
+        if len(blocks) > 1 and not any(has_no_forward(block) for _, block in blocks):
+            unique = {id(block): (full, block) for full, block in reversed(blocks)}
+            seen.update(unique)
+            found.append((name, list(unique.values())[::-1]))
+            return
+    for full, child in children:
+        _find(child, full, found, seen)
+
+
+def _called(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """What a loop over a list calls: of an element that is a plain list (a norm, attention, a feed-forward), what is in it."""
+    if not isinstance(module, nn.ModuleList) or not has_no_forward(module):
+        return [(name, module)]
+    return [block for key, child in canonical_children(module) for block in _called(f"{name}.{key}", child)]
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None

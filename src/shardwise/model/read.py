@@ -1,0 +1,142 @@
+"""Reads a module, on meta or not, into an :class:`~shardwise.recipe.Anatomy`: tensors, ties, block lists."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
+
+from shardwise.errors import UnsupportedError, UsageError
+from shardwise.model.blocks import find_block_lists, has_no_forward
+from shardwise.model.names import canonical_modules, canonical_tensors, unwrap_module
+from shardwise.recipe.records import Anatomy, TensorFact
+
+__all__ = ["dtype_name", "dtype_of", "is_pretrained", "read_anatomy", "refuse_lazy", "user_class"]
+
+
+def read_anatomy(module: nn.Module, *, example: Mapping[str, Tensor] | None = None) -> Anatomy:
+    """What ``module`` is made of. Nothing of it is changed; no rank needs to be anywhere.
+
+    Args:
+        module: any module; parameters may be on meta.
+        example: one micro-batch (``str -> Tensor``), run once without gradients to see in which order blocks are entered; None:
+            the order of their lists.
+
+    Raises:
+        UnsupportedError: a lazy parameter that has no shape yet.
+        UsageError: an example that the module cannot be run with.
+    """
+    refuse_lazy(module)
+    params = _tensors(module, "_parameters")
+    buffers = _tensors(module, "_buffers")
+    run = _entered(module, example) if example is not None else None
+    classes = {name: user_class(child) for name, child in canonical_modules(module)}
+    return Anatomy(
+        module_class=user_class(unwrap_module(module)).__name__,
+        params=params,
+        buffers=buffers,
+        lists=find_block_lists(module, run),
+        classes={name: cls.__name__ for name, cls in classes.items()},
+        class_paths={name: f"{cls.__module__}.{cls.__qualname__}" for name, cls in classes.items()},
+        module_aliases=_module_aliases(module),
+        containers=tuple(name for name, child in canonical_modules(module) if has_no_forward(child)),
+    )
+
+
+def refuse_lazy(module: nn.Module) -> None:
+    """Raises UnsupportedError for a parameter or buffer of a lazy module that has no shape yet."""
+    for kind in ("_parameters", "_buffers"):
+        for name, owner, attr in canonical_tensors(module, kind):
+            tensor = getattr(owner, kind)[attr]
+            if is_lazy(tensor):
+                raise UnsupportedError(
+                    f"a lazy {type(owner).__name__}",
+                    why="it has no shape before the first forward, so it cannot be cut",
+                    fix="run one batch through the plain module before parallelize, or give the sizes to its constructor",
+                    name=name,
+                )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` -> ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """``"bfloat16"`` -> ``torch.bfloat16``."""
+    return getattr(torch, name)
+
+
+def _tensors(root: nn.Module, kind: str) -> dict[str, TensorFact]:
+    names: dict[int, list[str]] = {}
+    facts: dict[int, tuple[Tensor, bool]] = {}
+    for name, module, attr in canonical_tensors(root, kind):
+        tensor = getattr(module, kind)[attr]
+        names.setdefault(id(tensor), []).append(name)
+        facts[id(tensor)] = (tensor, attr not in module._non_persistent_buffers_set)
+    return {
+        names[key][0]: TensorFact(
+            shape=tuple(tensor.shape),
+            dtype=dtype_name(tensor.dtype),
+            trainable=kind == "_parameters" and tensor.requires_grad,
+            persistent=persistent,
+            aliases=tuple(names[key][1:]),
+        )
+        for key, (tensor, persistent) in facts.items()
+    }
+
+
+def is_pretrained(model: nn.Module) -> bool:
+    """Whether ``model`` is one of transformers' own. Told by name: transformers need not be there."""
+    return any(
+        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.") for cls in type(model).__mro__
+    )
+
+
+def user_class(module: nn.Module) -> type:
+    """The class the user wrote, below those that FSDP2 and ``torch.nn.utils.parametrize`` put over it."""
+    mro = type(module).__mro__
+    cls = mro[2] if len(mro) > 2 and mro[1].__name__ == "FSDPModule" else mro[0]
+    return cls.__mro__[1] if is_parametrized(module) and cls.__name__.startswith("Parametrized") else cls
+
+
+def _module_aliases(root: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    return {
+        name: first[id(child)] for name, child in canonical_modules(root) if first.setdefault(id(child), name) != name
+    }
+
+
+def _entered(module: nn.Module, example: Mapping[str, Tensor]) -> dict[str, int]:
+    """Module name -> place in the order in which a run of ``example`` entered them first."""
+    entered: dict[str, int] = {}
+
+    def note(name: str) -> None:
+        entered.setdefault(name, len(entered))
+
+    handles = [
+        child.register_forward_pre_hook(lambda *_, name=name: note(name)) for name, child in canonical_modules(module)
+    ]
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    rng = torch.get_rng_state()
+    try:
+        with torch.no_grad():
+            module(**{k: v.to(device) for k, v in example.items() if k != "labels"})
+    except Exception as error:
+        raise UsageError(
+            f"example={{{', '.join(example)}}} for {type(module).__name__}",
+            why=f"the model does not run with it{' on meta, without values' if device.type == 'meta' else ''}: "
+            f"{(str(error).splitlines() or [type(error).__name__])[0]}",
+            fix="give the tensors that forward takes, by its names; or leave it out: the order of blocks is then seen when the "
+            "model first runs",
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+        torch.set_rng_state(rng)
+        for name, buffer in module.named_buffers():
+            if name in before and buffer.device.type != "meta":
+                buffer.copy_(before[name])
+    return entered

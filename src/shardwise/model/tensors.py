@@ -1,0 +1,216 @@
+"""A module's tensors by canonical name: reading them, moving them to meta, making them anew; ties are kept throughout."""
+
+import functools
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise._compat import local_tensor, share_hooks
+from shardwise._torch.dtensor import cut_like
+from shardwise.model import canonical_modules, canonical_tensors
+
+__all__ = [
+    "Hidden",
+    "bytes_of",
+    "follow_parameters",
+    "give_memory",
+    "hidden_tensors",
+    "like_parameter",
+    "loose_tensors",
+    "replace_tensors",
+    "tensors_of",
+    "to_meta",
+    "unregistered_parameters",
+]
+
+
+def tensors_of(module: nn.Module, kind: str) -> dict[str, Tensor]:
+    """Canonical name -> parameter (``kind="_parameters"``) or buffer (``"_buffers"``), each tensor under its first name."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, owner, attr in canonical_tensors(module, kind):
+        tensor = getattr(owner, kind)[attr]
+        found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """A tensor that is neither a parameter nor a buffer, yet used: an attribute, or an element of a list, dict or plain
+    object that is one. ``put`` sets another in its place."""
+
+    name: str
+    tensor: Tensor
+    put: Callable[[Tensor], None]
+
+
+def hidden_tensors(module: nn.Module) -> Iterator[Hidden]:
+    """All of them, under names such as ``blocks.0.tables.cos``; one that is registered as well comes up here too."""
+    seen: set[int] = set()
+    for prefix, owner in canonical_modules(module):
+        for attr in [attr for attr in vars(owner) if attr not in _OF_MODULES and not attr.startswith("_shardwise")]:
+            put = functools.partial(object.__setattr__, owner, attr)
+            yield from _hidden_in(f"{prefix}.{attr}" if prefix else attr, vars(owner)[attr], put, seen)
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))  # parameters, children, hooks: not the user's own attributes
+
+
+def _hidden_in(name: str, value: Any, put: Callable[[Any], None], seen: set[int], depth: int = 4) -> Iterator[Hidden]:
+    if isinstance(value, Tensor):
+        yield Hidden(name, value, put)
+        return
+    if depth == 0 or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, dict):
+        for i, (key, item) in enumerate(list(value.items())):
+            text = str(i) if " at 0x" in str(key) else key  # an address is no name: it is another one in each process
+            yield from _hidden_in(f"{name}.{text}", item, functools.partial(value.__setitem__, key), seen, depth - 1)
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from _hidden_in(f"{name}.{i}", item, functools.partial(value.__setitem__, i), seen, depth - 1)
+    elif isinstance(value, tuple):
+        parts = list(value)  # shared by its elements: each is put beside those put before
+        for i, item in enumerate(value):
+            put_part = functools.partial(_put_in_tuple, type(value), parts, put, i)
+            yield from _hidden_in(f"{name}.{i}", item, put_part, seen, depth - 1)
+    elif _is_users(value):
+        for attr, item in list(vars(value).items()):
+            yield from _hidden_in(
+                f"{name}.{attr}", item, functools.partial(object.__setattr__, value, attr), seen, depth - 1
+            )
+
+
+def _put_in_tuple(kind: type, parts: list[Any], put: Callable[[Any], None], index: int, item: Any) -> None:
+    parts[index] = item
+    put(kind(*parts) if hasattr(kind, "_fields") else kind(parts))
+
+
+def _is_users(value: Any) -> bool:
+    """Whether ``value`` is a plain object of the user's that may keep tensors."""
+    if isinstance(value, nn.Module | type | types.ModuleType | types.FunctionType | types.MethodType):
+        return False
+    return hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in {
+        "torch",
+        "shardwise",
+        "builtins",
+    }
+
+
+def loose_tensors(module: nn.Module, registered: Iterable[Tensor] | None = None) -> dict[str, Tensor]:
+    """Name -> tensor of the hidden ones that are not registered anywhere, each under its first name.
+
+    Args:
+        module: where to look.
+        registered: its parameters and buffers, if they are known; None: they are looked for.
+    """
+    if registered is None:
+        registered = [t for kind in ("_parameters", "_buffers") for t in tensors_of(module, kind).values()]
+    known = {id(tensor) for tensor in registered}
+    found: dict[int, tuple[str, Tensor]] = {}
+    for hidden in hidden_tensors(module):
+        if id(hidden.tensor) not in known:
+            found.setdefault(id(hidden.tensor), (hidden.name, hidden.tensor))
+    return dict(found.values())
+
+
+def unregistered_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Name -> trainable parameter that lies, by itself or in a module, in a list, tuple or dict of a module: ``parameters()`` has none of
+    them. What an attribute other than those hides was hidden on purpose."""
+    known = {id(param) for param in tensors_of(module, "_parameters").values()}
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for prefix, owner in canonical_modules(module):
+        for attr in [attr for attr in vars(owner) if attr not in _OF_MODULES and not attr.startswith("_shardwise")]:
+            for name, param in _parameters_in(f"{prefix}.{attr}" if prefix else attr, vars(owner)[attr]):
+                if param.requires_grad and id(param) not in known:
+                    found.setdefault(id(param), (name, param))
+    return dict(found.values())
+
+
+def _parameters_in(name: str, value: Any, depth: int = 3) -> Iterator[tuple[str, nn.Parameter]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, item in list(items) if depth else ():
+        if isinstance(item, nn.Parameter):
+            yield f"{name}.{key}", item
+        elif isinstance(item, nn.Module):
+            yield from ((f"{name}.{key}.{inner}", param) for inner, param in item.named_parameters())
+        else:
+            yield from _parameters_in(f"{name}.{key}", item, depth - 1)
+
+
+def follow_parameters(module: nn.Module, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    """Puts the parameters of ``after`` where lists or attributes of the user's still hold those of ``before``."""
+    moved = {id(tensor): after[name] for name, tensor in before.items() if after[name] is not tensor}
+    for hidden in list(hidden_tensors(module)):
+        if id(hidden.tensor) in moved:
+            hidden.put(moved[id(hidden.tensor)])
+
+
+def give_memory(module: nn.Module, device: torch.device, *, without: Collection[Tensor] = ()) -> None:
+    """Memory on ``device`` for every tensor that is on meta, except those in ``without``; moves real ones there. Ties and,
+    where it can be, identities are kept."""
+    skipped = {id(tensor) for tensor in without}
+
+    def make(tensor: Tensor) -> Tensor:
+        if id(tensor) in skipped:
+            return tensor
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            tensor = tensor.contiguous()  # expanded: it cannot be written in place
+        if tensor.device == device:
+            return tensor
+        return torch.empty_like(tensor, device=device) if tensor.device.type == "meta" else tensor.to(device)
+
+    replace_tensors(module, make)
+
+
+def replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
+    """Puts ``make(tensor)`` in the place of every parameter, buffer and plain tensor attribute, unless it is the same
+    object; tied ones are made once and stay tied."""
+    made: dict[int, Any] = {}
+    kept: list[Tensor] = []  # alive until the end, so that no identity is used twice
+
+    def new(tensor: Tensor) -> Any:
+        if id(tensor) not in made:
+            value = make(tensor)
+            if isinstance(tensor, nn.Parameter) and value is not tensor:
+                value = value.detach()
+                value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+                value.__dict__.update(vars(tensor))  # marks a library left on a parameter, such as "no weight decay"
+                share_hooks(tensor, value)
+            # A module under two names comes up twice: what was put into it at first is not made anew, or it would leave
+            # the tensors tied to it behind.
+            made[id(tensor)] = made[id(value)] = value
+            kept.extend((tensor, value))
+        return made[id(tensor)]
+
+    for kind in ("_parameters", "_buffers"):
+        for _, owner, attr in list(canonical_tensors(module, kind)):
+            getattr(owner, kind)[attr] = new(getattr(owner, kind)[attr])
+    for hidden in list(hidden_tensors(module)):
+        hidden.put(new(hidden.tensor))
+
+
+def like_parameter(value: Any, param: nn.Parameter) -> Any:
+    """A tensor that is shaped like the shard of ``param`` as a DTensor like it, over the same memory; else ``value``."""
+    if not isinstance(param, DTensor) or not isinstance(value, Tensor) or value.shape != local_tensor(param).shape:
+        return value
+    if value.dim() == 0:
+        return value
+    return cut_like(value, param)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor in row-major order, flat: its own memory where it lies so, else that of a copy."""
+    tensor = tensor.detach().contiguous()
+    # Not reshape: a view of one element keeps a stride above 1, of which torch makes no bytes.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def to_meta(module: nn.Module) -> None:
+    """Drops all values of ``module``, keeping shapes, dtypes, ties and marks."""
+    replace_tensors(module, lambda tensor: torch.empty_like(tensor, device="meta"))

@@ -1,0 +1,106 @@
+"""What a module may hold that would go silently wrong once it is sharded, refused before anything is moved."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise._compat import num_hooks, on_scalar_read
+from shardwise.errors import UnsupportedError, UsageError
+from shardwise.model import canonical_modules
+from shardwise.model.tensors import tensors_of
+from shardwise.parallel.runtime import is_parallelized
+from shardwise.recipe import Recipe
+from shardwise.world import World
+
+__all__ = ["part_of_another", "refuse_numbers_of_parts", "refuse_unfit_parts", "refuse_whole_values"]
+
+_WHOLE = 'keep parameters whole on every rank: sw.init("dp_replicate=-1")'
+
+
+def refuse_unfit_parts(module: nn.Module, recipe: Recipe, world: World) -> None:
+    """Raises UnsupportedError for hooks on parameters that would not fire, or would see a part only, and for embeddings
+    that write their own weight in forward."""
+    for name, param in tensors_of(module, "_parameters").items():
+        on_tensor, after = num_hooks(param)
+        if after and world.size > 1 and is_parallelized(param):  # the hook is our own, of the other model
+            raise part_of_another(name)
+        if (on_tensor or after) and recipe.params[name].cuts:
+            raise UnsupportedError(
+                "a hook on a parameter that is cut over the ranks",
+                why="gradients come to the gathered parameter, which FSDP2 makes anew, so the hook would never be called",
+                fix=f"put it on the module's output or on an activation; or {_WHOLE}",
+                name=name,
+            )
+        if after and world.size > 1:
+            raise UnsupportedError(
+                f"a post-accumulate hook on a parameter, on {world.size} ranks",
+                why="it would see this rank's part of the gradient, before the sum over the ranks",
+                fix="change gradients after the window, before optim.step(); param.register_hook is fine for what is linear",
+                name=name,
+            )
+    if world.size == 1 and recipe.engine == "ddp":
+        return
+    for name, child in canonical_modules(module):
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
+            raise UnsupportedError(
+                f"a {type(child).__name__} with sparse=True",
+                why="its gradient is a sparse tensor, and gradients are summed over the ranks as dense ones",
+                fix="leave sparse out: rows that no rank looked up get a gradient of 0",
+                name=name or None,
+            )
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.max_norm is not None:
+            raise UnsupportedError(
+                f"a {type(child).__name__} with max_norm={child.max_norm}",
+                why="its forward writes the rows that this rank's batch looks up: under FSDP2 that is lost, and replicas "
+                "drift apart",
+                fix="leave max_norm out, and scale the rows it returns, or the weight after optim.step()",
+                name=name or None,
+            )
+
+
+def part_of_another(name: str) -> UsageError:
+    """The error for parameter ``name`` of a module, which another model that was sharded before has too."""
+    return UsageError(
+        "a part of a model that was parallelized already",
+        why="that model cuts this parameter or sums its gradients over the ranks, and a second one would do so again",
+        fix="put the models that share it into one module, parallelize that, and call both in its forward; or build it anew for "
+        "the second model",
+        name=name,
+    )
+
+
+def refuse_whole_values(module: nn.Module) -> None:
+    """From now on ``module.load_state_dict`` of whole tensors raises UsageError where it has shards. torch's own words for it
+    are a line per parameter, after the buffers have been written."""
+
+    def check(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, param in module.named_parameters(prefix=prefix.removesuffix("."), remove_duplicate=False):
+            given = state.get(name)
+            if isinstance(param, DTensor) and isinstance(given, Tensor) and not isinstance(given, DTensor):
+                raise UsageError(
+                    "load_state_dict of whole tensors into a sharded module",
+                    why="each rank has a shard of this parameter, and torch does not cut",
+                    fix="call sw.load_full_state_dict(model, state) on every rank, or sw.load_weights(model, path)",
+                    name=name,
+                )
+
+    module.register_load_state_dict_pre_hook(check)
+
+
+def refuse_numbers_of_parts(world: World) -> None:
+    """From now on a Python number read from a DTensor over the ranks of ``world`` raises UsageError, unless each rank has the
+    whole value. torch gives the number of this rank's part: a norm that is too small, another step size on each rank."""
+    on_scalar_read(world.mesh, _refuse_part)
+
+
+def _refuse_part(tensor: DTensor) -> None:
+    mesh = tensor.device_mesh
+    axes = zip(mesh.mesh_dim_names or map(str, range(mesh.ndim)), mesh.shape, tensor.placements, strict=True)
+    over = [f"{name}={size}" for name, size, placement in axes if size > 1 and not placement.is_replicate()]
+    if over:
+        raise UsageError(
+            f"a Python number (item(), float(), tolist(), a format, ...) of a tensor that is cut over {', '.join(over)}",
+            why="each rank would read the number of its own part, and go on with another one than the others",
+            fix="take the whole value first, on every rank: grad.norm().full_tensor().item(), (x > 0).any().full_tensor()",
+        )

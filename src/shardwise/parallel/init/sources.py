@@ -1,0 +1,218 @@
+"""Where the values of a module come from: its recorded constructor, or rank 0.
+
+A callable is built on meta with a tape running; if every rank can replay its tape and all tapes are the same, each rank
+makes its own values from it. Otherwise, and for a module that has values already, rank 0's values are scattered.
+"""
+
+import contextlib
+import random
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import UsageError
+from shardwise.model import refuse_lazy
+from shardwise.model.tensors import loose_tensors, tensors_of, to_meta
+from shardwise.parallel.init.build import build_on_meta
+from shardwise.parallel.init.tape import Tape
+from shardwise.parallel.init.values import scatter_values, write_from_tape
+from shardwise.parallel.runtime import Runtime
+from shardwise.parallel.stale import mark_stale
+from shardwise.recipe import Note, Recipe
+from shardwise.world import World
+
+__all__ = ["ForLoading", "FromRank0", "FromTape", "all_tensors", "build_with_source"]
+
+
+class FromTape:
+    """Values replayed by every rank from the record of the constructor."""
+
+    note: Note | None = Note(
+        name="init", why="seeded: values are functions of (seed, name), made by each rank for itself", option="init"
+    )
+
+    def __init__(self, module: nn.Module, tape: Tape):
+        self.tape = tape
+        # Detached: casting to the storage dtype gives a parameter other data, and the tape knows the first.
+        self.on_meta = {name: tensor.detach() for name, tensor in all_tensors(module).items()}
+
+    def release(self, module: nn.Module, recipe: Recipe) -> None:
+        pass  # the module is on meta
+
+    def write(self, runtime: Runtime) -> None:
+        write_from_tape(runtime, self.tape, self.on_meta)
+
+
+class ForLoading(FromTape):
+    """No values yet: ``load_weights`` brings them, and what it does not bring is replayed then."""
+
+    note = Note(name="init", why="load: memory without values, until load_weights", option="init")
+
+    def write(self, runtime: Runtime) -> None:
+        runtime.pending = self
+        runtime.withhold(
+            UsageError(
+                "a model that has no values yet",
+                why='it was made with init="load", and no weights have been loaded',
+                fix="call sw.load_weights(model, path) first",
+            )
+        )
+
+    def write_rest(self, runtime: Runtime, local: Mapping[str, Tensor]) -> None:
+        """Writes the tensors of ``local``: what is loaded does not hold them."""
+        write_from_tape(runtime, self.tape, self.on_meta, local)
+
+
+class FromRank0:
+    """Rank 0's values, kept on its host until they are scattered."""
+
+    def __init__(self, module: nn.Module, world: World, note: Note | None):
+        self.note, self.world, self.values = note, world, {}
+        if world.is_main:
+            self.values = {name: tensor.detach() for name, tensor in all_tensors(module).items()}
+
+    def release(self, module: nn.Module, recipe: Recipe) -> None:
+        """Drops the module's own copy of the values. DDP keeps the tensors themselves, so that an optimizer built
+        on them stays right."""
+        if recipe.engine == "fsdp2":
+            held = {name: weakref.ref(tensor) for name, tensor in tensors_of(module, "_parameters").items()}
+            to_meta(module)
+            # What is still alive is held by somebody, an optimizer perhaps.
+            mark_stale({name: tensor for name, ref in held.items() if (tensor := ref()) is not None}, {})
+
+    def write(self, runtime: Runtime) -> None:
+        local = runtime.local_tensors()
+        # DDP keeps the module's own tensors: rank 0's are in place.
+        in_place = {name for name, value in self.values.items() if value.data_ptr() == local[name].data_ptr()}
+        scatter_values(runtime, lambda name, piece: self.values[name][piece.full_index], local, in_place=in_place)
+        self.values = {}
+
+
+def build_with_source(model: Any, world: World, init: str | None) -> tuple[nn.Module, "FromTape | FromRank0"]:
+    """The module, and where its values come from. All ranks must call it.
+
+    Args:
+        model: a module, or a callable that builds one.
+        world: whose ranks will hold it.
+        init: as ``parallelize`` takes it.
+
+    Raises:
+        UsageError: neither a module nor a callable, a module on meta, or an ``init`` that cannot be.
+    """
+    if init not in (None, "seeded", "rank0", "load"):
+        raise UsageError(f"init={init!r}", why="there is no such way", fix='use "seeded", "rank0", "load" or None')
+    if isinstance(model, nn.Module):
+        if init in ("seeded", "load"):
+            raise UsageError(
+                f'init="{init}" with a module',
+                why="its constructor has run already, so there is nothing to draw again",
+                fix="pass the callable that builds it: parallelize(lambda: MyModel(config), world)",
+            )
+        refuse_lazy(model)
+        _refuse_meta(model)
+        return model, FromRank0(
+            model, world, Note(name="init", why="rank0: values of the module given on rank 0", option="init")
+        )
+    if not callable(model):
+        raise UsageError(
+            f"a {type(model).__name__}",
+            why="it is neither a module nor a callable that builds one",
+            fix="pass one of them",
+        )
+    reason = None
+    if init != "rank0":
+        module, tape = build_on_meta(model, world.seed)
+        if module is not None:
+            refuse_lazy(module)
+        kind = ForLoading if init == "load" else FromTape
+        source = kind(module, tape) if module is not None else None
+        refused = _refused_anywhere(source, tape, world)
+        if module is not None and source is not None and refused is None:
+            return module, source
+        reason = refused
+    return _build_on_rank0(model, world, reason)
+
+
+def _refused_anywhere(source: "FromTape | None", tape: Tape, world: World) -> str | None:
+    """Why some rank cannot replay its tape, or why tapes are not to be trusted: all ranks must take the same way.
+
+    Raises:
+        OSError: the constructor's own, where it has met one on every rank: with real values it would meet it again.
+    """
+    refused = tape.refused or (None if source is not None else "the callable gave no module")
+    digest = tape.digest(source.on_meta) if source is not None else ""
+    seen = world.gather((refused, digest, tape.fault is not None))
+    if tape.fault is not None and all(faulty for *_, faulty in seen):
+        raise tape.fault
+    first = next((reason for reason, *_ in seen if reason is not None), None)
+    if first is None and len({digest for _, digest, _ in seen}) > 1:
+        return "its constructor does not do the same on every rank (a generator of its own, the time, the rank, the order of a set?)"
+    return first
+
+
+def _build_on_rank0(model: Callable[[], nn.Module], world: World, refused: str | None) -> tuple[nn.Module, "FromRank0"]:
+    """Rank 0 builds with real values; the others build on meta where they can, else for real and drop the values. ``refused``: why
+    seeded values are not possible; None: they were not asked for."""
+    module: Any = None
+    with _rng_of_rank0(world) as state:
+        if not world.is_main:
+            module, _ = build_on_meta(model, world.seed)
+        if module is None:
+            _set_rng_state(state)
+            module = model()
+    if not isinstance(module, nn.Module):
+        raise UsageError(
+            f"a callable that gave a {type(module).__name__}", why="parallelize needs a module", fix="return the module"
+        )
+    refuse_lazy(module)
+    why = "rank0 (asked for)" if refused is None else f"rank0 (seeded values are not possible: {refused})"
+    source = FromRank0(module, world, Note(name="init", why=why, option="init", warns=refused is not None))
+    to_meta(module)
+    return module, source
+
+
+def _rng_state() -> tuple[Any, Any, Tensor]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _set_rng_state(state: tuple[Any, Any, Tensor]) -> None:
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])
+
+
+@contextlib.contextmanager
+def _rng_of_rank0(world: World) -> Iterator[tuple[Any, Any, Tensor]]:
+    """Within: Python, numpy and torch draw what they would on rank 0, so that what a constructor draws for itself (the
+    numbers it keeps as plain attributes) is the same on every rank. Gives that state. All ranks must enter it."""
+    own = _rng_state()
+    theirs = world.broadcast(own)
+    _set_rng_state(theirs)
+    try:
+        yield theirs
+    finally:
+        if not world.is_main:  # what rank 0 drew counts as drawn
+            _set_rng_state(own)
+
+
+def all_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Canonical name -> every tensor that has values: parameters, buffers, and those kept anywhere else."""
+    found = {**tensors_of(module, "_parameters"), **tensors_of(module, "_buffers")}
+    for name, tensor in loose_tensors(module).items():
+        found.setdefault(name, tensor)
+    return found
+
+
+def _refuse_meta(module: nn.Module) -> None:
+    for name, tensor in all_tensors(module).items():
+        if tensor.device.type == "meta":
+            raise UsageError(
+                "a module with tensors on meta",
+                why="it has no values, and its constructor is not known here",
+                fix="pass the callable that builds it: parallelize(lambda: MyModel(config), world)",
+                name=name,
+            )

@@ -1,0 +1,162 @@
+"""Writes values into the ranks' shards: from a tape, where each rank makes its own, or scattered from rank 0.
+
+Every tensor is first filled with a mark that no initialisation writes, and is checked afterwards, so that a tensor
+nobody wrote is an error with its name instead of garbage in the model.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.errors import PlanError
+from shardwise.parallel.init.sentinel import mark_unwritten, num_marks
+from shardwise.parallel.init.tape import Tape
+from shardwise.parallel.runtime import Runtime
+from shardwise.recipe import Slice
+
+__all__ = ["scatter_values", "write_from_tape"]
+
+_MESSAGE_BYTES = 64 << 20  # travels at a time, and is held beside the model
+
+
+def write_from_tape(
+    runtime: Runtime, tape: Tape, on_meta: Mapping[str, Tensor], local: Mapping[str, Tensor] | None = None
+) -> None:
+    """Each rank makes the full values of one tensor at a time and keeps its pieces: no communication.
+
+    Args:
+        runtime: of the sharded module, whose tensors are written.
+        tape: of the module's construction.
+        on_meta: canonical name -> the meta tensor of that construction.
+        local: canonical name -> what is written: this rank's part of it; None: all that the module has.
+    """
+    tape.name_draws(on_meta)
+    for name, tensor in (runtime.local_tensors() if local is None else local).items():
+        values = tape.values(on_meta[name])
+        missing = tape.num_unwritten(on_meta[name], values)
+        if missing:
+            raise PlanError(
+                f"{missing} of {values.numel()} values are not written",
+                why="its constructor never writes all of it (torch.empty without an init)",
+                fix="initialise it in the constructor, or build the module with real values and pass the module",
+                name=name,
+            )
+        mark_unwritten(tensor)
+        full = values.to(tensor.dtype)
+        for piece in runtime.pieces(name, full):
+            tensor[piece.local_index] = full[piece.full_index].to(tensor.device)
+
+
+PartOf = Callable[[str, Slice], Tensor]
+
+
+def scatter_values(
+    runtime: Runtime,
+    part_of: PartOf,
+    local: Mapping[str, Tensor] | None = None,
+    *,
+    in_place: Collection[str] = (),
+) -> None:
+    """Rank 0 sends every rank the pieces it holds, packed into messages of bounded size; nothing else travels.
+
+    Args:
+        runtime: of the sharded module, whose tensors are written. All ranks must call.
+        part_of: from a canonical name and a piece of that tensor to its values; called on rank 0 alone, once for each rank
+            that holds the piece.
+        local: canonical name -> what is written: this rank's part of it, the same names on every rank; None: all that the
+            module has.
+        in_place: names of which rank 0's own part has its values already.
+
+    Raises:
+        PlanError: a tensor that was not written whole.
+    """
+    world = runtime.world
+    local = runtime.local_tensors() if local is None else local
+    if not world.is_main:
+        _receive(runtime, local)
+        return
+    for name, tensor in local.items():
+        if name in in_place:
+            continue
+        arriving = _Arriving(name, tensor)
+        for piece in runtime.pieces(name, tensor):
+            for part in piece.blocks(_MESSAGE_BYTES // tensor.itemsize):
+                arriving.put(part, part_of(name, part))
+        arriving.check()
+    for peer in range(1, world.size):
+        _send(runtime, local, part_of, peer)
+
+
+def _send(runtime: Runtime, local: Mapping[str, Tensor], part_of: PartOf, peer: int) -> None:
+    device = runtime.world.device
+    for message in _messages(runtime, local, peer):
+        parts = [part_of(name, piece).reshape(-1).to(device, message.dtype) for name, piece in message.pieces]
+        dist.send(torch.cat(parts).view(torch.uint8), dst=peer)
+
+
+def _receive(runtime: Runtime, local: Mapping[str, Tensor]) -> None:
+    arriving = {name: _Arriving(name, tensor) for name, tensor in local.items()}
+    for message in _messages(runtime, local, runtime.world.rank):
+        sizes = [math.prod(piece.sizes) for _, piece in message.pieces]
+        packed = torch.empty(sum(sizes), dtype=message.dtype, device=runtime.world.device)
+        dist.recv(packed.view(torch.uint8), src=0)
+        for (name, piece), values in zip(message.pieces, packed.split(sizes), strict=True):
+            arriving[name].put(piece, values.view(piece.sizes))
+    for tensor in arriving.values():
+        tensor.check()
+
+
+@dataclass
+class _Message:
+    """What travels in one send: pieces of tensors of one dtype."""
+
+    dtype: torch.dtype
+    pieces: list[tuple[str, Slice]] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+def _messages(runtime: Runtime, local: Mapping[str, Tensor], peer: int) -> Iterator[_Message]:
+    """The messages from rank 0 to ``peer``, in order. Both sides make this list, each from its own tensors, so it
+    depends on the recipe and the peer only: shards of other ranks may be larger."""
+    coord = runtime.recipe.grid.coord(peer)
+    open_: dict[torch.dtype, _Message] = {}
+    for name, tensor in local.items():
+        for piece in runtime.pieces(name, tensor, coord):
+            for part in piece.blocks(_MESSAGE_BYTES // tensor.itemsize):
+                size = math.prod(part.sizes) * tensor.itemsize
+                message = open_.setdefault(tensor.dtype, _Message(tensor.dtype))
+                if message.num_bytes and message.num_bytes + size > _MESSAGE_BYTES:
+                    yield message
+                    message = open_[tensor.dtype] = _Message(tensor.dtype)
+                message.pieces.append((name, part))
+                message.num_bytes += size
+    yield from (message for message in open_.values() if message.num_bytes)
+
+
+class _Arriving:
+    """A tensor that is written piece by piece, and proves that they were all of it: marks that are left must have come along."""
+
+    def __init__(self, name: str, tensor: Tensor):
+        self.name, self.tensor = name, mark_unwritten(tensor)
+        self.num_marks = self.numel = 0
+
+    def put(self, piece: Slice, values: Tensor) -> None:
+        """Writes a piece."""
+        self.tensor[piece.local_index] = values.to(self.tensor.device, self.tensor.dtype)
+        self.num_marks += num_marks(self.tensor[piece.local_index])
+        self.numel += values.numel()
+
+    def check(self) -> None:
+        """Raises PlanError: a value was not written."""
+        unwritten = num_marks(self.tensor) - self.num_marks
+        if unwritten or self.numel != self.tensor.numel():
+            raise PlanError(
+                f"{unwritten} of {self.tensor.numel()} values were not written",
+                why="the pieces that rank 0 sent are not all of this rank's tensor",
+                fix="make the recipe from this module and layout: parallelize does",
+                name=self.name,
+            )

@@ -1,0 +1,333 @@
+"""The parts of a training run, each made from its section of the configuration."""
+
+import contextlib
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardwise.config.schema import Data, Optim, RunConfig, Schedule
+from shardwise.config.suggest import did_you_mean, missing_blank
+from shardwise.config.target import load_target
+from shardwise.config.tokenizer import is_tokens, tokenizer_path
+from shardwise.data.corpus import BYTES, TokenFile, TokenWindows, encode, pydoc_text
+from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, UsageError
+from shardwise.parallel import parallelize, recipe_of, runtime_of, world_of
+from shardwise.run.pretrained import build_pretrained
+from shardwise.run.reference import build as build_reference
+from shardwise.run.reference_config import check_reference_args
+from shardwise.run.tokens import vocab_of_folder
+from shardwise.state import LoadReport, load_weights
+from shardwise.step.loss import call
+from shardwise.step.parameter_groups import grouped
+from shardwise.step.scale import computes_half
+from shardwise.step.step import TrainStep
+from shardwise.techniques.transforms.act import choose, transformed
+from shardwise.world import World
+
+__all__ = [
+    "Corpus",
+    "build_model",
+    "build_plain",
+    "check_takes_tokens",
+    "limit_to_model",
+    "load_start",
+    "make_optimizer",
+    "make_scaler",
+    "make_scheduler",
+    "make_step",
+    "open_data",
+    "prompt_of",
+    "put_on_schedule",
+    "set_tokenizer",
+    "vocab_of",
+]
+
+_TOPICS = "Python's help topics"
+_SENTENCE = re.compile(r"(?<=[.\n] )[A-Z][a-z]+(?:\s[a-z]+){7}(?=\s)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """What a run reads: windows to train and to validate on, and the training text, where the tokens are bytes."""
+
+    name: str
+    train: TokenWindows
+    val: TokenWindows | None
+    text: str | None
+
+
+def prompt_of(corpus: Corpus) -> str:
+    """The first eight words of a sentence in the validation text; else the first words there are, about 40 bytes."""
+    source = corpus.val or corpus.train
+    text = bytes(source.tokens[: 1 << 16]).decode(errors="ignore")
+    if match := _SENTENCE.search(text):
+        return " ".join(match.group().split()) + " "
+    words = text[:400].split()[1:] or ["The"]  # the cut may stand in the middle of the first word
+    taken: list[str] = []
+    while words and sum(map(len, taken)) < 32:
+        taken.append(words.pop(0))
+    return " ".join(taken) + " "
+
+
+def open_data(data: Data, *, vocab: int | None) -> Corpus:
+    """Opens the data a config names and splits it into training and validation.
+
+    Args:
+        data: the section of the config.
+        vocab: size of the model's vocabulary, None where it is not known.
+
+    Raises:
+        ConfigError: see :class:`~shardwise.data.corpus.TokenFile` and :func:`~shardwise.data.corpus.encode`.
+    """
+    tokenizer = tokenizer_path(data.tokenizer)
+    is_bytes = tokenizer is None and not is_tokens(data.path)
+    if tokenizer is not None:
+        name = f"{data.path or _TOPICS}, by {tokenizer}"
+        whole = TokenWindows(encode(data.path, tokenizer), data.seq_len, vocab=vocab, name=name)
+    elif data.path is None:
+        whole = TokenWindows.from_text(pydoc_text(), data.seq_len, vocab=vocab, name=_TOPICS)
+    else:
+        raw = data.dtype if data.path.endswith(".bin") else None
+        whole = TokenFile(data.path, data.seq_len, dtype=raw, vocab=vocab)
+    parts = whole.split(data.val_fraction) if data.val_fraction > 0 else (whole, None)
+    text = bytes(parts[0].tokens[: 1 << 24]).decode(errors="replace") if is_bytes else None
+    return Corpus(name=whole.name, train=parts[0], val=parts[1], text=text)
+
+
+def vocab_of(config: RunConfig) -> int | None:
+    """The reference model says its vocabulary; another model's is its own business."""
+    if config.model.hf is not None:
+        return vocab_of_folder(config.model.hf, config.model.args)
+    return config.model.args.get("vocab", BYTES) if config.model.build is None else None
+
+
+def limit_to_model(corpus: Corpus, model: nn.Module) -> None:
+    """Refuses tokens that a model of the user's own cannot take, where it says how many it knows: by ``get_input_embeddings()`` or
+    ``config.vocab_size``, as models of transformers do.
+
+    Raises:
+        ConfigError: a token is larger.
+    """
+    embeddings: Any = None
+    if callable(getattr(model, "get_input_embeddings", None)):
+        with contextlib.suppress(NotImplementedError):
+            embeddings = model.get_input_embeddings()  # type: ignore[operator]
+    size = getattr(embeddings, "num_embeddings", getattr(getattr(model, "config", None), "vocab_size", None))
+    for part in (corpus.train, corpus.val):
+        if part is not None and part.vocab is None and isinstance(size, int):
+            part.limit(size)
+
+
+def check_takes_tokens(config: RunConfig, model: nn.Module) -> None:
+    """Refuses a model of the user's own that takes no tokens, before the first step; every rank must call it.
+
+    A model with an embedding passes: its errors are its own. Another may look tokens up in a parameter, or make them one-hot, so it
+    is tried: one forward of a sequence, in eval mode, without gradients. The random numbers of the run are left where they were.
+
+    Raises:
+        ConfigError: the forward of tokens failed.
+    """
+    if any(isinstance(child, nn.Embedding) for child in model.modules()):
+        return
+    device = world_of(model).device
+    batch = {"input_ids": torch.zeros(1, config.data.seq_len, dtype=torch.long, device=device)}
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+            call(model, batch)
+    except (torch.OutOfMemoryError, torch.distributed.DistError):
+        raise
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, UsageError) as error:
+        if isinstance(error, ShardwiseError) and not isinstance(error, UsageError):
+            raise
+        text = (str(error).strip().splitlines() or [""])[0]
+        raised = "takes no single tensor" if isinstance(error, UsageError) else f"raised {type(error).__name__}: {text}"
+        raise ConfigError(
+            f"model.build={config.model.build!r}" if config.model.build else f"model.hf={config.model.hf!r}",
+            why=f"shardwise train feeds tokens (input_ids [B, T], integers) and takes logits [B, T, V]; {recipe_of(model).module_class} has no embedding, "
+            f"and its forward of tokens {raised}",
+            fix="give a model of tokens; to train any other, write a script: sw.init, sw.parallelize, and sw.TrainStep with a loss= and a count= "
+            "(README.md, examples/train_step.py)",
+        ) from error
+    finally:
+        model.train(was_training)
+        if isinstance(model, FSDPModule):
+            model.reshard()  # plain FSDP2 keeps what the root's last forward gathered
+
+
+def build_model(config: RunConfig, world: World) -> nn.Module:
+    """The model of a config, laid over the world; every rank must call it."""
+    parallel = config.parallel
+    if config.model.build is not None:
+        load_target(config.model.build, what="model.build")  # a transform may be registered beside the model
+    return parallelize(
+        lambda: _untransformed(config),
+        world,
+        init=parallel.init or ("load" if config.model.start is not None else None),
+        precision=parallel.precision,
+        sharding=parallel.sharding,
+        ddp=parallel.ddp,
+        remat=parallel.remat,
+        compile=parallel.compile,
+        transforms=parallel.transforms,
+    )
+
+
+def load_start(config: RunConfig, model: nn.Module) -> LoadReport | None:
+    """Gives the model the weights that the config names, if it names any; every rank must call it.
+
+    Raises:
+        CheckpointError: they cannot be read, or do not fit.
+    """
+    given = config.model
+    if given.start is None:
+        return None
+    try:
+        return load_weights(model, given.start, strict=given.strict, rename=list(given.rename.items()), cast=given.cast)
+    except CheckpointError as error:  # its words are those of the call; a run has others
+        for call, keys in (
+            (
+                "strict=False, rename=",
+                "--model.strict=false with --model.rename={pattern: null} leaves tensors out",
+            ),
+            (
+                "strict=False",
+                "--model.rename={pattern: replacement}, or --model.strict=false to load what fits and draw the rest",
+            ),
+            ("rename=[", "--model.rename={pattern: replacement}, with weights of the same model"),
+            ("cast=True", "--model.cast=true, with weights of the same model"),
+        ):
+            if call in error.fix:
+                error.fix = f"in this run: {keys}"
+                break
+        raise
+
+
+def set_tokenizer(config: RunConfig, model: nn.Module) -> None:
+    """Says which tokenizer belongs to the weights that are written: the one that the run uses, and none for bytes. For tokens that
+    were made before, it is that of where the weights came from."""
+    if not is_tokens(config.data.path):
+        runtime_of(model).tokenizer = tokenizer_path(config.data.tokenizer) or False
+
+
+def build_plain(config: RunConfig, world: World | None = None) -> nn.Module:
+    """The model of a config, not sharded: as its function returns it, or the reference model where none is named, and
+    changed by the config's transforms, on the CPU; ``world`` is for those that ask for it.
+
+    Raises:
+        ConfigError: the arguments are none of the function's, it returns no module, or a transform is not known.
+        UsageError: a transform failed.
+    """
+    return transformed(_untransformed(config), choose(config.parallel.transforms), world)
+
+
+def _untransformed(config: RunConfig) -> nn.Module:
+    model = config.model
+    if model.hf is not None:
+        return build_pretrained(model.hf, model.args)
+    if model.build is None:
+        sizes = check_reference_args(model.args, seq_len=config.data.seq_len)
+        return build_reference(**{"max_seq": max(256, config.data.seq_len), **sizes})
+    function = load_target(model.build, what="model.build")
+    try:
+        module = function(**model.args)
+    except TypeError as error:
+        # Only a call that does not fit is the config's fault; a TypeError from inside the function is passed on.
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise
+        raise ConfigError(
+            f"model.args={model.args} for {model.build}",
+            why=f"it cannot be called with them: {error}",
+            fix=_arguments_of(function, model.args),
+        ) from error
+    if not isinstance(module, nn.Module):
+        raise ConfigError(
+            f"model.build={model.build!r}",
+            why=f"it returned {type(module).__name__}, and training needs a torch.nn.Module",
+            fix="name a function that returns the module, or the module's class",
+        )
+    return module
+
+
+def _arguments_of(function: Callable[..., object], given: Mapping[str, object]) -> str:
+    """Which keyword arguments a function takes, for the fix of a call that does not fit."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # one written in C need not say
+        return "give the keyword arguments the function takes"
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    unknown = next((name for name in given if name not in names), "")
+    return missing_blank(unknown, given.get(unknown)) or did_you_mean(unknown, names, what="it takes")
+
+
+def make_step(config: RunConfig, model: nn.Module) -> TrainStep:
+    """The step of a config with its optimizer and scheduler over a sharded model; every rank must call it."""
+    optim = make_optimizer(config.optim, model)
+    return TrainStep(
+        model,
+        optim,
+        scheduler=make_scheduler(config.schedule, optim, config.train.steps),
+        max_grad_norm=config.train.max_grad_norm,
+        norm_type=config.train.norm_type,
+        clip_grad_value=config.train.clip_grad_value,
+        on_nonfinite=config.train.on_nonfinite,
+        scaler=make_scaler(config, model),
+    )
+
+
+def make_scaler(config: RunConfig, model: nn.Module) -> torch.amp.GradScaler | None:
+    """The gradient scaler of a config, where :class:`TrainStep` would make one."""
+    if not computes_half(runtime_of(model)):
+        return None
+    return torch.amp.GradScaler(world_of(model).device.type, **msgspec.structs.asdict(config.train.scaler))
+
+
+def make_optimizer(optim: Optim, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of a config over the trained parameters, in the groups that the model's own method
+    ``make_parameter_groups()`` makes where it has one; fused unless the config says otherwise."""
+    params = grouped(model)
+    fused = True if optim.fused is None else optim.fused
+    if optim.name == "sgd":
+        return torch.optim.SGD(
+            params, lr=optim.lr, momentum=optim.momentum, weight_decay=optim.weight_decay, fused=fused
+        )
+    return torch.optim.AdamW(params, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=fused)
+
+
+def make_scheduler(
+    schedule: Schedule, optim: torch.optim.Optimizer, num_steps: int
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """Linear rise over the warm-up, then a cosine down to the floor at the last step, or constant."""
+    warmup = schedule.warmup_steps or 0
+
+    def factor(done: int) -> float:
+        rise = (done + 1) / (warmup + 1) if done < warmup else 1.0
+        if schedule.name == "constant" or done < warmup:
+            return rise
+        through = (done - warmup) / max(1, num_steps - 1 - warmup)
+        low = schedule.min_lr_ratio
+        return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, through)))
+
+    return torch.optim.lr_scheduler.LambdaLR(optim, factor)
+
+
+def put_on_schedule(step: TrainStep) -> None:
+    """Sets the rates of a restored step by its own schedule: what it brought for its next step was set by that of the run
+    that saved it, which may have been shorter."""
+    optim, scheduler = step.optim, step.scheduler
+    rates = [
+        base * factor(scheduler.last_epoch)
+        for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    ]
+    for group, rate in zip(optim.param_groups, rates, strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = rates

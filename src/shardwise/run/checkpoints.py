@@ -1,0 +1,166 @@
+"""Checkpoints of a run of ``shardwise train``: whether there is one to go on from, and when the next is made."""
+
+import contextlib
+import itertools
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from shardwise.config.schema import RunConfig
+from shardwise.data.loader import Loader
+from shardwise.errors import CheckpointError
+from shardwise.run.resume_check import changes_since, texts_of
+from shardwise.state.checkpoint.manager import CheckpointManager
+from shardwise.state.integrity.manifest import steps_in
+from shardwise.step.step import TrainStep
+from shardwise.world import World
+from shardwise.world.collectively import collectively
+
+__all__ = ["RunCheckpoints"]
+
+
+class RunCheckpoints:
+    """The checkpoints in ``log.dir``. All ranks make it and call it alike.
+
+    Attributes:
+        folder: where they are.
+        are_there: whether there is a run to go on from.
+        changes: what is configured otherwise than in that run, and takes effect.
+        unsaved: why the last save failed; None where it did not. Equal on every rank.
+
+    Raises:
+        ConfigError: on every rank; what is configured otherwise would have no effect, or makes another run of it.
+        CheckpointError: older ones cannot be looked at, or (by :meth:`opened`) not moved aside.
+    """
+
+    def __init__(self, config: RunConfig, world: World):
+        self.config, self.world = config, world
+        self.folder = Path(config.log.dir) / "checkpoints"
+        found = collectively(world, "looking for checkpoints", self._look, on_main=True)
+        self.are_there: bool
+        self.changes: list[str]
+        self.are_there, self.changes = world.broadcast(found)
+        self.unsaved: CheckpointError | None = None
+        self._manager: CheckpointManager | None = None
+
+    def _look(self) -> tuple[bool, list[str]]:
+        if not self.config.checkpoint.resume or not self._are_some():
+            return False, []
+        return True, changes_since(self.folder, self.config)
+
+    def _are_some(self) -> bool:
+        return self.folder.is_dir() and bool(steps_in(self.folder))
+
+    def _move_aside(self) -> None:
+        """Those of an older run, where this one starts anew. Beside the directory that they are in: where there is a link to
+        another disk, new ones go there too."""
+        if self.config.checkpoint.resume or not self._are_some():
+            return
+        place = self.folder.resolve()
+        names = (place.with_name(f"{place.name}.previous-{n}") for n in itertools.count(1))
+        aside = next(name for name in names if not name.exists())
+        try:
+            os.rename(place, aside)
+            if self.folder.is_symlink():
+                place.mkdir()
+                shutil.copymode(aside, place)
+        except OSError as error:  # it is where a disk is mounted, or what is above it is somebody else's
+            raise CheckpointError(
+                f"the older checkpoints in {place}",
+                why=f"they cannot be moved aside, to {aside}: {error.strerror or error}",
+                fix="move them away yourself, or name another folder: --log.dir=PATH",
+            ) from error
+
+    @contextlib.contextmanager
+    def opened(self, step: TrainStep, last: dict[str, Any], emit: Callable[..., None]) -> Iterator[None]:
+        """Within, checkpoints are made, if the run asks for them; after, they are on disk.
+
+        Args:
+            step: what is saved.
+            last: figures of the run that a resumed one has from the beginning.
+            emit: is told of saves that failed: ``emit("trouble", text=...)``.
+        """
+        kept = self.config.checkpoint
+        self._emit = emit
+        collectively(self.world, "moving older checkpoints aside", self._move_aside, on_main=True)
+        if not kept.are_made and not self.are_there:
+            yield
+            return
+        self._manager = CheckpointManager(
+            self.folder,
+            step,
+            keep=kept.keep,
+            keep_every=kept.keep_every,
+            extra={"figures": _Figures(last)},
+            async_save=kept.background,
+            texts=texts_of(self.config) if self.world.is_main else {},
+            stop_after_s=kept.stop_after_s,
+            sigusr1=kept.sigusr1,
+        )
+        self._manager.says_stop = False  # whoever started the run does
+        with self._manager:
+            yield
+
+    def resume(self, loader: Loader) -> int:
+        """Puts the run, and the loader, where the newest good checkpoint stands, if there is one; returns the steps done before.
+        From here on the loader's position is saved."""
+        if self._manager is None:
+            return 0
+        self._manager.resume(loader)
+        return self._manager.step.num_steps  # type: ignore[attr-defined]
+
+    def save(self, done: int) -> None:
+        """Saves if it is time or asked for, and at the end of the run. A save that fails (a full disk) has changed nothing: the run goes on, and
+        the next one tries again.
+
+        Raises:
+            Stopped: the run was asked to stop, and has saved.
+            CheckpointError: the run was asked to stop, and could not save.
+        """
+        if self._manager is None:
+            return
+        kept, stops = self.config.checkpoint, self.world.stop.agreed is not None
+        is_last = kept.every is not None and done == self.config.train.steps
+        every = done if is_last else kept.every
+        is_asked = self.world.stop.saves
+        if not stops and not is_asked and (every is None or done % every):
+            return
+        self.settle()
+        try:
+            path = self._manager.save_every(every)
+            self.unsaved = None
+            if is_asked and path is not None:
+                self._emit("saved", text=f"SIGUSR1: a checkpoint of step {done}, {path}")
+        except CheckpointError as error:
+            if stops:
+                raise
+            self._failed(error, is_last=is_last, is_only=every is None)
+
+    def settle(self, *, is_over: bool = False) -> None:
+        """Waits for what is being written, and notes whether it failed; no other save comes where the run ``is_over``."""
+        if self._manager is not None:
+            try:
+                self._manager.wait()
+            except CheckpointError as error:
+                self._failed(error, is_last=is_over)
+
+    def _failed(self, error: CheckpointError, *, is_last: bool, is_only: bool = False) -> None:
+        self.unsaved = error
+        if not is_last:  # of the last one, the run's own error tells
+            then = "another SIGUSR1 tries again" if is_only else "the next save tries again"
+            self._emit("trouble", text=f"{error.given}: {error.why}; training goes on, and {then}")
+
+
+class _Figures:
+    """The run's last figures, as an object that a checkpoint takes."""
+
+    def __init__(self, last: dict[str, Any]):
+        self.last = last
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: self.last[name] for name in ("loss", "val_loss", "num_skipped") if name in self.last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.last.update(state)

@@ -1,0 +1,361 @@
+"""What each rank of ``shardwise train`` runs, from an open world to exported weights.
+
+:func:`train` is the table of contents: data, model, optimizer, step, a completion before, the steps, a completion
+after, the weights. Every rank runs all of it, because every rank takes part in every forward; rank 0 alone writes
+files and speaks. It speaks in *events*, small dicts given to ``emit``; who started the ranks decides how they look.
+
+Events (``kind`` and its fields): ``phase`` text; ``data`` name, train_samples, val_samples, tokens_per_step; ``model``
+name, num_params, units, why; ``loaded`` text; ``resumed`` text; ``saved`` text; ``sample`` when, prompt, text, word_share; ``step`` step, steps, loss, grad_norm, lr,
+tokens_per_s, seconds_left, skipped, num_skipped (so far), memory; ``memory`` per_rank, one_process, rss; ``val`` step, loss, num_tokens;
+``stop`` reason; ``weights`` path; ``trouble`` text.
+"""
+
+import contextlib
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from shardwise.config.render import dump_config
+from shardwise.config.schema import RunConfig
+from shardwise.data.loader import Loader
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.parallel import describe, recipe_of
+from shardwise.run.build import (
+    Corpus,
+    build_model,
+    check_takes_tokens,
+    limit_to_model,
+    load_start,
+    make_step,
+    open_data,
+    prompt_of,
+    put_on_schedule,
+    set_tokenizer,
+    vocab_of,
+)
+from shardwise.run.checkpoints import RunCheckpoints
+from shardwise.run.disk_space import check_space, spare_folders
+from shardwise.run.memory import memory_of, state_bytes
+from shardwise.run.metrics import MetricsWriter, Pace, cut_metrics
+from shardwise.run.sample import complete_text, vocabulary, word_share
+from shardwise.state import check_dtypes, save_weights, weights_bytes
+from shardwise.step.evaluate import evaluate
+from shardwise.step.step import TrainStep
+from shardwise.world import World
+
+__all__ = ["train"]
+
+Emit = Callable[..., None]
+
+SAMPLE_BYTES = 160
+SAMPLE_TEMPERATURE = 0.6
+
+
+def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
+    """Trains what ``config`` describes; every rank must call it, with the same config.
+
+    Args:
+        config: a whole run.
+        world: the open world; it stays open.
+        emit: called as ``emit(kind, **fields)`` on rank 0 with the events above.
+
+    Raises:
+        ConfigError: the disk has no room for what the run will write, or the run that it would go on with is another one;
+            before the first step.
+        CheckpointError: at the end, where weights, the last checkpoint or metrics could not be written; it says what is kept, and
+            where.
+        Stopped: the run was asked to stop, and has saved.
+
+    Returns:
+        the last figures, equal on every rank but for memory: ``loss``, ``val_loss`` (None without validation data),
+        ``num_params``, ``steps``, ``num_skipped``.
+    """
+    emit = emit if world.is_main else _silent
+    checkpoints = RunCheckpoints(config, world)
+    emit("phase", text="reading the data")
+    corpus = open_data(config.data, vocab=vocab_of(config))
+    emit("phase", text="building the model")
+    model = build_model(config, world)
+    if config.model.start is not None and not checkpoints.are_there:
+        emit("phase", text="loading weights")
+        emit("loaded", text=str(load_start(config, model)))
+    limit_to_model(corpus, model)
+    check_takes_tokens(config, model)
+    set_tokenizer(config, model)
+    step = make_step(config, model)
+    run = _Run(config=config, world=world, corpus=corpus, model=model, step=step, emit=emit)
+    run.check_space()
+    with checkpoints.opened(step, run.last, emit):
+        run.resume(checkpoints)
+        run.open_files()
+        run.introduce()
+        run.complete("before")
+        run.all_steps(checkpoints)
+        checkpoints.settle(is_over=True)
+    run.complete("after")
+    run.export(checkpoints.unsaved)
+    return run.last
+
+
+@dataclass(kw_only=True)
+class _Run:
+    """One training run on one rank: the parts, and the stages of it."""
+
+    config: RunConfig
+    world: World
+    corpus: Corpus
+    model: nn.Module
+    step: TrainStep
+    emit: Emit
+
+    def __post_init__(self) -> None:
+        data = self.config.data
+        self.folder = Path(self.config.log.dir)
+        self.loader = Loader(
+            self.corpus.train, self.world, global_batch=data.global_batch, micro_batch=data.micro_batch
+        )
+        self.last: dict[str, Any] = {
+            "num_params": sum(p.numel() for p in self.model.parameters()),
+            "steps": self.config.train.steps,
+            "val_loss": None,
+        }
+        self.done = 0  # steps, those before a resume included
+        self.metrics: MetricsWriter | None = None
+        self.unwritten: CheckpointError | None = None
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        """Writes a line of metrics and says it. A disk that is full ends the lines, not the training: it has weights to
+        give, and the error is raised once they are written."""
+        if self.metrics is not None and self.unwritten is None:
+            try:
+                self.metrics.write(kind=kind, **fields)
+            except CheckpointError as error:
+                self.unwritten = error
+                self.emit("trouble", text=f"{error.given}: {error.why}; training goes on, its figures are not kept")
+        self.emit(kind, **fields)
+
+    def check_space(self) -> None:
+        """Refuses a run that would find the disk full at its end, or weights that cannot be written; all ranks take part."""
+        if self.config.checkpoint.export is not None:
+            check_dtypes(self.model)
+        problem: ConfigError | None = None
+        if self.world.is_main:
+            try:
+                check_space(self.config, weights_bytes(self.model), self.checkpoint_bytes())
+            except ConfigError as error:
+                problem = error
+        problem = self.world.broadcast(problem)
+        if problem is not None:
+            raise problem
+
+    def checkpoint_bytes(self) -> int:
+        """Size of a checkpoint: an estimate."""
+        trained = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
+        optim = self.config.optim
+        moments = 2 if optim.name == "adamw" else int(optim.momentum > 0)
+        return weights_bytes(self.model) + moments * trained
+
+    def resume(self, checkpoints: RunCheckpoints) -> None:
+        """Goes on from the newest checkpoint, if there is one; all ranks take part."""
+        if checkpoints.are_there:
+            self.emit("phase", text="resuming")
+        self.done = checkpoints.resume(self.loader)
+        if not checkpoints.are_there:
+            return
+        put_on_schedule(self.step)
+        steps = self.config.train.steps
+        self.last["steps"] = max(steps, self.done)
+        rest = f"{steps - self.done} of {steps} steps are left" if self.done < steps else f"all {steps} steps are done"
+        more = "" if self.done < steps else "; --train.steps=N goes on"
+        text = f"from step {self.done} of {checkpoints.folder}: {rest}{more} (--fresh starts anew)"
+        changes = f"\nfrom here on: {', '.join(checkpoints.changes)}" if checkpoints.changes else ""
+        self.emit("resumed", text=text + changes)
+
+    def open_files(self) -> None:
+        """Writes the resolved configuration and the recipe, and begins the metrics, an older run's moved aside; those of the
+        run that is resumed are gone on with.
+
+        Only now: a run that was refused before leaves the folder as it found it.
+        """
+        if not self.world.is_main:
+            return
+        file = self.folder / "config.yaml"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file.write_text(dump_config(self.config), encoding="utf-8")
+            file = self.folder / "recipe.txt"
+            file.write_text(describe(self.model), encoding="utf-8")
+            file = self.folder / "metrics.jsonl"
+            if self.done:
+                cut_metrics(file, self.done)
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    file.replace(self.folder / "metrics.previous.jsonl")
+        except OSError as error:
+            raise CheckpointError(
+                f"the file {file}",
+                why=f"writing failed: {error.strerror or error}",
+                fix="free space, or name another folder: --log.dir=PATH",
+            ) from error
+        self.metrics = MetricsWriter(file)
+
+    def introduce(self) -> None:
+        """Says what is trained on what."""
+        data, val = self.config.data, self.corpus.val
+        self.emit(
+            "data",
+            name=self.corpus.name,
+            train_samples=len(self.corpus.train),
+            val_samples=len(val) if val else 0,
+            tokens_per_step=data.global_batch * data.seq_len,
+        )
+        name = type(self.model).__name__ if self.config.model.build or self.config.model.hf else "the reference model"
+        recipe = recipe_of(self.model)
+        why = next(note.why for note in recipe.notes if note.option == "sharding.engine")
+        self.emit("model", name=name, num_params=self.last["num_params"], units=len(recipe.units), why=why)
+
+    def complete(self, when: str) -> None:
+        """Completes the same prompt before and after; on every rank, since every rank takes part in each forward."""
+        if self.corpus.text is None or (when == "before" and self.done):
+            return
+        self.emit("phase", text=f"completing a prompt {when} training")
+        prompt = prompt_of(self.corpus)
+        text = complete_text(
+            self.model,
+            prompt,
+            SAMPLE_BYTES,
+            device=self.world.device,
+            context=self.config.data.seq_len,
+            temperature=SAMPLE_TEMPERATURE,
+            seed=self.config.train.seed,
+        )
+        if self.metrics is not None:  # rank 0: collecting the words of a long text takes a moment
+            share = word_share(text, vocabulary(self.corpus.text))
+            self.tell("sample", when=when, prompt=prompt, text=text, word_share=share)
+
+    def all_steps(self, checkpoints: RunCheckpoints) -> None:
+        """All optimizer steps that are left, epoch after epoch, with validations and checkpoints between."""
+        train = self.config.train
+        pace, first = Pace(train.steps, done=self.done), self.done + 1
+        self.emit("phase", text="training")
+        while self.done < train.steps:
+            for window in self.loader:
+                out, self.done = self.step(window), self.done + 1
+                done = self.done
+                pace.step(done, int(out.num_tokens))
+                if done == first:
+                    self.measure()
+                self.report(done, out, pace, is_first=done == first)
+                if done == train.steps or (train.eval_every and done % train.eval_every == 0):
+                    self.validate(done)
+                    pace.pause()
+                if self.world.stop.agreed:
+                    self.emit("stop", reason=self.world.stop.agreed)
+                checkpoints.save(done)
+                if done == train.steps:
+                    return
+
+    def report(self, done: int, out: Any, pace: Pace, *, is_first: bool) -> None:
+        """What a step gave: an event each, a line of metrics every ``log.every``."""
+        figures = {
+            "step": done,
+            "steps": self.config.train.steps,
+            "loss": float(out.loss),
+            "grad_norm": None if out.grad_norm is None else float(out.grad_norm),
+            "lr": self.step.optim.param_groups[0]["lr"],
+            "tokens": int(out.num_tokens),
+            "tokens_per_s": pace.tokens_per_s,
+            "seconds_left": pace.seconds_left,
+            "skipped": bool(out.skipped),
+            "num_skipped": self.step.num_skipped,
+            "epoch": self.loader.epoch,
+            **({} if out.loss_scale is None else {"loss_scale": out.loss_scale}),
+            **{name: float(value) for name, value in (out.metrics or {}).items()},
+        }
+        self.last["loss"], self.last["num_skipped"] = figures["loss"], figures["num_skipped"]
+        if done % self.config.log.every == 0 or is_first or done == self.config.train.steps:
+            self.tell("step", **figures, memory=memory_of(self.model, self.step.optim).as_dict())
+        else:
+            self.emit("step", **figures)
+
+    def measure(self) -> None:
+        """Memory of every rank against one process; all ranks take part."""
+        here, alone = state_bytes(self.model, self.step.optim)
+        use = memory_of(self.model, self.step.optim)
+        rows = self.world.gather({"state": here, "rss": use.rss, "cuda_peak": use.cuda_peak})
+        self.tell(
+            "memory",
+            per_rank=[row["state"] for row in rows],
+            one_process=alone,
+            rss=[row["rss"] for row in rows],
+            cuda_peak=[row["cuda_peak"] for row in rows],
+        )
+
+    def validate(self, done: int) -> None:
+        """The mean loss over every validation token."""
+        if self.corpus.val is None:
+            return
+        self.emit("phase", text="validating")
+        micro = self.config.data.micro_batch
+        ranks = self.world.axis("dp").size
+        val = Loader(self.corpus.val, self.world, global_batch=micro * ranks, micro_batch=micro, shuffle=False)
+        figures: Mapping[str, Any] = evaluate(self.model, val)
+        self.last["val_loss"] = float(figures["loss"])
+        self.tell("val", step=done, **{name: float(value) for name, value in figures.items()})
+        self.emit("phase", text="training")
+
+    def export(self, unsaved: CheckpointError | None) -> None:
+        """Writes the final weights; all ranks take part. Only then the error of the last checkpoint is raised, or that of the
+        metrics."""
+        name = self.config.checkpoint.export
+        kept = "no weights were asked for"
+        if name is not None:
+            self.emit("phase", text="writing the weights")
+            try:
+                kept = f"the weights are whole, in {save_weights(self.model, self.folder / name)}"
+            except CheckpointError as error:
+                raise self.rescue(error) from error
+            self.tell("weights", path=str(self.folder / name))
+        if self.metrics is not None:
+            self.metrics.close()
+        unwritten = self.world.broadcast(unsaved or self.unwritten)
+        if unwritten is not None:
+            raise CheckpointError(unwritten.given, why=f"{unwritten.why}; {kept}", fix=unwritten.fix) from unwritten
+
+    def rescue(self, error: CheckpointError) -> CheckpointError:
+        """Writes weights that could not be written where they belong to another disk; all ranks take part.
+
+        Returns:
+            the error to raise, with what is kept and where; equal on every rank.
+        """
+        spare = self.world.broadcast(spare_folders(weights_bytes(self.model)) if self.world.is_main else None)
+        saved: Path | None = None
+        for folder in spare:
+            if saved is None:
+                with contextlib.suppress(CheckpointError):  # the first error is the one to tell
+                    saved = save_weights(self.model, folder)
+            if self.world.is_main and (saved is None or saved.parent != folder):
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+        steps = f"{self.last['steps']} steps"
+        if saved is None:
+            outcome = f"no other place had room either, so the weights of these {steps} are lost"
+            fix = "free space or name a folder on another disk (--log.dir=PATH), and run again"
+        else:
+            outcome = f"the weights of these {steps} were written to {saved} instead"
+            self.emit("weights", path=str(saved))
+            where = self.folder / str(self.config.checkpoint.export)
+            fix = f"move them from there: mv {shlex.quote(str(saved))} {shlex.quote(str(where))}/"
+        return CheckpointError(
+            error.given,
+            why=f"{error.why}; {outcome}; the metrics are in {self.folder / 'metrics.jsonl'}",
+            fix=fix,
+        )
+
+
+def _silent(kind: str, **fields: Any) -> None:
+    """What ranks other than 0 say."""

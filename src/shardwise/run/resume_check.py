@@ -1,0 +1,204 @@
+"""Whether a run that is configured like this may go on from a checkpoint of its folder.
+
+Every checkpoint of ``shardwise train`` holds the configuration of its run, and what was in the files that it names. A key
+that now has another value belongs to one of three kinds:
+
+- its value comes back with the checkpoint (:data:`RESTORED`), so that the new one would have no effect;
+- the checkpoint holds the weights of another model, or a place in the order of other data (:data:`FIXED`);
+- it takes effect from here on: all others.
+
+The first two are refused, by name and with both values.
+"""
+
+import contextlib
+import hashlib
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shardwise.config.render import dump_config, flow_text
+from shardwise.config.schema import RunConfig
+from shardwise.config.sources import EXTENSIONS
+from shardwise.config.tokenizer import BYTES_MEANT, tokenizer_path
+from shardwise.data.corpus import pydoc_text
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.state.checkpoint.opened import SavedRun
+from shardwise.state.integrity.manifest import folder_name, steps_in
+
+__all__ = ["changes_since", "file_sample", "texts_of"]
+
+CONFIG, FILES = "training/config.yaml", "training/files.json"
+
+_OPTIMIZER = "the optimizer goes on with the settings it had"
+_MODEL = "the checkpoint holds the weights of the model as it was"
+_DATA = "the position in the data counts samples of the order as it was"
+_START = "the weights are those of the checkpoint"
+RESTORED = {
+    "optim.": _OPTIMIZER,
+    "train.seed": "the order of samples and dropout go on with the seed they had",
+    "train.scaler.": "the scale and its rules come with the checkpoint",
+}
+START = dict.fromkeys(("model.weights", "model.rename", "model.cast", "model.strict", "parallel.init"), _START)
+"""How a run gets its first values: may be left out of the command that goes on."""
+FIXED = {
+    "model.": _MODEL,
+    **dict.fromkeys(("data.path", "data.tokenizer", "data.dtype", "data.val_fraction", "data.seq_len"), _DATA),
+}
+_OPEN = ("model.args.", "model.rename.", "parallel.")
+"""Below these, keys are the user's own, or come with the kind of a value."""
+_OF_A_NODE = ("log.", "launch.", "checkpoint.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Saved:
+    """What a checkpoint tells of its run: keys and values, and what was in the files."""
+
+    folder: Path
+    values: Mapping[str, Any]
+    files: Mapping[str, str]
+
+
+def texts_of(config: RunConfig) -> dict[str, str]:
+    """The files of a checkpoint by which it is known what run it is of."""
+    return {CONFIG: dump_config(config), FILES: json.dumps(_files_of(config), indent=1)}
+
+
+def changes_since(root: Path, config: RunConfig) -> list[str]:
+    """What is configured otherwise than in the newest checkpoint below ``root``, and takes effect: ``KEY OLD -> NEW``.
+
+    Raises:
+        ConfigError: other values of keys that cannot take effect, or with which it would be another run.
+    """
+    saved = _newest(root)
+    if saved is None:
+        return []  # none of ours, or none that can be read: it is told when the run is restored
+    now, was, default = _flat(config), saved.values, _flat(RunConfig())
+    files = _files_of(config)
+    refused: dict[str, str] = {}
+    changed: list[str] = []
+    for key in dict.fromkeys((*now, *was)):
+        old, new = (values.get(key, default.get(key)) for values in (was, now))
+        if key not in now and key not in default and not key.startswith(_OPEN):
+            continue  # a key of another version
+        if key in files or key in saved.files:
+            same = _same_files(key, old, files, saved.files)
+        else:
+            same = old == new or (key == "model.build" and _file_name(old) == _file_name(new))
+        if key == "data.tokenizer" and {old, new} <= {None, BYTES_MEANT}:
+            continue  # a text as bytes, said or not
+        if same or (_of(START, key) and new == default.get(key)):
+            continue
+        why = _of(RESTORED, key) or _of(START, key) or _of(FIXED, key)
+        if why is not None:
+            refused[key] = why
+        elif not key.startswith(_OF_A_NODE):
+            changed.append(f"{key} {flow_text(old)} -> {flow_text(new)}")
+    if refused:
+        raise _refusal(saved, config, refused, now, default)
+    return changed
+
+
+def _refusal(
+    saved: _Saved, config: RunConfig, refused: Mapping[str, str], now: Mapping[str, Any], default: Mapping[str, Any]
+) -> ConfigError:
+    def shown(key: str, values: Mapping[str, Any], files: Mapping[str, str]) -> str:
+        values = {**default, **values}
+        text = flow_text(values[key]) if key in values else "not given"
+        return f"{text} ({files[key]})" if key in files else text
+
+    told, back = [], []
+    for key, why in refused.items():
+        here, there = shown(key, now, _files_of(config)), shown(key, saved.values, saved.files)
+        told.append(f"{key} is {here}, and was {there}: {why}")
+        here, there = shown(key, now, {}), shown(key, saved.values, {})
+        again = shlex.quote(f"--{key}={there}") if there != "not given" else f"no {key}"
+        back.append(f"the file of {key} as it was" if here == there else again)
+    return ConfigError(
+        f"{', '.join(refused)}: not as in the run that {saved.folder} is of",
+        why="\n       ".join(told),
+        fix=f"go on with what it had: {', '.join(back)}; or start anew: --fresh, which moves the checkpoints aside",
+    )
+
+
+def _newest(root: Path) -> _Saved | None:
+    for step in reversed(steps_in(root)):
+        folder = root / folder_name(step)
+        with contextlib.suppress(CheckpointError, msgspec.DecodeError), SavedRun(folder) as saved:
+            if CONFIG not in saved.manifest.files:
+                continue
+            text = saved.files.whole(folder / CONFIG).decode(errors="replace")
+            values = _flat(EXTENSIONS[".yaml"](text, str(folder / CONFIG)).values)
+            files = saved.files.whole(folder / FILES) if FILES in saved.manifest.files else b"{}"
+            return _Saved(folder=folder, values=values, files=msgspec.json.decode(files, type=dict[str, str]))
+    return None
+
+
+def _of(kinds: Mapping[str, str], key: str) -> str | None:
+    """What is said of a key, or of what is inside it."""
+    return next((why for name, why in kinds.items() if f"{key}.".startswith(f"{name.rstrip('.')}.")), None)
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value, in the form in which a file gives it; nothing for a mapping that is empty."""
+    found: dict[str, Any] = {}
+    for key, inner in (msgspec.to_builtins(value) if isinstance(value, msgspec.Struct) else value).items():
+        if isinstance(inner, Mapping):
+            found |= _flat(inner, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = _as_read(inner)
+    return found
+
+
+def _as_read(value: Any) -> Any:
+    return [_as_read(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+# ---- what is in files: a copy elsewhere is the same --------------------------------------------------------------
+
+
+def _files_of(config: RunConfig) -> dict[str, str]:
+    """Key -> what is in the file that it names."""
+    found = {"data.path": _told("data.path", config.data.path)}
+    tokenizer = tokenizer_path(config.data.tokenizer)
+    if tokenizer is not None:
+        found["data.tokenizer"] = file_sample(tokenizer)
+    if config.model.hf is not None:
+        found["model.hf"] = _told("model.hf", config.model.hf)
+    return found
+
+
+def _told(key: str, path: str | None) -> str:
+    if path is None:
+        text = pydoc_text().encode()
+        return f"Python's help topics, {len(text):,} bytes, sha256 {hashlib.sha256(text).hexdigest()[:12]}"
+    return file_sample(Path(path) / "config.json" if key == "model.hf" else Path(path))
+
+
+def _same_files(key: str, old: Any, files: Mapping[str, str], saved: Mapping[str, str]) -> bool:
+    told = saved.get(key)
+    if told is None:  # of a checkpoint that does not say it: what is there now has to do
+        try:
+            told = _told(key, old) if key in files else None
+        except OSError:
+            told = None
+    return told is not None and told == files.get(key)
+
+
+def _file_name(build: Any) -> Any:
+    """``file.py:fn`` of a function in a file: the file may have moved."""
+    return build.rpartition("/")[2] if isinstance(build, str) else build
+
+
+def file_sample(path: Path, blocks: int = 16, block_bytes: int = 1 << 16) -> str:
+    """What is in a file, by its size and 1 MiB of it, evenly spaced: the whole of a large file would take minutes."""
+    size, digest = path.stat().st_size, hashlib.sha256()
+    with path.open("rb") as file:
+        for n in range(blocks):
+            file.seek(max(0, size - block_bytes) * n // (blocks - 1))
+            digest.update(file.read(block_bytes))
+    return f"{size:,} bytes, sample sha256 {digest.hexdigest()[:12]}"

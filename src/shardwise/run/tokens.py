@@ -1,0 +1,104 @@
+"""What the tokens of a run are: refused before a rank starts where a text would be read as other tokens than the model knows.
+
+Torch-free: launchers use it too.
+"""
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+
+from shardwise.config.schema import RunConfig
+from shardwise.config.tokenizer import BYTES_MEANT, is_tokens, tokenizer_files, tokenizer_path
+from shardwise.errors import ConfigError
+from shardwise.run.pretrained import vocab_in
+
+__all__ = ["check_tokens", "vocab_of_folder"]
+
+_BYTES = 256
+_HEAD = 1 << 16  # bytes of a file that are looked at
+_INSTALL = "pip install 'shardwise[hf]'"
+
+
+def check_tokens(config: RunConfig, origins: Mapping[str, str]) -> None:
+    """Refuses a text for a model that has a tokenizer, until ``data.tokenizer`` says what its tokens are; and a file that is no text.
+
+    Raises:
+        ConfigError: with what to give.
+    """
+    data = config.data
+    if is_tokens(data.path) or data.tokenizer == BYTES_MEANT:
+        return
+    if data.path is not None:
+        _refuse_no_text(data.path, origins["data.path"])
+    if data.tokenizer is None:
+        _refuse_bytes(config, origins)
+        return
+    tokenizer_path(data.tokenizer)
+    if importlib.util.find_spec("tokenizers") is None:
+        raise ConfigError(
+            f"data.tokenizer={data.tokenizer!r} ({origins['data.tokenizer']})",
+            why="the library tokenizers, which reads it, is not installed",
+            fix=f"{_INSTALL}, or give tokens as .npy",
+        )
+
+
+def _refuse_bytes(config: RunConfig, origins: Mapping[str, str]) -> None:
+    model = config.model
+    text = "Python's help topics, the built-in text" if config.data.path is None else repr(config.data.path)
+    named = ((key, getattr(model, key)) for key in ("hf", "weights"))
+    for key, folder in ((key, folder) for key, folder in named if folder is not None):
+        if found := tokenizer_files(folder):
+            has_file = found[0].name == "tokenizer.json"
+            raise ConfigError(
+                f"a text ({text}) for model.{key}={folder!r} ({origins[f'model.{key}']}), which has a tokenizer ({found[0].name})",
+                why="without data.tokenizer each byte of the text is a token, and the model knows the tokens of its tokenizer: it would "
+                "learn other ones in their place",
+                fix=f"use its tokenizer: --data.tokenizer={'hf' if key == 'hf' and has_file else folder}; or give its tokens as .npy or .bin; "
+                "or, if bytes are meant, --data.tokenizer=bytes",
+            )
+    size = vocab_of_folder(model.hf, model.args)
+    if size is not None and size != _BYTES:
+        raise ConfigError(
+            f"a text ({text}) for model.hf={model.hf!r} ({origins['model.hf']}), with a vocabulary of {size:,} tokens",
+            why="without data.tokenizer each byte of the text is a token, which are 256; no tokenizer is in the directory",
+            fix="give the tokenizer that the model was made with: --data.tokenizer=DIRECTORY; or its tokens as .npy or .bin; "
+            "or, if bytes are meant, --data.tokenizer=bytes",
+        )
+
+
+def vocab_of_folder(folder: str | None, changes: Mapping[str, object]) -> int | None:
+    """Size of the vocabulary of a model directory, with the changes asked for; None where nothing says it."""
+    changed = changes.get("vocab_size")
+    return None if folder is None else changed if isinstance(changed, int) else vocab_in(folder)
+
+
+def _refuse_no_text(path: str, origin: str) -> None:
+    with Path(path).open("rb") as file:
+        head = file.read(_HEAD)
+    lines = [line for line in head.split(b"\n")[: -1 if len(head) == _HEAD else None] if line.strip()]
+    first = list(islice(lines, 3))
+    if path.endswith((".jsonl", ".ndjson", ".json")) or (first and all(_is_object(line) for line in first)):
+        why = "it is JSON; read as a text, names of fields, quotes and escapes would be trained on"
+        fix = (
+            "write the text of its records to a file (json.loads(line)['text'] of each line), or their tokens to a .npy: "
+            "numpy.save(path, numpy.concatenate(ids).astype('uint32'))"
+        )
+    elif b"\0" in head:
+        why = "it is no text: it has bytes of value 0, as tables, archives and UTF-16 have"
+        fix = "write its text to a file in UTF-8, or its tokens to a .npy"
+    else:
+        return
+    raise ConfigError(
+        f"data.path={path!r} ({origin})",
+        why=why,
+        fix=f"{fix}; --data.tokenizer=bytes takes the bytes of the file as they are",
+    )
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False

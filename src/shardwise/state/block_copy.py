@@ -1,0 +1,159 @@
+"""The copy of a conversion: values block by block to the places that are planned for them, then all that is no value."""
+
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from shardwise.errors import CheckpointError
+from shardwise.recipe import DTYPE_BYTES
+from shardwise.recipe.boxes import blocks
+from shardwise.state.converted import ConvertedTensor
+from shardwise.state.files import BUFFER, OpenFiles
+from shardwise.state.integrity.reading import VerifiedFiles
+from shardwise.state.integrity.sums import Sums
+from shardwise.state.journal import Workplace
+from shardwise.state.targets import ConversionPlan, Fixed
+from shardwise.state.writing import reserve, write_at
+
+__all__ = ["BlockCopy", "Progress"]
+
+_MAX_OPEN = 32  # files: a model may have hundreds, and a process may often have no more than 1024 of all kinds
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, the bytes of it that are done, and all of them."""
+
+
+class BlockCopy:
+    """The files of a conversion while they are written: a context manager that closes them.
+
+    Args:
+        plan: of the files.
+        items: the tensors that the plan's pieces are of.
+        beside: further files: name -> content.
+        work: where they are written, and what an earlier attempt has done there.
+    """
+
+    def __init__(
+        self, plan: ConversionPlan, items: Sequence[ConvertedTensor], beside: Mapping[str, bytes], work: Workplace
+    ):
+        self._plan, self._beside, self._work = plan, beside, work
+        self._items = {item.name: item for item in items}
+        self._sums = dict(work.done)  # number of a piece -> the CRC-32 of its bytes so far
+        self._vouching = Sums() if plan.manifest is not None else None
+        self._open: dict[str, int] = {}  # the files that are open: descriptors
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._work.close_files(self._open.values())
+
+    def values(self, reader: VerifiedFiles, progress: Progress) -> None:
+        """Every piece that is not there yet, on disk on return: a block is read into one buffer while the one before it is
+        written from the other.
+
+        Raises:
+            CheckpointError: the source cannot be read, or is not what was written.
+            OSError: a file cannot be written.
+        """
+        plan = self._plan
+        for name, size in plan.files.items():
+            reserve(self._file(name), size)
+        total = sum(piece.num_bytes for piece in plan.pieces)
+        done = sum(plan.pieces[number].num_bytes for number in self._work.done)
+        progress("converting", done, total)
+        buffers = [torch.empty(BUFFER, dtype=torch.uint8) for _ in range(2)]
+        with ThreadPoolExecutor(1) as writer:
+            written: Future[None] | None = None
+            for number, piece in enumerate(plan.pieces):
+                if number in self._work.done:
+                    continue
+                position = 0
+                for box in blocks(piece.box, BUFFER // DTYPE_BYTES[piece.dtype]):
+                    memory = self._items[piece.name].block(box, buffers[0], reader).numpy().data
+                    if written is not None:
+                        written.result()
+                    written = writer.submit(self._write, number, memory, position)
+                    buffers.reverse()
+                    position, done = position + len(memory), done + len(memory)
+                    progress("converting", done, total)
+            if written is not None:
+                written.result()
+        self._work.sync()
+
+    def _write(self, number: int, memory: memoryview, position: int) -> None:
+        """A block of a piece, in the thread that writes."""
+        piece = self._plan.pieces[number]
+        if self._vouching is not None:
+            self._vouching.add_part(piece.file, self._plan.files[piece.file], piece.offset + position, memory)
+        if self._plan.summed:
+            self._sums[number] = zlib.crc32(memory, self._sums.get(number, 0))
+        write_at(self._file(piece.file), memory, piece.offset + position)
+        if position + len(memory) == piece.num_bytes:
+            self._work.note(number, self._sums.get(number, 0), self._file(piece.file), piece.num_bytes)
+
+    def rest(self) -> None:
+        """Headers, lists and further files; a manifest last. All of it is on disk on return.
+
+        Raises:
+            CheckpointError: what an earlier attempt has written is no longer what it was.
+            OSError: a file cannot be written.
+        """
+        for name, data in self._beside.items():
+            os.ftruncate(self._file(name), len(data))
+        fixed = self._plan.finish([self._sums.get(number, 0) for number in range(len(self._plan.pieces))])
+        fixed += [Fixed(name, 0, data) for name, data in self._beside.items()]
+        for part in fixed:
+            write_at(self._file(part.file), memoryview(part.data), part.offset)
+        if self._plan.manifest is not None and self._vouching is not None:
+            last = self._plan.manifest(*self._vouched_for(fixed, self._vouching))
+            write_at(self._file(last.file, os.O_TRUNC), memoryview(last.data), 0)
+        while self._open:
+            self._shut(next(iter(self._open)))
+
+    def _vouched_for(self, fixed: Sequence[Fixed], sums: Sums) -> tuple[dict[str, int], Sums]:
+        """Sizes and checksums of all that was written."""
+        sizes = {**self._plan.files, **{name: len(data) for name, data in self._beside.items()}}
+        for part in fixed:
+            sums.add_part(part.file, sizes[part.file], part.offset, memoryview(part.data))
+        self._sum_done(sums)
+        return sizes, sums
+
+    def _sum_done(self, sums: Sums) -> None:
+        """What an earlier attempt has written is read again: it was summed in a process that is no more."""
+        memory = memoryview(bytearray(BUFFER))
+        with OpenFiles() as files:
+            for number, checksum in self._work.done.items():
+                piece, found = self._plan.pieces[number], 0
+                for position in range(0, piece.num_bytes, BUFFER):
+                    part = memory[: min(BUFFER, piece.num_bytes - position)]
+                    files.read(self._work.files / piece.file, piece.offset + position, part)
+                    sums.add_part(piece.file, self._plan.files[piece.file], piece.offset + position, part)
+                    found = zlib.crc32(part, found)
+                if found != checksum:
+                    raise CheckpointError(
+                        f"converting to {self._work.dest}: {piece.file}",
+                        why="what an earlier attempt wrote there is no longer what it was",
+                        fix="look at the disk, and add --fresh to start anew",
+                        name=piece.name,
+                    )
+
+    def _file(self, name: str, flags: int = 0) -> int:
+        """A descriptor of a file of the result, which is made; of those that are open the oldest gives way."""
+        if name not in self._open:
+            if len(self._open) >= _MAX_OPEN:
+                self._shut(next(iter(self._open)))
+            path = self._work.files / name
+            self._open[name] = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | flags, 0o666)
+        return self._open[name]
+
+    def _shut(self, name: str) -> None:
+        """Closes a file; what was written to it is on disk."""
+        self._work.sync()  # the journal knows files by their descriptors
+        os.fsync(self._open[name])
+        os.close(self._open.pop(name))

@@ -1,0 +1,267 @@
+"""Going back to a checkpoint: which one is taken, and whether model, optimizer, counts and loader fit it before any changes."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from shardwise.config.suggest import did_you_mean
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.parallel import runtime_of
+from shardwise.state.checkpoint.directory import Directory
+from shardwise.state.checkpoint.position import check_states, dataset_states, put_dataset, trained_position
+from shardwise.state.checkpoint.restore import Restored, restore
+from shardwise.state.given import Change, Given, Settled, scheduler_changes, scheduler_settings
+from shardwise.state.integrity.manifest import DamagedError
+
+__all__ = ["ResumePoint", "Step", "check_step"]
+
+
+_NO_POSITION = (
+    "no position in the data is saved: windows come from a sw.Loader that the manager does not know, and a resumed run would begin the epoch "
+    "anew; iterate over ckpt.resume(loader), at the first start too"
+)
+
+
+class Step(Protocol):
+    """What is asked of a :class:`~shardwise.TrainStep`."""
+
+    model: nn.Module
+    optim: torch.optim.Optimizer
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+def check_step(step: Any) -> None:
+    """Refuses what lacks something of :class:`Step`.
+
+    Raises:
+        ConfigError: with what it lacks.
+    """
+    wanted = ("model", "optim", "state_dict", "load_state_dict", "check_state_dict")
+    lacking = [name for name in wanted if getattr(step, name, None) is None]
+    if lacking:
+        raise ConfigError(
+            f"CheckpointManager(root, {type(step).__name__})",
+            why=f"it has no {', '.join(lacking)}",
+            fix="give the TrainStep: CheckpointManager(root, step)",
+        )
+
+
+class ResumePoint:
+    """All ranks must make it, and call it alike. Methods give what the user should know, as notes.
+
+    Attributes:
+        step: what is put back, with its model and its optimizer.
+        extra: further objects that are, by name.
+        loader: the loader whose place is saved and restored; None: there is none yet.
+        restored: the checkpoint that the run has gone on from; None: it began anew.
+        notes: what the user should know of the last save.
+        left_behind: steps of checkpoints that were passed over, since they cannot be read.
+    """
+
+    def __init__(self, directory: Directory, step: Step, extra: Mapping[str, Any]):
+        self._directory, self.step, self.extra = directory, step, dict(extra)
+        self.loader: Any = None
+        self.restored: Restored | None = None
+        self.left_behind: list[int] = []
+        self.notes: list[str] = []
+        self._is_told, self._begun = False, 0
+        own = getattr(step, "given", None)
+        self.given = own if isinstance(own, Given) else Given(runtime_of(step.model), step.optim)
+        self._schedulers = {
+            name: scheduler_settings(value)
+            for name, value in self.extra.items()
+            if isinstance(value, torch.optim.lr_scheduler.LRScheduler)
+        }
+
+    def take(self, loader: Any, override: Sequence[str] = ()) -> list[str]:
+        """From here on ``loader`` is the run's. The first is put where the run is: where that has yet to be found, at the
+        newest checkpoint.
+
+        Raises:
+            CheckpointError: as :meth:`load_newest` says.
+            ConfigError: a loader that cannot say where it is, or settings that are other than they were and not in ``override``.
+        """
+        refuse_unknown(override, self.given)
+        if not all(hasattr(loader, name) for name in ("state_dict", "load_state_dict")):
+            raise ConfigError(
+                f"resume({type(loader).__name__})",
+                why="it has no state_dict() and load_state_dict(), by which its position is saved",
+                fix="use sw.Loader, or give it both methods",
+            )
+        is_first, self.loader = self.loader is None, loader
+        if not is_first:
+            return []
+        self._begun = runtime_of(self.step.model).step
+        if self.restored is None:
+            return self.load_newest(override)[1]
+        self._check(self.restored.own, override)  # load() came first, without settings to compare
+        return self._put_loader(self.restored)
+
+    def position(self) -> Any:
+        """Behind the last window that was trained; what the user should know of it is in :attr:`notes`, once."""
+        if self.loader is None:
+            if runtime_of(self.step.model).reads_loader:
+                self._tell([_NO_POSITION])
+            return None
+        state, notes = trained_position(self.loader, self._num_trained())
+        self._tell(notes)
+        return state
+
+    def _num_trained(self) -> int | None:
+        """Windows since the loader's position was set; a loop that is not a TrainStep's may have trained without counting."""
+        num = runtime_of(self.step.model).step - self._begun
+        return num if num or isinstance(getattr(self.step, "given", None), Given) else None
+
+    def dataset_states(self) -> dict[str, Any] | None:
+        """What the loader's dataset keeps itself on this rank."""
+        states, notes = dataset_states(self.loader)
+        self._tell(notes)
+        return states
+
+    def _tell(self, notes: Sequence[str]) -> None:
+        if notes and not self._is_told:
+            self._is_told = True
+            self.notes += notes
+
+    def load_newest(self, override: Sequence[str] = ()) -> tuple[int | None, list[str]]:
+        """Goes back to the newest checkpoint that can be read; windows trained before it, None where there is none.
+
+        Raises:
+            CheckpointError: there are some, and none can be read; or one is of another model.
+        """
+        root, problems = self._directory.root, list[DamagedError]()
+        for step in reversed(self._directory.steps()):
+            try:
+                loaded, notes = self._load(step, override)
+            except DamagedError as error:
+                problems.append(error)
+                self.left_behind.append(step)
+                continue
+            return loaded, [*notes, *([f"resumed from step {step}: {_told(problems)}"] if problems else [])]
+        if problems:
+            raise CheckpointError(
+                f"the checkpoints in {root}",
+                why=f"none of them can be read: {_told(problems)}",
+                fix="copy one there that is whole, or name another directory to start anew",
+            ) from problems[0]
+        return None, []
+
+    def load(self, step: int, override: Sequence[str] = ()) -> tuple[int, list[str]]:
+        """Goes back to the checkpoint of ``step``; windows trained before it.
+
+        Raises:
+            CheckpointError: there is none, it cannot be read, or it is of another model.
+        """
+        root, steps = self._directory.root, self._directory.steps()
+        if step not in steps:
+            raise CheckpointError(
+                f"the checkpoint of step {step} in {root}",
+                why=f"there are those of {', '.join(map(str, steps))}" if steps else "there is none",
+                fix="name one of them" if steps else "look for a slip in the path",
+            )
+        return self._load(step, override)
+
+    def _load(self, step: int, override: Sequence[str]) -> tuple[int, list[str]]:
+        refuse_unknown(override, self.given)
+        folder = self._directory.folder(step)
+        if self.restored is None and runtime_of(self.step.model).step == 0:
+            self.given.take()  # what the program has set by hand since it built the step
+
+        def check(own: Mapping[str, Any]) -> Settled:
+            self._check(own, override)
+            return self._settled(own, override, folder)
+
+        restored = restore(folder, self.step.model, self.step.optim, self.extra, check)
+        self.step.load_state_dict(restored.own["step"])
+        # A loop of the user's own does not know it: streams of random numbers go on with the window that comes next.
+        runtime_of(self.step.model).step = restored.step
+        notes = [*restored.notes, *self._put_loader(restored)]
+        self.restored = restored
+        return restored.step, notes
+
+    def _check(self, own: Mapping[str, Any], override: Sequence[str]) -> None:
+        self.step.check_state_dict(own["step"])
+        if own.get("data") is not None:
+            check_states(self.loader, own["data"]["ranks"], runtime_of(self.step.model).world.size, override)
+        if self.loader is not None and own.get("loader") is not None and hasattr(self.loader, "check_state_dict"):
+            self.loader.check_state_dict(own["loader"])
+
+    def given_state(self) -> dict[str, Any]:
+        """What the program gave, for a checkpoint."""
+        return {**self.given.state(), "extra": self._schedulers}
+
+    def _settled(self, own: Mapping[str, Any], override: Sequence[str], folder: Path) -> Settled:
+        saved = own.get("given")
+        if saved is None:  # an older checkpoint: it does not say what its run was given
+            return Settled([{} for _ in self.step.optim.param_groups])
+        changes = self.given.changes(saved)
+        for name, mine in self._schedulers.items():
+            changes += scheduler_changes(f"scheduler extra[{name!r}]", mine, saved["extra"].get(name, {}), part="")
+        refused = [change for change in changes if not change.is_named_in(override)]
+        if refused:
+            raise changed(folder, refused, override)
+        return self.given.settled(changes, own["step"])
+
+    def _put_loader(self, restored: Restored) -> list[str]:
+        """Puts the loader, if there is one, where the checkpoint has it."""
+        position = restored.own.get("loader")
+        if self.loader is None:
+            return []
+        if position is None:
+            return [f"{restored.folder} holds no position in the data: it begins anew"]
+        self.loader.load_state_dict(position)
+        runtime = runtime_of(self.step.model)
+        self._begun = runtime.step
+        data = restored.own.get("data")
+        return put_dataset(self.loader, data and data["ranks"], runtime.world.rank, runtime.world.size)
+
+
+def refuse_unknown(override: Sequence[str], given: Given) -> None:
+    """Refuses names of settings that there are not.
+
+    Raises:
+        ConfigError: with the nearest name.
+    """
+    if isinstance(override, str) or not all(isinstance(name, str) for name in override):
+        raise ConfigError(
+            f"override={override!r}",
+            why="it is a tuple of names of settings",
+            fix=f"write override=({str(override)!r},)",
+        )
+    known = [*given.known(), "dataset"]
+    for name in override:
+        if name not in known:
+            raise ConfigError(
+                f"override={tuple(override)!r}",
+                why=f"neither the optimizer's groups nor the scheduler or scaler of the step have a setting {name!r}",
+                fix=did_you_mean(name, known, what="settings of this run"),
+            )
+
+
+def changed(folder: Path, refused: Sequence[Change], override: Sequence[str]) -> ConfigError:
+    """The error of settings that the program gives otherwise than the run that was saved."""
+    names = list(dict.fromkeys(change.name for change in refused))
+    can = list(dict.fromkeys((*override, *(change.name for change in refused if change.part))))
+    ways = ["give what the run had"]
+    if any(change.part for change in refused):
+        shown = "".join(f"{name!r}, " for name in can).removesuffix(" " if len(can) == 1 else ", ")
+        ways.append(f"let the new values take effect: resume(loader, override=({shown}))")
+    if any(not change.part for change in refused):
+        ways.append("leave the scheduler out of extra=, and it begins anew")
+    return ConfigError(
+        f"{', '.join(names)}: not as in the run that {folder} is of",
+        why="\n       ".join(map(str, refused)) + "\n       the state in the checkpoint would put the old values back",
+        fix="; or ".join(ways),
+    )
+
+
+def _told(problems: list[DamagedError]) -> str:
+    return "; ".join(f"{error.given}: {error.why}" for error in problems)

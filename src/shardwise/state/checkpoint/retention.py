@@ -1,0 +1,113 @@
+"""Which checkpoints stay, and removing those that do not."""
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.state.checkpoint.opened import SavedRun
+from shardwise.state.integrity.manifest import Manifest, folder_name, steps_in
+
+__all__ = ["RetentionPolicy", "remove", "remove_removed"]
+
+_REMOVING = ".removing-"
+
+
+@dataclass(frozen=True)
+class RetentionPolicy:
+    """The rule.
+
+    Attributes:
+        last: how many of the newest; None: all.
+        every: besides, steps that are multiples of it.
+        best: besides, the one with the least value of this figure; ``"-NAME"``: with the greatest.
+    """
+
+    last: int | None
+    every: int | None
+    best: str | None
+
+    def __post_init__(self) -> None:
+        for name, value in (("keep", self.last), ("keep_every", self.every)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"{name}={value!r}", why="it is a number, 1 or more, or None", fix=f"use {name}=3")
+        if self.best is not None and (not isinstance(self.best, str) or not self.best.removeprefix("-")):
+            raise ConfigError(f"best={self.best!r}", why="it is the name of a figure", fix='use best="val_loss"')
+
+    def figure(self, metrics: Mapping[str, float]) -> float | None:
+        """What a checkpoint with ``metrics`` is ranked by: the least is the best; None: there is no ranking.
+
+        Raises:
+            ConfigError: there is no such figure.
+        """
+        if self.best is None:
+            return None
+        name = self.best.removeprefix("-")
+        if name not in metrics:
+            raise ConfigError(
+                f"best={self.best!r} and a save without {name}",
+                why=f"it was given {', '.join(metrics) or 'no figures'}",
+                fix=f"save(metrics={{{name!r}: value}}), or save_every(n, out) with out.metrics[{name!r}]",
+            )
+        value = float(metrics[name])
+        return -value if self.best.startswith("-") else value
+
+    def superfluous(self, root: Path, newest: int, figure: float | None) -> list[int]:
+        """Steps of checkpoints below ``root`` that need not stay now that the one of ``newest`` is on disk. Only those that
+        are whole count as kept; what is not whole goes when enough newer ones are."""
+        if self.last is None:
+            return []
+        kept: set[int] = set()
+        num_last = 0
+        for step in reversed(steps_in(root)):
+            if step <= newest and num_last < self.last:
+                kept.add(step)
+                num_last += _is_whole(root / folder_name(step))
+        others = [step for step in steps_in(root) if step < newest and step not in kept]
+        best = self._best(root, newest, figure)
+        return [step for step in others if step != best and not (self.every and step % self.every == 0)]
+
+    def _best(self, root: Path, newest: int, figure: float | None) -> int | None:
+        if self.best is None:
+            return None
+        found: dict[int, float] = {} if figure is None else {newest: figure}
+        for step in steps_in(root):
+            with contextlib.suppress(CheckpointError), SavedRun(root / folder_name(step)) as saved:
+                state = saved.brief()
+                if state.get("figure") is not None and state.get("best", self.best) == self.best:
+                    found[step] = state["figure"]
+        ranked = {step: value for step, value in found.items() if value == value}  # NaN is nobody's best
+        return min(ranked, key=lambda step: (ranked[step], -step), default=None)
+
+
+def remove(folder: Path) -> None:
+    """Removes a checkpoint: in one step out of sight, then from the disk."""
+    away = folder.with_name(f".{folder.name}{_REMOVING}{secrets.token_hex(4)}")
+    with contextlib.suppress(OSError):  # of the next save then
+        os.replace(folder, away)
+        _clear(away)
+
+
+def remove_removed(root: Path) -> None:
+    """Goes on where a removal was killed."""
+    for path in root.glob(f".*{_REMOVING}*"):
+        _clear(path)
+
+
+def _clear(path: Path) -> None:
+    if path.is_symlink():  # what it names was put elsewhere by somebody, and is theirs
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        Manifest.read(folder)
+    except CheckpointError:
+        return False
+    return True

@@ -1,0 +1,213 @@
+"""What a conversion writes: a source's tensors under their new names, in their new dtypes, their rows in a new order."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.config.keymap import Rule
+from shardwise.errors import CheckpointError, ConfigError, errors_about
+from shardwise.model import dtype_of
+from shardwise.recipe import DTYPE_BYTES
+from shardwise.recipe.boxes import Box
+from shardwise.state.files import OpenFiles
+from shardwise.state.stored import Chunk, Source, TensorSource, is_rounded
+from shardwise.state.targets import Fact
+
+__all__ = ["ConvertedTensor", "Reordered", "config_of", "outgoing", "places_of", "ties_among"]
+
+
+@dataclass(frozen=True, eq=False)
+class Reordered(TensorSource):
+    """A tensor whose rows are those of ``inner`` in another order within each of ``heads`` equal parts: what a rotary
+    embedding takes for the two parts of its pairs lies in two halves, or in pairs."""
+
+    inner: TensorSource
+    heads: int
+    to_pairs: bool
+
+    @property
+    def origins(self) -> tuple[Chunk, ...]:
+        return self.inner.origins
+
+    def read(self, box: Box, out: Tensor, files: OpenFiles) -> None:
+        rows = self.shape[0] // self.heads
+        end = box.starts[0] + box.sizes[0]
+        for head in range(box.starts[0] // rows, -(-end // rows)):
+            # One head at a time: any row of it can come from anywhere in it, and a head is small.
+            whole_head = Box((head * rows, *box.starts[1:]), (rows, *box.sizes[1:]))
+            halves = self.inner.load(files, whole_head)
+            grid = (2, rows // 2) if self.to_pairs else (rows // 2, 2)
+            ordered = halves.view(*grid, *box.sizes[1:]).transpose(0, 1).reshape(whole_head.sizes)
+            first, last = max(box.starts[0], head * rows), min(end, (head + 1) * rows)
+            out[first - box.starts[0] : last - box.starts[0]] = ordered[first - head * rows : last - head * rows]
+
+
+@dataclass(frozen=True)
+class ConvertedTensor:
+    """A tensor to be written.
+
+    Attributes:
+        name: what it will be called.
+        source: what it is called in the source.
+        stored: its values.
+        dtype: what it is written in.
+    """
+
+    name: str
+    source: str
+    stored: TensorSource
+    dtype: str
+
+    @property
+    def fact(self) -> Fact:
+        return Fact(self.stored.shape, self.dtype)
+
+    def block(self, box: Box, buffer: Tensor, files: OpenFiles) -> Tensor:
+        """The bytes of ``box`` as they are written, in ``buffer``."""
+        memory = buffer[: box.numel * DTYPE_BYTES[self.dtype]]
+        with errors_about(self.source):
+            self.stored.read(box, memory.view(dtype_of(self.dtype)).view(box.sizes), files)
+        return memory
+
+
+def outgoing(
+    source: Source, rules: Sequence[Rule], config: Mapping[str, Any], dtype: str | None, keep: Sequence[str]
+) -> tuple[list[ConvertedTensor], list[str]]:
+    """What is written, in the source's order, and what the user should know of it.
+
+    Args:
+        source: what is converted.
+        rules: of a key map; a name that no rule matches stays.
+        config: the model's ``config.json``, for numbers of heads.
+        dtype: for floating-point tensors; None: as they are.
+        keep: regular expressions of (new) names that keep their dtype.
+
+    Raises:
+        ConfigError: rules or patterns that match nothing, two tensors with one name, heads that cannot be told.
+    """
+    if not source.tensors:
+        raise CheckpointError(source.place, why=f"{source.kind} without a tensor in it", fix="name another source")
+    notes: list[str] = []
+    found = _renamed(source, rules, config, notes)
+    patterns = [re.compile(pattern) for pattern in keep]
+    for pattern in patterns:
+        if not any(pattern.search(name) for name in found):
+            raise ConfigError(
+                f"--keep {pattern.pattern}", why="no tensor has such a name", fix=f"names look like {next(iter(found))}"
+            )
+    result = []
+    for name, (origin, stored) in found.items():
+        cast = dtype is not None and is_rounded(stored.dtype) and not any(pattern.search(name) for pattern in patterns)
+        result.append(ConvertedTensor(name, origin, stored, dtype if cast and dtype is not None else stored.dtype))
+    if dtype is not None and all(item.dtype == item.stored.dtype for item in result):
+        notes.append(f"--dtype {dtype} changes nothing: every tensor that it is for has that dtype")
+    return result, notes
+
+
+def _renamed(
+    source: Source, rules: Sequence[Rule], config: Mapping[str, Any], notes: list[str]
+) -> dict[str, tuple[str, TensorSource]]:
+    found: dict[str, tuple[str, TensorSource]] = {}
+    left: list[str] = []
+    dropped: list[str] = []
+    for name, stored in source.tensors.items():
+        rule = next((rule for rule in rules if re.fullmatch(rule.pattern, name)), None)
+        if rule is None:
+            left.append(name)
+        elif rule.drop:
+            dropped.append(name)
+            continue
+        new = name if rule is None or rule.to is None else re.sub(rule.pattern, rule.to, name, count=1)
+        if new in found:
+            raise ConfigError(
+                f"the key map: {found[new][0]} and {name}",
+                why=f"both would be called {new}",
+                fix="give the rules different replacements, or leave one of the two out (drop: true)",
+                name=new,
+            )
+        found[new] = (name, stored if rule is None or rule.permute is None else _reordered(name, stored, rule, config))
+    if rules and len(left) == len(source.tensors):
+        raise ConfigError(
+            "the key map",
+            why=f"no rule matches any of the {len(left)} names of {source.place}",
+            fix=f"names there look like {left[0]}; is it the map of the other direction?",
+        )
+    if rules and left:
+        notes.append(f"{_some(left)}: no rule of the map matches, so the name stays")
+    if dropped:
+        notes.append(f"{_some(dropped)}: left out, as the map says")
+    return found
+
+
+def _reordered(name: str, stored: TensorSource, rule: Rule, config: Mapping[str, Any]) -> Reordered:
+    keys = (rule.heads,) if isinstance(rule.heads, int | str) else rule.heads or ()
+    number = next(
+        (key if isinstance(key, int) else config[key] for key in keys if isinstance(key, int) or config.get(key)), None
+    )
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise ConfigError(
+            f"the key map: the number of heads of {name}",
+            why=f"the model's configuration has none of {', '.join(map(str, keys))}"
+            if number is None
+            else f"it is {number!r}",
+            fix="put the model's config.json beside the weights, or name it: --config path/to/config.json",
+            name=name,
+        )
+    if not stored.shape or stored.shape[0] % (2 * number):
+        raise ConfigError(
+            f"the key map: {number} heads in shape {list(stored.shape)}",
+            why="the rows of each head are taken in pairs, and these do not divide so",
+            fix="check the number of heads in config.json",
+            name=name,
+        )
+    return Reordered(stored.shape, stored.dtype, stored, number, rule.permute == "halves-to-pairs")
+
+
+def _some(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def config_of(home: Path, path: Path | None) -> dict[str, Any]:
+    """The model's configuration: of ``path``, else ``config.json`` or ``params.json`` in ``home``, else nothing.
+
+    Raises:
+        ConfigError: a file that is no JSON object.
+    """
+    places = [path] if path is not None else [home / "config.json", home / "params.json"]
+    for place in places:
+        if path is None and not place.is_file():
+            continue
+        try:
+            content = json.loads(place.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"the configuration {place}", why=f"it cannot be read: {error}", fix="give config.json"
+            ) from None
+        if isinstance(content, dict):
+            inner = content.get("text_config")  # of a model with an image part: the language model's numbers
+            return {**inner, **content} if isinstance(inner, dict) else content
+        raise ConfigError(f"the configuration {place}", why="it is no JSON object", fix="give the model's config.json")
+    return {}
+
+
+def places_of(stored: TensorSource) -> tuple[Any, ...]:
+    """Where a tensor's bytes are, and in which order they are taken."""
+    order = (stored.heads, stored.to_pairs) if isinstance(stored, Reordered) else ()
+    return (*order, stored.shape, stored.dtype, *stored.origins)
+
+
+def ties_among(items: Sequence[ConvertedTensor]) -> dict[str, str]:
+    """Name -> the first name of the same values: tensors that lie at one place of the source."""
+    first: dict[Any, str] = {}
+    ties: dict[str, str] = {}
+    for item in items:
+        if item.stored.origins and item.stored.num_bytes:
+            key = (item.dtype, places_of(item.stored))
+            if first.setdefault(key, item.name) != item.name:
+                ties[item.name] = first[key]
+    return ties

@@ -1,0 +1,168 @@
+"""Where every tensor of a model will lie in its final files: names, files, offsets; and which rank writes what of it.
+
+Made on every rank from the recipe alone, so that all of them have the same plan without a word.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from shardwise.errors import UnsupportedError
+from shardwise.parallel import Runtime
+from shardwise.recipe import DTYPE_BYTES, extents, owners
+from shardwise.recipe.boxes import Box, blocks, common, whole
+from shardwise.state.formats.folder import INDEX, WEIGHTS, index_of, lay_out
+from shardwise.state.formats.safetensors import CODES, Placed, place_tensors
+from shardwise.state.naming import naming_of, shapes_of
+from shardwise.state.stored import is_rounded
+from shardwise.state.views import View
+
+__all__ = [
+    "SHARD_BYTES",
+    "FileLayout",
+    "Part",
+    "PlannedFile",
+    "filing_of",
+    "parts_of",
+    "planned_files",
+    "stored_dtypes",
+]
+
+SHARD_BYTES = 5 << 30  # of one file at most, where nothing else is asked for
+BLOCK = 32 << 20  # bytes of a piece that one of its holders writes before it is another's turn
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A file to be written: its first bytes, its tensors, its size in bytes."""
+
+    name: str
+    head: bytes
+    tensors: tuple[Placed, ...]
+    size: int
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """All files, and which view each stored tensor is."""
+
+    files: tuple[PlannedFile, ...]
+    views: Mapping[str, View]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+    @property
+    def entry(self) -> str:
+        """The file that a reader opens first."""
+        return WEIGHTS if len(self.files) == 1 else INDEX
+
+    def index(self) -> bytes | None:
+        """What says which tensor is in which file; None where there is one file."""
+        total = sum(tensor.num_bytes for file in self.files for tensor in file.tensors)
+        return index_of({file.name: [tensor.name for tensor in file.tensors] for file in self.files}, total)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of work of one rank: ``box`` of the model's tensor ``name``, which lies at ``local`` of the rank's own tensor,
+    goes to ``stored`` of ``tensor`` in ``file``."""
+
+    file: PlannedFile
+    tensor: Placed
+    view: View
+    box: Box
+    local: tuple[slice, ...]
+
+    @property
+    def stored(self) -> Box:
+        return self.view.to_stored(self.box)
+
+
+def stored_dtypes(runtime: Runtime, dtype: str | None = None) -> dict[str, str]:
+    """Name -> dtype in the file of every parameter and persistent buffer, in the recipe's order.
+
+    Args:
+        runtime: of the model.
+        dtype: what floating parameters are written in; None: what they are stored in. Buffers keep theirs: a rounded
+            position or running variance is another model. So do numbers of one byte, which have a scale beside them.
+
+    Raises:
+        UnsupportedError: a dtype that safetensors does not know, by name.
+    """
+    recipe = runtime.recipe
+    found = {
+        name: dtype if dtype is not None and is_rounded(param.storage) else param.storage
+        for name, param in recipe.params.items()
+    }
+    found |= {name: buffer.dtype for name, buffer in recipe.buffers.items() if buffer.persistent}
+    for name, kind in found.items():
+        if kind not in CODES:
+            raise UnsupportedError(
+                f"weights with a tensor of {kind}",
+                why="they are written as safetensors, a format without this dtype",
+                fix="take state = sw.full_state_dict(model) on every rank, and torch.save(state, file) on rank 0; or store "
+                "complex64, or real and imaginary part in two parameters",
+                name=name,
+            )
+    return found
+
+
+def filing_of(runtime: Runtime, *, max_shard_bytes: int, dtype: str | None = None, align: int = 8) -> FileLayout:
+    """The plan of a model's files: tensors in the model's order, a new file where the next one would not fit.
+
+    Args:
+        runtime: of the model.
+        max_shard_bytes: size of a file's tensors at most, in bytes; one larger tensor has a file to itself.
+        dtype: as :func:`stored_dtypes` takes it.
+        align: as :func:`~shardwise.state.formats.safetensors.place_tensors` takes it.
+    """
+    dtypes = stored_dtypes(runtime, dtype)
+    views = naming_of(runtime.module, shapes_of(runtime)).views
+    facts = {name: (view.shape, dtypes[view.name]) for name, view in views.items()}
+    return FileLayout(planned_files(facts, max_shard_bytes=max_shard_bytes, align=align), views)
+
+
+def planned_files(
+    facts: Mapping[str, tuple[tuple[int, ...], str]], *, max_shard_bytes: int, align: int = 8, stem: str = "model"
+) -> tuple[PlannedFile, ...]:
+    """The files of tensors (name -> shape, dtype), which are divided as :func:`filing_of` says; names begin with ``stem``."""
+    sizes = {name: math.prod(shape) * DTYPE_BYTES[kind] for name, (shape, kind) in facts.items()}
+    files = []
+    for file, names in lay_out(sizes, max_shard_bytes, stem).items():
+        head, placed, size = place_tensors({name: facts[name] for name in names}, align)
+        files.append(PlannedFile(file, head, tuple(placed), size))
+    return tuple(files)
+
+
+def parts_of(runtime: Runtime, filing: FileLayout, rank: int) -> Iterator[Part]:
+    """What ``rank`` writes, file by file. Over all ranks every element is written once: what several hold, they take in
+    turns, and a buffer is rank 0's."""
+    number = 0
+    for file in filing.files:
+        for tensor in file.tensors:
+            number += 1
+            view = filing.views[tensor.name]
+            step = max(1, BLOCK // DTYPE_BYTES[tensor.dtype])
+            for piece, local, holders in _pieces(runtime, view, rank):
+                part = common(piece, view.box)
+                # Whose turn it is follows from the tensor and the block: the holders of a piece count alike.
+                for turn, box in enumerate(blocks(part, step) if part is not None else (), start=number):
+                    if holders[turn % len(holders)] == rank:
+                        inner = box.within(piece)
+                        index = tuple(
+                            slice(a + b, a + b + n) for a, b, n in zip(local, inner.starts, inner.sizes, strict=True)
+                        )
+                        yield Part(file, tensor, view, box, index)
+
+
+def _pieces(runtime: Runtime, view: View, rank: int) -> list[tuple[Box, tuple[int, ...], tuple[int, ...]]]:
+    """``(box of the model's tensor, where it begins in the rank's own, ranks that hold it)``."""
+    param = runtime.recipe.params.get(view.name)
+    if param is None:
+        shape = runtime.recipe.buffers[view.name].shape
+        return [(whole(shape), (0,) * len(shape), (0,))]
+    coord = runtime.recipe.grid.coord(rank)
+    pieces = zip(extents(param, coord), owners(param, coord), strict=True)
+    return [(piece.box, piece.local_starts, holders) for piece, holders in pieces]

@@ -1,0 +1,121 @@
+"""Reading what a manifest vouches for: no byte is used that its checksum does not fit.
+
+A reader of a part reads whole blocks, at the ends of the part too, and sums them while they are in memory.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwise.errors import CheckpointError
+from shardwise.state.files import OpenFiles
+from shardwise.state.integrity.manifest import DamagedError, FileFact, Manifest, damaged
+from shardwise.state.integrity.sums import BLOCK, sum_of
+
+__all__ = ["VerifiedCheckpoint", "VerifiedFiles"]
+
+_AT_ONCE = 2 * BLOCK  # bytes: read, then summed: more of them would have left the processor's cache
+_KEPT = 16  # blocks at the ends of parts: the next tensor often begins in one
+
+
+class VerifiedCheckpoint(NamedTuple):
+    """A checkpoint's directory, and what was written there."""
+
+    folder: Path
+    manifest: Manifest
+
+
+class VerifiedFiles(OpenFiles):
+    """Reads of files; those in the directory of a checkpoint are read in whole blocks, each compared with its checksum.
+
+    Args:
+        vouched: a checkpoint; None: there is none yet.
+    """
+
+    def __init__(self, vouched: VerifiedCheckpoint | None = None):
+        super().__init__()
+        self._folders: list[Path] = []
+        self._facts: dict[Path, FileFact] = {}
+        self.vouch(vouched)
+        self._ends: dict[tuple[Path, int], memoryview] = {}
+
+    def vouch(self, vouched: VerifiedCheckpoint | None) -> None:
+        """From here on nothing in this directory is believed that its manifest does not vouch for."""
+        if vouched is not None:
+            self._folders.append(vouched.folder)
+            self._facts |= {vouched.folder / name: fact for name, fact in vouched.manifest.files.items()}
+
+    def close(self) -> None:
+        super().close()
+        self._ends.clear()
+
+    def whole(self, path: Path) -> bytes:
+        """A file that a manifest names.
+
+        Raises:
+            CheckpointError: none does, or it is not what was written.
+        """
+        if path not in self._facts:
+            raise damaged(path, "the checkpoint was written without it")
+        memory = bytearray(self._facts[path].size)
+        self.read(path, 0, memoryview(memory))
+        return bytes(memory)
+
+    def check_heads(self, names: Iterable[str]) -> None:
+        """Compares the first blocks of files of tensors, which others read, and all of every other file; by their names
+        in each checkpoint."""
+        for path in (folder / name for folder in self._folders for name in names):
+            if path.suffix == ".safetensors" and self._facts[path].size >= 8:
+                length = bytearray(8)
+                self.read(path, 0, memoryview(length))
+                end = min(self._facts[path].size, 8 + int.from_bytes(length, "little"))
+                self.read(path, 0, memoryview(bytearray(end)))
+            else:
+                self.whole(path)
+
+    def read(self, path: Path, offset: int, memory: memoryview) -> None:
+        """Fills ``memory`` with the bytes of ``path`` from ``offset`` on.
+
+        Raises:
+            CheckpointError: the file cannot be read, or a block is not what was written.
+        """
+        fact = self._facts.get(path)
+        if fact is None and not any(path.is_relative_to(folder) for folder in self._folders):
+            super().read(path, offset, memory)
+            return
+        if fact is None or offset + len(memory) > fact.size:
+            raise damaged(path, "something is looked for in it that the manifest does not name")
+        position, end = offset, offset + len(memory)
+        while position < end:
+            block, inside = divmod(position, BLOCK)
+            num = min(end, fact.size if end == fact.size else end // BLOCK * BLOCK) - position
+            if inside == 0 and num > 0:
+                num = min(num, _AT_ONCE)
+                self._read_whole(path, block, memory[position - offset : position - offset + num], fact.sums)
+            else:
+                kept = self._end(path, block, min(BLOCK, fact.size - block * BLOCK), fact.sums)
+                num = min(end - position, len(kept) - inside)
+                memory[position - offset : position - offset + num] = kept[inside : inside + num]
+            position += num
+
+    def _read_whole(self, path: Path, block: int, memory: memoryview, sums: np.ndarray) -> None:
+        """Whole blocks, straight to their place."""
+        try:
+            super().read(path, block * BLOCK, memory)
+        except CheckpointError as error:  # a disk that does not give what is there
+            raise DamagedError(error.given, why=error.why, fix=error.fix) from error
+        for number, begin in enumerate(range(0, len(memory), BLOCK), start=block):
+            if sum_of(memory[begin : begin + BLOCK]) != int(sums[number]):
+                raise damaged(path, f"its bytes from {number * BLOCK} on are not what was written there")
+
+    def _end(self, path: Path, block: int, size: int, sums: np.ndarray) -> memoryview:
+        key = (path, block)
+        if key not in self._ends:
+            if len(self._ends) >= _KEPT:
+                self._ends.pop(next(iter(self._ends)))
+            memory = memoryview(bytearray(size))
+            self._read_whole(path, block, memory, sums)
+            self._ends[key] = memory
+        return self._ends[key]

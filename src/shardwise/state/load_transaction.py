@@ -1,0 +1,74 @@
+"""While a model's values are being written: it cannot be used, and if that fails half way, not until they are whole again."""
+
+from collections.abc import Collection, Mapping
+from types import TracebackType
+
+from torch import Tensor
+
+from shardwise.errors import CheckpointError, UsageError
+from shardwise.parallel import Runtime
+from shardwise.state.report import shortened
+
+__all__ = ["LoadTransaction", "refuse_left_half"]
+
+
+class LoadTransaction:
+    """Within, the tensors of ``names`` are written; what a model that was built for loading has besides takes its
+    constructor's values. After an exception the model refuses to be used: it is neither old nor new.
+
+    Args:
+        runtime: of the model.
+        local: its ``local_tensors()``.
+        names: those of them that the caller writes.
+    """
+
+    def __init__(self, runtime: Runtime, local: Mapping[str, Tensor], names: Collection[str]):
+        self.runtime, self.names = runtime, set(names)
+        self.rest = {name: tensor for name, tensor in local.items() if name not in self.names}
+
+    def __enter__(self) -> None:
+        runtime = self.runtime
+        if runtime.in_window or runtime.num_gathered:
+            raise UsageError(
+                "values loaded in the middle of a window" if runtime.in_window else "values loaded within sw.gathered",
+                why="forward has computed with the old ones, and backward would meet the new",
+                fix="load before or after it",
+            )
+        runtime.engine.drop_gathered()
+        runtime.half_loaded |= self.names
+        runtime.withhold(
+            UsageError(
+                "a model whose weights were not loaded whole",
+                why="loading failed after it had begun to write: some tensors are new, others are not",
+                fix="load it again; until then it cannot be used",
+            )
+        )
+        if runtime.pending is not None and self.rest:
+            runtime.pending.write_rest(runtime, self.rest)
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.runtime.half_loaded.clear()
+            self.runtime.pending = None
+            self.runtime.release()
+
+
+def refuse_left_half(runtime: Runtime, place: str, names: Collection[str]) -> None:
+    """After a load that failed half way, the next one has to bring all that the first had begun to write.
+
+    Args:
+        runtime: of the model.
+        place: where the weights come from, for messages.
+        names: canonical, of the tensors that will be written.
+
+    Raises:
+        CheckpointError: they are not all of them.
+    """
+    left = sorted(runtime.half_loaded - set(names))
+    if left:
+        raise CheckpointError(
+            f"weights from {place} without {len(left)} tensors that an earlier load left half written",
+            why=f"their values are neither old nor new: {shortened(left)}",
+            fix="load weights that hold them",
+            name=left[0],
+        )

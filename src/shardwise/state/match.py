@@ -1,0 +1,215 @@
+"""Whether stored weights fit a model: everything that can be known before a byte is copied."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import CheckpointError
+from shardwise.model import dtype_of
+from shardwise.parallel import Runtime, bytes_of
+from shardwise.recipe.boxes import Box, blocks, whole
+from shardwise.state.extra import extra_names
+from shardwise.state.files import BUFFER, OpenFiles
+from shardwise.state.integrity.reading import VerifiedFiles
+from shardwise.state.names import Matched, Rename, Wanted, match_names
+from shardwise.state.report import LoadReport, shortened
+from shardwise.state.source import open_source
+from shardwise.state.stored import Source, TensorSource, is_rounded, refuse_changed
+
+__all__ = ["LoadPlan", "Rules", "all_of", "own_boxes", "plan_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What ``load_weights`` was told."""
+
+    strict: bool
+    rename: Rename
+    cast: bool
+    check_finite: bool
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What will be loaded: everything has been checked."""
+
+    report: LoadReport
+    tensors: Mapping[str, TensorSource]
+    extra: Mapping[str, Any]
+    folder: Path | None
+    vouched: bool  # by checksums, which are compared as the values are read
+
+    def refuse_changed_files(self) -> None:
+        """Raises:
+        CheckpointError: a file is not what it was when its header was read.
+        """
+        if not self.vouched:
+            refuse_changed(self.tensors.values())
+
+    @property
+    def digest(self) -> str:
+        """What has to be the same on every rank."""
+        return repr([(name, stored.shape, stored.dtype) for name, stored in self.tensors.items()])
+
+
+Boxes = Callable[[str, TensorSource], list[Box]]  # of a tensor: what this rank looks at when values are checked
+
+
+def own_boxes(runtime: Runtime, name: str, stored: TensorSource) -> list[Box]:
+    """What this rank holds of the tensor."""
+    if name not in runtime.recipe.params:
+        return all_of(name, stored)
+    return [piece.box for piece in runtime.view.extents(name)]
+
+
+def all_of(_: str, stored: TensorSource) -> list[Box]:
+    """The whole tensor."""
+    return [whole(stored.shape)]
+
+
+def plan_of(runtime: Runtime, source: Any, rules: Rules, files: VerifiedFiles, boxes: Boxes) -> LoadPlan:
+    """Opens the source, and finds for each tensor of the model the stored one that fits.
+
+    Args:
+        runtime: of the model.
+        source: as ``load_weights`` takes it, or opened.
+        rules: which names and dtypes may differ.
+        files: to read values with, where two have to be compared.
+        boxes: which part of a tensor this rank compares.
+
+    Raises:
+        CheckpointError: what is missing, does not fit, or cannot be read.
+    """
+    opened = source if isinstance(source, Source) else open_source(source)
+    files.vouch(opened.vouched)
+    recipe = runtime.recipe
+    wanted = {name: Wanted(p.shape, p.storage, p.aliases) for name, p in recipe.params.items()}
+    wanted |= {name: Wanted(b.shape, b.dtype, b.aliases) for name, b in recipe.buffers.items() if b.persistent}
+    computed = [n for name, b in recipe.buffers.items() if not b.persistent for n in (name, *b.aliases)]
+    matched = match_names(runtime.module, wanted, computed, opened, rules.rename)
+    if isinstance(source, Mapping):
+        states = extra_names(runtime.module)
+        matched.missing += tuple(name for name in states if name not in opened.extra)
+        matched.unexpected += tuple(name for name in opened.extra if name not in states)
+    _refuse_unfit(matched, wanted, opened, rules)
+    _refuse_untied(matched, opened, files, boxes)
+    if rules.check_finite:
+        _refuse_nonfinite(matched, opened, files, boxes)
+    cast = {n: (s.dtype, wanted[n].dtype) for n, s in matched.tensors.items() if s.dtype != wanted[n].dtype}
+    report = LoadReport(
+        place=opened.place,
+        num_tensors=len(matched.tensors),
+        missing=matched.missing,
+        fresh=runtime.pending is not None,
+        unexpected=matched.unexpected,
+        ignored=matched.ignored,
+        renamed=tuple(matched.renamed),
+        cast=cast,
+    )
+    ordered = {name: matched.tensors[name] for name in wanted if name in matched.tensors}
+    extra = {name: value for name, value in opened.extra.items() if name not in matched.unexpected}
+    return LoadPlan(report, ordered, extra, opened.folder, opened.vouched is not None)
+
+
+def _refuse_unfit(matched: Matched, wanted: Mapping[str, Wanted], source: Source, rules: Rules) -> None:
+    if wanted and not source.tensors:
+        raise CheckpointError(
+            f"weights from {source.place}",
+            why="it is empty: there is no tensor in it",
+            fix="give one with tensors; where rank 0 alone has them, pass shared_files=False",
+        )
+    shapes = [n for n, s in matched.tensors.items() if s.shape != wanted[n].shape]
+    if shapes:
+        name = shapes[0]
+        raise CheckpointError(
+            f"{source.place}: shape {list(matched.tensors[name].shape)}{_called(matched, name)}",
+            why=f"the model has {list(wanted[name].shape)} there{_and_more(len(shapes), 'do not fit')}",
+            fix="build the model with the configuration of these weights; or leave tensors out: "
+            'strict=False, rename=[("pattern", None)]',
+            name=name,
+        )
+    dtypes = [n for n, s in matched.tensors.items() if not _may_be(s.dtype, wanted[n].dtype, cast=rules.cast)]
+    if dtypes:
+        name = dtypes[0]
+        raise CheckpointError(
+            f"{source.place}: dtype {matched.tensors[name].dtype}{_called(matched, name)}",
+            why=f"the model stores {wanted[name].dtype}{_and_more(len(dtypes), 'differ')}",
+            fix="pass cast=True to convert (between floating dtypes of 2 bytes and more), or build the model in that dtype",
+            name=name,
+        )
+    if rules.strict and (matched.missing or matched.unexpected):
+        parts = []
+        if matched.missing:
+            parts.append(f"{len(matched.missing)} of {len(wanted)} tensors are missing: {shortened(matched.missing)}")
+        if matched.unexpected:
+            parts.append(f"{len(matched.unexpected)} there are not in the model: {shortened(matched.unexpected)}")
+        raise CheckpointError(
+            f"weights from {source.place}",
+            why="; ".join(parts),
+            fix='map names with rename=[("pattern", "replacement")], or pass strict=False to load what fits',
+            name=(matched.missing or matched.unexpected)[0],
+        )
+    if not matched.tensors:
+        raise CheckpointError(
+            f"weights from {source.place}",
+            why=f"none of its {len(source.tensors)} names is one of the model's: {shortened(list(source.tensors))}",
+            fix='map names with rename=[("pattern", "replacement")]',
+        )
+
+
+def _may_be(there: str, here: str, *, cast: bool) -> bool:
+    """Numbers are rounded where that is asked for; they never become integers, or lose an imaginary part or their scale."""
+    both = (is_rounded(there) and is_rounded(here)) or (dtype_of(there).is_complex and dtype_of(here).is_complex)
+    return there == here or (cast and both)
+
+
+def _called(matched: Matched, name: str) -> str:
+    return f" (called {matched.names[name]} there)" if matched.names[name] != name else ""
+
+
+def _and_more(count: int, what: str) -> str:
+    return f"; {count} tensors {what}" if count > 1 else ""
+
+
+def _refuse_untied(matched: Matched, source: Source, files: OpenFiles, boxes: Boxes) -> None:
+    """The model ties two names, and the source holds a tensor for each: they must be equal, or one would be lost."""
+    for home, others in matched.doubles.items():
+        first = matched.tensors[home]
+        for name, other in others.items():
+            if other.shape == first.shape and all(
+                _same_bits(first.load(files, part), other.load(files, part).to(dtype_of(first.dtype)))
+                for box in boxes(home, first)
+                for part in blocks(box, BUFFER // 8)
+            ):
+                continue
+            raise CheckpointError(
+                f"{source.place}: {matched.names[home]} and {name} differ",
+                why="the model ties these names: it has one tensor for both",
+                fix=f"build the model without that tie, or leave one out: rename=[({'^' + name.replace('.', chr(92) + '.') + '$'!r}, None)]",
+                name=home,
+            )
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """NaN is equal to itself here: what went out comes in."""
+    return torch.equal(bytes_of(a), bytes_of(b))
+
+
+def _refuse_nonfinite(matched: Matched, source: Source, files: OpenFiles, boxes: Boxes) -> None:
+    for name, stored in matched.tensors.items():
+        if not (dtype_of(stored.dtype).is_floating_point or dtype_of(stored.dtype).is_complex):
+            continue
+        for part in (part for box in boxes(name, stored) for part in blocks(box, BUFFER // 8)):
+            values = stored.load(files, part)
+            bad = values.numel() - int(torch.isfinite(values if values.itemsize > 1 else values.float()).sum())
+            if bad:
+                raise CheckpointError(
+                    f"{source.place}: {bad} values that are NaN or infinite",
+                    why="check_finite=True was asked for",
+                    fix="use weights of an earlier step",
+                    name=name,
+                )

@@ -1,0 +1,62 @@
+"""What lies beside a model's weights so that stock libraries open them: its configuration, its tokenizer."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from shardwise.config.tokenizer import TOKENIZER_FILES, tokenizer_files
+from shardwise.model import is_pretrained, user_class
+from shardwise.parallel import Runtime
+from shardwise.state.formats.folder import companions_of
+from shardwise.state.naming import naming_of, shapes_of
+
+__all__ = ["sidecar_files"]
+
+_MOST = 256 << 20  # bytes of one file: what is larger is no configuration
+
+
+def sidecar_files(runtime: Runtime, dtype: str | None = None) -> tuple[dict[str, bytes], list[str]]:
+    """File name -> content, of what the directory had that the model was loaded from, and of a Hugging Face model's
+    configuration as it is now; and what has to be told.
+
+    Args:
+        runtime: of the model. The tokenizer is the one that it was trained with, where that is known.
+        dtype: of its parameters as they are stored, if it is not the model's own.
+    """
+    found: dict[str, bytes] = {}
+    notes: list[str] = []
+    if runtime.loaded_from is not None:
+        try:
+            runtime.loaded_from.stat()  # it may have gone
+            paths = companions_of(runtime.loaded_from)
+            if runtime.tokenizer is not None:
+                paths = [path for path in paths if path.name not in TOKENIZER_FILES]
+            if isinstance(runtime.tokenizer, Path):
+                paths += tokenizer_files(runtime.tokenizer.parent)
+            found = {path.name: path.read_bytes() for path in paths if path.stat().st_size <= _MOST}
+        except OSError as error:
+            notes.append(
+                f"weights without the configuration and tokenizer of {runtime.loaded_from}: {error.strerror or error}"
+            )
+    return {**found, **_of_hugging_face(runtime, dtype)}, notes
+
+
+def _of_hugging_face(runtime: Runtime, dtype: str | None) -> dict[str, bytes]:
+    model = naming_of(runtime.module, shapes_of(runtime)).module
+    if not is_pretrained(model):
+        return {}
+    found = {"config.json": _config_text(model, runtime, dtype).encode()}
+    generation: Any = getattr(model, "generation_config", None)
+    if generation is not None and hasattr(generation, "to_json_string"):
+        found["generation_config.json"] = generation.to_json_string().encode()
+    return found
+
+
+def _config_text(model: Any, runtime: Runtime, dtype: str | None) -> str:
+    config = copy.deepcopy(model.config)
+    root = model is runtime.module  # which replicas give another class
+    config.architectures = [runtime.recipe.module_class if root else user_class(model).__name__]
+    stored = [param.storage for param in runtime.recipe.params.values()]
+    if stored:
+        config.dtype = dtype or stored[0]
+    return config.to_json_string()

@@ -1,0 +1,228 @@
+"""Token-weighted evaluation over all ranks, with unequal numbers of batches."""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.data.batch import Place
+from shardwise.data.labels import compare_labels, judge_labels
+from shardwise.data.loader import mark_used
+from shardwise.errors import UsageError
+from shardwise.parallel import Runtime, runtime_of
+from shardwise.step.exchange import buffer_versions, buffers_written, sync_buffers
+from shardwise.step.grad_stash import clone_buffers, restore_buffers
+from shardwise.step.guards import refuse_autocast
+from shardwise.step.loss import Batch, Loss, as_sums, call, count_of, forward_of, next_token_loss, refuse_uncallable
+from shardwise.step.loss_check import SumCheck
+from shardwise.step.step_state import StepState
+from shardwise.world.rng import derive_seed, forked_streams
+
+__all__ = ["evaluate"]
+
+
+def evaluate(
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    loss: Loss | None = next_token_loss,
+    count: Callable[[Batch], Any] | None = None,
+    forward: Callable[..., Any] = call,
+) -> dict[str, float]:
+    """Sums of the loss over all ranks' batches divided by all their valid tokens; equal on every rank.
+
+    All ranks must call it. They may have different numbers of batches: under FSDP every forward is collective, so before
+    each one the ranks tell whether any has a batch left, and one without runs a copy that counts as nothing and after
+    which buffers are restored. Buffers that the model writes in eval mode are made equal at the end, as after a window.
+    Random numbers that a forward draws belong to the batch's place among all ranks' batches: that of a :class:`Loader` is
+    counted over its windows without their paddings, others are dealt round robin. They are the same in every evaluation and
+    under every layout, and training draws what it would have drawn without one.
+
+    Args:
+        model: from ``parallelize``; put in eval mode, and back afterwards.
+        loader: yields micro-batches (``str -> Tensor``) or windows (lists of them, as :class:`Loader` does).
+        loss, count, forward: as :class:`~shardwise.step.step.TrainStep` takes them.
+
+    Returns:
+        ``{"loss": ..., "num_tokens": ..., other entries of the loss}``.
+
+    Raises:
+        UsageError: no rank has a batch.
+        ConfigError: an entry of the loss is a mean; labels that are the inputs at their own places (see :mod:`shardwise.data.labels`).
+        RankError: a rank does not come: it has left, or makes another call.
+    """
+    refuse_uncallable(loss=loss, forward=forward)
+    refuse_autocast(runtime_of(model), "an evaluation")
+    counter = count_of(loss, count if count is not None or loss is not None else getattr(model, "count", None))
+    sums = _Sums(runtime_of(model), loss, counter, forward_of(loss, forward))
+    with _eval_mode(model):
+        sums.run(loader)
+        return sums.means()
+
+
+class _Sums:
+    """What one rank adds up over its batches, and its means with the others."""
+
+    def __init__(self, runtime: Runtime, loss: Loss | None, counter: Any, forward: Any):
+        self.runtime, self.loss, self.counter, self.forward = runtime, loss, counter, forward
+        self.totals: dict[str, Tensor] = {}
+        self.tokens = torch.zeros((), dtype=torch.float64)
+        self.written = torch.zeros(0)
+        self._check = SumCheck(counter)
+
+    def run(self, loader: Iterable[Any]) -> None:
+        versions = buffer_versions(self.runtime)
+        with torch.no_grad():
+            mine = _flat(loader, self.runtime.world.axis("dp"))
+            for item in _in_step(self.runtime, mine, self._check, self.counter):
+                kept = {} if item.counts else clone_buffers(self.runtime)
+                with self._streams(item.number):
+                    self._add(item)
+                restore_buffers(self.runtime, kept)
+        self.written = buffers_written(self.runtime, versions)  # in eval mode: a layer that only trains writes nothing
+
+    def _streams(self, number: int) -> contextlib.AbstractContextManager[None]:
+        """Random numbers of a batch's own, (seed, its place among all ranks' batches): the same under every layout and in
+        every evaluation, and training's are left where they were."""
+        world = self.runtime.world
+        return forked_streams(derive_seed(world.seed, "evaluate", number), world.device, self.runtime.generators)
+
+    def _add(self, item: "_Item") -> None:
+        model, loss, check, batch, counts = self.runtime.module, self.loss, self._check, item.batch, item.counts
+        output = self.forward(model, batch, StepState.at(self.runtime.step, batch, item.number, is_training=False))
+        sums = as_sums(output if loss is None else loss(output, batch))
+        check.try_loss(loss, output, batch, sums, counts=counts)
+        check.agree(sorted(sums), check.entry(sorted(sums)))  # with itself: the others hear at the end
+        for name, value in sums.items():
+            value = value.double().cpu() if counts else torch.zeros((), dtype=torch.float64)
+            self.totals[name] = self.totals.get(name, torch.zeros((), dtype=torch.float64)) + value
+        if counts:
+            self.tokens += float(torch.as_tensor(self.counter(batch)))
+
+    def means(self) -> dict[str, float]:
+        """Over all ranks; buffers are made equal on the way, and a problem of any rank is raised on all."""
+        agreed = self.runtime.world.agreement.sum(
+            {
+                "tokens": self.tokens,
+                "unclear": float(bool(self._check.unclear)),
+                "buffers": self.written,
+                **{f"sum of {name}": self.totals[name] for name in sorted(self.totals)},
+            },
+            "evaluation, adding up",
+        )
+        sync_buffers(self.runtime, agreed["buffers"], "evaluation")
+        if float(agreed["unclear"]):
+            state = StepState(self.runtime.step, is_training=False)
+
+            def forward(batch: Batch) -> Any:
+                return self.forward(self.runtime.module, batch, state)
+
+            self._check.try_forward(self.runtime, forward, self.loss)
+        num_tokens = float(agreed["tokens"])
+        if not num_tokens:
+            raise UsageError(
+                "an evaluation without a valid token",
+                why="every label is ignored (-100), or every count is 0, and a loss of 0 would look perfect",
+                fix="look at the labels, or at count=",
+            )
+        means = {name: float(agreed[f"sum of {name}"]) / num_tokens for name in sorted(self.totals)}
+        return {"loss": means.pop("loss"), "num_tokens": num_tokens, **means}
+
+
+@contextlib.contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+class _Item(NamedTuple):
+    """A batch that this rank runs: whether its sums count, and its number among the batches of all ranks; a copy's is its source's."""
+
+    batch: Batch
+    counts: bool
+    number: int
+
+
+def _flat(loader: Iterable[Any], axis: Any) -> Iterator[_Item]:
+    numbers = _Numbers(axis)
+    for item in loader:
+        batches = [item] if isinstance(item, Mapping) else list(item)
+        mark_used(batches)
+        for batch in batches:
+            yield _Item(batch, not getattr(batch, "padding", False), numbers.next(batch))
+
+
+class _Numbers:
+    """Numbers of this rank's batches among those of all ranks, without a word between them: every rank has a batch of each window
+    of a Loader, a padding at least. Batches of no Loader are dealt round robin."""
+
+    def __init__(self, axis: Any):
+        self._axis = axis
+        self._round = 0  # batches of this rank so far, paddings among them
+        self._begin = self._end = 0  # numbers of the window that the last batch was of, or of its round
+        self._last: tuple[Place, int] | None = None  # of a Loader's batch: its window, and its index there
+
+    def next(self, batch: Batch) -> int:
+        rank, size = self._axis.rank, self._axis.size
+        this, self._round = self._round, self._round + 1
+        place = getattr(batch, "window", None)
+        num_micro = place.num_micro if isinstance(place, Place) else None
+        if place is None or num_micro is None:
+            self._end, self._last = self._round * size, None
+            return this * size + rank
+        index = getattr(batch, "index", 0)
+        # The window may come as a list, batch by batch, or twice in a row.
+        if self._last is None or self._last[0] != place or self._last[1] >= index:
+            self._begin, self._end = self._end, self._end + num_micro
+        self._last = place, index
+        if getattr(batch, "padding", False):
+            index = rank if rank < num_micro else 0  # what the Loader copied
+        return self._begin + index
+
+
+def _in_step(runtime: Runtime, batches: Iterator[_Item], check: SumCheck, counter: Any) -> Iterator[_Item]:
+    """Batches until no rank has one left; a rank without repeats its last, or one of another rank, uncounted. ``check``
+    is begun anew for each, and due on every rank or on none: until one of them could tell everything."""
+    agreement = runtime.world.agreement
+    last: _Item | None = None
+    seen: Tensor | None = torch.zeros(3)  # of labels; not what training has seen: these are other data
+    for i in itertools.count():
+        item = next(batches, None)
+        check.begin(i)
+        have = agreement.sum(
+            {
+                "have": float(item is not None),
+                "seen": float(last is not None or item is not None),
+                "due": float(check.is_due),
+                "labels": compare_labels(seen, [] if item is None else [item.batch], counter),
+            },
+            "evaluation, a batch",
+        )
+        check.is_due = float(have["due"]) == runtime.world.size
+        seen = judge_labels(seen, have["labels"], "in this evaluation")
+        if not float(have["have"]):
+            if last is None:
+                raise UsageError(
+                    "an evaluation without batches", why="no rank's loader gave one", fix="give the loader samples"
+                )
+            return
+        if float(have["seen"]) < runtime.world.size:  # a rank that never had a batch needs one to run
+            own = None if item is None else item._replace(batch=dict(item.batch))
+            offered = agreement.gather(own and tuple(own), "evaluation, lending a batch")
+            if last is None and item is None:
+                lent = _Item(*next(other for other in offered if other is not None))
+                last = lent._replace(batch={key: value.to(runtime.world.device) for key, value in lent.batch.items()})
+        if item is not None:
+            last = item
+            yield item
+        else:
+            assert last is not None
+            yield last._replace(counts=False)

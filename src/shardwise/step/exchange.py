@@ -1,0 +1,117 @@
+"""What a sharded module must agree on before a step: units entered, parameters used, 0-dim gradients, buffers written."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise._compat import BatchNormBase
+from shardwise.errors import RankError
+from shardwise.model.tensors import tensors_of
+from shardwise.parallel import Runtime
+from shardwise.techniques.data.scalar_gradients import ScalarGradients
+from shardwise.world.agreement import digest_of
+
+__all__ = ["Exchange", "buffer_versions", "buffers_written", "sync_buffers"]
+
+
+class Exchange:
+    """What the module itself must agree on before a step, packed into the second exchange and carried out after it."""
+
+    def __init__(self, runtime: Runtime, versions: Mapping[str, Any]):
+        self.runtime, self.versions = runtime, versions
+        self.buffers = tensors_of(runtime.module, "_buffers")
+        whole = [runtime.parameters[name] for name in runtime.replicated]
+        self._whole = ScalarGradients(whole, runtime.engine.apart, runtime.world.size)
+
+    def entries(self) -> dict[str, Tensor]:
+        runtime = self.runtime
+        units = runtime.engine.entered()
+        found = {"units": runtime.world.agreement.same(digest_of("\n".join(units)))}
+        used = runtime.engine.used()
+        if used is not None:
+            found["used"] = used
+        found |= self._whole.entries()
+        if self.buffers:
+            found["buffers"] = buffers_written(runtime, self.versions)
+        return found
+
+    def apply(self, summed: Mapping[str, Tensor]) -> None:
+        runtime = self.runtime
+        if not runtime.world.agreement.all_same(summed["units"]):
+            raise self._units_differ()
+        if "used" in summed:
+            for name, count in zip(runtime.trainable, summed["used"].tolist(), strict=True):
+                if not count:  # no rank used it: None, as in one process, so that no optimizer decays it
+                    runtime.parameters[name].grad = None
+        if runtime.replicated:
+            self._whole.set(summed, [bool(summed["used"][runtime.trainable.index(n)]) for n in runtime.replicated])
+        if "buffers" in summed:
+            sync_buffers(runtime, summed["buffers"], f"window {runtime.step + 1}")
+
+    def _units_differ(self) -> RankError:
+        lists = self.runtime.world.agreement.gather(self.runtime.engine.entered(), "naming the units that differ")
+        usual = max(lists, key=lists.count)
+        ranks = tuple(rank for rank, units in enumerate(lists) if units != usual)
+        other = lists[ranks[0]]
+        at = next(
+            (i for i, (a, b) in enumerate(zip(usual, other, strict=False)) if a != b), min(len(usual), len(other))
+        )
+        name = (usual[at : at + 1] or other[at : at + 1] or [None])[0]
+        return RankError(
+            f"rank {ranks[0]} entered other units than rank {next(r for r in range(len(lists)) if r not in ranks)}",
+            why=f"entry {at + 1} differs: {usual[at : at + 1] or 'nothing'} against {other[at : at + 1] or 'nothing'}; "
+            "their collectives crossed, so gradients are wrong",
+            fix="give every rank the same forwards and backwards, in one order; a loss over two models of which ranks skip blocks needs "
+            'them in one unit each: Sharding(units="none"), or in one module: sw.TaskModel',
+            name=name,
+            ranks=ranks,
+        )
+
+
+def buffer_versions(runtime: Runtime) -> dict[str, tuple[int, int, float]]:
+    """What tells whether a buffer was written: its identity (``self.ema = ...``), its version (in-place operations) and
+    a digest of its values (``.data`` writes count no version)."""
+    return _marks(tensors_of(runtime.module, "_buffers"))
+
+
+def buffers_written(runtime: Runtime, versions: Mapping[str, Any]) -> Tensor:
+    """For an exchange: a flag per buffer, whether this rank wrote it since :func:`buffer_versions` gave ``versions``."""
+    buffers = tensors_of(runtime.module, "_buffers")
+    changed = _changed_buffers(runtime, buffers, versions)
+    return torch.tensor([float(name in changed) for name in buffers])
+
+
+def sync_buffers(runtime: Runtime, summed: Tensor, place: str) -> None:
+    """Makes buffers that any rank wrote equal, from the sum of :func:`buffers_written`. All ranks call it."""
+    flags = zip(tensors_of(runtime.module, "_buffers").values(), summed.tolist(), strict=True)
+    _same_buffers(runtime, [buffer for buffer, flag in flags if flag], place)
+
+
+def _marks(buffers: Mapping[str, Tensor]) -> dict[str, tuple[int, int, float]]:
+    if not buffers:
+        return {}
+    values = [torch.view_as_real(b) if b.is_complex() else b for b in buffers.values()]
+    sums = [(v.detach().double() + 0.3).pow(3).sum() for v in values]  # odd powers: a sign that flips shows
+    digests = torch.stack([total.to(sums[0].device) for total in sums]).tolist()  # one wait for the device
+    return {name: (id(b), b._version, digest) for (name, b), digest in zip(buffers.items(), digests, strict=True)}
+
+
+def _changed_buffers(runtime: Runtime, buffers: Mapping[str, Tensor], versions: Mapping[str, Any]) -> set[str]:
+    """Buffers written since the window began. Batch norm's kernels write running statistics without counting a version,
+    so those of a layer in training count as written."""
+    changed = {name for name, mark in _marks(buffers).items() if mark != versions.get(name)}
+    statistics = {
+        id(buffer)
+        for module in runtime.module.modules()
+        if isinstance(module, BatchNormBase) and module.training
+        for buffer in module.buffers(recurse=False)
+    }
+    return changed | {name for name, buffer in buffers.items() if id(buffer) in statistics}
+
+
+def _same_buffers(runtime: Runtime, changed: list[Tensor], place: str) -> None:
+    """Buffers that changed on any rank become equal again, by the policy: rank 0's, or the mean over ranks."""
+    mean = runtime.recipe.buffer_policy == "mean"
+    runtime.world.agreement.sync_tensors(changed, f"{place}, making buffers equal", mean=mean)

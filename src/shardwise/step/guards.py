@@ -1,0 +1,257 @@
+"""What a step cannot train with, told before it computes anything; and a loss that leads back to no parameter."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.errors import CheckpointError, ShardwiseError, UnsupportedError, UsageError
+from shardwise.model.pytrees import leaves_of
+from shardwise.parallel import Runtime
+
+__all__ = [
+    "explain_no_gradient",
+    "facts_of_schedule",
+    "no_gradient",
+    "nothing_of",
+    "refuse_autocast",
+    "refuse_gradless",
+    "refuse_other_state",
+    "refuse_parameters",
+    "refuse_unfit",
+    "refuse_unused",
+]
+
+
+_FUNCTIONS = {
+    "MSELoss": "mse_loss",
+    "L1Loss": "l1_loss",
+    "SmoothL1Loss": "smooth_l1_loss",
+    "HuberLoss": "huber_loss",
+    "NLLLoss": "nll_loss",
+    "KLDivLoss": "kl_div",
+    "BCELoss": "binary_cross_entropy",
+    "BCEWithLogitsLoss": "binary_cross_entropy_with_logits",
+}
+
+
+def refuse_parameters(loss: Any) -> None:
+    """Raises UsageError for a loss with parameters: nothing would shard or reduce them."""
+    if type(loss).__module__ == nn.modules.loss.__name__ or getattr(loss, "__module__", "") == F.__name__:
+        name = getattr(loss, "__name__", type(loss).__name__)
+        function = _FUNCTIONS.get(name, name if name in _FUNCTIONS.values() else "cross_entropy")
+        raise UsageError(
+            f"loss={name}, torch's own",
+            why="it takes (output, target); here a loss takes (output, batch) and returns a sum",
+            fix=f'wrap it: loss=lambda output, batch: F.{function}(output, batch["labels"], reduction="sum")',
+        )
+    if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
+        name = next(iter(dict(loss.named_parameters())))
+        raise UsageError(
+            f"loss={type(loss).__name__}, which owns parameters",
+            why="only the model's parameters are sharded and reduced over the ranks",
+            fix="put it in the model: model = sw.TaskModel(model, loss), and TrainStep(..., loss=None)",
+            name=name,
+        )
+
+
+def refuse_unfit(runtime: Runtime, optim: Any, scheduler: Any) -> None:
+    """Raises UsageError or UnsupportedError for an optimizer or scheduler that a step cannot use."""
+    if not isinstance(optim, torch.optim.Optimizer):
+        raise UsageError(
+            f"TrainStep(model, {getattr(optim, '__name__', type(optim).__name__)})",
+            why="it is not an optimizer object",
+            fix="pass one built from the sharded model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
+        )
+    _refuse_kind(runtime, optim)
+    _refuse_foreign_parameters(runtime, optim)
+    _refuse_scheduler(scheduler)
+
+
+def _refuse_kind(runtime: Runtime, optim: torch.optim.Optimizer) -> None:
+    kind = type(optim).__name__
+    if isinstance(optim, torch.optim.LBFGS):
+        raise UnsupportedError(
+            "TrainStep with LBFGS",
+            why="it runs forward and backward several times inside one step, through a closure",
+            fix="use an optimizer that steps once per window, such as AdamW",
+        )
+    if kind in {"Muon", "Adafactor"} and runtime.recipe.grid.dp_shard > 1:
+        raise UnsupportedError(
+            f"TrainStep with {kind} on layout {runtime.recipe.grid}",
+            why="it mixes elements of a whole matrix, and this rank holds some of its rows",
+            fix='keep the parameters whole: sw.init("dp_replicate=-1"); or use an elementwise optimizer such as AdamW',
+        )
+
+
+def _refuse_scheduler(scheduler: Any) -> None:
+    if isinstance(scheduler, type) or (scheduler is not None and not callable(getattr(scheduler, "step", None))):
+        raise UsageError(
+            f"TrainStep(scheduler={getattr(scheduler, '__name__', repr(scheduler))})",
+            why="it is not an object with step(), which is called after each optimizer step",
+            fix="pass one built from the optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optim, num_steps)",
+        )
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise UsageError(
+            "TrainStep(scheduler=ReduceLROnPlateau)",
+            why="it steps on a measured value, which a training step does not have",
+            fix='leave scheduler out, and call scheduler.step(sw.evaluate(model, loader)["loss"]) after each evaluation',
+        )
+
+
+def _refuse_foreign_parameters(runtime: Runtime, optim: torch.optim.Optimizer) -> None:
+    known = {id(param): name for name, param in runtime.parameters.items()}
+    held = [param for group in optim.param_groups for param in group["params"]]
+    strange = next((param for param in held if id(param) not in known), None)
+    if strange is not None:
+        raise UsageError(
+            f"{type(optim).__name__} holds a parameter of shape {tuple(strange.shape)} that the model does not have",
+            why="it was built before the module was sharded, or for another model: its steps would change nothing",
+            fix="build the optimizer from model.parameters() after parallelize",
+            name=getattr(strange, "_shardwise_replaced", None),
+        )
+
+
+def facts_of_schedule(runtime: Runtime, optim: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
+    """What a scheduler's state is of, which it does not say itself: its class, those inside it, and the first parameter of
+    each group, since it knows groups by their numbers."""
+    members = [{id(param) for param in group["params"]} for group in optim.param_groups]
+    names = runtime.parameters.items()
+    return {
+        "scheduler_class": _class_of(scheduler),
+        "scheduler_groups": [next((name for name, param in names if id(param) in mine), "") for mine in members],
+    }
+
+
+def _class_of(scheduler: Any) -> str:
+    inside = ", ".join(_class_of(inner) for inner in getattr(scheduler, "_schedulers", None) or ())
+    return type(scheduler).__qualname__ + (f"[{inside}]" if inside else "")
+
+
+def refuse_other_state(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for the state of a step that has other parts than this one, whose state is ``own``."""
+    facts = {"scheduler_class", "scheduler_groups"}  # older states lack them
+    missing, unknown = sorted(own.keys() - given.keys() - facts), sorted(given.keys() - own.keys() - facts)
+    if missing or unknown:
+        raise CheckpointError(
+            f"the state of a step with {', '.join(sorted(given)) or 'nothing in it'}",
+            why="; ".join(
+                [f"this step has a {name}, which it lacks" for name in missing]
+                + [f"this step has no {name}" for name in unknown]
+            ),
+            fix="build the TrainStep with the same scheduler, scaler and precision as the one that was saved",
+        )
+    mine, theirs = ({name: state.get(name) for name in facts} for state in (own, given))
+    if "scheduler" not in own or theirs["scheduler_class"] is None:
+        return
+    if mine["scheduler_class"] != theirs["scheduler_class"]:
+        raise CheckpointError(
+            f"the state of a {theirs['scheduler_class']}",
+            why=f"this step's scheduler is a {mine['scheduler_class']}, which keeps other state",
+            fix="build the TrainStep with the scheduler that was saved; to train on by another schedule, begin a run with the "
+            "weights: sw.load_weights",
+        )
+    if mine["scheduler_groups"] != theirs["scheduler_groups"]:
+        raise CheckpointError(
+            f"the state of a {theirs['scheduler_class']} over other groups of parameters, or in another order",
+            why="it knows groups by their numbers, and each would have the rate of another: they begin with "
+            f"{_listed(mine['scheduler_groups'])}, and began with {_listed(theirs['scheduler_groups'])}",
+            fix="give the optimizer the groups that it had, in their order",
+        )
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(map(str, names)) if isinstance(names, list) else repr(names)
+
+
+# ---- nothing to differentiate ----------------------------------------------------------------------------------
+
+
+def refuse_autocast(runtime: Runtime, what: str) -> None:
+    """Raises UsageError inside ``torch.autocast``: it rounds operator by operator, otherwise than the recipe's dtypes."""
+    device = runtime.world.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+        word = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype, dtype)
+        raise UsageError(
+            f"{what} inside torch.autocast({device!r}, dtype=torch.{dtype})",
+            why="autocast casts operator by operator, and the dtypes that the model was sharded with say otherwise",
+            fix=f'call it outside, and give the dtype to parallelize(..., precision="{word}"); in a loop of your own, sw.window takes '
+            "autocast around the forward",
+        )
+
+
+def refuse_gradless(runtime: Runtime) -> None:
+    """Raises UsageError where no backward can come to a gradient, whatever the loss, or inside autocast: told before the first forward."""
+    refuse_autocast(runtime, "a training step")
+    if torch.is_inference_mode_enabled() or not torch.is_grad_enabled() or not _is_trained(runtime):
+        raise no_gradient(runtime)
+
+
+def no_gradient(runtime: Runtime) -> UsageError:
+    """Why a loss has no gradient on this rank."""
+    if torch.is_inference_mode_enabled():
+        return UsageError(
+            "a training step inside torch.inference_mode()",
+            why="nothing is recorded there, so backward has nothing to run",
+            fix="call step(window) outside it; for a loss without training, sw.evaluate(model, loader)",
+        )
+    if not torch.is_grad_enabled():
+        return UsageError(
+            "a training step with gradients switched off",
+            why="it runs inside torch.no_grad(), or after torch.set_grad_enabled(False), so nothing is recorded",
+            fix="call step(window) outside it; for a loss without training, sw.evaluate(model, loader)",
+        )
+    if not _is_trained(runtime):
+        return UsageError(
+            "a model without a trainable parameter",
+            why=f"requires_grad is False on all {len(runtime.parameters)} of its parameters",
+            fix="leave requires_grad on for what is to be trained, before parallelize",
+        )
+    return UsageError(
+        "a loss that is detached from the model",
+        why="it has no gradient: a .detach(), torch.no_grad() or torch.tensor(...) lies between the model and it",
+        fix="compute it from the model's output alone; for a micro-batch with nothing to count, return output.sum() * 0",
+    )
+
+
+def refuse_unused(runtime: Runtime, used: Tensor | None) -> None:
+    """Raises UsageError, on every rank, after a window in which no rank used a trainable parameter.
+
+    Args:
+        runtime: of the model.
+        used: how many ranks used each trainable parameter, where the engine tells it; None: gradients tell.
+    """
+    is_used = (
+        any(runtime.parameters[n].grad is not None for n in runtime.trainable) if used is None else bool(used.any())
+    )
+    if not is_used:
+        raise UsageError(
+            "a window in which no trainable parameter was used, by any rank",
+            why="the loss has a gradient, but it leads to none of the parameters: it is computed from something else than the "
+            "model's output, or from an output that was detached on the way",
+            fix="compute the loss from what the model returns",
+        )
+
+
+def nothing_of(output: Any, error: ShardwiseError) -> Tensor:
+    """0 as a function of a model's output: its backward runs the collectives that other ranks wait for, and no more.
+
+    Raises:
+        ShardwiseError: ``error``, where the output has no gradient either.
+    """
+    found = [x for x in leaves_of(output) if isinstance(x, Tensor) and x.requires_grad]
+    if not found:
+        raise error
+    return sum((x.sum() * 0 for x in found), torch.zeros((), device=found[0].device))
+
+
+def explain_no_gradient(runtime: Runtime, error: BaseException) -> UsageError | None:
+    """torch's error of a backward without a graph, in our words; None for any other."""
+    return no_gradient(runtime) if "does not require grad and does not have a grad_fn" in str(error) else None
+
+
+def _is_trained(runtime: Runtime) -> bool:
+    return any(param.requires_grad for param in runtime.parameters.values())

@@ -1,0 +1,134 @@
+"""Optimizers that step on local shards.
+
+A stock optimizer on DTensor parameters spends most of a small model's step in DTensor's dispatch, although an
+elementwise update needs no communication: each shard's update is the shard of the update. :func:`local_optimizer`
+lets the optimizer step on the plain local tensors; outside ``step`` its parameter groups and state are what the user
+expects, keyed by the model's parameters, with DTensor values, so schedulers and checkpoint tools go on working.
+"""
+
+import types
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from shardwise._compat import local_tensor
+from shardwise.errors import UnsupportedError
+from shardwise.model.tensors import like_parameter
+from shardwise.parallel.stale import refuse_stale
+from shardwise.parallel.step_checks import refuse_unreduced_step, stepped_by
+from shardwise.parallel.step_threads import threads_of_step
+
+__all__ = ["is_elementwise", "local_optimizer"]
+
+Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
+
+_ELEMENTWISE = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
+    torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD,
+)  # fmt: skip
+
+
+def is_elementwise(optim: torch.optim.Optimizer) -> bool:
+    """Whether an update of an element depends on that element's gradient and state only."""
+    return type(optim) in _ELEMENTWISE
+
+
+def local_optimizer(optim: Opt) -> Opt:
+    """The same optimizer, stepping on local shards. Idempotent. No communication, no copy.
+
+    Raises:
+        UnsupportedError: an optimizer that is not known to be elementwise (Muon, LBFGS, Adafactor, your own): its
+            update of a shard is not the shard of its update.
+    """
+    if not is_elementwise(optim):
+        raise UnsupportedError(
+            f"local_optimizer({type(optim).__name__})",
+            why="it is not known to update each element by itself, so stepping on shards may give other numbers",
+            fix=f"use one of {', '.join(cls.__name__ for cls in _ELEMENTWISE)}, or step it as it is",
+        )
+    if not getattr(optim.step, "_shardwise_local", False):
+        _LocalStep(optim).install()
+    return optim
+
+
+class _LocalStep:
+    """Swaps shards in before ``step`` and the model's parameters back after it."""
+
+    def __init__(self, optim: torch.optim.Optimizer):
+        self.optim = optim
+        self._locals: dict[nn.Parameter, nn.Parameter] = {}
+        self._local_state: dict[nn.Parameter, dict[str, Any]] = {}
+        self._known: dict[nn.Parameter, dict[str, Any]] = {}  # user-visible values the local ones stand for
+        self._shown_from: dict[nn.Parameter, dict[str, Any]] = {}  # the local values they were made from
+
+    def install(self) -> None:
+        inner = self.optim.step
+
+        def step(optim: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            if closure is not None:
+                raise UnsupportedError(
+                    "step(closure) on a local optimizer",
+                    why="a closure runs forward and backward in the middle of the step, on parameters that are swapped out",
+                    fix="run the window first, then call step() without a closure",
+                )
+            refuse_stale(optim)  # here: the optimizer's own hooks see the shards
+            refuse_unreduced_step(optim)
+            with threads_of_step(stepped_by(optim)):
+                return self._run(inner)
+
+        step._shardwise_local = True  # type: ignore[attr-defined]
+        if hasattr(inner, "_wrapped_by_lr_sched"):
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        self.optim.step = types.MethodType(step, self.optim)  # bound: a scheduler made later takes it apart
+
+    def _run(self, inner: Callable[[], Any]) -> Any:
+        optim = self.optim
+        shown, given = optim.state, [group["params"] for group in optim.param_groups]
+        self._to_local(shown, given)
+        swapped: Any = defaultdict(dict)
+        swapped.update({self._locals[p]: state for p, state in self._local_state.items()})
+        try:
+            optim.state = swapped
+            for group, params in zip(optim.param_groups, given, strict=True):
+                group["params"] = [self._locals[p] for p in params]
+            return inner()
+        finally:
+            optim.state = shown
+            for group, params in zip(optim.param_groups, given, strict=True):
+                group["params"] = params
+            self._to_shown(shown, given, swapped)
+
+    def _to_local(self, shown: Any, given: list[list[nn.Parameter]]) -> None:
+        for param in (p for params in given for p in params):
+            shard, local = local_tensor(param), self._locals.get(param)
+            if local is None or local.data_ptr() != shard.data_ptr() or local.shape != shard.shape:
+                local = self._locals[param] = nn.Parameter(shard.detach(), requires_grad=param.requires_grad)
+            local.grad = None if param.grad is None else local_tensor(param.grad)
+            state = shown.get(param)
+            if not state:  # never stepped, or taken away by the user, as by loading a state from before its first step
+                for kept in (self._local_state, self._known, self._shown_from):
+                    kept.pop(param, None)
+            elif not _same_values(state, self._known.get(param)):  # loaded or edited by the user
+                self._local_state[param] = {key: local_tensor(value) for key, value in state.items()}
+                self._known[param] = dict(state)
+
+    def _to_shown(self, shown: Any, given: list[list[nn.Parameter]], swapped: Any) -> None:
+        for param in (p for params in given for p in params):
+            local = self._locals[param]
+            local.grad = None
+            state = swapped.get(local)
+            if not state:
+                continue
+            self._local_state[param] = state
+            # A DTensor holds a view of the tensor it was made from, so what it was made from is remembered: made anew
+            # at every step, they took an eighth of the step of a model with many small parameters.
+            if not _same_values(state, self._shown_from.get(param)):
+                shown[param] = {key: like_parameter(value, param) for key, value in state.items()}
+                self._known[param], self._shown_from[param] = dict(shown[param]), dict(state)
+
+
+def _same_values(state: dict[str, Any], known: dict[str, Any] | None) -> bool:
+    return known is not None and state.keys() == known.keys() and all(state[key] is known[key] for key in state)

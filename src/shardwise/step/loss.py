@@ -1,0 +1,270 @@
+"""The loss contract: a sum over this micro-batch's valid tokens, and a count that depends on the batch alone.
+
+Means cannot be combined: a mean of means weights a short micro-batch as much as a long one (measured: gradients
+off by half). So losses are sums, the tokens of all ranks and micro-batches of a window are counted first, and each
+sum is divided by that one number.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.data.batch import IGNORED
+from shardwise.data.labels import Batch, valid_labels
+from shardwise.errors import ConfigError, UsageError
+from shardwise.step.step_state import StepState, batch_of_forward, with_state
+
+__all__ = [
+    "TaskModel",
+    "as_micro_batches",
+    "as_sums",
+    "call",
+    "count_of",
+    "forward_of",
+    "next_token_loss",
+    "refuse_uncallable",
+]
+
+Loss = Callable[[Any, Batch], Tensor | Mapping[str, Tensor]]
+_TARGETS = {"labels", "label", "targets", "target", "y"}  # the loss's, unless the forward has a parameter of that name
+_TAKES = {"loss": "output, batch", "count": "batch", "forward": "model, batch"}
+
+
+def next_token_loss(output: Any, batch: Batch) -> Tensor:
+    """Cross entropy summed over the valid tokens of a micro-batch, in float32 or wider; 0-dim.
+
+    Args:
+        output: logits [B, T, V], or an object with ``.logits`` (Hugging Face).
+        batch: with ``labels`` [B, T] aligned to the logits: ``labels[b, t]`` is the target of ``logits[b, t]``; -100 is
+            ignored.
+    """
+    logits = output if isinstance(output, Tensor) else _logits_of(output)
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    labels = batch["labels"]
+    if labels.is_floating_point():
+        raise ConfigError(
+            f"labels of {labels.dtype} for next_token_loss",
+            why="it is a cross entropy: a label is the number of a class or token",
+            fix='give a loss of your own: loss=lambda output, batch: F.mse_loss(output, batch["labels"], reduction="sum")',
+        )
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def _logits_of(output: Any) -> Tensor:
+    """Logits of an output that is no tensor."""
+    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if isinstance(found, Tensor):
+        return found
+    name, take = type(output).__name__, "output[...]"
+    if isinstance(output, tuple | list):
+        parts = [f"{list(part.shape)}" if isinstance(part, Tensor) else type(part).__name__ for part in output]
+        name, take = f"{name} of {', '.join(parts) or 'nothing'}", f"output[{next(_tensors_at(output), 0)}]"
+    elif isinstance(output, Mapping):
+        name = f"{name} with the keys {sorted(map(str, output))}"
+    raise ConfigError(
+        f"next_token_loss of a {name}",
+        why="the default loss takes logits [B, T, V]: the model's output, or its .logits",
+        fix=f"take them out: loss=lambda output, batch: sw.next_token_loss({take}, batch), "
+        "or give a loss of your own for what the model returns",
+    )
+
+
+def _tensors_at(output: Any) -> Iterator[int]:
+    return (i for i, part in enumerate(output) if isinstance(part, Tensor) and part.dim() > 1)
+
+
+def as_micro_batches(batches: Any) -> list[Batch]:
+    """The micro-batches of a window as a list.
+
+    Raises:
+        UsageError: one micro-batch instead of a list of them, or micro-batches that are no mappings of tensors.
+    """
+    if isinstance(batches, Mapping | Tensor):
+        raise UsageError(
+            f"a window that is a {type(batches).__name__}",
+            why="a window is the list of micro-batches of one optimizer step",
+            fix="pass a list: step([batch])",
+        )
+    found = list(batches)
+    strange = next((batch for batch in found if not isinstance(batch, Mapping)), None)
+    if strange is not None:
+        raise UsageError(
+            f"a micro-batch that is a {type(strange).__name__}",
+            why="a micro-batch maps names to tensors, so that model, loss and count can each take theirs",
+            fix='make it a dict: {"input": x, "labels": y}; sw.Loader does it for samples that are tuples',
+        )
+    return found
+
+
+next_token_loss.count = valid_labels  # type: ignore[attr-defined]
+
+
+def count_of(loss: Any, count: Callable[[Batch], Any] | None) -> Callable[[Batch], Any]:
+    """The function that counts a micro-batch: ``count`` if given, else ``loss.count``, else valid labels.
+
+    The returned function raises ConfigError for a batch it has nothing to count in.
+
+    Raises:
+        UsageError: ``count`` cannot be called.
+    """
+    refuse_uncallable(count=count)
+    own = getattr(loss, "count", None)
+    found = next((found for found in (count, own) if callable(found)), valid_labels)
+    return found if found is valid_labels or isinstance(found, _Count) else _Count(found)
+
+
+@dataclass(frozen=True)
+class _Count:
+    """A count of the user's own, which may ask for a key that the batch does not have."""
+
+    count: Callable[[Batch], Any]
+
+    def __call__(self, batch: Batch) -> Any:
+        try:
+            return self.count(batch)
+        except KeyError as error:
+            key = next((key for key in ("labels", *batch) if isinstance(batch.get(key), Tensor)), "x")
+            raise ConfigError(
+                f"a count that raises KeyError: {error} on a batch with the keys {sorted(map(str, batch))}",
+                why="count(batch) is given a micro-batch, which maps names to tensors; Loader names the two of a tuple 'input' and 'labels'",
+                fix=f"count what one sum of the loss runs over: count=lambda batch: batch[{key!r}].shape[0] (samples), or .numel() (numbers)",
+            ) from error
+
+
+def refuse_uncallable(**given: Any) -> None:
+    """Raises UsageError for an argument ``loss``, ``count`` or ``forward`` that is neither None nor a function."""
+    for name, value in given.items():
+        if value is not None and (not callable(value) or isinstance(value, type)):
+            raise UsageError(
+                f"{name}={value.__name__}, a class" if isinstance(value, type) else f"{name}={value!r}",
+                why=f"it is called as {name}({_TAKES[name]}), once for each micro-batch",
+                fix=f"pass {name}=lambda {_TAKES[name]}: ..., a function, or an object that can be called so",
+            )
+
+
+def call(model: nn.Module, batch: Batch) -> Any:
+    """The model on a batch: each key that the forward has a parameter for, by name (labels are left to the loss); all of them to a
+    forward with ``**kwargs``. Where no key is one of its parameters and it asks for one tensor, the batch's only input, in place.
+
+    Raises:
+        UsageError: a parameter would be given nothing, or the batch has more than one input for it; pass ``forward=``.
+    """
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    parameters = inspect.signature(model.forward).parameters.values()
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    takes_many = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    missing = [p.name for p in required if p.name not in inputs or p.name not in by_name]
+    named = {key: value for key, value in inputs.items() if key in by_name}
+    others = [key for key in inputs if key not in by_name]
+    rest = [key for key in others if key not in _TARGETS and not _is_number(inputs[key])]
+    if takes_any and not missing:
+        return model(**inputs)
+    # Keys beyond the required parameters are the loss's; with none required, one may be a misspelt parameter.
+    if named and not missing and (required or not rest):
+        return model(**named)
+    in_place = len(required) == 1 and required[0].kind is not inspect.Parameter.KEYWORD_ONLY
+    if not named and len(rest or others) == 1 and (in_place or (takes_many and not required)):
+        return model(inputs[(rest or others)[0]])
+    raise _unfit_batch(model, inputs, missing, named, rest)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a 0-dim tensor: a factor of the loss, without a row for each sample."""
+    return isinstance(value, Tensor) and not value.dim()
+
+
+def _unfit_batch(model: nn.Module, inputs: Batch, missing: list[str], named: Any, rest: list[str]) -> UsageError:
+    """The error of a batch whose keys do not say what the forward is given."""
+    if missing and named:
+        why = f"the names do not match: the batch has {sorted(named)}, and nothing for {missing}"
+    elif len(missing) == 1 and len(rest) > 1:
+        why = f"the names do not match, and any of {sorted(rest)} may be the {missing[0]!r} of the forward"
+    else:
+        why = "the names do not match" + (", and the forward takes more than one tensor" if len(missing) > 1 else "")
+    signature = ", ".join(
+        str(p).partition(":")[0].partition("=")[0] for p in inspect.signature(model.forward).parameters.values()
+    )
+    taken = [*named, *rest] or list(inputs)
+    example = ", ".join(f'batch["{key}"]' for key in (taken[:1] if len(missing) <= 1 and not named else taken))
+    return UsageError(
+        f"a batch with {sorted(inputs)} for {type(model).__name__}.forward({signature})",
+        why=f"{why}. The default forward passes keys by name, without labels",
+        fix=f"pass forward=lambda model, batch: model({example or 'batch[...]'}), or name the batch's keys as the forward does",
+    )
+
+
+def forward_of(loss: Loss | None, forward: Callable[..., Any]) -> Callable[[nn.Module, Batch, StepState], Any]:
+    """How the model is called: ``forward``; without a loss and with the default, the module takes the batch itself. Either is given the
+    state too if it takes one."""
+    return batch_of_forward if loss is None and forward is call else with_state(forward)
+
+
+def as_sums(result: Any) -> dict[str, Tensor]:
+    """A loss's result as name -> 0-dim sum, ``"loss"`` first.
+
+    Raises:
+        ConfigError: not a 0-dim tensor, nor a mapping of them with the key ``"loss"``.
+    """
+    sums = dict(result) if isinstance(result, Mapping) else {"loss": result}
+    if "loss" not in sums:
+        raise ConfigError(
+            f"a loss that returns the keys {sorted(sums)}",
+            why='the key "loss" is the one that is differentiated',
+            fix='return {"loss": total, ...}',
+        )
+    for name, value in sums.items():
+        if value is None:
+            raise ConfigError(
+                f"a loss whose {name!r} is None",
+                why="it returns nothing, or it takes the loss that the model computes itself, and the model was given no labels: the default "
+                "forward leaves them out",
+                fix="return the sum; to have the model compute it, pass forward=lambda model, batch: model(**batch). The .loss of a "
+                "Hugging Face model is a mean: times what is counted, it is a sum",
+            )
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"a loss whose {name!r} is of type {type(value).__name__}",
+                why="every entry is a 0-dim tensor, the sum over this micro-batch; a Python number has lost its gradient, "
+                "and reading it waits for the device",
+                fix="return a tensor: drop float() / .item()",
+            )
+        if value.dim() != 0:
+            raise ConfigError(
+                f"a loss whose {name!r} is {tuple(value.shape)}",
+                why="every entry is the sum over this micro-batch: one number",
+                fix='use reduction="sum", or .sum()',
+            )
+    return sums
+
+
+class TaskModel(nn.Module):
+    """A model and its loss as one module, for a loss that owns parameters: ``forward(batch)`` returns the sum. A subclass may take
+    ``forward(batch, state)``, with the step's :class:`StepState`.
+
+    Use it with ``TrainStep(task, optim, loss=None, count=...)``. Its weights are saved and loaded as those of ``model``, under
+    the names they have there; what the loss owns lies beside them.
+
+    Args:
+        model: gives the output.
+        loss: ``loss(output, batch)`` -> sum over the micro-batch, 0-dim, or a mapping of sums; may be a module.
+        forward: how to call the model on a batch: ``forward(model, batch)``, or ``forward(model, batch, state)``.
+    """
+
+    _weights_of = "model"  # what is saved is for the model without the task: see shardwise.state.naming
+
+    def __init__(self, model: nn.Module, loss: Loss, *, forward: Callable[..., Any] = call):
+        super().__init__()
+        self.model, self.loss, self.run = model, loss, forward
+        if callable(getattr(loss, "count", None)):
+            self.count = loss.count  # type: ignore[attr-defined]
+
+    def forward(self, batch: Batch, state: StepState | None = None) -> Tensor | Mapping[str, Tensor]:
+        return self.loss(with_state(self.run)(self.model, batch, state), batch)

@@ -1,0 +1,77 @@
+"""Whether a forward wrote to the model's parameters in place: lost under FSDP2, which computes with gathered copies; under
+replicas right only where every rank writes the same."""
+
+import torch
+from torch import Tensor
+
+from shardwise._compat import gathered_parameters
+from shardwise.errors import UnsupportedError
+from shardwise.parallel import Runtime
+from shardwise.world.agreement import digest_of
+
+__all__ = ["ParamWriteCheck"]
+
+
+class ParamWriteCheck:
+    """Made when a window begins, asked when it ends. Versions are compared, which cost nothing to read; values only where
+    one has changed."""
+
+    def __init__(self, runtime: Runtime):
+        self.runtime = runtime
+        self._is_cut = runtime.recipe.engine == "fsdp2"
+        self._watches = self._is_cut or runtime.world.size > 1
+        self._versions = {id(tensor): tensor._version for _, tensor in self._computed_with()}
+
+    def entry(self) -> Tensor:
+        """For the window's second exchange: what was written on this rank, with a digest of values that have to be equal."""
+        told = [(name, None if self._is_lost(name) else _digest(t)) for name, t in self._written().items()]
+        return self.runtime.world.agreement.same(digest_of(repr(told)))
+
+    def check(self, summed: Tensor) -> None:
+        """Raises UnsupportedError, on every rank, if a write is lost or ranks wrote different values."""
+        runtime = self.runtime
+        written = list(self._written())
+        if runtime.world.agreement.all_same(summed) and not any(map(self._is_lost, written)):
+            return
+        place = f"window {runtime.step + 1}, naming parameters that were written"
+        everywhere = {name for names in runtime.world.agreement.gather(written, place) for name in names}
+        name = next((name for name in runtime.recipe.params if name in everywhere), None)
+        if name is None or not self._is_lost(name):
+            raise UnsupportedError(
+                "a parameter that the model's own forward writes in place, differently on each rank",
+                why="what it writes depends on the rank's own batch, so the replicas are no longer equal",
+                fix="write parameters after optim.step(), the same on every rank",
+                name=name,
+            )
+        raise UnsupportedError(
+            "a parameter that the model's own forward writes in place",
+            why="FSDP2 computes with a gathered copy of it, so what is written there is lost",
+            fix='write parameters after optim.step(), or keep them whole: sw.init("dp_replicate=-1")',
+            name=name,
+        )
+
+    def _is_lost(self, name: str) -> bool:
+        return bool(self.runtime.recipe.params[name].cuts)
+
+    def _written(self) -> dict[str, Tensor]:
+        if not self._watches:
+            return {}
+        return {n: t for n, t in self._computed_with() if t._version != self._versions.get(id(t), 0)}
+
+    def _computed_with(self) -> list[tuple[str, Tensor]]:
+        """The tensors that forward computes with; under FSDP2 the gathered ones there are, new ones being of version 0."""
+        runtime = self.runtime
+        if not self._watches:
+            return []
+        found: list[tuple[str, Tensor]] = list(runtime.parameters.items())
+        if not self._is_cut:
+            return found
+        names = {id(param): name for name, param in found}
+        whole = [(name, param) for name, param in found if not runtime.recipe.params[name].cuts]
+        gathered = (pair for child in runtime.module.modules() for pair in gathered_parameters(child))
+        return whole + [(names[id(shard)], tensor) for tensor, shard in gathered]
+
+
+def _digest(tensor: Tensor) -> float:
+    wide = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return float((wide.double() + 0.3).pow(3).sum())

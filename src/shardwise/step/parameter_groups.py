@@ -1,0 +1,85 @@
+"""Parameter groups for an optimizer: as the model itself makes them, over the parameters that it has on this rank."""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.errors import UsageError
+from shardwise.parallel import runtime_of
+from shardwise.step.step import methods_called
+
+__all__ = ["grouped", "parameter_groups"]
+
+_METHOD = "make_parameter_groups"
+
+
+def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """The groups that a model wants its optimizer to have: ``torch.optim.AdamW(sw.parameter_groups(model), lr=3e-4)``.
+
+    They are what its own method ``make_parameter_groups()`` returns, parameters or groups of them with options; of the outermost
+    modules that have one, where the model is wrapped. Trained parameters of modules without one are a group of their own.
+
+    Args:
+        model: from ``parallelize``. Its parameters are shards there.
+
+    Returns:
+        groups, each a new mapping with a list ``params`` and the options that the method gave it.
+
+    Raises:
+        UsageError: the model was not parallelized, or what the method returned is no parameter of the model or is one twice.
+
+    Warns:
+        UserWarning: trained parameters that the model's own method leaves out, which the optimizer will not change.
+    """
+    runtime_of(model)  # groups made before would hold parameters that sharding replaces
+    return grouped(model)
+
+
+def grouped(model: nn.Module) -> list[dict[str, Any]]:
+    """The same, of a plain model too."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    groups: list[dict[str, Any]] = []
+    methods = methods_called(model, _METHOD)
+    for method in methods:
+        groups += _groups(method())
+    seen: set[int] = set()
+    for param in (param for group in groups for param in group["params"]):
+        if id(param) not in names or id(param) in seen:
+            is_twice = id(param) in seen
+            raise UsageError(
+                f"{_METHOD}() of {type(model).__name__}",
+                why="it returned a parameter twice: it would be stepped twice"
+                if is_twice
+                else f"it returned what is no parameter of the model, a {type(param).__name__}: perhaps one kept from before parallelize",
+                fix="put each in one group"
+                if is_twice
+                else "make the groups from self.named_parameters() when it is called",
+                name=names.get(id(param)),
+            )
+        seen.add(id(param))
+    rest = {names[id(p)]: p for p in model.parameters() if p.requires_grad and id(p) not in seen}
+    if rest and methods and getattr(methods[0], "__self__", None) is model:
+        warnings.warn(
+            f"{_METHOD}() of {type(model).__name__} leaves out {', '.join(list(rest)[:3])}"
+            + (f" and {len(rest) - 3} more" if len(rest) > 3 else "")
+            + ", which the optimizer will not change; if that is meant, call requires_grad_(False) on them before parallelize",
+            stacklevel=3,
+        )
+    elif rest:
+        groups.append({"params": list(rest.values())})
+    return groups
+
+
+def _groups(made: Any) -> list[dict[str, Any]]:
+    """As torch's optimizers take them: a group, groups, parameters, or parameters with their names."""
+    entries: list[Any] = [made] if isinstance(made, Mapping | Tensor) else list(made)
+    if not entries or not isinstance(entries[0], Mapping):
+        entries = [{"params": entries}]
+    return [{**group, "params": _params(group["params"])} for group in entries]
+
+
+def _params(given: Tensor | Iterable[Any]) -> list[Any]:
+    entries = [given] if isinstance(given, Tensor) else list(given)
+    return [entry[1] if isinstance(entry, tuple) else entry for entry in entries]

@@ -1,0 +1,145 @@
+"""Gradient scaling for float16: the loss is multiplied up, so that small gradients do not underflow, and gradients are
+divided down again before they are clipped.
+
+torch's own ``GradScaler`` holds the scale and the rule by which it grows and backs off. Two things are done here: gradients
+are divided shard by shard (torch's ``unscale_`` fails where DTensors stand beside plain tensors, as 0-dim parameters do),
+and whether one is infinite is told to the scaler by all ranks together, so that every rank skips the same steps.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise._compat import foreach_scale, is_unscaled, tell_scaler
+from shardwise.errors import UnsupportedError, UsageError
+from shardwise.parallel import Runtime, runtime_of
+from shardwise.parallel.step_checks import refuse_in_window, refuse_unreduced
+from shardwise.step.norm import GradientNorm
+
+__all__ = ["LossScale", "computes_half", "unscale_gradients_"]
+
+
+class LossScale:
+    """What a :class:`~shardwise.step.step.TrainStep` does with a scaler; without one, nothing.
+
+    Args:
+        runtime: of the model.
+        optim: whose steps the scaler is told of.
+        scaler: a ``torch.amp.GradScaler``; None: a new one if a trained parameter is computed in float16, else none.
+
+    Raises:
+        UsageError: another object.
+        UnsupportedError: parameters that are stored in float16.
+    """
+
+    def __init__(self, runtime: Runtime, optim: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None):
+        if scaler is None and computes_half(runtime):
+            scaler = torch.amp.GradScaler(runtime.world.device.type)
+        _refuse_no_scaler(scaler)
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._runtime, self._optim = runtime, optim
+        if self.scaler is not None:
+            _refuse_half_storage(runtime)
+
+    @property
+    def value(self) -> float | None:
+        """What the loss is multiplied by; None without a scaler."""
+        return None if self.scaler is None else self.scaler.get_scale()
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """``loss`` times the scale."""
+        return loss if self.scaler is None else self.scaler.scale(loss)  # type: ignore[return-value]
+
+    def unscale(self) -> None:
+        """Divides every local gradient by the scale, in place."""
+        scale = self.value  # once: on an accelerator it waits for the device
+        if scale is not None:
+            _divide(list(self._runtime.gradients().values()), scale)
+
+    def update(self, *, is_finite: bool) -> None:
+        """After a step, taken or skipped: the scale grows or backs off, alike on every rank."""
+        if self.scaler is not None:
+            tell_scaler(self.scaler, self._optim, found_inf=not is_finite)
+            self.scaler.update()
+
+    def explains(self, loss: float) -> bool:
+        """Whether the scale may be why gradients are not finite, so that a smaller one helps: not if the loss itself is not,
+        and not if it multiplies nothing up."""
+        scale = self.value
+        return scale is not None and scale > 1 and math.isfinite(loss)
+
+
+def unscale_gradients_(model: nn.Module, optim: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> bool:
+    """In a loop of your own, in the place of ``scaler.unscale_(optim)``: divides the gradients of the optimizer's
+    parameters by the scale. All ranks must call it, after the window and before clipping.
+
+    Returns:
+        whether they are finite on every rank; if not, ``scaler.step(optim)`` skips the step on all of them.
+
+    Raises:
+        UsageError: called twice for one step, or nothing was scaled.
+
+    Example:
+        >>> with sw.window(model, batches) as w:  # doctest: +SKIP
+        ...     for b in w:
+        ...         scaler.scale(loss(model(b["input_ids"]), b) / w.num_tokens).backward()
+        >>> sw.unscale_gradients_(model, optim, scaler)  # doctest: +SKIP
+        >>> sw.clip_grad_norm_(model, 1.0); scaler.step(optim); scaler.update(); optim.zero_grad()  # doctest: +SKIP
+    """
+    runtime = runtime_of(model)
+    _refuse_no_scaler(scaler)
+    if not scaler.is_enabled():
+        return True
+    refuse_in_window(runtime, "unscale_gradients_", "unscale after the with block")
+    refuse_unreduced(runtime, "unscale_gradients_")
+    _refuse_half_storage(runtime)
+    if is_unscaled(scaler, optim):
+        raise UsageError(
+            "unscale_gradients_ called twice for one step",
+            why="the gradients were divided by the scale already, and would be too small",
+            fix="call it once after each window; scaler.update() after the step begins the next",
+        )
+    held = {id(param) for group in optim.param_groups for param in group["params"]}
+    gradients = runtime.gradients()
+    grads = [grad for name, grad in gradients.items() if id(runtime.parameters[name]) in held]
+    _divide(grads, scaler.get_scale())
+    norm = GradientNorm(runtime)  # of all gradients: what is not finite in one of them spoils the step
+    summed = runtime.world.agreement.sum({"norm": norm.entry()}, "unscaling gradients")
+    is_finite = math.isfinite(float(norm.finish(summed["norm"])))
+    tell_scaler(scaler, optim, found_inf=not is_finite)
+    return is_finite
+
+
+def _divide(grads: list[Tensor], scale: float) -> None:
+    grads = [grad for grad in grads if grad.numel()]
+    if grads:
+        foreach_scale(grads, 1.0 / scale)
+
+
+def computes_half(runtime: Runtime) -> bool:
+    """Whether a trained parameter is computed with in float16, so that its gradients may underflow."""
+    return any(param.trainable and param.compute == "float16" for param in runtime.recipe.params.values())
+
+
+def _refuse_no_scaler(scaler: Any) -> None:
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise UsageError(
+            f"scaler={getattr(scaler, '__name__', repr(scaler))}",
+            why="it is not a torch.amp.GradScaler object",
+            fix='pass torch.amp.GradScaler("cuda", init_scale=2.0**16), or leave it out: precision="fp16" makes one',
+        )
+
+
+def _refuse_half_storage(runtime: Runtime) -> None:
+    params = runtime.recipe.params.items()
+    name = next((name for name, param in params if param.trainable and param.storage == "float16"), None)
+    if name is not None:
+        raise UnsupportedError(
+            "a trained parameter stored in float16, with a gradient scaler",
+            why="its gradient is float16 too: divided by the scale it underflows, which scaling was to prevent",
+            fix='store it in float32 and compute in float16: precision="fp16"; or train without a scaler: '
+            "scaler=torch.amp.GradScaler(enabled=False)",
+            name=name,
+        )

@@ -1,0 +1,367 @@
+"""``TrainStep``: one optimizer step on a window, with every decision taken by all ranks together."""
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import ConfigError, NonFiniteError, ShardwiseError, UsageError
+from shardwise.parallel import Runtime, runtime_of
+from shardwise.state.given import Given
+from shardwise.step.clip import Clipping, NormType
+from shardwise.step.grad_stash import clone_buffers, restore_buffers
+from shardwise.step.guards import (
+    facts_of_schedule,
+    no_gradient,
+    nothing_of,
+    refuse_other_state,
+    refuse_parameters,
+    refuse_unfit,
+)
+from shardwise.step.local_optimizer import is_elementwise, local_optimizer
+from shardwise.step.loss import Batch, Loss, as_sums, call, count_of, forward_of, next_token_loss, refuse_uncallable
+from shardwise.step.loss_check import SumCheck, agreed_problem
+from shardwise.step.mode import EvalMode
+from shardwise.step.norm import GradientNorm
+from shardwise.step.scale import LossScale
+from shardwise.step.settings import agree_on_settings, digest_of_settings
+from shardwise.step.step_state import StepState
+from shardwise.step.window import Window
+
+__all__ = ["StepOutput", "TrainStep"]
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step did; equal on every rank.
+
+    Attributes:
+        step: windows run so far, this one included.
+        loss: sum over all ranks' valid tokens divided by their number (nats per token for a cross entropy).
+        grad_norm: norm of the whole gradient before clipping, of the step's ``norm_type``.
+        num_tokens: valid tokens of the window, over all ranks.
+        skipped: True if the step was not taken because something was not finite.
+        metrics: the loss's other entries, divided alike.
+        loss_scale: what the loss was multiplied by for float16; None without a scaler.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    num_tokens: int | float
+    skipped: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    loss_scale: float | None = None
+
+
+class TrainStep:
+    """A stateful step: owns the step count, the scheduler and the gradient scaler. All ranks must build and call it alike.
+
+    ``step(window)`` counts the window's tokens over all ranks, runs forward and backward of each micro-batch on
+    ``loss_sum / tokens`` (times the loss scale), sums gradients over ranks, measures the norm, unscales, clips, and steps
+    if everything is finite; then the scheduler, then ``zero_grad``. Elementwise optimizers step on local shards (:func:`local_optimizer`).
+
+    Args:
+        model: from ``parallelize``.
+        optim: built from the model's parameters after ``parallelize``.
+        loss: ``loss(output, batch)`` -> sum over valid tokens, 0-dim, or a mapping of such sums with the key ``"loss"``;
+            None: the forward returns it: the module's, which takes the batch (:class:`TaskModel`), or ``forward``.
+        count: ``count(batch)`` -> valid tokens; default ``loss.count``, else labels that are not -100.
+        forward: ``forward(model, batch)`` -> output, how to call the model on a batch; or ``forward(model, batch, state)``, with the
+            step's :class:`StepState`.
+        scheduler: stepped after each step that was taken.
+        max_grad_norm: gradients are scaled down so that their norm is at most this; None only measures it.
+        norm_type: p of the norm, above 0; ``inf`` or ``"inf"`` for the largest element.
+        clip_grad_value: each element of a gradient is clamped to [-value, value], after ``max_grad_norm``; None: it is not. These
+            three are attributes too: what a loop sets them to, on all ranks alike, is what the next step does.
+        scaler: a ``torch.amp.GradScaler``; None: a new one where float16 is computed in, else none. A step whose gradients
+            overflow under it is skipped on all ranks, and the scale backs off; ``on_nonfinite`` is for the rest: a loss
+            that is not finite, or gradients that are not at a scale of 1 or below.
+        on_nonfinite: ``"raise"``, or ``"skip"`` the step on all ranks, when the loss or a gradient is NaN or infinite;
+            parameters, optimizer, scheduler and buffers stay as they were.
+
+    Raises (by the call):
+        NonFiniteError: naming the ranks and the first parameter.
+        RankError: a peer was lost or disagrees.
+        ConfigError: a loss that takes a mean, returns no 0-dim sum, or a batch nothing can be counted in.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        *,
+        loss: Loss | None = next_token_loss,
+        count: Callable[[Batch], Any] | None = None,
+        forward: Callable[..., Any] = call,
+        scheduler: Any = None,
+        max_grad_norm: float | None = None,
+        norm_type: NormType = 2.0,
+        clip_grad_value: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        on_nonfinite: str = "raise",
+    ):
+        if on_nonfinite not in ("raise", "skip"):
+            raise ConfigError(
+                f"on_nonfinite={on_nonfinite!r}", why="there is no such choice", fix='use "raise" or "skip"'
+            )
+        clipping = Clipping(max_grad_norm, norm_type, clip_grad_value)
+        refuse_uncallable(loss=loss, count=count, forward=forward)
+        refuse_parameters(loss)
+        runtime = runtime_of(model)
+        refuse_unfit(runtime, optim, scheduler)
+        clipping.refuse_unfit(runtime)
+        self.model, self.optim, self.scheduler = model, optim, scheduler
+        self.loss, self.forward = loss, forward_of(loss, forward)
+        self.count = count if count is not None or loss is not None else getattr(model, "count", None)
+        # Read at every step: a loop may change them between steps.
+        self.max_grad_norm, self.norm_type, self.clip_grad_value = max_grad_norm, norm_type, clip_grad_value
+        self.on_nonfinite = on_nonfinite
+        self.num_steps = self.num_skipped = 0
+        # The scheduler's own count after the step of this object; None: this object has not stepped it.
+        self._scheduled: int | None = None
+        self._has_told_schedule = False
+        self._runtime: Runtime = runtime
+        self.eval_mode = EvalMode(is_main=runtime.world.is_main)
+        runtime.labels_seen, runtime.same_data = torch.zeros(3), []  # another step may be given other data
+        self._scale = LossScale(runtime, optim, scaler)
+        self._sums = SumCheck(count_of(loss, self.count))
+        self._before_step = methods_called(model, "pre_optimizer_step")
+        self._after_step = methods_called(model, "post_optimizer_step")
+        agree_on_settings(self)
+        self.given = Given(runtime, optim, scheduler, self.scaler)
+        if is_elementwise(optim):
+            local_optimizer(optim)
+
+    def __call__(self, window: Iterable[Batch]) -> StepOutput:
+        clipping = self.clipping
+        clipping.refuse_unfit(self._runtime)
+        norm_of = GradientNorm(self._runtime, clipping.p, whole_after=self._runtime.replicated)
+        self._refuse_old_gradients()
+        self._warn_of_second_schedule()
+        self.eval_mode.warn_once(self.model)
+        if self._runtime.step == 0:
+            self.given.take()
+        with Window(self.model, window, loss=self.loss, count=self.count, trains=True) as w:
+            may_skip = self.on_nonfinite == "skip" or self.scaler is not None
+            kept = clone_buffers(self._runtime) if may_skip else {}
+            sums, problem = self._forward_backward(w)
+            # Settings are part of a name: ranks that clip otherwise than the others are refused, or replicas would drift apart.
+            norm_entry = f"norm ({clipping})"
+            agreed = w.finish({**self._entries(sums, problem), norm_entry: norm_of.entry()})
+        if float(agreed["problem"]):
+            self._drop_gradients()
+            raise agreed_problem(self._runtime, problem)
+        if not self._runtime.world.agreement.all_same(agreed["settings"]):
+            self._drop_gradients()
+            agree_on_settings(self)
+        self._sums.agree(sorted(sums), agreed["told"])
+        if float(agreed["unclear"]):
+            self._try_forward()
+        means = {name: float(agreed[f"sum of {name}"]) / w.num_tokens for name in sorted(sums)}
+        scale = self._scale.value
+        norm, loss = float(norm_of.finish(agreed[norm_entry])) / (scale or 1.0), means.pop("loss")
+        if not w.num_valid and loss and math.isfinite(loss):
+            self._drop_gradients()
+            raise _nothing_counted(loss)
+        self.num_steps += 1
+        is_finite = math.isfinite(norm) and math.isfinite(loss)
+        if is_finite:
+            self._step(clipping, norm)
+        else:
+            self._refuse_step(norm, loss, sums["loss"], kept)
+        self._scale.update(is_finite=is_finite)
+        return StepOutput(self.num_steps, loss, norm, w.num_valid, not is_finite, means, scale)
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler that is used; None where nothing is scaled."""
+        return self._scale.scaler
+
+    @property
+    def clipping(self) -> Clipping:
+        """How gradients are clipped: the attributes ``max_grad_norm``, ``norm_type`` and ``clip_grad_value`` as they are now.
+
+        Raises:
+            ConfigError: one of them has been set to what is no number above 0.
+        """
+        return Clipping(self.max_grad_norm, self.norm_type, self.clip_grad_value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the step owns, for a checkpoint: counts, the place in the streams of random numbers, scheduler and scaler.
+        Equal on every rank; the model's and the optimizer's state are their own."""
+        parts = {"scheduler": self.scheduler, "scaler": self.scaler}
+        facts = {} if self.scheduler is None else facts_of_schedule(self._runtime, self.optim, self.scheduler)
+        return {
+            "num_steps": self.num_steps,
+            "num_skipped": self.num_skipped,
+            "num_windows": self._runtime.step,
+            **{name: part.state_dict() for name, part in parts.items() if part is not None},
+            **facts,
+        }
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises what :meth:`load_state_dict` would; nothing changes."""
+        refuse_other_state(self.state_dict(), state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what :meth:`state_dict` gave. All ranks must call it, with the same state.
+
+        Raises:
+            CheckpointError: the state of a step with another scheduler or scaler, of groups in another order that a scheduler knows
+                by number, or of something else. Nothing has changed then.
+        """
+        self.check_state_dict(state)
+        self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
+        self._runtime.step = state["num_windows"]
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+            self._scheduled = None
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
+
+    def _forward_backward(self, w: Window) -> tuple[dict[str, Tensor], ShardwiseError | None]:
+        """Forward and backward of every micro-batch of a window. Returns this rank's detached sums (float64, CPU), and
+        a fault of the loss that all ranks must hear of."""
+        totals: dict[str, Tensor] = {}
+        detached: ShardwiseError | None = None
+        self._sums.begin(self.num_steps)
+        for batch in w:
+            output = self.forward(self.model, batch, StepState.at(self.num_steps + 1, batch))
+            sums = as_sums(output if self.loss is None else self.loss(output, batch))
+            self._sums.try_loss(self.loss, output, batch, sums, counts=not batch.padding)
+            if not sums["loss"].requires_grad:
+                detached = no_gradient(self._runtime)
+                sums["loss"] = sums["loss"] + nothing_of(output, detached)
+            self._scale.scaled(sums["loss"] / w.num_tokens).backward()
+            for name, value in sums.items():
+                value = value.detach().double()
+                value = torch.zeros_like(value) if batch.padding else value
+                totals[name] = totals[name] + value if name in totals else value
+        return {name: value.cpu() for name, value in totals.items()}, detached
+
+    def _try_forward(self) -> None:
+        """Where the loss alone did not show that it is a sum; the step is not taken yet."""
+        state = StepState(self.num_steps + 1)
+
+        def forward(batch: Batch) -> Any:
+            return self.forward(self.model, batch, state)
+
+        try:
+            self._sums.try_forward(self._runtime, forward, self.loss)
+        except ShardwiseError:
+            self._drop_gradients()
+            raise
+
+    def _entries(self, sums: Mapping[str, Tensor], problem: ShardwiseError | None) -> dict[str, Tensor | float]:
+        """What the step adds to the window's second exchange."""
+        return {
+            "problem": float(problem is not None),
+            "told": self._sums.entry(sorted(sums)),
+            "unclear": float(bool(self._sums.unclear)),
+            # The loop, a scheduler of its own or a resumed state may have changed them on one rank.
+            "settings": self._runtime.world.agreement.same(digest_of_settings(self.optim)),
+            **{f"sum of {name}": value for name, value in sums.items()},  # by name: a rank with other metrics is named
+        }
+
+    def _step(self, clipping: Clipping, norm: float) -> None:
+        self._scale.unscale()
+        clipping.apply(self._runtime, norm)
+        for before in self._before_step:
+            before()
+        self.optim.step()
+        for after in self._after_step:
+            after()
+        if self.scheduler is not None:
+            self.scheduler.step()
+            self._scheduled = getattr(self.scheduler, "last_epoch", None)
+        self._drop_gradients()
+
+    def _warn_of_second_schedule(self) -> None:
+        """A loop that steps the scheduler too, as one without a TrainStep does: the schedule would pass that much faster."""
+        before, self._scheduled = self._scheduled, None
+        if before is None or (now := self.scheduler.last_epoch) <= before or self._has_told_schedule:
+            return
+        self._has_told_schedule = True
+        warnings.warn(
+            f"the scheduler {type(self.scheduler).__name__} was stepped {now - before} times since the last step, and TrainStep(scheduler=...) "
+            "steps it itself: learning rates pass faster than was set. Leave out scheduler.step(), or leave scheduler= out of TrainStep.",
+            stacklevel=3,
+        )
+
+    def _refuse_step(self, norm: float, loss: float, own_loss: Tensor, kept: Mapping[str, Tensor]) -> None:
+        """Leaves everything as it was; every rank comes here or none, since the numbers are the same."""
+        if self.on_nonfinite == "raise" and not self._scale.explains(loss):
+            error = self._nonfinite(norm, loss, own_loss)
+            self._drop_gradients()
+            raise error
+        self._drop_gradients()
+        restore_buffers(self._runtime, kept)
+        self.num_skipped += 1
+
+    def _refuse_old_gradients(self) -> None:
+        """A step is one window: gradients from elsewhere would pass by clipping and the check that all is finite."""
+        for name, grad in self._runtime.gradients().items():
+            if bool(grad.any()):
+                raise UsageError(
+                    "gradients that were there before the step",
+                    why="a TrainStep clips, checks and steps the gradients of its own window only",
+                    fix="call optim.zero_grad() first; to add up several windows, use sw.window and step yourself",
+                    name=name,
+                )
+
+    def _drop_gradients(self) -> None:
+        for param in self._runtime.parameters.values():
+            param.grad = None
+
+    def _nonfinite(self, norm: float, loss: float, own_loss: Tensor) -> NonFiniteError:
+        runtime = self._runtime
+        bad = next((name for name, grad in runtime.gradients().items() if not grad.isfinite().all()), None)
+        per_rank = runtime.world.agreement.gather((bool(own_loss.isfinite()), bad), "naming what is not finite")
+        by_loss = tuple(rank for rank, (is_finite, _) in enumerate(per_rank) if not is_finite)
+        by_gradient = tuple(rank for rank, (_, name) in enumerate(per_rank) if name is not None)
+        names = {name for _, name in per_rank}
+        where = f"the loss of rank {_listed(by_loss)} is not finite"
+        if not by_loss:
+            where = f"every rank's loss is finite, the gradient in the shards of rank {_listed(by_gradient)} is not"
+            if not by_gradient:  # not of a gradient: of its powers
+                where = (
+                    f"loss and gradients are finite, the sum of their powers for norm_type={self.clipping.p:g} is not"
+                )
+        half = "" if self.scaler is None else f", loss scale {self._scale.value:g}"
+        return NonFiniteError(
+            f"step {self.num_steps}: loss {loss:g}, gradient norm {norm:g}{half}",
+            why=f"{where}; parameters were left as they were",
+            fix='lower the learning rate, look at the batch, or go on without such steps: on_nonfinite="skip"'
+            + (
+                "; float16 ends at 65504 whatever the scale: let the loss take output.float(), or use bf16"
+                if half
+                else ""
+            ),
+            name=next((name for name in runtime.recipe.params if name in names), None),
+            ranks=by_loss or by_gradient,
+        )
+
+
+def _listed(ranks: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def methods_called(module: nn.Module, name: str) -> list[Callable[[], Any]]:
+    """The bound methods ``name`` of the outermost modules that have one: each calls those inside it, as it likes."""
+    method = getattr(module, name, None)
+    if callable(method):
+        return [method]
+    return [found for child in module.children() for found in methods_called(child, name)]
+
+
+def _nothing_counted(loss: float) -> ConfigError:
+    return ConfigError(
+        f"a window of 0 tokens whose loss is {loss:g}",
+        why="a sum is divided by what count(batch) returns for the micro-batches of all ranks; of a window without a valid token it is 0",
+        fix="let count= return what the loss runs over: the labels that are not -100, or the samples",
+    )

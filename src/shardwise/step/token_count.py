@@ -1,0 +1,140 @@
+"""The first exchange of a window: how many tokens all ranks and micro-batches have, whether every rank can begin, and
+whether the run was asked to stop after it."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.data.labels import Batch, compare_labels, judge_labels
+from shardwise.data.loader import Loader, loader_of
+from shardwise.errors import ConfigError, RankError, ShardwiseError, UsageError
+from shardwise.parallel import Runtime
+from shardwise.step.guards import refuse_gradless
+from shardwise.step.same_data import digest_of_data, judge_data
+from shardwise.world.agreement import digest_of
+
+__all__ = ["agree_on_count"]
+
+_FIX_LENGTH = "give every rank the same number of micro-batches per window: sw.Loader pads with flagged copies"
+
+
+def agree_on_count(
+    runtime: Runtime, batches: list[Batch], counter: Callable[[Batch], Any], *, trains: bool
+) -> int | float:
+    """Valid tokens of this window over all ranks. All ranks must call it; with ``trains``, what can have no gradient is told too.
+
+    Raises:
+        RankError: ranks came with different numbers of micro-batches, or one of them could not begin.
+        UsageError: an empty window, a model or mode without a gradient.
+        ConfigError: nothing says how many tokens a batch has, or it is no number; labels that are the inputs at their own places.
+    """
+    tokens, problem, labels = 0, None, torch.zeros(3)
+    try:
+        if trains:
+            refuse_gradless(runtime)
+        if not batches:
+            raise UsageError("an empty window", why="a step needs at least one micro-batch", fix=_FIX_LENGTH)
+        # Summed as tensors: one wait for the device instead of one per micro-batch. In float64: a count may be a sum of
+        # weights, and the layout must not show in it.
+        tokens = sum(torch.as_tensor(counter(b)).double() for b in batches if not getattr(b, "padding", False))
+        labels = compare_labels(runtime.labels_seen, batches, counter)
+    except ShardwiseError as error:
+        problem = error
+    place, agreement = f"window {runtime.step + 1}, before forward", runtime.world.agreement
+    data = getattr(batches[0], "window", None) if batches else None
+    samples = digest_of_data(runtime, batches) if problem is None else 0
+    loader = loader_of(data)
+    sums = agreement.sum(
+        {
+            "samples": agreement.same(samples),
+            "data": agreement.same(digest_of(repr(data))),
+            "dataset": agreement.same(0 if loader is None else loader.digest),
+            "tokens": tokens,
+            "labels": labels,
+            "length": float(len(batches)),
+            "length2": float(len(batches) ** 2),
+            "problem": float(problem is not None),
+            "stop": runtime.world.stop.entry(),
+        },
+        place,
+    )
+    runtime.world.stop.agree(sums["stop"])
+    _refuse_problem(runtime, sums, problem, place)
+    if not agreement.all_same(sums["dataset"]):
+        raise _datasets_differ(runtime, loader, place)
+    if runtime.world.size * sums["length2"] != sums["length"] ** 2:
+        raise _lengths_differ(runtime, len(batches), place)
+    if not agreement.all_same(sums["data"]):
+        raise _data_differ(runtime, data, place)
+    runtime.labels_seen = judge_labels(runtime.labels_seen, sums["labels"], f"window {runtime.step + 1}")
+    judge_data(runtime, samples, agreement.all_same(sums["samples"]))
+    total = float(sums["tokens"])
+    if not math.isfinite(total) or total < 0:
+        raise ConfigError(
+            f"a window of {total:g} tokens",
+            why="count(batch) is what a sum of the loss runs over: a number, 0 or more",
+            fix="look at what count= returns",
+        )
+    return int(total) if total.is_integer() else total
+
+
+def _lengths_differ(runtime: Runtime, length: int, place: str) -> RankError:
+    lengths = runtime.world.agreement.gather(length, place)
+    usual = max(set(lengths), key=lengths.count)
+    return RankError(
+        f"micro-batches per rank: {lengths}",
+        why="every rank must run as many forwards as the others, or they wait for each other in vain",
+        fix=_FIX_LENGTH,
+        ranks=tuple(rank for rank, length in enumerate(lengths) if length != usual),
+    )
+
+
+def _data_differ(runtime: Runtime, data: tuple[int, int] | None, place: str) -> RankError:
+    told = runtime.world.agreement.gather(data, place)
+    usual = max(told, key=told.count)
+    ranks = tuple(rank for rank, other in enumerate(told) if other != usual)
+    texts = ["data of no Loader" if each is None else f"epoch {each[0]} from sample {each[1]} on" for each in told]
+    return RankError(
+        f"ranks that came to {place} with micro-batches of different windows of a Loader",
+        why=f"rank {ranks[0]} has {texts[ranks[0]]}, rank {told.index(usual)} {texts[told.index(usual)]}: one of them has left a window out, or "
+        "an exception of its own was caught; from here on every sample would be trained with others than in one process",
+        fix="take as many windows from the Loader on every rank; to leave one out, do so on all ranks",
+        ranks=ranks,
+    )
+
+
+def _datasets_differ(runtime: Runtime, loader: Loader | None, place: str) -> RankError:
+    told = runtime.world.agreement.gather(None if loader is None else (loader.digest, loader.num_samples), place)
+    usual = max(told, key=told.count)
+    ranks = tuple(rank for rank, other in enumerate(told) if other != usual)
+    return RankError(
+        "sw.Loader: the ranks have other samples in their datasets",
+        why=f"rank {ranks[0]} has {_samples(told[ranks[0]])}, rank {told.index(usual)} {_samples(usual)}, which are others. A Loader gives each rank its part of one "
+        "order of one dataset: some samples would be seen twice, and others never",
+        fix="give every rank the whole dataset in the same order. Loader shuffles it, by the seed of sw.init; to shuffle or split it before, use one "
+        "seed on all ranks: random.Random(0).shuffle(data), random_split(data, sizes, torch.Generator().manual_seed(0))",
+        ranks=ranks,
+    )
+
+
+def _samples(told: tuple[int, int] | None) -> str:
+    return "no Loader" if told is None else f"{told[1]} sample{'s' if told[1] != 1 else ''}"
+
+
+def _refuse_problem(runtime: Runtime, sums: Mapping[str, Tensor], problem: ShardwiseError | None, place: str) -> None:
+    """A rank that cannot go on raises its own error; the others name it, instead of waiting for it."""
+    if not float(sums["problem"]):
+        return
+    texts = runtime.world.agreement.gather(str(problem) if problem else None, place)
+    if problem is not None:
+        raise problem
+    ranks = tuple(rank for rank, text in enumerate(texts) if text)
+    raise RankError(
+        f"rank {', '.join(map(str, ranks))} could not start {place}",
+        why=str(texts[ranks[0]]).splitlines()[0],
+        fix="see the error of that rank",
+        ranks=ranks,
+    )

@@ -1,0 +1,355 @@
+"""A window: the micro-batches of one optimizer step, counted, run and reduced so that the sum is the one process's.
+
+    with sw.window(model, batches) as w:
+        for b in w:
+            (loss(model(b["input_ids"]), b) / w.num_tokens).backward()
+
+Entering exchanges the token count and the number of micro-batches (the first of two exchanges per window). Iterating
+reduces gradients at the last micro-batch only and gives each micro-batch its own random stream. Leaving exchanges what
+must be agreed before the step (the second): which parameters were used, the units entered, gradients of 0-dim
+parameters, and whatever the caller adds. Gradients that were there before are put aside, and the window's are added to
+them at its end, as in one process. An exception on the way restores the module: synchronising again, gradients as before.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.data.batch import MicroBatch
+from shardwise.data.labels import refuse_second_shift, shifts_labels
+from shardwise.data.loader import mark_used
+from shardwise.errors import ShardwiseError, UsageError
+from shardwise.launch.failure import is_lost_peer
+from shardwise.parallel import Runtime, runtime_of
+from shardwise.parallel.step_checks import refuse_unreduced
+from shardwise.step.exchange import Exchange, buffer_versions
+from shardwise.step.grad_stash import GradStash, clone_buffers, restore_buffers
+from shardwise.step.guards import explain_no_gradient, refuse_unused
+from shardwise.step.loss import Batch, as_micro_batches, count_of
+from shardwise.step.param_write_check import ParamWriteCheck
+from shardwise.step.token_count import agree_on_count
+from shardwise.world.rng import derive_seed, forked_streams
+
+_LOOKED_AT = 3  # windows whose labels a model that shifts them itself is asked about
+
+__all__ = ["Window", "accumulate", "count_tokens", "window"]
+
+
+@dataclass
+class TokenCount:
+    """The count of a window that is not a :class:`TrainStep`'s, and whether the loop has asked for it.
+
+    Attributes:
+        num_summed: micro-batches of all ranks, whose gradients are summed.
+        is_read: it was asked for.
+    """
+
+    num_summed: int
+    is_read: bool = False
+
+
+class Window:
+    """See the module's text. Made by :func:`window`; all ranks enter, iterate to the end and leave it.
+
+    Attributes:
+        num_tokens: valid tokens of all ranks and micro-batches, 1 if there are none: what a sum is divided by. While a padding
+            micro-batch runs it is infinite, so that its sums count as 0.
+        num_valid: the same count as it is, 0 included.
+    """
+
+    def __init__(
+        self, model: nn.Module, batches: Iterable[Batch], *, loss: Any = None, count: Any = None, trains: bool = False
+    ):
+        self.model, self.batches = model, as_micro_batches(batches)
+        self.runtime: Runtime = runtime_of(model)
+        self._tokens: int | float = 0
+        self._count_of_tokens = TokenCount(0)
+        self.agreed: dict[str, Tensor] | None = None  # sums of the second exchange
+        self._count = count_of(loss, count)
+        self._trains = trains  # a backward follows each forward, for sure
+        self._padding = False
+        self._num_begun, self._is_complete = 0, False
+        self._undo = contextlib.ExitStack()  # what ends with the micro-batch that runs
+
+    @property
+    def num_tokens(self) -> float:
+        self._count_of_tokens.is_read = True
+        return float("inf") if self._padding else float(self._tokens or 1)
+
+    @property
+    def num_valid(self) -> int | float:
+        self._count_of_tokens.is_read = True
+        return self._tokens
+
+    @property
+    def place(self) -> str:
+        """Where this window is, for messages."""
+        return f"window {self.runtime.step + 1}"
+
+    # ---- entering --------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> "Window":
+        runtime = self.runtime
+        if runtime.in_window:
+            raise UsageError(
+                "a window inside a window", why="they would share one model's gradients", fix="leave the first"
+            )
+        if self.agreed is not None:
+            raise UsageError(
+                "a window entered twice",
+                why="it has counted and summed its micro-batches",
+                fix="make another: sw.window(...)",
+            )
+        runtime.check_unchanged()
+        refuse_unreduced(runtime, "a window")
+        _warn_of_unread(runtime)
+        self._tokens = agree_on_count(runtime, self.batches, self._count, trains=self._trains)
+        if not self._trains:
+            self._count_of_tokens = TokenCount(len(self.batches) * runtime.world.axis("dp").size)
+            if runtime.last_count is not False:
+                runtime.last_count = self._count_of_tokens
+        self._versions, self._written = buffer_versions(runtime), ParamWriteCheck(runtime)
+        runtime.engine.begin()
+        self._kept_gradients = GradStash(runtime)
+        self._hook = None
+        if runtime.step < _LOOKED_AT and shifts_labels(self.model):
+            self._hook = self.model.register_forward_pre_hook(refuse_second_shift, with_kwargs=True)
+        runtime.in_window, runtime.on_zero_grad = True, self._zero_grad
+        return self
+
+    # ---- running ---------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        if not self.runtime.in_window:
+            raise UsageError(
+                "a window used outside its with block",
+                why="tokens are counted when it is entered",
+                fix="write `with sw.window(model, batches) as w:` and iterate over w inside",
+            )
+        if self._num_begun:
+            raise UsageError(
+                "a window iterated twice",
+                why="its gradients would count double",
+                fix="iterate once; keep what you need of each micro-batch",
+            )
+        for i in range(len(self.batches)):
+            batch = self._micro_batch(i)
+            self._num_begun += 1
+            self.runtime.engine.set_sync(i == len(self.batches) - 1)
+            self._begin_micro_batch(batch)
+            yield batch
+            self._end_micro_batch()
+        self.runtime.engine.complete(self.place)
+        self._is_complete = True
+
+    def _micro_batch(self, i: int) -> MicroBatch:
+        axis, given = self.runtime.world.axis("dp"), self.batches[i]
+        return given if isinstance(given, MicroBatch) else MicroBatch(given, index=i * axis.size + axis.rank)
+
+    def _begin_micro_batch(self, batch: MicroBatch) -> None:
+        """Random numbers come from a stream of the micro-batch's own, (seed, step, global index), the same whichever
+        rank runs it: torch's, Python's, numpy's, and those that modules keep; a padding leaves no trace in sums and buffers."""
+        runtime, world = self.runtime, self.runtime.world
+        self._padding = batch.padding
+        self._undo.enter_context(_not_counted(runtime, batch.padding))
+        seed = derive_seed(world.seed, "forward", runtime.step, batch.index)
+        self._undo.enter_context(forked_streams(seed, world.device, runtime.generators))
+
+    def _end_micro_batch(self) -> None:
+        """Not a with block around the yield: an exception in the caller's loop leaves the generator where it is."""
+        self._undo.close()
+        self._padding = False
+
+    def _zero_grad(self, params: Mapping[int, Any], set_to_none: bool) -> None:
+        """``zero_grad()`` inside the window clears what was there before it, as in one process. After a backward it would clear gradients
+        of micro-batches, which FSDP2 does not show before they are summed."""
+        runtime = self.runtime
+        if runtime.engine.holds() or any(param.grad is not None for param in runtime.parameters.values()):
+            raise UsageError(
+                "zero_grad() inside a window, after a backward",
+                why="it would drop gradients of the window's micro-batches, of which some wait to be summed over the ranks",
+                fix="call it before the window, as its first line, or after optim.step()",
+            )
+        self._kept_gradients.zero(params, set_to_none)
+
+    # ---- leaving ---------------------------------------------------------------------------------------------
+
+    def finish(self, entries: Mapping[str, Tensor | float] | None = None) -> dict[str, Tensor]:
+        """The second exchange, with the caller's ``entries`` (name -> number or tensor) summed along; gradients are
+        final afterwards. Called once, after the last micro-batch; leaving the window calls it if nobody did."""
+        runtime = self.runtime
+        if not self._is_complete:
+            raise UsageError(
+                f"a window left after {self._num_begun} of {len(self.batches)} micro-batches",
+                why="gradients are reduced over the ranks at the last one, and other ranks wait for it",
+                fix="write `for batch in w:` inside the with block, and let it run to the end; a loss over several models needs the "
+                "window of one of them only",
+            )
+        own = Exchange(runtime, self._versions)
+        self.agreed = runtime.world.agreement.sum(
+            {**own.entries(), "written": self._written.entry(), **(entries or {})}, f"{self.place}, before the step"
+        )
+        self._written.check(self.agreed["written"])
+        own.apply(self.agreed)
+        runtime.engine.end()
+        if self._trains and self._tokens and not float(self.agreed.get("problem", 0)):
+            refuse_unused(runtime, self.agreed.get("used"))
+        if not self._trains:
+            self._warn_of_own_loop()
+        self._kept_gradients.add_back()
+        runtime.step += 1
+        mark_used(self.batches)
+        runtime.reads_loader = any(getattr(batch, "window", None) is not None for batch in self.batches)
+        runtime.leave_window()
+        return self.agreed
+
+    def _warn_of_own_loop(self) -> None:
+        """Of a backward or a ``zero_grad()`` that a loop of the user's own has left out; each once."""
+        runtime, told = self.runtime, None
+        if self._tokens and not any(param.grad is not None for param in runtime.parameters.values()):
+            told = (
+                "a window without a backward: no parameter has a gradient, and a step would train nothing. Call "
+                "(loss / w.num_tokens).backward() for each micro-batch"
+            )
+        elif runtime.holds_stepped_gradients and self._kept_gradients.names:
+            told = (
+                f"gradients of an earlier window are added to those of {self.place}, and an optimizer has stepped with them: call "
+                "optim.zero_grad() after optim.step()"
+            )
+        if told is not None and told[:20] not in runtime.loop_warnings:
+            runtime.loop_warnings.add(told[:20])
+            if runtime.world.is_main:
+                warnings.warn(told, stacklevel=4)
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._abandon()
+            self._raise_translated(error)
+            return
+        try:
+            if self.agreed is None:
+                self.finish()
+        except BaseException:
+            self._abandon()
+            raise
+        self._kept_gradients.forget()
+        self._unhook()
+
+    def _unhook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _raise_translated(self, error: BaseException) -> None:
+        world = self.runtime.world
+        if isinstance(error, ShardwiseError):
+            return
+        known = self.runtime.explain(error) or explain_no_gradient(self.runtime, error)
+        if known is not None:
+            raise known from error
+        if world.size > 1 and is_lost_peer(error):
+            raise world.agreement.explain(error, f"at {self.place}, forward or backward") from error
+
+    def _abandon(self) -> None:
+        self._unhook()
+        if self.runtime.last_count is self._count_of_tokens:
+            self.runtime.last_count = None
+        self.runtime.leave_window()
+        self._end_micro_batch()
+        self.runtime.engine.abandon()
+        self._kept_gradients.put_back()
+
+
+def window(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None, count: Any = None) -> Window:
+    """A context manager and iterator over one step's micro-batches; see :class:`Window`. All ranks must use it.
+
+    Args:
+        model: from ``parallelize``.
+        batches: this rank's micro-batches (``str -> Tensor``); equally many on every rank.
+        loss: only for its ``.count``; optional.
+        count: ``count(batch)`` -> number of valid tokens; default: labels that are not -100.
+
+    Raises:
+        RankError: ranks came with different numbers of micro-batches.
+        UsageError: an empty window, a window inside a window.
+        ConfigError: nothing says how many tokens a batch has.
+    """
+    return Window(model, batches, loss=loss, count=count)
+
+
+def _warn_of_unread(runtime: Runtime) -> None:
+    """Of the window before, since its gradients may be divided behind it. Once."""
+    last = runtime.last_count
+    if not isinstance(last, TokenCount) or last.is_read or last.num_summed == 1:
+        return
+    runtime.last_count = False
+    if runtime.world.is_main:
+        warnings.warn(
+            f"nothing has read num_tokens of the window before: its gradients are sums over {last.num_summed} micro-batches of all ranks, and those "
+            f'of a mean {last.num_summed} times too large. Divide a sum by it: (loss / w.num_tokens).backward(), with reduction="sum"; a loop '
+            "that divides by a number of its own may read it once",
+            stacklevel=3,
+        )
+
+
+def count_tokens(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None, count: Any = None) -> int | float:
+    """Valid tokens of this window over all ranks; paddings count 0. All ranks must call it (one exchange).
+
+    Raises:
+        RankError, UsageError, ConfigError: as :func:`window` says.
+    """
+    runtime, given = runtime_of(model), as_micro_batches(batches)
+    runtime.paddings = [bool(getattr(batch, "padding", False)) for batch in given]
+    mark_used(given)
+    return agree_on_count(runtime, given, count_of(loss, count), trains=False)
+
+
+@contextlib.contextmanager
+def _not_counted(runtime: Runtime, padding: bool) -> Iterator[None]:
+    """Within, for a ``padding``: gradients count as 0, whatever the loss is divided by, and buffers are as before afterwards."""
+    if not padding:
+        yield
+        return
+    kept = clone_buffers(runtime)
+    runtime.engine.set_padding(True)
+    try:
+        yield
+    finally:
+        runtime.engine.set_padding(False)
+        restore_buffers(runtime, kept)
+
+
+@contextlib.contextmanager
+def accumulate(model: nn.Module, *, is_last: bool, batch: Batch | None = None) -> Iterator[None]:
+    """Within: backward reduces gradients over the ranks only if ``is_last``. After: it does again; until then clipping and
+    steps are refused. An exception drops what the micro-batches since the last reduction gave. All ranks must use it alike.
+
+    Args:
+        model: from ``parallelize``.
+        is_last: whether this micro-batch is the window's last one.
+        batch: the micro-batch that runs: a padding counts as 0. None: the next of those that :func:`count_tokens` was given, one after
+            the other; give it where the loop leaves some of them out or takes them in another order.
+    """
+    runtime = runtime_of(model)
+    engine = runtime.engine
+    engine.set_sync(is_last)
+    in_order = runtime.paddings.pop(0) if runtime.paddings else False
+    padding = in_order if batch is None else bool(getattr(batch, "padding", False))
+    try:
+        with _not_counted(runtime, padding):
+            yield
+        if is_last:
+            engine.complete("the last micro-batch")
+    except BaseException:
+        engine.abandon()
+        runtime.paddings = []
+        raise
+    if is_last:
+        runtime.paddings = []
+    else:
+        engine.set_sync(None)
+        runtime.accumulates = True

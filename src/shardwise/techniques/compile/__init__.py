@@ -1,0 +1,1 @@
+"""``torch.compile`` of single blocks."""

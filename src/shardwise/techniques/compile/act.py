@@ -1,0 +1,131 @@
+"""``torch.compile`` of single blocks, in place. Names, class and hooks stay.
+
+The block's ``forward`` is compiled, not the block: ``module.compile()`` takes in the hooks as well, and those by which FSDP2
+gathers a unit cannot be compiled, so each block breaks into many small graphs (13 frames for a block of two layers), or is
+an error with ``fullgraph``. Blocks of one structure share one compiled function, which is a graph for all of them; each
+structure has its own, so that many kinds of blocks do not use up torch's limit of graphs per function, after which it goes
+back to eager.
+"""
+
+import functools
+import os
+import shutil
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise._compat import memory_budget
+from shardwise.config.suggest import did_you_mean
+from shardwise.errors import PlanError, UnsupportedError, UsageError
+from shardwise.model import canonical_modules
+from shardwise.recipe import Edit
+from shardwise.world import World
+
+__all__ = ["apply_compile", "check_compile"]
+
+_MARK = "_shardwise_compiled"
+_GRAPHS = 8  # torch's own limit of graphs per function, here per block
+
+
+def check_compile(module: nn.Module, edits: Sequence[Edit], world: World) -> None:
+    """Raises what cannot be carried out, by name, before anything is changed."""
+    modules = dict(canonical_modules(module))
+    for edit in edits:
+        backend = edit.args["backend"]
+        known = _backends()
+        if backend not in known:
+            raise PlanError(
+                f"Compile(backend={backend!r})",
+                why="no backend has this name",
+                fix=did_you_mean(backend, known, what="backends"),
+            )
+        refuse_graphs(edit.args["mode"], world.device)
+        if backend == "inductor" and world.device.type == "cpu" and _compiler() is None:
+            raise UnsupportedError(
+                'Compile(backend="inductor") on cpu without a C++ compiler',
+                why="inductor writes C++ for the CPU, and neither CXX, g++ nor clang++ names a program",
+                fix='install g++, or use backend="aot_eager"',
+            )
+        target = modules[edit.module]
+        if _MARK not in vars(target) and _is_compiled(target):
+            raise UsageError(
+                "Compile of a block that is compiled already",
+                why="it would be compiled twice over",
+                fix="leave out your own torch.compile, or compile=",
+                name=edit.module,
+            )
+
+
+def refuse_graphs(mode: str | None, device: torch.device) -> None:
+    """Raises UnsupportedError for a mode that replays CUDA graphs on ``device``."""
+    if device.type == "cuda" and mode in ("reduce-overhead", "max-autotune"):
+        raise UnsupportedError(
+            f"Compile(mode={mode!r}) on cuda",
+            why="it replays CUDA graphs: each block writes its output where it wrote the last one, which is overwritten while the "
+            "backward, or the next micro-batch of a window, still needs it",
+            fix='use mode="max-autotune-no-cudagraphs", or leave mode out',
+        )
+
+
+def apply_compile(module: nn.Module, edits: Sequence[Edit], world: World) -> None:
+    """Compiles the modules named in ``edits``, in place, when they are first run; those that are already stay as they are."""
+    check_compile(module, edits, world)
+    modules = dict(canonical_modules(module))
+    compiled: dict[Any, Callable[..., Any]] = {}
+    for edit in edits:
+        target = modules[edit.module]
+        if _MARK in vars(target):
+            continue
+        bound = target.forward
+        if getattr(bound, "__self__", None) is target:
+            function = bound.__func__  # type: ignore[attr-defined]
+            key = (function, _structure(target))
+            if key not in compiled:
+                compiled[key] = _compile(function, edit.args, len(edits))
+            target.forward = types.MethodType(compiled[key], target)
+        else:  # a function that somebody put on the object
+            target.forward = _compile(bound, edit.args, 1)
+        target.__dict__[_MARK] = True
+
+
+def _compile(function: Callable[..., Any], args: Mapping[str, Any], num_blocks: int) -> Callable[..., Any]:
+    options: dict[str, Any] = {key: args[key] for key in ("backend", "mode", "dynamic", "fullgraph")}
+    options |= {"recompile_limit": min(_GRAPHS * num_blocks, 256), "isolate_recompiles": True}
+    compiled = torch.compile(function, **options)
+    budget = args["activation_memory_budget"]
+    if budget is None:
+        return compiled
+
+    @functools.wraps(function)
+    def within_budget(*args: Any, **kwargs: Any) -> Any:
+        with memory_budget(budget):  # graphs are made in the call
+            return compiled(*args, **kwargs)
+
+    return within_budget
+
+
+def _structure(module: nn.Module) -> Any:
+    """What two blocks have alike if one graph can serve both."""
+    return (
+        tuple((name, type(child)) for name, child in module.named_modules()),
+        tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters()),
+    )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    inner = getattr(module.forward, "_torchdynamo_orig_callable", None)
+    return inner is not None or getattr(module, "_compiled_call_impl", None) is not None
+
+
+@functools.cache
+def _backends() -> list[str]:
+    return torch.compiler.list_backends(exclude_tags=())
+
+
+def _compiler() -> str | None:
+    return next(
+        (found for name in (os.environ.get("CXX"), "g++", "clang++") if name and (found := shutil.which(name))), None
+    )

@@ -1,0 +1,90 @@
+"""Compiled blocks that write in forward what they may not, refused by name after the first forward that shows it.
+
+A compiled graph computes again in backward what is cheap, from what forward was given; where forward has changed that in
+place, gradients are those of another forward, without an error (torch 2.13: ``self.n += 1; y = f(x) / self.n`` under
+``aot_eager``). Where the block also runs again (Remat), the second run is in the graph, and reads what the first has written.
+
+A part with a precision of its own gets a cast copy of its input. What it changes there in place is written back, but in a graph
+nobody can tell, when it runs, whether it did; only while the graph is made.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise._compat import BatchNormBase, changed_in_graphs, is_spectral_norm
+from shardwise.errors import UnsupportedError
+from shardwise.model import canonical_modules
+from shardwise.recipe import Edit
+
+__all__ = ["watch_cast_inputs", "watch_compiled"]
+
+
+def watch_compiled(module: nn.Module, remat: Sequence[Edit], compiled: Sequence[Edit]) -> None:
+    """Puts hooks on the compiled modules that have buffers which a forward might write and read."""
+    modules = dict(canonical_modules(module))
+    again = [child for edit in remat for child in modules[edit.module].modules()]
+    for edit in compiled:
+        target = modules[edit.module]
+        owners = {
+            name: child
+            for name, child in canonical_modules(target)
+            if child._buffers and not _is_harmless(child, runs_again=any(child is other for other in again))
+        }
+        if owners:
+            _watch(target, owners, edit.module)
+
+
+def watch_cast_inputs(module: nn.Module, parts: Sequence[Edit], compiled: Sequence[Edit]) -> None:
+    """Puts a hook on the model that refuses parts in compiled blocks which change their input in place."""
+    modules, blocks = dict(canonical_modules(module)), tuple(f"{edit.module}." for edit in compiled)
+    inside = {edit.module: type(modules[edit.module]) for edit in parts if f"{edit.module}.".startswith(blocks)}
+
+    def refuse(*_: Any) -> None:
+        name = next((name for name, cls in inside.items() if cls in changed_in_graphs), None)
+        if name is not None:
+            raise UnsupportedError(
+                f"a part with a precision of its own, {inside[name].__name__}, that changes its input in place in a compiled block",
+                why="it changed a cast copy, and a graph cannot tell whether to write it back: what is around would not see it",
+                fix="leave the block out: Compile(targets=...); or let the part make a new tensor",
+                name=name,
+            )
+
+    if inside:
+        module.register_forward_hook(refuse)
+
+
+def _is_harmless(module: nn.Module, *, runs_again: bool) -> bool:
+    """Batch norm in training does not read what it writes; a spectral norm writes first, outside of the gradient."""
+    return isinstance(module, BatchNormBase) or (not runs_again and is_spectral_norm(module))
+
+
+def _watch(target: nn.Module, owners: dict[str, nn.Module], name: str) -> None:
+    def versions() -> list[tuple[str, int, int]]:
+        return [
+            (f"{prefix}.{attr}" if prefix else attr, id(buffer), buffer._version)
+            for prefix, owner in owners.items()
+            for attr, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
+
+    before: list[list[tuple[str, int, int]]] = []
+
+    def note(*_: Any) -> None:
+        before.append(versions())
+
+    def compare(*_: Any) -> None:
+        earlier = before.pop()
+        written = next((old[0] for old, new in zip(earlier, versions(), strict=False) if old != new), None)
+        if written is not None and torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"a compiled block that writes its buffer {written!r} in forward",
+                why="backward computes parts of it again, and would read what forward has written: other gradients, no error",
+                fix="leave the block out: Compile(targets=...)",
+                name=name,
+            )
+
+    target.register_forward_pre_hook(note)
+    target.register_forward_hook(compare)

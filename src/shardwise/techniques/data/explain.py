@@ -1,0 +1,85 @@
+"""Errors of torch's own about parameters that are not gathered, in our words."""
+
+import traceback
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils import checkpoint
+
+from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
+from shardwise.model import module_of_error
+
+__all__ = ["in_our_words"]
+
+
+def in_our_words(root: nn.Module, error: BaseException) -> ShardwiseError | None:
+    """What ``error``, raised in a forward or backward of ``root``, comes from; None where that is not known."""
+    if "setStorage" in str(error) and "storage of size 0" in str(error):
+        return UnsupportedError(
+            "a backward that reaches a unit whose parameters are not gathered",
+            why="a unit is gathered when a gradient comes to what it returned; it comes from inside it here (a feature that a "
+            "hook has caught), or a second time after the unit was freed (create_graph=True)",
+            fix="let the block return what the loss needs; for a gradient penalty keep parameters "
+            'whole on every rank: sw.init("dp_replicate=-1")',
+            name=module_of_error(root, error),
+        )
+    if "_WhenLeftBackward is a view" in str(error):
+        return UnsupportedError(
+            "a block that changes what it is given in place",
+            why="its inputs tell when backward has left it, and torch cannot follow a change of them",
+            fix="let it make a new tensor: x = x + y and not x += y; or keep parameters whole on every rank: "
+            'sw.init("dp_replicate=-1")',
+            name=module_of_error(root, error),
+        )
+    if "appears to not have been used in the graph" in str(error):
+        return UnsupportedError(
+            "torch.autograd.grad of the model's parameters",
+            why="forward computes with gathered copies, and the parameters that the model shows are shards outside of it",
+            fix='call backward() and read param.grad; or keep parameters whole on every rank, sw.init("dp_replicate=-1"), and put what it gives '
+            "into param.grad inside the window, which sums it over the ranks",
+        )
+    if "donated buffer" in str(error):  # of compiled blocks: torch says itself what to set
+        return None
+    if "vmap" in str(error) or "functorch" in str(error):
+        return UnsupportedError(
+            "a transform of torch.func over a sharded model",
+            why="units are gathered and reduced by hooks, which run once for all that is mapped over",
+            fix='keep parameters whole on every rank: sw.init("dp_replicate=-1")',
+            name=module_of_error(root, error),
+        )
+    if "got mixed torch.Tensor and DTensor" not in str(error):
+        return None
+    has_units = any(isinstance(child, FSDPModule) for child in root.modules() if child is not root)
+    in_forward = _is_in_forward(root, error)
+    if in_forward is False or not has_units:  # in the forward of a model of one unit all of its parameters are gathered
+        return UsageError(
+            "a parameter of the model used by code outside of its forward",
+            why="it is cut over the ranks there: parameters are gathered only while model(...) runs",
+            fix="give a weight penalty a backward of its own, once per step: penalty.backward(); other code that computes with "
+            "parameters belongs into a forward, which model(...) calls; within sw.gathered(model) every parameter is whole, for reading",
+        )
+    return UsageError(
+        "a parameter of one unit used by code outside that unit",
+        why="it is cut over the ranks there: parameters are gathered only while the module of their unit runs",
+        fix=(
+            ""
+            if in_forward
+            else "give a weight penalty in the loss a backward of its own, penalty.backward(); within a forward, "
+        )
+        + 'let both be in one unit: Sharding(units="none"), or units= with the names of modules that hold both; within '
+        "sw.gathered(model) every parameter is whole, for reading",
+        name=module_of_error(root, error),
+    )
+
+
+def _is_in_forward(root: nn.Module, error: BaseException) -> bool | None:
+    """Whether ``error`` came out of a forward of ``root`` or of a module in it, or of what a backward runs again. None: autograd
+    itself raised it in a backward, and what it goes back over may be of either."""
+    modules = {id(module) for module in root.modules()}
+    codes = [(frame.f_code, id(frame.f_locals.get("self"))) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if codes and codes[-1][0].co_name == "_engine_run_backward":
+        return None
+    return any(
+        code.co_filename == checkpoint.__file__ or (code.co_name == "_call_impl" and owner in modules)
+        for code, owner in codes
+    )

@@ -1,0 +1,402 @@
+"""Sharded data parallelism: torch's ``fully_shard`` applied unit by unit, as the recipe says.
+
+Set here, on every unit, so that the numbers are those of one process: gradients are summed, never averaged (divide factor 1,
+plain sums; gloo has no pre-multiplied sum), and a parameter that this rank did not use adds zeros, so that
+ranks always reduce the same tensors. Which parameters were used at all is recorded before the reduction.
+"""
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from shardwise._compat import is_accumulated, lazy_chunks, materialise, parameter_groups
+from shardwise._torch.fsdp2 import Unit, take_over
+from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
+from shardwise.model import canonical_modules, dtype_of
+from shardwise.model.tensors import give_memory, tensors_of
+from shardwise.recipe import ROOT, Cut, Recipe, dtype_groups
+from shardwise.techniques.data.explain import in_our_words
+from shardwise.techniques.data.loose_backward import LooseBackward
+from shardwise.techniques.data.passes import Units
+from shardwise.techniques.data.penalties import PenaltyGradients, add_to_gradient
+from shardwise.techniques.data.unit_order import Order
+from shardwise.techniques.edges import (
+    GATHERS,
+    calls,
+    refuse_ungathered,
+    zero_of_padding,
+)
+from shardwise.world import World
+
+__all__ = ["FSDP2Engine", "apply_fsdp2"]
+
+
+def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine":
+    """Shards ``module`` in place. Parameters may be on meta; they stay there until they are given values."""
+    modules = dict(canonical_modules(module))
+    mesh = world.sharding_mesh()
+    _refuse_other_cuts(recipe)
+    cut = {name for name, param in recipe.params.items() if param.cuts}
+    parameters = tensors_of(module, "_parameters")
+    give_memory(module, world.device, without=[p for name, p in parameters.items() if name in cut])  # ties are kept
+    for name in cut:  # fully_shard wants rows that lie one after another (channels_last is lost)
+        if not parameters[name].is_contiguous():
+            parameters[name].data = parameters[name].data.contiguous()
+    whole = {p for name, p in tensors_of(module, "_parameters").items() if name not in cut}
+    for unit in (*(unit for unit in recipe.units if unit.name != ROOT), _root_unit(recipe)):
+        targets = list({id(modules[name]): modules[name] for name in unit.modules}.values())  # one may have two names
+        _refuse_containers(modules, unit.modules)
+        is_over_some = not isinstance(unit.reshard, bool) and 1 < unit.reshard < world.layout.dp_shard
+        after_forward = world.resharding_mesh(unit.reshard) if is_over_some else None
+        with lazy_chunks(), parameter_groups(_policies(recipe, unit.name, parameters), after_forward):
+            fully_shard(  # type: ignore[call-overload]
+                targets if len(targets) > 1 else targets[0],
+                mesh=mesh,
+                reshard_after_forward=is_over_some or unit.reshard,
+                mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False),
+                offload_policy=_offload(recipe, world),
+                ignored_params=whole,
+            )
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.set_gradient_divide_factor(1.0)
+            child.set_force_sum_reduction_for_comms(True)
+            child.set_reduce_scatter_unused_params(True, recurse=False)
+    materialise(module, world.device, cut=torch.device("cpu") if recipe.offload else world.device)
+    _leave_unflattened(module)
+    return FSDP2Engine(module, recipe, world)
+
+
+def _leave_unflattened(module: nn.Module) -> None:
+    """cuDNN wants the weights of a recurrent layer in one stretch of memory. Its forward moves gathered ones there once, by their
+    ``.data``, and what is gathered later never reaches it: from the second step on the first step's weights computed."""
+    for child in module.modules():
+        if isinstance(child, nn.RNNBase) and any(isinstance(param, DTensor) for param in child.parameters()):
+            child.__dict__["flatten_parameters"] = _nothing
+            warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk of memory")
+
+
+def _nothing() -> None:
+    pass
+
+
+def _offload(recipe: Recipe, world: World) -> OffloadPolicy:
+    if not recipe.offload:
+        return OffloadPolicy()
+    # Page-locked memory is the accelerator's; without one torch fails at the first shard ("Cannot access accelerator device").
+    return CPUOffloadPolicy(pin_memory=recipe.pin_memory and world.device.type != "cpu")
+
+
+def _root_unit(recipe: Recipe) -> Any:
+    return next(unit for unit in recipe.units if unit.name == ROOT)
+
+
+def _refuse_other_cuts(recipe: Recipe) -> None:
+    for name, param in recipe.params.items():
+        if param.cuts != ((Cut(axis="fsdp", dim=0),) if param.shape and 0 not in param.shape else ()):
+            raise UnsupportedError(
+                f"cuts {param.cuts} of a tensor of shape {param.shape}",
+                why="fully_shard cuts dim 0 over the fsdp axis, and keeps 0-dim tensors whole; nothing else makes cuts yet",
+                fix="use the recipe that make_recipe makes",
+                name=name,
+            )
+
+
+def _refuse_containers(modules: dict[str, nn.Module], names: tuple[str, ...]) -> None:
+    for name in names:
+        target = modules[name]
+        if isinstance(target, nn.ModuleList | nn.ModuleDict) and type(target).forward is nn.Module.forward:
+            raise UnsupportedError(
+                f"a {type(target).__name__} as a unit",
+                why="it has no forward, so nothing would gather its parameters",
+                fix=f"name its children: units=({name + '.*'!r},)"
+                if name
+                else "hold it in a module that has a forward",
+                name=name or None,
+            )
+
+
+def _policies(recipe: Recipe, unit: str, parameters: dict[str, Any]) -> list[tuple[list[Any], MixedPrecisionPolicy]]:
+    """The unit's parameters and dtypes as FSDP2 takes them, group by group. Inputs are cast at the root only: its own casting
+    of every unit's inputs would round fp32 positions (by up to 8 at position 4096)."""
+    return [
+        (
+            [parameters[name] for name in group.names],
+            MixedPrecisionPolicy(
+                param_dtype=dtype_of(group.compute) if group.compute else None,
+                reduce_dtype=dtype_of(group.reduce) if group.reduce else None,
+                cast_forward_inputs=False,
+            ),
+        )
+        for group in dtype_groups(recipe.params, unit)
+    ]
+
+
+@dataclass
+class _Taken:
+    """Units of all models of a world that were gathered and reduced in windows: the same on every rank, or their collectives crossed."""
+
+    entries: list[str] = field(default_factory=list)
+    num_windows: int = 0  # that are open now
+    num_models: int = 0
+
+
+_taken: "weakref.WeakKeyDictionary[World, _Taken]" = weakref.WeakKeyDictionary()
+
+
+class FSDP2Engine:
+    """Handles on a module sharded by :func:`apply_fsdp2`."""
+
+    has_own = False  # autograd.grad of shards is refused
+
+    def __init__(self, module: nn.Module, recipe: Recipe, world: World):
+        self.root, self.recipe, self.world = module, recipe, world
+        trainable = [name for name, param in recipe.params.items() if param.trainable]
+        self._position = {name: i for i, name in enumerate(trainable)}
+        self._used = torch.zeros(len(trainable), dtype=torch.uint8)
+        self._taken = _taken.setdefault(world, _Taken())
+        self._number = self._taken.num_models  # of this model among those of the world
+        self._taken.num_models += 1
+        self._in_window = False
+        self._pads = False  # a micro-batch that does not count
+        self._zeroes: Callable[[Tensor], Tensor | None] | None = None  # the hook that makes its gradients 0
+        self._waits = False  # gradients were accumulated that no backward has summed since
+        self._has_lost = False  # gradients that belong to the window, or to micro-batches of ``accumulate``
+        self._sync: bool | None = None  # as set_sync says
+        parameters: dict[str, Any] = tensors_of(module, "_parameters")
+        whole = [self._position[name] for name in trainable if recipe.params[name].shape == ()]
+        self._whole = whole
+        self.apart = PenaltyGradients([parameters[trainable[i]] for i in whole], self._end_of_backward)
+        self._loose_backward = LooseBackward(
+            [parameters[name] for name in trainable], whole, self._used, self.apart, world
+        )
+        take_over(module)
+        units = _units_of(module, recipe, parameters)
+        self._positions = {
+            unit.name: [self._position.get(units.names[id(shard)], -1) for shard, _, _ in unit.shards()]
+            for unit in units.all()
+        }
+        self.order = Order(module, units, world, self)
+        self._watch_parts(module, units)
+        if world.watch is not None:
+            axis = world.axis("fsdp")
+            world.watch.gathers_with(axis.ranks, axis.group)
+        self._watch_gradients()
+
+    # ---- what a window calls ---------------------------------------------------------------------------------
+
+    def set_sync(self, sync: bool | None) -> None:
+        if sync is not None and not self._in_window:
+            self._loose_backward.begin()
+        self._sync = sync
+        sync = sync is not False  # at the end of each backward is all that FSDP2 knows
+        each = self.recipe.sync_every_microbatch
+        self.root.set_requires_gradient_sync(sync or bool(each))  # type: ignore[operator]
+        if each == "reduce_scatter":
+            self.root.set_requires_all_reduce(sync)  # type: ignore[operator]
+
+    def set_padding(self, padding: bool) -> None:
+        self._pads = padding
+        if padding and self._zeroes is None:
+            engine = weakref.ref(self)  # hooks are held in C++
+            self._zeroes = zero_of_padding(
+                lambda: (found := engine()) is not None and found._pads and found.apart.has_reached
+            )
+            for param in self.apart.params:
+                param.register_hook(self._zeroes)
+
+    def tell_sums(self, call: Callable[[], None]) -> None:
+        self._loose_backward.summed = call
+
+    def complete(self, place: str) -> None:
+        self.set_sync(None)
+        self.order.look()
+        if self._has_lost:
+            raise UsageError(
+                "a backward that raised an error, which was caught before the last micro-batch",
+                why="units that it had left have their gradients, the others do not, and those of micro-batches before it are dropped",
+                fix="let the error leave the window, or accumulate, which gives back the gradients of before; then run it again without "
+                "that micro-batch, on every rank",
+            )
+        if self._waits:  # the last micro-batch had no backward
+            self.world.agreement.sum({}, f"{place}, summing gradients of the micro-batches before")
+            self.order.flush()
+            self._waits = False
+        if not self._in_window:  # there the exchange before the step does it
+            self._loose_backward.end(place)
+
+    def end(self) -> None:
+        self._leave_window()
+
+    def waits(self) -> bool:
+        return self._loose_backward.runs
+
+    def holds(self) -> bool:
+        return self._waits or bool(self.apart.parts)
+
+    def used(self) -> Tensor:
+        return self._used
+
+    def entered(self) -> list[str]:
+        return self._taken.entries
+
+    def begin(self) -> None:
+        self._loose_backward.abandon()
+        self.apart.take()
+        self._leave_window()
+        self._in_window, self._has_lost = True, False
+        self._used.zero_()
+        if not self._taken.num_windows:
+            self._taken.entries = []
+        self._taken.num_windows += 1
+
+    def abandon(self) -> None:
+        self.set_sync(None)
+        self._leave_window()
+        self._waits = self._has_lost = False
+        self.apart.take()
+        self._loose_backward.abandon()
+        self.order.abandon()
+
+    def drop_gathered(self) -> None:
+        self.order.free()
+
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        return self.order.whole()
+
+    def explain(self, error: BaseException) -> ShardwiseError | None:
+        return in_our_words(self.root, error)
+
+    # ---- what the order of units tells -----------------------------------------------------------------------
+
+    def begins_backward(self) -> None:
+        self.apart.reach()
+        self._note_backward()
+
+    def loses_backward(self) -> None:
+        self._has_lost = self._in_window or self._sync is False or self._waits
+
+    def _note_backward(self) -> None:
+        self._waits = self._waits or self._sync is False
+        if not self._in_window:
+            self._loose_backward.begin_backward(ends=self._sync is None)
+
+    def takes(self, unit: Unit, *, backward: bool) -> None:
+        if not backward:
+            if self._pads and self._zeroes is not None:
+                unit.hook_before_gradients(self._zeroes)
+            self._note(unit.name)
+            return
+        positions = self._positions[unit.name]
+        for i in unit.positions_with_gradient():
+            self._used[positions[i]] = 1
+        if unit.reduces:  # the order of reductions is the same on every rank, or gradients cross
+            self._note(f"{unit.name} (backward)" if unit.name else "(root) (backward)")
+            if unit.name == ROOT and self._sync is not False:
+                self._waits = False
+
+    def _note(self, entry: str) -> None:
+        """Also what is gathered without gradients: another rank may take the same unit in passing, where it records them. Outside of
+        windows they are not compared, and the list would grow for good."""
+        if self._taken.num_windows:
+            self._taken.entries.append(f"model {self._number}: {entry}" if self._number else entry)
+
+    def _leave_window(self) -> None:
+        self._taken.num_windows -= self._in_window
+        self._in_window = False
+
+    def _watch_parts(self, root: nn.Module, units: Units) -> None:
+        numbers = {id(shard): number for number, unit in units.numbered() for shard, _, _ in unit.shards()}
+        heads = {id(module) for unit in units.all() for module in unit.modules}
+        for prefix, child in canonical_modules(root):
+            cut = [param for param in child._parameters.values() if isinstance(param, DTensor)]
+            if cut:
+                gathers = self.order.gathers(numbers[id(cut[0])])
+                child.__dict__[GATHERS] = gathers
+                if id(child) not in heads:
+                    child.register_forward_pre_hook(refuse_ungathered(prefix, gathers))
+
+    def _watch_gradients(self) -> None:
+        """Whole parameters, whose gradients are summed by exchanges; a gradient that comes to a cut one itself, and not to what was
+        gathered (a weight penalty), needs no sum. Empty ones are only counted."""
+        numbers = {position: number for number, position in enumerate(self._whole)}
+        for name, position in self._position.items():
+            param = self._loose_backward.params[position]
+            if position in numbers:
+                param.register_hook(calls(self._expect_whole, numbers[position]))
+                param.register_post_accumulate_grad_hook(calls(self._arrived_whole, numbers[position]))
+            elif self.recipe.params[name].cuts:
+                param.register_hook(calls(self._expect_cut, position))
+            else:
+                param.register_post_accumulate_grad_hook(calls(self._mark_used, position))
+
+    def _mark_used(self, position: int) -> None:
+        self._used[position] = 1
+
+    def _expect_whole(self, number: int) -> None:
+        if is_accumulated(self.apart.params[number]):
+            self.apart.before(number)
+            self._note_backward()
+
+    def _arrived_whole(self, number: int) -> None:
+        if not self.apart.after(number):
+            self._used[self._whole[number]] = 1
+
+    def _expect_cut(self, position: int) -> None:
+        if is_accumulated(self._loose_backward.params[position]):
+            self._used[position] = 1
+            self.apart.note(position)
+
+    def _end_of_backward(self, belonging: dict[int, Tensor], _any_apart: bool) -> None:
+        """See :class:`PenaltyGradients`."""
+        for number, part in belonging.items():
+            add_to_gradient(self.apart.params[number], torch.zeros_like(part) if self._pads else part)
+            self._used[self._whole[number]] = 1
+        if self.apart.past:
+            raise UnsupportedError(
+                "a loss that uses a parameter beside the model's forward (param.full_tensor() in it)",
+                why="the parameter is cut over the ranks, and each rank's part would get that rank's gradient alone: data of the others is "
+                "lost, and a weight penalty counts with the loss of one rank",
+                fix="use the parameter inside forward; give a weight penalty a backward of its own, once per step",
+                name=next(name for name, at in self._position.items() if at == self.apart.past[0]),
+            )
+
+
+def _units_of(module: nn.Module, recipe: Recipe, parameters: Mapping[str, Any]) -> Units:
+    modules = dict(canonical_modules(module))
+    records = [unit for unit in recipe.units if unit.name != ROOT]
+    inner = [
+        Unit(unit.name, list({id(m): m for m in map(modules.__getitem__, unit.modules)}.values())) for unit in records
+    ]
+    numbers: dict[str, int] = {unit.name: i for i, unit in enumerate(records)}
+    ahead: dict[int | None, list[int]] = {}
+    behind: dict[int | None, list[int]] = {}
+    for unit in recipe.units:
+        number = numbers.get(unit.name)
+        ahead[number] = [numbers[name] for name in unit.prefetch_forward]
+        if unit.prefetch_backward is not None:
+            behind[number] = [numbers[name] for name in unit.prefetch_backward]
+    names = {id(param): name for name, param in parameters.items()}
+    return Units(Unit(ROOT, [module]), inner, ahead, behind, names, _spanning(records, list(modules)))
+
+
+def _spanning(units: Sequence[Any], order: list[str]) -> set[int]:
+    """Numbers of the units with a module of another one between theirs."""
+    place = {name: i for i, name in enumerate(order)}
+    ends = [(min(map(place.__getitem__, u.modules)), max(map(place.__getitem__, u.modules))) for u in units]
+    between = (
+        (i, place[name])
+        for i, _ in enumerate(units)
+        for j, other in enumerate(units)
+        if i != j
+        for name in other.modules
+    )
+    return {i for i, at in between if ends[i][0] < at < ends[i][1]}

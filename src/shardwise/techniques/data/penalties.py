@@ -1,0 +1,183 @@
+"""Gradients of a backward that comes to parameters, and to nothing that the model has computed: a weight penalty's own backward.
+
+Such a term is the same on every rank and counts once, as in one process; a sum over the ranks would count it once for each. Where a
+parameter is cut, each rank adds to its own part and nothing is summed. Where ranks hold whole ones, those gradients are kept apart from
+what is summed, and compared: equal on all ranks, they count once; else they come from data (a head that is used as a plain matrix),
+and are summed like any others.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise._compat import at_end_of_backward
+from shardwise.model.pytrees import map_leaves, tensors_within
+
+__all__ = ["PenaltyGradients", "add_to_gradient", "add_to_part", "tolerance"]
+
+
+class PenaltyGradients:
+    """Keeps such gradients of ``params`` apart, on this rank.
+
+    Args:
+        params: whole parameters, by number.
+        ended: called when a backward has ended, with gradients by number that were held back, and belong to those that are summed, as
+            it came to the model after all; and whether any were kept apart.
+
+    Attributes:
+        has_reached: the backward that runs has come to what the model computed.
+        past: what :meth:`note` was given in a backward that came to the model too, when ``ended`` is called.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], ended: Callable[[dict[int, Tensor], bool], None]):
+        self.params = params
+        self.past: list[int] = []
+        self.parts: dict[frozenset[int], dict[int, Tensor]] = {}  # of backwards that have ended, by what each came to
+        self._ended = ended
+        self._of_this: dict[int, Tensor] = {}  # of the backward that runs
+        self._before: dict[int, Tensor | None] = {}  # gradients as they were, while one is added
+        self.has_reached = False
+        self._has_added = False  # or to parameters
+        self._is_differentiated = False  # one that keeps a graph has: the next may come to parameters by that graph
+        self._ending: weakref.ref[Any] | None = None  # what torch calls when it has ended
+
+    def watch(self, module: nn.Module) -> None:
+        """Puts hooks on what ``module`` and its parts return, by which a backward is known to come to the model: in its forward those
+        that losses are taken from, else each that is called by itself."""
+        apart = weakref.ref(self)  # hooks live in C++, where a cycle through them is never freed
+        larger = set(map(id, _parts(module)))
+        running: list[nn.Module] = []
+
+        def reached(_grad: Tensor) -> None:
+            found = apart()
+            if found is not None:
+                found.reach()
+
+        def before(called: nn.Module, _args: Any) -> None:
+            running.append(called)
+
+        def end(_called: nn.Module, _args: Any, _output: Any) -> None:
+            running.clear()
+
+        def after(called: nn.Module, _args: Any, output: Any) -> None:
+            # What a compiled part returns is hooked outside of it.
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling() and (not running or id(called) in larger):
+                _hook(output, reached)
+
+        module.register_forward_pre_hook(before)
+        for part in module.modules():
+            part.register_forward_hook(after)
+        module.register_forward_hook(end, always_call=True)
+
+    def reach(self) -> None:
+        """The backward that runs has come to something that the model computed."""
+        self._begin()
+        self.has_reached = True
+        self._is_differentiated = self._is_differentiated or torch.is_grad_enabled()  # with create_graph=True
+
+    def note(self, position: int) -> None:
+        """A gradient has come to a parameter that is cut, and not through its unit."""
+        self._begin()
+        self.past.append(position)
+
+    def before(self, i: int) -> bool:
+        """A gradient is about to be added to that of parameter ``i``; whether it is kept apart, at least until backward ends."""
+        self._begin()
+        self._has_added = True
+        if self.has_reached or self._is_differentiated:
+            return False
+        param = self.params[i]
+        self._before[i], param.grad = param.grad, None
+        return True
+
+    def after(self, i: int) -> bool:
+        """It was added; whether it is kept apart."""
+        if i not in self._before:
+            return False
+        param, before = self.params[i], self._before.pop(i)
+        add_to_part(self._of_this, i, param.grad)
+        param.grad = before
+        return True
+
+    def take(self) -> dict[frozenset[int], dict[int, Tensor]]:
+        """What was kept apart, which is forgotten here: for each set of parameters that backwards came to, the sums of their gradients. One
+        parameter's gradient may be the same on all ranks by chance (a bias's), so those of one backward are judged together."""
+        self._begin_anew()
+        parts, self.parts = self.parts, {}
+        return parts
+
+    def _begin(self) -> None:
+        if self._ending is not None and self._ending() is not None:
+            return
+        self._begin_anew()
+
+        def end() -> None:
+            self._end()
+
+        self._ending = weakref.ref(end)  # torch holds it until the backward ends, one way or the other
+        at_end_of_backward(end)
+
+    def _begin_anew(self) -> None:
+        """Forgets a backward that raised."""
+        if self._ending is not None and self._ending() is not None:
+            return
+        for i, grad in self._before.items():
+            self.params[i].grad = grad
+        self._before, self._of_this, self.past = {}, {}, []
+        self._ending, self.has_reached, self._has_added = None, False, False
+
+    def _end(self) -> None:
+        parts, has_reached = self._of_this, self.has_reached
+        self._is_differentiated = self._is_differentiated and not self._has_added
+        self._of_this, self._ending, self.has_reached, self._has_added = {}, None, False, False
+        if parts and not has_reached:
+            kept = self.parts.setdefault(frozenset(parts), {})
+            for i, part in parts.items():
+                add_to_part(kept, i, part)
+        self.past = self.past if has_reached else []
+        self._ended(parts if has_reached else {}, bool(parts) and not has_reached)
+
+
+def add_to_gradient(param: nn.Parameter, part: Tensor) -> None:
+    param.grad = part if param.grad is None else param.grad + part
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Relative: ranks may compute the same term on other processors. Not below what a variance in float64 can tell."""
+    return max(torch.finfo(dtype).eps ** 0.5, 1e-6)
+
+
+def add_to_part(parts: dict[int, Tensor], i: int, part: Tensor | None) -> None:
+    if part is not None:
+        parts[i] = parts[i] + part if i in parts else part
+
+
+def _parts(module: nn.Module) -> list[nn.Module]:
+    """``module``, and inside it the entries of lists and what lies beside and above them: what losses are taken from."""
+    found = [module]
+    if any(isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential) for child in module.modules()):
+        for child in module.children():
+            is_list = isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+            found += [*child] if isinstance(child, nn.ModuleList | nn.Sequential) else []
+            found += child.values() if isinstance(child, nn.ModuleDict) else []
+            found += [] if is_list else _parts(child)
+    else:
+        found += module.children()
+    return found
+
+
+def _hook(output: Any, reached: Callable[[Tensor], None]) -> None:
+    def each(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(reached)
+        return leaf
+
+    if isinstance(output, Tensor):
+        each(output)
+        return
+    map_leaves(each, output)
+    for tensor in tensors_within(output)[0]:
+        each(tensor)

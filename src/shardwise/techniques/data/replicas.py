@@ -1,0 +1,337 @@
+"""Replicated data parallelism: whole copies, whose gradients are summed over the ranks, never averaged.
+
+Gradients are summed bucket by bucket while backward still runs: a hook on each parameter tells when its gradient is
+there, and a bucket whose parameters all have theirs is sent. What makes the sum right in every loop is what happens
+besides:
+
+* Buckets are sent in one fixed order, from the last parameters to the first, and the last bucket only at the end. So
+  ranks that used other parameters, or in another order, still send the same; and a resumed run is bit-equal.
+* A gradient moves into its bucket when it is sent. What a later backward adds (two losses, two forwards, a checkpoint
+  that is recomputed, a parameter used outside forward) is then there by itself and is sent after the rest.
+* The last bucket carries along which parameters were used, and which buckets have such late parts: no further message.
+  A parameter that no rank used ends with ``grad is None``, as in one process.
+* A backward outside a window that raised (a batch that was too large, and is skipped) is sent to its end before the next
+  one begins, marked as failed: ranks go on in step, and one whose own backward was complete is told.
+
+torch's own reducer instead takes each forward of the root for one backward, and parameters outside that graph for
+unused: two backwards in one micro-batch left gradients 0.5 off without a word, and a second model, an encoder called by
+itself, or a loss on a block's attribute ended in errors.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise._compat import at_end_of_backward, is_accumulated
+from shardwise.config.options import DDP
+from shardwise.errors import RankError
+from shardwise.model import canonical_tensors
+from shardwise.recipe import Recipe
+from shardwise.techniques.data.buckets import Bucket, make_buckets
+from shardwise.techniques.data.penalties import PenaltyGradients, add_to_gradient, tolerance
+from shardwise.techniques.edges import zero_of_padding
+from shardwise.world import World
+
+__all__ = ["DDPEngine", "apply_ddp"]
+
+
+def apply_ddp(module: nn.Module, recipe: Recipe, world: World) -> "DDPEngine":
+    """Makes ``module`` a replica, in place. Its tensors must have their values already."""
+    first = {id(o._parameters[a]): o._parameters[a] for _, o, a in canonical_tensors(module, "_parameters")}
+    trained = [param for param in first.values() if param is not None and param.requires_grad]
+    engine = DDPEngine(trained, world, (recipe.ddp or DDP()).bucket_cap_mb)
+    if engine.buckets:
+        engine.apart.watch(module)
+    return engine
+
+
+class DDPEngine:
+    """Sums the gradients of one replicated module."""
+
+    def __init__(self, params: list[nn.Parameter], world: World, bucket_cap_mb: float):
+        self.params, self.world = params, world
+        self._is_alone = world.axis("dp").size == 1 or not params
+        self.buckets = [] if self._is_alone else make_buckets(params, int(bucket_cap_mb * 2**20))
+        self._bucket_of = {i: bucket for bucket in self.buckets for i in bucket.members}
+        self._used = torch.zeros(len(params), dtype=torch.uint8)
+        self._summed: set[int] = set()  # parameters whose .grad is a sum over the ranks already
+        self._done: dict[int, Tensor] = {}  # such sums, put aside while new parts are summed
+        self._sync: bool | None = None  # as set_sync says
+        self.summed: Callable[[], None] = lambda: None  # called when a backward outside of windows was summed
+        self.has_own = False
+        self._pads = self._zeroes = False  # a micro-batch that does not count; hooks see to it
+        self.apart = PenaltyGradients(params, self._end_of_backward)
+        self._forget()
+        if not self._is_alone:
+            world.gradient_group()  # made now, by all ranks
+            for i, param in enumerate(params):
+                param.register_hook(self._before(i))
+                param.register_post_accumulate_grad_hook(self._after(i))
+
+    # ---- what a window calls ---------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        self._end_failed()
+        self._forget()
+        self._summed.clear()
+        self._done.clear()
+        self._used.zero_()
+        self.apart.take()
+
+    def set_sync(self, sync: bool | None) -> None:
+        self._sync = sync
+
+    def set_padding(self, padding: bool) -> None:
+        self._pads = padding
+        if padding and not self._zeroes:
+            self._zeroes = True
+            engine = weakref.ref(self)
+            for param in self.params:
+                param.register_hook(
+                    zero_of_padding(lambda: (found := engine()) is not None and found._pads and found.apart.has_reached)
+                )
+
+    def tell_sums(self, call: Callable[[], None]) -> None:
+        self.summed = call
+
+    def complete(self, place: str) -> None:
+        self._sync = None
+        if not self._is_alone:
+            self._send_rest()
+            self._collect(place)
+
+    def end(self) -> None:
+        pass
+
+    def abandon(self) -> None:
+        for bucket in self.buckets:
+            bucket.settle()
+        self.apart.take()
+        for i in self._unreduced():
+            self.params[i].grad = None
+        for i, done in self._done.items():
+            self.params[i].grad = done
+        self._drop()
+        self._sync = None
+        self._summed = set(range(len(self.params)))  # what is put back was summed before
+
+    def waits(self) -> bool:
+        return bool(self._unreduced() or self.apart.parts)
+
+    def holds(self) -> bool:
+        return self._num_sent > 0 or bool(self.apart.parts)
+
+    def used(self) -> None:
+        return None
+
+    def entered(self) -> list[str]:
+        return []
+
+    def drop_gathered(self) -> None:
+        pass  # parameters are whole, and what forward computes with
+
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def explain(self, error: BaseException) -> None:
+        return None
+
+    # ---- while backward runs ---------------------------------------------------------------------------------
+
+    def _before(self, i: int) -> Callable[[Tensor], None]:
+        engine = weakref.ref(self)  # hooks live in C++, where a cycle through them is never freed
+
+        def hook(_grad: Tensor) -> None:
+            found = engine()
+            if found is not None:
+                found._expect(i)
+
+        return hook
+
+    def _after(self, i: int) -> Callable[[Tensor], None]:
+        engine = weakref.ref(self)
+
+        def hook(_param: Tensor) -> None:
+            found = engine()
+            if found is not None:
+                found._arrived(i)
+
+        return hook
+
+    def _expect(self, i: int) -> None:
+        if not is_accumulated(self.params[i]):  # torch.autograd.grad runs this hook too, and leaves .grad alone
+            # With a graph of it (create_graph) it is part of a loss, whose backward comes later.
+            self.has_own = self.has_own or not torch.is_grad_enabled()
+            return
+        self._end_failed()
+        if not self.apart.before(i):
+            self._put_aside(i)
+
+    def _end_of_backward(self, belonging: dict[int, Tensor], any_apart: bool) -> None:
+        """See :class:`PenaltyGradients`."""
+        for i, part in belonging.items():
+            self._put_aside(i)
+            add_to_gradient(self.params[i], torch.zeros_like(part) if self._pads else part)
+            self._arrived(i)
+        if any_apart and self._sync is None:
+            self.complete("a backward outside a window")
+
+    def _arrived(self, i: int) -> None:
+        if self.apart.after(i):
+            return
+        bucket = self._bucket_of[i]
+        self._used[i] = 1
+        if self._sync is False:
+            return
+        if self._sync is None and self._queued is None:
+            self._queue()
+        if bucket.work is not None:
+            bucket.has_late_parts = True
+        else:
+            bucket.missing.discard(i)
+            self._send_ready()
+
+    def _unreduced(self) -> list[int]:
+        """Parameters with a gradient of this rank alone."""
+        used = self._used.nonzero().flatten().tolist()
+        return [i for i in used if i not in self._summed and self.params[i].grad is not None]
+
+    def _queue(self) -> None:
+        def end() -> None:
+            self._queued = None
+            self.complete("a backward outside a window")
+            self.summed()
+
+        self._queued = weakref.ref(end)  # torch holds it until the backward ends, one way or the other
+        at_end_of_backward(end)
+
+    def _end_failed(self) -> None:
+        """Ends a backward that raised before its sums: what it has not sent follows as zeros, and all of it is dropped."""
+        if self._queued is None or self._queued() is not None:
+            return
+        for bucket in self.buckets[self._num_sent :]:
+            self._post(bucket, dict.fromkeys(bucket.members), has_failed=True)
+        self._wait("after a backward that failed")
+        self._drop()
+
+    def _drop(self) -> None:
+        self._done.clear()
+        self._used.zero_()
+        self._forget()
+
+    def _put_aside(self, i: int) -> None:
+        """A gradient that is a sum over the ranks must not be summed again."""
+        if i in self._summed:
+            self._summed.discard(i)
+            grad = self.params[i].grad
+            if grad is not None:
+                self._done[i], self.params[i].grad = grad, None
+
+    def _take(self, i: int) -> Tensor | None:
+        """This rank's own part of a gradient, which moves out of ``.grad``."""
+        self._put_aside(i)
+        grad, self.params[i].grad = self.params[i].grad, None
+        return grad
+
+    # ---- sending ---------------------------------------------------------------------------------------------
+
+    def _send_ready(self) -> None:
+        """Sends what is complete, in order; never the last bucket, which tells what the whole pass was like."""
+        while self._num_sent < len(self.buckets) - 1 and not self.buckets[self._num_sent].missing:
+            self._send(self.buckets[self._num_sent])
+
+    def _send(self, bucket: Bucket) -> None:
+        grads = {i: self._take(i) for i in bucket.members}
+        for i, grad in grads.items():
+            if grad is not None:  # perhaps put there by hand, which no hook tells
+                self._used[i] = 1
+        self._post(bucket, grads)
+
+    def _post(self, bucket: Bucket, grads: Mapping[int, Tensor | None], *, has_failed: bool = False) -> None:
+        bucket.fill(grads, self._tail(has_failed) if bucket is self.buckets[-1] else None)
+        bucket.work = self._sum(bucket.flat)
+        self._num_sent += 1
+
+    def _tail(self, has_failed: bool) -> Tensor:
+        flags = [has_failed, bool(self.apart.parts), *(bucket.has_late_parts for bucket in self.buckets)]
+        return torch.cat([torch.tensor(flags), self._used])
+
+    def _sum(self, flat: Tensor) -> Any:
+        return dist.all_reduce(flat, group=self.world.gradient_group(), async_op=True)
+
+    def _send_rest(self) -> None:
+        for bucket in self.buckets[self._num_sent :]:
+            self._send(bucket)
+
+    def _wait(self, place: str) -> None:
+        self.world.agreement.carry_out(lambda: [bucket.work for bucket in self.buckets], place)
+
+    def _collect(self, place: str) -> None:
+        agreement = self.world.agreement
+        self._wait(f"{place}, summing gradients")
+        failed, apart, late, used = self.buckets[-1].tail.split([1, 1, len(self.buckets), len(self.params)])
+        if failed.item():
+            self._drop()
+            raise RankError(
+                f"{place}, which failed on other ranks",
+                why="their gradients are missing in the sum",
+                fix="see the error there; to skip a batch, all ranks must skip it",
+            )
+        late_buckets = [bucket for bucket, flag in zip(self.buckets, late.tolist(), strict=True) if flag]
+        if late_buckets:
+            parts = [bucket.packed({i: self._take(i) for i in bucket.members}) for bucket in late_buckets]
+            agreement.carry_out(lambda: [self._sum(part) for part in parts], f"{place}, summing late gradients")
+            for bucket, part in zip(late_buckets, parts, strict=True):
+                bucket.flat[: len(part)] += part
+        self._set_gradients(used.tolist())
+        if apart.item():
+            self._add_apart(place)
+        self._forget()
+
+    def _add_apart(self, place: str) -> None:
+        """Adds what ranks have kept apart: once where it is the same on all of them."""
+        own, agreement = self.apart.take(), self.world.agreement
+        keys = agreement.gather([sorted(key) for key in own], f"{place}, naming parameters that backward came to alone")
+        for key in dict.fromkeys(tuple(each) for keys_of_rank in keys for each in keys_of_rank):
+            self._add_alike(key, own.get(frozenset(key), {}), place)
+
+    def _add_alike(self, key: tuple[int, ...], own: Mapping[int, Tensor], place: str) -> None:
+        size, agreement = self.world.axis("dp").size, self.world.agreement
+        buckets = [bucket for bucket in self.buckets if any(i in bucket.members for i in key)]
+        parts = [bucket.packed({i: own.get(i) for i in bucket.members}) for bucket in buckets]
+        sums = [part.clone() for part in parts]
+        agreement.carry_out(lambda: [self._sum(total) for total in sums], f"{place}, gradients of parameters alone")
+        differs = False
+        for bucket, part, total in zip(buckets, parts, sums, strict=True):
+            whole = bucket.views_of(total)
+            for i, view in bucket.views_of(part).items():
+                apart = (size * view - whole[i]).norm() > tolerance(view.dtype) * whole[i].norm()
+                differs = differs or bool(apart)
+        found = agreement.sum({"differs": float(differs)}, f"{place}, comparing them")
+        for bucket, total in zip(buckets, sums, strict=True):
+            for i, view in bucket.views_of(total).items():
+                if i in key:
+                    add_to_gradient(self.params[i], view.clone() if found["differs"] else view / size)
+
+    def _set_gradients(self, used: list[float]) -> None:
+        self.has_own = self.has_own and not any(used)
+        for bucket in self.buckets:
+            for i, grad in bucket.views().items():
+                done = self._done.pop(i, None)
+                if done is not None:
+                    self.params[i].grad = done.add_(grad) if used[i] else done
+                else:
+                    self.params[i].grad = grad if used[i] else None
+        self._summed = set(range(len(self.params)))
+        self._used.zero_()
+
+    def _forget(self) -> None:
+        self._num_sent = 0
+        self._queued: weakref.ref[Any] | None = None
+        for bucket in self.buckets:
+            bucket.reset()

@@ -1,0 +1,378 @@
+"""When the units of a sharded model are gathered, freed and reduced: by what runs, in one order on every rank.
+
+*Forward.* The root's parameters are gathered when the model is called, a unit's when one of its modules is; it is freed when all of
+them have run, or another unit is entered. Where a forward returns, the modules hold the shards again, the objects that the user
+knows; what is gathered may stay for backward. A forward without gradients leaves nothing gathered.
+
+*Backward.* A unit's turn begins when a gradient reaches what one of its modules returned, or one of its parameters, whatever
+the forward returned and wherever the loss was taken from. It ends, by summing its gradients over the ranks, when the gradient
+has reached what the unit was given, or another unit's turn begins. The root's turn is the whole backward.
+
+A rank that skips a unit takes its turn in passing: see :mod:`shardwise.techniques.data.walk`. Orders are kept apart by situation: forward
+with and without gradients, backward by the number of forwards since the last one.
+"""
+
+import contextlib
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shardwise._compat import at_end_of_backward, reset_iteration
+from shardwise._torch.fsdp2 import Unit, in_backward, when_interrupted
+from shardwise.errors import UnsupportedError
+from shardwise.techniques.data.passes import Backward, Forward, Units, refuse_written
+from shardwise.techniques.data.walk import Orders, Walk
+from shardwise.techniques.edges import hand_out, refuse_changed
+from shardwise.world import World
+
+__all__ = ["Listener", "Order"]
+
+
+class Listener(Protocol):
+    """What the engine hears of, on this rank."""
+
+    def begins_backward(self) -> None:
+        """A backward has reached the model."""
+
+    def loses_backward(self) -> None:
+        """A backward that has reached the model raised: its gradients, and those that waited to be summed with them, are dropped."""
+
+    def takes(self, unit: Unit, *, backward: bool) -> None:
+        """``unit`` was gathered in a forward, or is about to be reduced in a backward."""
+
+
+class Order:
+    """Drives the units of one sharded model by hooks on its modules."""
+
+    def __init__(self, module: nn.Module, units: Units, world: World, listener: Listener):
+        self.module, self.units, self.world = module, units, world
+        self._listener = listener
+        self._orders = Orders(len(units.inner), world)
+        self._is_held = False
+        self._num_forwards = 0  # with gradients, since the last backward
+        self._root_version = -1  # of the shards that are gathered
+        self._forget()
+        when_interrupted(module, self._leave_interrupted)
+        module.register_forward_pre_hook(self._before_root, with_kwargs=True, prepend=True)
+        module.register_forward_hook(self._after_root, always_call=True)
+        for number, unit in enumerate(units.inner):
+            for target in unit.modules:
+                target.register_forward_pre_hook(
+                    functools.partial(self._before, number), with_kwargs=True, prepend=True
+                )
+                target.register_forward_hook(functools.partial(self._after, number), always_call=True)
+                when_interrupted(target, self._leave_interrupted)
+
+    def _forget(self) -> None:
+        self._forward: Forward | None = None
+        self._backward: Backward | None = None
+        self._ending: weakref.ref[Any] | None = None  # what torch calls when the backward that runs has ended
+        self._nested = 0  # calls of the root inside a forward or a backward of it
+        self._caught: BaseException | None = None  # what the caller of the forward is handling
+        self._direct: nn.Module | None = None  # a unit's module that was called by itself
+
+    # ---- for the engine --------------------------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        """Forgets forwards and a backward that were left half done. All ranks must call it."""
+        self._forget()
+        self._num_forwards = 0
+        reset_iteration(self.module)
+        for unit in self.units.all():
+            unit.show_shards()
+            unit.drop_gradients()
+        self.units.kept.clear()
+
+    def free(self) -> None:
+        """Drops what is gathered. All ranks must call it."""
+        for unit in self.units.all():
+            unit.free()
+
+    def look(self) -> None:
+        """Tells the listener of a backward that raised, if nothing has run since."""
+        self._runs_backward()
+
+    def flush(self) -> None:
+        """Sums what earlier backwards have accumulated. All ranks must call it, outside of forwards and backwards."""
+        self._reduce_rest(())
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Within: every parameter is gathered, and the modules hold the whole ones. Ranks enter and leave it together; what each
+        of them runs meanwhile takes no gathers."""
+        if self._is_held:
+            yield
+            return
+        try:
+            for number, unit in self.units.numbered():
+                unit.free()
+                unit.gather()
+                unit.keep_whole(True)
+                self._hook_gradients(number)
+            self._is_held = True
+            yield
+        finally:
+            self._is_held = False
+            for unit in self.units.all():
+                unit.keep_whole(False)
+                unit.free()
+
+    def gathers(self, number: int | None) -> Callable[[nn.Module], None]:
+        """A call for a module inside a unit (None: the root) that runs and finds shards: another method of the unit was called than
+        its forward, it runs again in a backward, or after the model's forward (which returned a closure or a generator)."""
+        order = weakref.ref(self)
+
+        def gather(module: nn.Module) -> None:
+            found = order()
+            if found is None:
+                return
+            if found._forward is not None and number is not None:
+                found._enter_part(number)
+            elif in_backward():
+                found._reach(number)
+            elif number is None and found._num_forwards and found._root_version == found.units.root.version():
+                found.units.root.lend(module)
+
+        return gather
+
+    # ---- forward ---------------------------------------------------------------------------------------------
+
+    def _before_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._forward is not None or self._runs_backward():
+            self._nested += 1
+            return None
+        args, kwargs = self._begin_forward(self._orders.walk(_forward(), self._pass_forward), module, args, kwargs)
+        if not self._is_held:
+            self.units.begin_forward()
+            self._root_version = self.units.root.version()
+            self._listener.takes(self.units.root, backward=False)
+            self._hook_gradients(None)
+        return args, kwargs
+
+    def _begin_forward(self, walk: Walk, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self._caught = sys.exc_info()[1]
+        self._forward = Forward(self.units, None if self._is_held else walk)
+        return self.units.root.prepare(module, args, kwargs)
+
+    def _after_root(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+        if self._nested:
+            self._nested -= 1
+            return None
+        if self._forward is None:
+            return None
+        if self._has_failed(output):
+            self._leave_failed()
+            return None
+        try:
+            if torch.is_grad_enabled():
+                refuse_changed(self._forward.views)
+                output, _ = hand_out(output, self._reached(None), [])
+            self._end_forward()
+        except BaseException:
+            self._leave_failed()
+            raise
+        return output
+
+    def _end_forward(self) -> None:
+        forward = self._forward
+        assert forward is not None
+        forward.end()
+        self._forward = self._caught = None
+        if forward.walk is not None:
+            if forward.walk.has_agreed:
+                self.units.spanning |= self._orders.of_any_rank(forward.resumed, "units that are entered in parts")
+            self._orders.learn(_forward(), forward.walk, range(len(self.units.inner)), self.units.spanning)
+            self.units.end_forward(with_gradients=forward.has_gradients)
+            # Not those within ``whole``, of which each rank runs as many as it likes.
+            self._num_forwards += forward.has_gradients
+
+    def _before(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._forward is None and (self._runs_backward() or in_backward()):
+            self._reach(number)  # it runs again, from a checkpoint
+            return None
+        if self._forward is None:
+            args, kwargs = self._begin_forward(self._orders.alone(number, self._pass_forward), module, args, kwargs)
+            self._direct = module
+            if not self._is_held:
+                self.units.begin_alone(number)
+        forward = self._forward
+        assert forward is not None
+        if not forward.enter(number, module):
+            return args, kwargs
+        if not self._is_held:
+            self._listener.takes(self.units.inner[number], backward=False)
+        self._hook_gradients(number)
+        return forward.watch_inputs(number, args, kwargs, self._left(number))
+
+    def _enter_part(self, number: int) -> None:
+        """Nobody tells when the unit's method returns, nor what: it is gathered until another unit is, and for its backward."""
+        forward = self._forward
+        assert forward is not None
+        if not forward.enter_part(number):
+            return
+        if not self._is_held:
+            self._listener.takes(self.units.inner[number], backward=False)
+            if torch.is_grad_enabled():
+                self.units.kept.add(number)
+        self._hook_gradients(number)
+
+    def _after(self, number: int, module: nn.Module, _args: Any, output: Any) -> Any:
+        forward = self._forward
+        if forward is None and torch.is_grad_enabled() and self._runs_backward() and not self._has_failed(output):
+            # It ran again: a backward of this run may follow within.
+            output, _ = hand_out(output, self._reached(number), [])
+            return output
+        if forward is None or not forward.is_inside(number):
+            return None
+        has_failed = self._has_failed(output)
+        if has_failed and self._direct is module:
+            self._leave_failed()
+            return None
+        if torch.is_grad_enabled() and not has_failed:
+            output, hides = hand_out(output, self._reached(number), forward.views)
+            if hides and not self._is_held:
+                self.units.kept.add(number)
+        forward.leave(number, module)
+        if self._direct is module:
+            self._direct = None
+            self._end_forward()
+        return output
+
+    def _leave_failed(self) -> None:
+        """After a forward that raised. A caller may catch it and go on: gradients of earlier micro-batches stay."""
+        self._forget()
+        reset_iteration(self.module)
+        if not self._is_held:
+            self.free()
+            self.units.kept.clear()
+
+    def _leave_interrupted(self) -> None:
+        if self._forward is not None:
+            self._leave_failed()
+
+    def _has_failed(self, output: Any) -> bool:
+        """Whether a hook that is always called is called for a forward that raised."""
+        error = sys.exc_info()[1]
+        return output is None and error is not None and error is not self._caught
+
+    def _pass_forward(self, number: int) -> None:
+        """A unit that this rank skips."""
+        assert self._forward is not None
+        self._forward.skip(number)
+        self._listener.takes(self.units.inner[number], backward=False)
+
+    # ---- backward --------------------------------------------------------------------------------------------
+
+    def _reached(self, number: int | None) -> Callable[[Tensor], None]:
+        """A hook on what a unit returned (None: the root). The graph of the forward keeps it, and it the model."""
+        unit = self.units.unit(number)
+        version = unit.version()
+
+        def hook(_grad: Tensor) -> None:
+            refuse_written(unit, version)
+            self._reach(number)
+
+        return hook
+
+    def _left(self, number: int) -> Callable[[], None]:
+        def call() -> None:
+            if self._runs_backward() and self._backward is not None:
+                self._backward.leave(number)
+
+        return call
+
+    def _hook_gradients(self, number: int | None) -> None:
+        """Hooks on parameters hold no model: they are held in C++."""
+        order = weakref.ref(self)
+
+        def hook(_param: Tensor) -> None:
+            found = order()
+            if found is not None:
+                found._reach(number)
+
+        unit = self.units.unit(number)
+        unit.hook_gradients(lambda: hook)
+
+    def _reach(self, number: int | None) -> None:
+        """A backward has come to a unit (None: the root)."""
+        if not self._runs_backward():
+            self._begin_backward(number)
+        if number is not None:
+            assert self._backward is not None
+            self._backward.reach(number)
+
+    def _runs_backward(self) -> bool:
+        """Whether a backward has reached the model and has not ended; one that raised is forgotten."""
+        if self._backward is None:
+            return False
+        if self._ending is not None and self._ending() is not None:
+            return True
+        self._listener.loses_backward()
+        self.abandon()
+        return False
+
+    def _begin_backward(self, number: int | None) -> None:
+        if self._forward is not None:
+            unit = self.units.unit(number)
+            raise UnsupportedError(
+                "a gradient taken inside the model's own forward",
+                why="a unit's parameters are freed when its backward ends, and here forward still needs them",
+                fix='keep the parameters whole on every rank: sw.init("dp_replicate=-1")',
+                name=unit.name or None,
+            )
+
+        def end() -> None:
+            self._end_backward()
+
+        self._ending = weakref.ref(end)  # torch holds it until the backward ends, one way or the other
+        at_end_of_backward(end)
+        self._backward = Backward(
+            self.units,
+            self._orders.walk(f"backward {self._num_forwards}", self._pass_backward),
+            self._reduce,
+            self._hook_gradients,
+        )
+        self._listener.begins_backward()
+        self._backward.begin()
+
+    def _end_backward(self) -> None:
+        backward = self._backward
+        if backward is None:
+            return
+        backward.end()
+        situation = f"backward {self._num_forwards}"
+        self._orders.learn(situation, backward.walk, self._backward_reference(), self.units.spanning)
+        self._reduce_rest(set(backward.walk.taken) - backward.spanned)
+        self._backward, self._ending, self._num_forwards = None, None, 0
+
+    def _pass_backward(self, number: int) -> None:
+        assert self._backward is not None
+        self._backward.skip(number)
+
+    def _reduce(self, number: int) -> None:
+        unit = self.units.inner[number]
+        self._listener.takes(unit, backward=True)
+        unit.reduce()
+
+    def _reduce_rest(self, done: Collection[int]) -> None:
+        """Ends a backward: units that no rank had a turn for may have gradients of earlier micro-batches."""
+        for number in reversed(range(len(self.units.inner))):
+            if number not in done and self.units.inner[number].is_trained:
+                self._reduce(number)
+        root = self.units.root
+        self._listener.takes(root, backward=True)
+        root.reduce()
+        self.units.end_backward()
+
+    def _backward_reference(self) -> list[int]:
+        seen = dict.fromkeys(reversed(self._orders.forward() or range(len(self.units.inner))))
+        return [number for number in seen if self.units.inner[number].is_trained]
+
+
+def _forward() -> str:
+    return "forward" if torch.is_grad_enabled() else "forward without gradients"

@@ -1,0 +1,160 @@
+"""What runs at the edges of a unit: at what goes in, at what comes out, at a whole parameter's gradient."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.errors import UnsupportedError, UsageError
+from shardwise.model.pytrees import map_leaves, tensors_within
+
+__all__ = [
+    "GATHERS",
+    "calls",
+    "gather_parts",
+    "hand_out",
+    "refuse_changed",
+    "refuse_ungathered",
+    "when_left",
+    "zero_of_padding",
+]
+
+GATHERS = "_shardwise_gathers"
+"""Attribute of a module with cut parameters: what to call before its forward runs in a backward, past its hooks."""
+
+
+class _NotAView(torch.autograd.Function):
+    """Identity whose result is no view: same memory, a graph node of its own."""
+
+    @staticmethod
+    def forward(_ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+class _WhenLeft(torch.autograd.Function):
+    """Identity that calls when the gradients of all its results have come."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)  # a tensor that is not used gets none, and what made it either
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        ctx.call()
+        return (None, *grads)
+
+
+def when_left(args: Any, kwargs: Any, call: Callable[[], None]) -> tuple[Any, Any]:
+    """``(args, kwargs)`` of a forward, of which the gradients call ``call`` when backward has left the module."""
+    tensors: list[Tensor] = []
+    map_leaves(lambda x: tensors.append(x) if isinstance(x, Tensor) and x.requires_grad else None, (args, kwargs))
+    if not tensors:
+        return args, kwargs
+    left = iter(_WhenLeft.apply(call, *tensors))
+    return map_leaves(lambda x: next(left) if isinstance(x, Tensor) and x.requires_grad else x, (args, kwargs))
+
+
+Views = list[tuple["weakref.ref[Tensor]", int]]
+"""Tensors in the place of which others were handed out, and their versions then."""
+
+
+def refuse_changed(views: Views) -> None:
+    """Raises UnsupportedError for a tensor that was handed out as another one, changed there in place, and is still held: it has
+    the values of the change and not its history, so that a loss taken from it would have other gradients, without an error."""
+    for view, version in views:
+        tensor = view()
+        if tensor is not None and tensor._version != version:
+            raise UnsupportedError(
+                f"a block's output of shape {tuple(tensor.shape)} that is kept (an attribute, a hook) and changed in place by others",
+                why="what the block returned is a view, which is handed on as a tensor of its own: the one that is kept does not know "
+                "of the change, and gradients through it would be wrong",
+                fix="keep a copy (output.clone()), or let the change make a new tensor: x = x * y and not x *= y",
+            )
+
+
+def hand_out(output: Any, reached: Callable[[Tensor], None], views: Views) -> tuple[Any, bool]:
+    """``output`` of a forward, whose tensors call ``reached`` when a gradient comes to them; and whether something in it may hold
+    tensors that cannot be found (a closure, a generator).
+
+    Views are handed out as tensors that are not: an in-place operation on a view throws its hooks away, a Linear on 3-D input
+    returns one, and ``y = block(x); y += x`` is common. Nothing is copied; ``views`` remembers each, for :func:`refuse_changed`.
+    """
+
+    def each(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(reached)
+            if leaf._is_view():
+                views.append((weakref.ref(leaf), leaf._version))
+                return _NotAView.apply(leaf)
+        return leaf
+
+    output = map_leaves(each, output)
+    others, is_complete = tensors_within(output)
+    for tensor in others:
+        if tensor.requires_grad:
+            tensor.register_hook(reached)
+    return output, not is_complete
+
+
+def calls(method: Callable[[int], None], number: int) -> Callable[[Tensor], None]:
+    """A hook on a parameter that calls a bound method with ``number``; it keeps nothing alive, as hooks live in C++, where a cycle is
+    never freed, and points weakly at no parameter, which ``module.to`` could then not swap."""
+    call = weakref.WeakMethod(method)
+
+    def hook(_tensor: Tensor) -> None:
+        bound = call()
+        if bound is not None:
+            bound(number)
+
+    return hook
+
+
+def zero_of_padding(pads: Callable[[], bool]) -> Callable[[Tensor], Tensor | None]:
+    """A hook on a parameter by which the gradient of a micro-batch counts as 0 while ``pads()``, which must keep nothing alive."""
+
+    def hook(grad: Tensor) -> Tensor | None:
+        return torch.zeros_like(grad) if pads() and grad is not None else None
+
+    return hook
+
+
+def refuse_ungathered(name: str, gathers: Callable[[nn.Module], None]) -> Any:
+    """Before a module inside a unit: refuses a call that did not come through the unit, by which its parameters are
+    gathered (torch's own error speaks of mixed tensors in an operator), unless ``gathers`` can gather them now."""
+
+    def before(module: nn.Module, _args: Any) -> None:
+        if _is_cut(module):
+            gathers(module)
+            if _is_cut(module):
+                raise UsageError(
+                    f"a call of a part of the model, {type(module).__name__}, by itself",
+                    why="its parameters are cut over the ranks, and gathered only while the model's own forward runs",
+                    fix="call model(...) itself, not model.forward(...); for another method (model.encode) parallelize a module whose "
+                    'forward calls it: sw.TaskModel(model, loss, forward=lambda model, batch: model.encode(batch["x"])), with '
+                    "TrainStep(..., loss=None)",
+                    name=name,
+                )
+
+    return before
+
+
+def gather_parts(module: nn.Module) -> None:
+    """Before code of ``module`` runs again in a backward past its hooks: gathers what its parameters lie in, where nothing has yet (the
+    forward returned nothing that a gradient could come to first)."""
+    for child in module.modules():
+        gathers = child.__dict__.get(GATHERS)
+        if gathers is not None and _is_cut(child):
+            gathers(child)
+
+
+def _is_cut(module: nn.Module) -> bool:
+    return any(isinstance(param, DTensor) for param in module._parameters.values())

@@ -1,0 +1,172 @@
+"""Where floating tensors are cast: what goes into the whole model and comes out of it, and at the edges of parts with a
+precision of their own, whose inputs are cast where they begin, outputs back to the dtype around them where they end. Parameters
+are gathered in their dtype; buffers are never cast.
+
+What a part returns and the model hands out as it is, such as the logits of a head in float32, is handed out uncast. What a part
+changes in place of what it is given is written back.
+"""
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardwise._compat import look_in_graph, mark_in_graph
+from shardwise.model import canonical_modules, dtype_of
+from shardwise.model.pytrees import leaves_of, map_leaves
+from shardwise.recipe import Edit, Recipe
+from shardwise.world import World
+
+__all__ = ["apply_precision", "cast_floating_tensors", "cast_root"]
+
+
+def cast_floating_tensors(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with every floating tensor in it cast to ``dtype``."""
+    return map_leaves(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, value)
+
+
+def cast_root(module: nn.Module, recipe: Recipe) -> None:
+    """Casts what goes into the whole model to the dtype it computes in, and what comes out of it to the one asked for."""
+    if recipe.cast_inputs != "none" and recipe.compute is not None:
+        compute = dtype_of(recipe.compute)
+        module.register_forward_pre_hook(
+            lambda _m, args, kwargs: (cast_floating_tensors(args, compute), cast_floating_tensors(kwargs, compute)),
+            with_kwargs=True,
+        )
+    if recipe.output is not None:
+        output = dtype_of(recipe.output)
+        module.register_forward_hook(lambda _m, _a, result: cast_floating_tensors(result, output))
+
+
+def apply_precision(module: nn.Module, edits: Sequence[Edit], world: World) -> None:
+    """Puts the casts on the modules named in ``edits``, in place; after FSDP2's own hooks, which gather a unit for the
+    backward of what it returned and so must see that, not what it is cast to."""
+    modules = dict(canonical_modules(module))
+    leaving, told = _Leaving(), set[str]()
+    for edit in edits:
+        args = edit.args
+        if edit.action == "cast_inputs" and world.is_main:
+            look = _Look(edit.module, dtype_of(args["compute"]), told)
+            modules[edit.module].register_forward_pre_hook(look.before, with_kwargs=True)
+        back = None if args["back"] is None else dtype_of(args["back"])
+        part = _Part(dtype_of(args["compute"]), back, leaving if args["leaves"] else None)
+        modules[edit.module].register_forward_pre_hook(part.enter, with_kwargs=True)
+        modules[edit.module].register_forward_hook(part.leave, with_kwargs=True)
+    if any(edit.args["leaves"] for edit in edits):
+        module.register_forward_pre_hook(leaving.begin, prepend=True)
+        module.register_forward_hook(leaving.end, prepend=True)  # before FSDP2 looks at what the model returns
+
+
+class _Part:
+    """The casts of one part."""
+
+    def __init__(self, compute: torch.dtype, back: torch.dtype | None, leaving: "_Leaving | None"):
+        self._compute, self._back, self._leaving = compute, back, leaving
+        self._casts = WeakIdKeyDictionary()  # cast input -> (input, version of the cast one, None in inference mode)
+
+    def enter(self, _module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        def cast(x: Any) -> Any:
+            if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == self._compute:
+                return x
+            made = x.to(self._compute)
+            if torch.compiler.is_compiling():
+                mark_in_graph(made)
+            else:
+                self._casts[made] = x, None if made.is_inference() else made._version
+            return made
+
+        return map_leaves(cast, args), map_leaves(cast, kwargs)
+
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
+        for x in leaves_of((args, kwargs)):
+            if not torch.compiler.is_compiling():
+                self._write_back(x)
+            elif isinstance(x, Tensor):
+                look_in_graph(module, x)
+        return result if self._back is None else map_leaves(self._cast_back, result)
+
+    def _write_back(self, x: Any) -> None:
+        """A part may have changed its input in place, and what is around it counts on that."""
+        if isinstance(x, Tensor) and x in self._casts:
+            given, version = self._casts.pop(x)
+            if x._version != version if version is not None else not torch.equal(x, given.to(x.dtype)):
+                given.copy_(x)
+
+    def _cast_back(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == self._back:
+            return x
+        cast = x.to(self._back)
+        if self._leaving is not None:
+            self._leaving.note(cast, x)
+        return cast
+
+
+class _Look:
+    """Warns, in the first forward of a unit, of inputs that change when they are cast; of each argument's name once."""
+
+    def __init__(self, unit: str, compute: torch.dtype, told: set[str]):
+        self._unit, self._compute, self._told, self._has_looked = unit, compute, told, False
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._has_looked or torch.compiler.is_compiling():
+            return
+        self._has_looked = True
+        names: list[str] = []
+        with contextlib.suppress(ValueError, TypeError):  # the class's: a block that runs again has another on itself
+            names = [*inspect.signature(type(module).forward).parameters][1:]
+        given = {names[i] if i < len(names) else f"argument {i}": value for i, value in enumerate(args)} | kwargs
+        for name, value in given.items():
+            if name in self._told:
+                continue
+            changes = [found for x in leaves_of(value) if (found := self._change(x)) is not None]
+            if changes:
+                change, dtype, size = max(changes)
+                self._told.add(name)
+                warnings.warn(
+                    f"cast_inputs='units' casts the input {name!r} of unit {self._unit!r} from {dtype} to "
+                    f"{str(self._compute).removeprefix('torch.')}: values change by up to {change:.2g} (the largest is {size:.4g}). "
+                    "cast_inputs='root' casts nothing inside of the model",
+                    stacklevel=2,
+                )
+
+    def _change(self, x: Any) -> tuple[float, str, float] | None:
+        """By how much casting changes it, its dtype and its largest finite value; None where it does not."""
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.is_meta or not x.numel():
+            return None
+        x = x.detach()
+        back = x.to(self._compute).to(x.dtype)
+        off = torch.where((x == back) | x.isnan(), 0, (x - back).abs()).max().item()
+        size = x.abs().nan_to_num(0, posinf=0).max().item()
+        return (off, str(x.dtype).removeprefix("torch."), size) if off else None
+
+
+class _Leaving:
+    """What parts outside of the blocks returned in this forward, cast and as it was."""
+
+    def __init__(self) -> None:
+        self._exact: dict[int, tuple[Tensor, Tensor, Tensor | int]] = {}
+        self._runs = False
+
+    def begin(self, _module: nn.Module, _args: Any) -> None:
+        self._exact, self._runs = {}, True
+
+    def note(self, cast: Tensor, exact: Tensor) -> None:
+        if self._runs:  # the first is held too, so that its id is not given away
+            self._exact[id(cast)] = cast, exact, cast.clone() if cast.is_inference() else cast._version
+
+    def end(self, _module: nn.Module, _args: Any, result: Any) -> Any:
+        known, self._exact, self._runs = self._exact, {}, False
+
+        def uncast(x: Any) -> Any:
+            if id(x) not in known:
+                return x
+            _, exact, before = known[id(x)]
+            same = x._version == before if isinstance(before, int) else torch.equal(x, before)
+            return exact if same else x.to(exact.dtype)  # ``logits += bias`` counts
+
+        return map_leaves(uncast, result)

@@ -1,0 +1,293 @@
+"""Activation checkpointing: a block keeps its inputs, and runs again in backward. Its names, class and hooks stay.
+
+The block's ``forward`` is replaced on the object, inside all hooks: what DDP and FSDP2 do around a block is done once, and
+the second run gets the inputs as they were cast, and parameters gathered by the unit's own backward.
+
+The second run must be the first over again, or gradients are silently wrong. The first 16 times a block does so, and the 32nd,
+64th, 128th..., the results of both are compared. And it is given the same random numbers (of torch, numpy and Python, and of generators that
+its modules keep or it is handed), the same buffers (a spectral norm reads what it writes; batch norm would count a batch
+twice), and results that depend on equal values or on the device's order (top-k routing, copies to the host) are kept, not
+made again. In a compiled block the graph holds both runs, and buffers cannot be put back: see :mod:`shardwise.techniques.compile.write_check`.
+"""
+
+import contextlib
+import functools
+import random
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError, checkpoint, create_selective_checkpoint_contexts
+
+from shardwise._compat import (
+    StopRecomputation,
+    checkpointed,
+    function_modes,
+    tree_flatten,
+    tree_unflatten,
+)
+from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
+from shardwise.model import canonical_modules
+from shardwise.model.pytrees import leaves_of
+from shardwise.recipe import Edit
+from shardwise.techniques.edges import gather_parts
+from shardwise.techniques.remat.operators import keep_policy
+from shardwise.techniques.remat.recomputation_check import are_alike, digest_of_result
+from shardwise.world import World, is_generator, snapshot
+
+__all__ = ["apply_remat", "check_remat", "explain_remat"]
+
+_FIRST = 16  # so many runs of a block are compared with their repetition, and then each at a power of two
+_STATE, _SECOND = "_shardwise_remat", "_shardwise_second_run"
+
+
+def check_remat(module: nn.Module, edits: Sequence[Edit], world: World) -> None:
+    """Raises what cannot be carried out, by name, before anything is changed."""
+    modules = dict(canonical_modules(module))
+    for edit in edits:
+        if edit.args.get("offload") and world.device.type != "cuda":
+            raise UnsupportedError(
+                f"Remat(offload=True) on {world.device.type}",
+                why="what a block keeps lies in host memory already, so a copy of it would only cost memory",
+                fix="leave offload out, or run on cuda",
+                name=edit.module,
+            )
+        if edit.args["mode"] == "selective" and any(isinstance(m, nn.RNNBase) for m in modules[edit.module].modules()):
+            raise UnsupportedError(
+                "selective Remat of a block with a recurrent layer",
+                why="recurrent kernels write into the results of their matrix products, which are what selective keeps",
+                fix='use Remat(mode="full") for it, or name other targets',
+                name=edit.module,
+            )
+        _contexts(tuple(edit.args.get("save", ())))
+        own = next((n for n, child in canonical_modules(modules[edit.module]) if _checkpoints_itself(child)), None)
+        if own is not None:
+            raise UsageError(
+                "Remat of a block that checkpoints itself",
+                why="it would run three times: the model's own gradient checkpointing is on",
+                fix="model.gradient_checkpointing_disable(), or leave remat out",
+                name=f"{edit.module}.{own}" if own else edit.module,
+            )
+
+
+def apply_remat(module: nn.Module, edits: Sequence[Edit], world: World) -> None:
+    """Makes the modules named in ``edits`` run again in backward, in place; those that do already are left alone."""
+    check_remat(module, edits, world)
+    modules = dict(canonical_modules(module))
+    for edit in edits:
+        target = modules[edit.module]
+        if _STATE not in vars(target):
+            kept = tuple(edit.args.get("save", ()))
+            target.__dict__[_STATE] = _State(target, edit.module, _contexts(kept), bool(edit.args.get("offload")))
+            target.forward = types.MethodType(_forward, target)
+
+
+def explain_remat(error: BaseException) -> ShardwiseError | None:
+    """A difference between a block's two runs, in our words; None for any other error."""
+    runs = getattr(error, _SECOND, None) or (checkpointed(error) if isinstance(error, CheckpointError) else None)
+    if not isinstance(runs, _Runs):  # a checkpoint of the user's own
+        return None
+    return UnsupportedError(
+        "Remat of a block whose second run, in backward, differs from its first",
+        why="what backward needs is taken from the second run, and it did not make the same tensors: the block changes what "
+        "it is given (a key/value cache), or depends on something else that has changed since",
+        fix="leave the block out: Remat(targets=...); for Hugging Face models, model.config.use_cache = False",
+        name=runs.state.name,
+    )
+
+
+def _checkpoints_itself(module: nn.Module) -> bool:
+    return bool(getattr(module, "gradient_checkpointing", False)) and module.training
+
+
+# ---- the two runs ----------------------------------------------------------------------------------------------------
+
+
+class _State:
+    """What a block needs to run twice alike."""
+
+    def __init__(self, module: nn.Module, name: str, context_fn: Callable[[], Any] | None, offload: bool):
+        self.name, self.offload = name, offload
+        self.options: dict[str, Any] = {"context_fn": context_fn} if context_fn is not None else {}
+        self.own = vars(module).get("forward")  # a forward that somebody put on the object
+        self.owners = [child for child in module.modules() if child._buffers]
+        self.written: dict[Any, set[Any]] = {}  # which of them train -> buffers that a forward writes
+        self.num_runs = 0
+
+
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Stands in for ``module.forward``."""
+    state: _State = module.__dict__[_STATE]
+    if torch.compiler.is_compiling():
+
+        def run(args: Any, kwargs: Any) -> Any:
+            if state.own is not None:
+                return state.own(*args, **kwargs)
+            return type(module).forward(module, *args, **kwargs)
+
+        return checkpoint(run, args, kwargs, use_reentrant=False, **state.options)
+    if not torch.is_grad_enabled():
+        return _inner(module, state)(*args, **kwargs)
+    # Tensors are handed over one by one: torch finds devices, whose random state it keeps, in positional arguments only.
+    leaves, spec = tree_flatten((args, kwargs))
+    within = [x for leaf in leaves if not isinstance(leaf, Tensor) for x in leaves_of(leaf) if isinstance(x, Tensor)]
+    runs = _Runs(module, state, spec)
+    options: dict[str, Any] = {"early_stop": not runs.is_checked, "preserve_rng_state": True, **state.options}
+    with _in_host_memory() if state.offload else contextlib.nullcontext():
+        return checkpoint(runs, *leaves, *within, use_reentrant=False, **options)
+
+
+def _inner(module: nn.Module, state: _State) -> Callable[..., Any]:
+    return state.own or types.MethodType(type(module).forward, module)
+
+
+class _Runs:
+    """The first run of a block on one set of inputs, and its repetitions."""
+
+    def __init__(self, module: nn.Module, state: _State, spec: Any):
+        self.module, self.state, self.spec = module, state, spec
+        self.buffers: list[tuple[nn.Module, str, Tensor]] | None = None  # as they were before; None: not run yet
+        state.num_runs += 1
+        is_due = state.num_runs <= _FIRST or not state.num_runs & (state.num_runs - 1)
+        self.is_checked = _training(state) not in state.written or is_due  # both runs are compared
+        self.digest: list[Tensor] = []
+        self.numbers = (random.getstate(), np.random.get_state())
+        self.generators: list[tuple[Any, Callable[[], Any]]] = []  # each with what puts it back for the second run
+        self.modes = function_modes()
+
+    def __call__(self, *leaves: Any) -> Any:
+        args, kwargs = tree_unflatten(leaves[: self.spec.num_leaves], self.spec)
+        run = _inner(self.module, self.state)
+        if self.buffers is None:
+            self.generators = [(g, snapshot(g)) for g in _generators(self.module, leaves)]
+            before = _values_before(self.state)
+            output = run(*args, **kwargs)
+            self.buffers = _written(self.state, before)
+            self.digest = digest_of_result(output) if self.is_checked else []
+            return output
+        with _python_numbers(*self.numbers), _buffers_as(self.buffers), contextlib.ExitStack() as modes:
+            for generator, put_back in self.generators:
+                modes.callback(snapshot(generator))
+                put_back()
+            active = function_modes()
+            for mode in self.modes:
+                if not any(mode is other for other in active):
+                    modes.enter_context(mode)
+            try:
+                gather_parts(self.module)
+                output = run(*args, **kwargs)
+                if self.is_checked and not are_alike(self.digest, digest_of_result(output)):
+                    raise RuntimeError("the two runs gave different results")
+                return output
+            except (torch.OutOfMemoryError, ShardwiseError, StopRecomputation):
+                raise
+            except Exception as error:  # what went well the first time
+                if self.is_checked and "has been mutated" in str(error):
+                    raise StopRecomputation from None  # a result changed by the parent: torch says if backward needs it
+                setattr(error, _SECOND, self)
+                raise
+
+
+def _generators(module: nn.Module, leaves: Sequence[Any]) -> list[Any]:
+    """Random generators that the block's modules keep as attributes, or that it is given."""
+    kept = [value for child in module.modules() for value in child.__dict__.values()]
+    return list({id(value): value for value in (*kept, *leaves_of(leaves)) if is_generator(value)}.values())
+
+
+@contextlib.contextmanager
+def _python_numbers(python: Any, numpy: Any) -> Iterator[None]:
+    """Within: Python and numpy draw the numbers they drew in the first run."""
+    now = random.getstate(), np.random.get_state()
+    random.setstate(python)
+    np.random.set_state(numpy)
+    try:
+        yield
+    finally:
+        random.setstate(now[0])
+        np.random.set_state(now[1])
+
+
+@contextlib.contextmanager
+def _buffers_as(buffers: Sequence[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
+    """Within: these buffers have the values of before the first run. What the second run writes to them is dropped."""
+    now = [(owner, attr, owner._buffers.get(attr)) for owner, attr, _ in buffers]
+    for owner, attr, value in buffers:
+        owner._buffers[attr] = value.clone()
+    try:
+        yield
+    finally:
+        for owner, attr, current in now:
+            owner._buffers[attr] = current
+
+
+def _values_before(state: _State) -> list[tuple[nn.Module, str, Tensor, int, Tensor | None]]:
+    """Each buffer with its version and, if a forward may write it, a copy: of all in the first forward, which shows those."""
+    writers = state.written.get(_training(state))
+    return [
+        (owner, attr, b, b._version, b.clone() if writers is None or (owner, attr) in writers else None)
+        for owner in state.owners
+        for attr, b in owner._buffers.items()
+        if b is not None
+    ]
+
+
+def _written(state: _State, before: Sequence[Any]) -> list[tuple[nn.Module, str, Tensor]]:
+    """The buffers that the forward wrote, with their values from before."""
+    known = state.written.get(_training(state))
+    writers = state.written.setdefault(_training(state), set())
+    for owner, attr, buffer, version, copy in before:
+        replaced = owner._buffers.get(attr) is not buffer
+        if (owner, attr) in writers or not (
+            replaced
+            or buffer._version != version
+            or (known is None and copy is not None and not torch.equal(copy, buffer))
+        ):
+            continue
+        writers.add((owner, attr))
+        if copy is None and buffer._version != version:
+            raise UnsupportedError(
+                f"Remat of a block that writes its buffer {attr!r} in some forwards only",
+                why="its value from before is needed to run the block again, and was not kept: earlier forwards left it alone",
+                fix="leave the block out: Remat(targets=...)",
+                name=state.name,
+            )
+    return [
+        (owner, attr, buffer if copy is None else copy)
+        for owner, attr, buffer, _, copy in before
+        if (owner, attr) in writers
+    ]
+
+
+def _training(state: _State) -> tuple[bool, ...]:
+    return tuple(owner.training for owner in state.owners)
+
+
+# ---- what is kept ----------------------------------------------------------------------------------------------------
+
+
+def _in_host_memory() -> contextlib.AbstractContextManager[None]:
+    """Within: inputs that a block keeps are moved to page-locked host memory until they are needed."""
+    return torch.autograd.graph.saved_tensors_hooks(_to_host, _from_host)
+
+
+def _to_host(tensor: Tensor) -> Any:
+    if tensor.device.type == "cpu" or not tensor.is_floating_point() or isinstance(tensor, nn.Parameter):
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return tensor.device, host.copy_(tensor, non_blocking=True)
+
+
+def _from_host(kept: Any) -> Tensor:
+    return kept if isinstance(kept, Tensor) else kept[1].to(kept[0], non_blocking=True)
+
+
+@functools.cache
+def _contexts(save: tuple[str, ...]) -> Callable[[], Any] | None:
+    """What ``checkpoint`` calls to keep the results of the operators in ``save``; None: it keeps none. One object for equal
+    arguments, so that compiled blocks share a graph."""
+    if not save:
+        return None
+    return functools.partial(create_selective_checkpoint_contexts, keep_policy(save))

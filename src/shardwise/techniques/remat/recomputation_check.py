@@ -1,0 +1,39 @@
+"""Whether two runs of a block gave the same, told without keeping what they gave."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise._compat import unseen
+from shardwise.model.pytrees import leaves_of
+
+__all__ = ["are_alike", "digest_of_result"]
+
+
+def digest_of_result(output: Any) -> list[Tensor]:
+    """Of each floating tensor of a block's result its sum, its sum of squares, and by how much (relative to its norm) kernels may
+    differ that add in no fixed order: what tells two runs apart without keeping the result. A mask drawn anew moves the sum
+    by about its share of the norm, however large the rest is."""
+    found = [t.detach() for t in leaves_of(output) if isinstance(t, Tensor) and t.is_floating_point()]
+    with unseen():  # selective keeps count of the operators of both runs
+        return [
+            torch.stack([t.sum(dtype=torch.float64), t.double().square().sum(), _tolerance(t)])
+            for t in found
+            if t.numel()
+        ]
+
+
+def _tolerance(tensor: Tensor) -> Tensor:
+    size = min(1e-2, 1e3 * torch.finfo(tensor.dtype).eps)
+    return torch.full((), size, dtype=torch.float64, device=tensor.device)
+
+
+def are_alike(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    """Whether two digests are of equal results, but for the order in which kernels add. What is not finite is the step's to tell."""
+    with unseen():
+        return len(first) == len(second) and all(
+            not bool(a.isfinite().all()) or bool(((a - b)[:2].abs() <= a[2] * torch.stack([a[1].sqrt(), a[1]])).all())
+            for a, b in zip(first, second, strict=True)
+        )

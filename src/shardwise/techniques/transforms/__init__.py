@@ -1,0 +1,1 @@
+"""Your own changes of a module, made before it is read and sharded."""

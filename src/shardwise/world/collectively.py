@@ -1,0 +1,95 @@
+"""One rank's trouble is told to all: a step that each rank takes for itself, and that counts only if all of them could."""
+
+import copy
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from shardwise.errors import CheckpointError, RankError, ShardwiseError
+from shardwise.world.agreement import Agreement, digest_of
+
+__all__ = ["Peers", "collectively"]
+
+T = TypeVar("T")
+
+
+class Peers(Protocol):
+    """Ranks that act together, as one of them sees them: a world, or what goes on beside it."""
+
+    rank: int
+    size: int
+    agreement: Agreement
+
+    @property
+    def is_main(self) -> bool: ...
+
+
+def collectively(
+    world: Peers,
+    place: str,
+    act: Callable[[], T],
+    *,
+    on_main: bool = False,
+    same: Callable[[T], str] | None = None,
+    differ: ShardwiseError | None = None,
+) -> T:
+    """What ``act`` returns on this rank, once every rank's has returned. All ranks must call it.
+
+    Args:
+        world: the ranks.
+        place: what is done, for messages.
+        act: may raise anything; what is neither a :class:`ShardwiseError` nor an OSError is raised as it is on this rank, and
+            the others are told.
+        on_main: rank 0 alone acts; None elsewhere.
+        same: a text that has to be equal on all ranks.
+        differ: raised where it is not.
+
+    Raises:
+        ShardwiseError: on every rank, the error of the first rank that failed, with its number if others did not.
+    """
+    problem: ShardwiseError | None = None
+    unforeseen: Exception | None = None
+    result: T | None = None
+    try:
+        result = act() if world.is_main or not on_main else None
+    except ShardwiseError as error:
+        problem = error
+    except OSError as error:
+        problem = CheckpointError(
+            str(error.filename or place),
+            why=f"{place} failed: {error.strerror or error}",
+            fix="look whether the disk is full, whether the path is there, and whether you may use it",
+        )
+        problem.__cause__ = error
+    except Exception as error:  # the others must not wait for a rank that has a fault of its own
+        unforeseen = error
+        problem = RankError(
+            f"rank {world.rank} failed at {place}",
+            why=f"{type(error).__name__}: {error}"[:300],
+            fix="look at that rank's traceback",
+            ranks=(world.rank,),
+        )
+    text = same(result) if same is not None and result is not None else ""
+    agreement = world.agreement
+    summed = agreement.sum({"failed": float(problem is not None), "same": agreement.same(digest_of(text))}, place)
+    if float(summed["failed"]):
+        told = agreement.gather(problem, f"{place}, naming who failed")
+        if unforeseen is not None:
+            raise unforeseen
+        raise _first(told, problem, world.rank, on_main)
+    if differ is not None and not agreement.all_same(summed["same"]):
+        raise differ
+    return result  # type: ignore[return-value]
+
+
+def _first(
+    problems: list[ShardwiseError | None], own: ShardwiseError | None, rank: int, on_main: bool
+) -> ShardwiseError:
+    number, first = next((number, problem) for number, problem in enumerate(problems) if problem is not None)
+    if rank == number and own is not None:
+        first = own  # with its cause and its place in the code
+    if on_main or all(problem is not None and str(problem) == str(first) for problem in problems):
+        return first
+    told = copy.copy(first)
+    told.given = f"{first.given} (on rank {number})"
+    told.__cause__ = first.__cause__
+    return told

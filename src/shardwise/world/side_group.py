@@ -1,0 +1,48 @@
+"""Talking beside the training: the same ranks in a group of their own, for a thread that works while the next steps run."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.world.agreement import Agreement
+from shardwise.world.init import World
+
+__all__ = ["SideGroup"]
+
+
+class SideGroup:
+    """The ranks of a world, as one thread beside the training sees them. All ranks must make it; only that thread may use it.
+
+    It is not watched: the training's own exchanges name a lost rank, and what waits here ends with the group's connection,
+    or after the world's timeout.
+    """
+
+    def __init__(self, world: World):
+        self.rank, self.size = world.rank, world.size
+        group: Any = dist.group.WORLD
+        if not world.agreement.is_alone:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout_s))
+        self._group = group if not world.agreement.is_alone else None
+        self.agreement = Agreement(
+            world.size,
+            world.rank,
+            group=group,
+            device=torch.device("cpu"),
+            timeout_s=world.timeout_s,
+            watch=None,
+            is_fake=world.agreement.is_alone,
+        )
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0."""
+        return self.rank == 0
+
+    def close(self) -> None:
+        """Gives the group back. All ranks must call it, while the world is open."""
+        self.agreement.is_open = False
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
