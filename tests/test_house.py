@@ -19,6 +19,27 @@ def test_the_house_stands():
     assert house.faults(SRC / "shardwise") == []
 
 
+def test_no_file_imports_itself_by_way_of_others():
+    assert house.circles(house.importers(SRC / "shardwise")) == []
+
+
+def test_a_circle_is_found(tmp_path):
+    files = {
+        "step/__init__.py": "",
+        "step/a.py": "from shardwise.step import b\n",
+        "step/b.py": "def f():\n    from shardwise.step.c import g\n",
+        "step/c.py": "import shardwise.step.a\n",
+        "step/d.py": "from shardwise.step.a import x\n",
+    }
+    for file, text in files.items():
+        build(tmp_path, file, text)
+    importing = house.importers(tmp_path / "shardwise")
+    assert house.circles(importing) == [{f"shardwise.step.{name}" for name in "abc"}]
+    assert importing["shardwise.step.a"] == {"shardwise.step.c", "shardwise.step.d"}
+    assert importing["shardwise.step.__init__"] == set()
+    assert "circles of files: 1" in house.report(tmp_path / "shardwise")
+
+
 def torch_free_modules():
     paths = [path for path in sorted((SRC / "shardwise").rglob("*.py")) if path.name != "__main__.py"]
     modules = [path.relative_to(SRC).with_suffix("").parts for path in paths]

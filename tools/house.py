@@ -6,14 +6,16 @@ imported by nothing beside them in it. ``if TYPE_CHECKING:`` imports cost nothin
 let through::
 
     python tools/house.py            # exit 1, with a line per fault
+    python tools/house.py --report   # and how large it is, room by room; circles of files; files with one importer
 """
 
+import argparse
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-__all__ = ["ORDER", "TORCH_FREE", "faults", "main"]
+__all__ = ["ORDER", "TORCH_FREE", "circles", "faults", "importers", "main", "report"]
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -167,9 +169,89 @@ def _imported(node: ast.Import | ast.ImportFrom, module: tuple[str, ...]) -> lis
     return [f"{base}.{alias.name}" if base in above else base for alias in node.names]
 
 
+def importers(package: Path) -> dict[str, set[str]]:
+    """Module -> the modules that import it when they run, wherever the import stands."""
+    modules = {".".join(path.relative_to(package.parent).with_suffix("").parts): path for path in package.rglob("*.py")}
+    found: dict[str, set[str]] = {name: set() for name in modules}
+    for name, path in modules.items():
+        for node in _nodes(ast.parse(path.read_bytes())):
+            if not isinstance(node, ast.Import | ast.ImportFrom):
+                continue
+            for target in _targets(node, modules):
+                if target != name:
+                    found[target].add(name)
+    return found
+
+
+def _targets(node: ast.Import | ast.ImportFrom, modules: Mapping[str, Path]) -> Iterator[str]:
+    """The modules that a statement imports: a folder's ``__init__`` only for names that are no files in it."""
+    base = "" if isinstance(node, ast.Import) else f"{node.module}."
+    for alias in node.names:
+        for target in (f"{base}{alias.name}", base.rstrip(".")):
+            known = next((each for each in (target, f"{target}.__init__") if each in modules), None)
+            if known:
+                yield known
+                break
+
+
+def circles(importing: Mapping[str, set[str]]) -> list[set[str]]:
+    """Sets of modules of which each imports the others, by way of others or at once: Tarjan's strongly connected components."""
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    path: list[str] = []
+    found: list[set[str]] = []
+
+    def visit(name: str) -> None:
+        number[name] = lowest[name] = len(number)
+        path.append(name)
+        for other in sorted(importing.get(name, ())):
+            if other not in number:
+                visit(other)
+            if other in path:
+                lowest[name] = min(lowest[name], lowest[other])
+        if lowest[name] == number[name]:
+            circle = set(path[path.index(name) :])
+            del path[path.index(name) :]
+            if len(circle) > 1:
+                found.append(circle)
+
+    for name in sorted(importing):
+        if name not in number:
+            visit(name)
+    return found
+
+
+def report(package: Path) -> str:
+    """How large the house is, room by room, in files and lines; circles of files; files that one other imports."""
+    rows = []
+    for room in (*(room for row in ORDER for room in row), *FACES):
+        files = [*(package / room).rglob("*.py")] or [*package.glob(f"{room}.py")]
+        if files:
+            lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+            rows.append((room, len(files), lines))
+    importing = importers(package)
+    lonely = sum(len(others) == 1 for name, others in importing.items() if not name.endswith("__init__"))
+    return "\n".join(
+        [
+            f"{'room':12} {'files':>6} {'lines':>7}",
+            *(f"{room:12} {files:6} {lines:7,}" for room, files, lines in rows),
+            f"{'in all':12} {sum(row[1] for row in rows):6} {sum(row[2] for row in rows):7,}",
+            "",
+            f"imports that point up: {len(faults(package))}",
+            f"circles of files: {len(circles(importing))}",
+            f"files with one importer: {lonely}",
+        ]
+    )
+
+
 def main() -> int:
     """Check this repository. Returns the exit status."""
-    found = faults(ROOT / "src" / "shardwise")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--report", action="store_true", help="print how large it is, too")
+    package = ROOT / "src" / "shardwise"
+    if parser.parse_args().report:
+        print(report(package))
+    found = faults(package)
     for fault in found:
         print(fault, file=sys.stderr)
     return 1 if found else 0

@@ -1,0 +1,66 @@
+"""The tools that compare a change of structure with the commit before it see what they are there to see."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOLS = Path(__file__).resolve().parents[1] / "tools"
+
+
+@pytest.fixture
+def tool(monkeypatch):
+    monkeypatch.syspath_prepend(TOOLS)
+    return importlib.import_module
+
+
+def test_every_difference_of_two_records_has_its_place(tool):
+    before = {"loss": "0x1", "calls": [["gather", 8], ["sum", 4]], "gone": 1, "params": {"w": "ab", "b": "cd"}}
+    after = {"loss": "0x1", "calls": [["gather", 8], ["sum", 2]], "params": {"w": "ab", "b": "ce"}, "new": 2}
+    found = dict(tool("replay").differences(before, after))
+    assert list(found) == ["calls [1] [1]", "gone", "new", "params / b"]
+    assert found["gone"] == "is gone: it was 1" and found["new"] == "is new: 2"
+    assert not [*tool("replay").differences(before, before)]
+    assert [*tool("replay").differences([1, 2], [1])] == [("", "[1, 2] became [1]")]
+
+
+def test_an_unexplained_difference_fails_and_an_explained_one_does_not(tool, monkeypatch, capsys):
+    replay = tool("replay")
+    assert replay.compare("public", {"a": 1}, {"a": 2}) == ["a"]
+    monkeypatch.setitem(replay.EXPLAINED, "public / a", "meant")
+    assert replay.compare("public", {"a": 1}, {"a": 2}) == []
+    monkeypatch.setitem(replay.MOVED, "public", lambda fact: fact + 1)
+    assert replay.compare("public", {"b": 1}, {"b": 2}) == []
+    assert "1 differences, 1 of them explained" in capsys.readouterr().out
+
+
+def test_errors_of_any_process_are_written_down(tmp_path):
+    program = "import subprocess, sys, shardwise.errors as e\ne.LayoutError('g', why='w', fix='f')\n"
+    program += "if len(sys.argv) < 2: subprocess.run([sys.executable, '-c', sys.orig_argv[2], 'again'], check=True)\n"
+    src = TOOLS.parent / "src"
+    env = os.environ | {
+        "PYTHONPATH": f"{TOOLS / 'replay_hook'}{os.pathsep}{src}",
+        "SHARDWISE_REPLAY_ERRORS": str(tmp_path),
+    }
+    subprocess.run([sys.executable, "-c", program], env=env, check=True, timeout=60)
+    lines = [json.loads(line) for file in tmp_path.glob("*.jsonl") for line in file.read_text().splitlines()]
+    assert lines == [["LayoutError", "g", "g\n  why: w\n  fix: f"]] * 2 and len([*tmp_path.glob("*.jsonl")]) == 2
+
+
+def test_what_moved_is_found_and_what_changed_besides_is_seen(tool):
+    moved = tool("moved")
+    old = "from shardwise.state.together import together\nfrom shardwise.train import job, space\n\n"
+    old += "def f(put):\n    return together(put, space.free(job))  # see :func:`shardwise.state.together.together`\n"
+    new = moved.rewritten(old)
+    assert "from shardwise.world.collectively import collectively\n" in new
+    assert "from shardwise.run import disk_space" in new and "collectively(put, disk_space.free(job))" in new
+    assert "shardwise.world.collectively.collectively" in new
+    same = "from shardwise.run import disk_space, job\n" + new.split("\n", 1)[1].replace("# see", "#  look at")
+    assert moved.syntax(new.replace("free(job)", "free( job )")) == moved.syntax(new) != moved.syntax(old)
+    assert moved.syntax(same.replace("free(job)", "free(job, 1)")) != moved.syntax(same)
+    assert moved.moved_path("src/shardwise/parallel/ddp.py") == "src/shardwise/techniques/data/replicas.py"
+    assert moved.moved_path("src/shardwise/train/__init__.py") == "src/shardwise/run/__init__.py"
