@@ -231,11 +231,16 @@ def errors() -> Record:
         for file in Path(folder).glob("*.jsonl"):
             for line in file.read_text(encoding="utf-8").splitlines():
                 kind, given, text = json.loads(line)
+                if _LOST.match(given):  # which ranks are left to say so, and what they were at, is a matter of time
+                    continue
                 found.setdefault(f"{kind}: {_numberless(given)}", set()).add(_numberless(text))
     summary = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr[-500:]
     if done.returncode:
         raise RuntimeError(f"the tests of misuse are not green, so that their errors say nothing: {summary}")
     return {given: sorted(texts) for given, texts in found.items()}
+
+
+_LOST = re.compile(r"rank \d+ was (lost|given up)|ranks [\d, ]+ (were|wait)")
 
 
 def _numberless(text: str) -> str:

@@ -99,6 +99,7 @@ PAGES = {
         Page(
             "docs/units.md", "python tools/units_table.py --write", (*_src("model", "recipe"), "tools/units_table.py")
         ),
+        Page("docs/mutants.md", "python tools/mutants.py --write", ("src/shardwise", "tools/mutants.py")),
     )
 }
 

@@ -1,0 +1,1431 @@
+"""Breaks the library on purpose, in one small way at a time, and says which of the breaks the tests notice.
+
+    python tools/mutants.py --check          # is every snippet still there, once? (seconds, without torch)
+    python tools/mutants.py --list           # names, and what each would do to a user
+    python tools/mutants.py --only clip-scaled-gradients
+    python tools/mutants.py --write          # all of them, into docs/mutants.md (most of an hour on 2 cores)
+
+A mutant is found by its text and not by its path: files and names may move, and what it breaks is still there. It is applied
+in a copy of the tree as git sees it, uncommitted work and all, and the tests named beside it run there. It counts as killed
+where a test fails, and also where it hangs for five minutes; a name that is not there or an import that fails is no kill, but
+a mutant that is badly written.
+"""
+
+import argparse
+import ast
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+__all__ = ["EQUIVALENT", "MUTANTS", "Mutant", "Outcome", "main", "misplaced", "room_of", "sources"]
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = Path("src/shardwise")
+PAGE = "docs/mutants.md"
+LIMIT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One break.
+
+    Attributes:
+        name: by which it is asked for.
+        before: text that occurs once in the whole package.
+        after: what is put in its place.
+        tests: arguments of pytest, as a shell would read them: what is to notice it, as little as does.
+        why: what it would do to a user, who is told nothing.
+    """
+
+    name: str
+    before: str
+    after: str
+    tests: str
+    why: str
+
+
+_SELF = "        "  # the indentation of a method's first line
+
+MUTANTS: tuple[Mutant, ...] = (
+    # ---- world -----------------------------------------------------------------------------------------------------
+    Mutant(
+        "equality-of-one-part",
+        "return all(self.size * square == total * total",
+        "return any(self.size * square == total * total",
+        "tests/world/test_world.py -k exchange_sums_and_tells_equality",
+        "ranks that bring different numbers are taken for equal",
+    ),
+    Mutant(
+        "slot-of-rank-0",
+        "found[self.rank] = value",
+        "found[0] = value",
+        "tests/train/test_optim_clip.py -k norm_and_clipped_gradients",
+        "the largest gradient element of several ranks is their sum",
+    ),
+    Mutant(
+        "models-never-compared",
+        'if agreement.all_same(summed["digest"]):',
+        'if agreement.all_same(summed["digest"]) or summed:',
+        "tests/world/test_world.py -k 'ranks_with_different_models or ranks_started_differently'",
+        "ranks that were started differently, or built different models, train on",
+    ),
+    Mutant(
+        "mean-of-buffers-not-divided",
+        "wire /= self.size",
+        "wire /= 1",
+        "tests/train/test_exchange.py",
+        "running statistics that should be a mean over ranks are a sum",
+    ),
+    Mutant(
+        "buffers-of-the-last-rank",
+        "return dist.broadcast(bits, src=0,",
+        "return dist.broadcast(bits, src=self.size - 1,",
+        "tests/train/test_exchange.py tests/train/test_silent.py -k buffer",
+        "buffers of rank 0 are overwritten by those of the last rank",
+    ),
+    Mutant(
+        "gathered-with-its-padding",
+        "torch.cat([part.narrow(dim, 0, size)",
+        "torch.cat([part.narrow(dim, 0, longest)",
+        "tests/world/test_world.py -k axes_of_four_ranks",
+        "a gather of unequal tensors has rows of zeros between them",
+    ),
+    Mutant(
+        "every-rank-draws-the-same",
+        'own = seed if rank == 0 else derive_seed(seed, "rank", rank)',
+        "own = seed",
+        "tests/train/test_streams.py tests/parallel/test_init_rank0.py",
+        "code of the user's own draws the same random numbers on every rank",
+    ),
+    Mutant(
+        "torch-stream-not-put-back",
+        "torch.set_rng_state(before)",
+        "pass",
+        "tests/train/test_streams.py",
+        "a forward leaves torch's random numbers elsewhere than before it",
+    ),
+    Mutant(
+        "generators-share-a-stream",
+        "stack.enter_context(_forked(generator, derive_seed(seed, name)))",
+        "stack.enter_context(_forked(generator, seed))",
+        "tests/train/test_streams.py",
+        "two generators that modules keep draw the same numbers",
+    ),
+    Mutant(
+        "crossed-by-one-old-beat",
+        "is_anew = all(beat.has_left or",
+        "is_anew = any(beat.has_left or",
+        "tests/world/test_connections.py -k only_if_all_say_so_anew",
+        "ranks that are only late are said to wait for each other for ever",
+    ),
+    Mutant(
+        "those-who-wait-are-blamed",
+        "for rank, beat in beats.items() if beat.waits != what}",
+        "for rank, beat in beats.items() if beat.waits == what}",
+        "tests/world/test_connections.py -k who_is_missing",
+        "the ranks that wait as they should are named as the ones that did not come",
+    ),
+    Mutant(
+        "failure-without-a-word",
+        "self.watch.failed(error)",
+        "pass",
+        "tests/world/test_lost_ranks.py -k 'out_of_memory or word_of'",
+        "a rank that fails leaves no word, and the others name something else as the cause",
+    ),
+    Mutant(
+        "closed-world-still-answers",
+        "if not self.is_open:",
+        "if self.is_open is None:",
+        "tests/test_bad_input.py -k world_was_closed",
+        "calls in a world that was closed hang or answer by themselves",
+    ),
+    # ---- parallel: shards ------------------------------------------------------------------------------------------
+    Mutant(
+        "shards-averaged",
+        "child.set_gradient_divide_factor(1.0)",
+        "pass",
+        "'tests/verify/test_parity.py::test_sharded_equals_one_process[reference-fsdp-4-acc3-clip-default]'",
+        "gradients of ranks are averaged, not summed",
+    ),
+    Mutant(
+        "unused-parameters-not-reduced",
+        "child.set_reduce_scatter_unused_params(True, recurse=False)",
+        "pass",
+        "tests/parallel/test_traps_sharding.py -k 'none_zero or experts'",
+        "ranks that used other parameters exchange gradients of different ones",
+    ),
+    Mutant(
+        "always-resharded",
+        "reshard_after_forward=is_over_some or unit.reshard,",
+        "reshard_after_forward=True,",
+        "'tests/parallel/test_knobs.py::test_a_knob_leaves_the_numbers_and_shows[0-2]'",
+        "reshard_after_forward=False and reshard_every have no effect",
+    ),
+    Mutant(
+        "memory-pinned-anyway",
+        'CPUOffloadPolicy(pin_memory=recipe.pin_memory and world.device.type != "cpu")',
+        'CPUOffloadPolicy(pin_memory=world.device.type != "cpu")',
+        "tests/parallel/test_knobs.py -k accelerator",
+        "pin_memory=False has no effect, and a host runs out of page-locked memory",
+    ),
+    Mutant(
+        "reduced-as-computed",
+        "reduce_dtype=dtype_of(group.reduce) if group.reduce else None,",
+        "reduce_dtype=None,",
+        "tests/parallel/test_precision.py -k gradients_are_summed_in_fp32",
+        "gradients are summed in bfloat16 though float32 was asked for",
+    ),
+    Mutant(
+        "recurrent-weights-flattened",
+        "    _leave_unflattened(module)\n    return",
+        "    return",
+        "tests/parallel/test_own_loops.py -k unflattened",
+        "on an accelerator recurrent layers compute with the weights of the first step for ever",
+    ),
+    Mutant(
+        "used-not-noted",
+        "self._used[positions[i]] = 1",
+        "self._used[positions[i]] = 0",
+        "'tests/verify/test_parity.py::test_sharded_equals_one_process[reference-fsdp-4-acc3-clip-default]'",
+        "the gradients of sharded parameters are dropped before the step",
+    ),
+    Mutant(
+        "sync-in-every-micro-batch",
+        "self.root.set_requires_gradient_sync(sync or bool(each))",
+        "self.root.set_requires_gradient_sync(True)",
+        "tests/parallel/test_traps_sharding.py -k no_traffic_while_gradients_accumulate",
+        "gradients travel at every micro-batch, and accumulation costs as much as steps",
+    ),
+    Mutant(
+        "sync-option-ignored",
+        'self.root.set_requires_gradient_sync(sync or bool(each))  # type: ignore[operator]\n        if each == "reduce_scatter":',
+        'self.root.set_requires_gradient_sync(sync)  # type: ignore[operator]\n        if each == "reduce_scatter":',
+        "'tests/parallel/test_knobs.py::test_a_knob_leaves_the_numbers_and_shows[6-2]'",
+        "sync_every_microbatch has no effect, and whole gradients stay in memory",
+    ),
+    Mutant(
+        "used-of-the-last-window",
+        "self._in_window, self._has_lost = True, False\n        self._used.zero_()",
+        "self._in_window, self._has_lost = True, False",
+        "tests/parallel/test_traps_sharding.py tests/parallel/test_skipping.py tests/parallel/test_loops.py -k 'none or unused or used or skip'",
+        "a parameter that is not used any more gets zeros, and decays by the optimizer's weight decay",
+    ),
+    Mutant(
+        "norm-counts-replicas",
+        "strict=True) if ranks[0] == self.world.rank]",
+        "strict=True) if self.world.rank in ranks]",
+        "'tests/verify/test_parity.py::test_sharded_equals_one_process[reference-hsdp-2x2-acc1-clip-blocks]'",
+        "the gradient norm counts each replica's copy, so gradients are clipped too much",
+    ),
+    # ---- parallel: units and their order ---------------------------------------------------------------------------
+    Mutant(
+        "gathered-before-the-step",
+        "if not unit.is_free and number not in self.kept:\n                unit.free()\n        self.earlier = set(self.kept)",
+        "if not unit.is_free and number not in self.kept:\n                pass\n        self.earlier = set(self.kept)",
+        "tests/parallel/test_identity.py -k kept_of_a_models_parameters",
+        "a forward computes with weights from before the last step",
+    ),
+    Mutant(
+        "no-prefetch-in-forward",
+        "self._prefetch(self.ahead.get(number, []), backward=False)",
+        "self._prefetch([], backward=False)",
+        "'tests/parallel/test_knobs.py::test_a_knob_leaves_the_numbers_and_shows[9-2]'",
+        "Prefetch(forward=1) has no effect",
+    ),
+    Mutant(
+        "no-prefetch-in-backward",
+        "self.behind.get(number, [] if upcoming is None else [upcoming])",
+        "self.behind.get(number, [])",
+        "'tests/parallel/test_knobs.py::test_a_knob_leaves_the_numbers_and_shows[10-2]'",
+        "backward gathers no unit ahead, and waits for each",
+    ),
+    Mutant(
+        "skipped-units-not-summed",
+        "for number in reversed(range(len(self.units.inner))):",
+        "for number in ():",
+        "tests/parallel/test_skipping.py tests/parallel/test_own_loops.py -k 'ranks_skip or last_micro_batch'",
+        "gradients of earlier micro-batches are lost where the last one skipped a block",
+    ),
+    Mutant(
+        "written-before-backward",
+        _SELF + "    refuse_written(unit, version)\n",
+        "",
+        "tests/parallel/test_identity.py tests/parallel/test_own_loops.py -k 'before_its or between_a_forward'",
+        "a backward after an optimizer step mixes the values of before and after it",
+    ),
+    Mutant(
+        "order-without-what-nobody-ran",
+        "self._known[situation] = completed(taken, reference)",
+        "self._known[situation] = taken",
+        "tests/parallel/test_skipping.py -k ranks_skip",
+        "a block that no rank ran in the first step may be run by one rank alone later",
+    ),
+    Mutant(
+        "order-left-and-kept",
+        "if walk.has_left:\n            self._known.pop(situation, None)",
+        "if walk.has_left:\n            pass",
+        "tests/parallel/test_unequal.py -k 'order or agree_anew'",
+        "ranks that have left an order go back to it at once, and agree anew in every step",
+    ),
+    # ---- parallel: replicas ----------------------------------------------------------------------------------------
+    Mutant(
+        "late-gradients-dropped",
+        "bucket.flat[: len(part)] += part",
+        "pass",
+        "tests/parallel/test_loops.py tests/parallel/test_traps_sharding.py -k 'test_replicas or ddp_bypass'",
+        "the gradients of a second backward in a micro-batch are lost",
+    ),
+    Mutant(
+        "last-bucket-too-early",
+        "while self._num_sent < len(self.buckets) - 1 and not",
+        "while self._num_sent < len(self.buckets) and not",
+        "tests/parallel/test_loops.py -k one_that_failed",
+        "what the last message tells of the pass is from before its end",
+    ),
+    Mutant(
+        "unused-gets-zeros",
+        "self.params[i].grad = grad if used[i] else None",
+        "self.params[i].grad = grad",
+        "'tests/verify/test_parity.py::test_sharded_equals_one_process[odd-ddp-4-acc1-noclip-blocks]'",
+        "parameters that no rank used get zeros, and decay by the optimizer's weight decay",
+    ),
+    Mutant(
+        "summed-twice",
+        "self._done[i], self.params[i].grad = grad, None\n\n    def _take(",
+        "pass\n\n    def _take(",
+        "tests/parallel/test_loops.py -k 'each_backward or parts_of_a_window or replicas'",
+        "gradients that are sums over the ranks already are summed once more",
+    ),
+    Mutant(
+        "failed-backward-counts",
+        "self._post(bucket, dict.fromkeys(bucket.members), has_failed=True)",
+        "self._post(bucket, dict.fromkeys(bucket.members), has_failed=False)",
+        "tests/parallel/test_loops.py -k 'one_that_failed or ends_otherwise'",
+        "a batch that failed on one rank counts with the gradients of the others",
+    ),
+    Mutant(
+        "bucket-size-ignored",
+        "if not groups or size >= cap_bytes or _kind(",
+        "if not groups or _kind(",
+        "'tests/parallel/test_knobs.py::test_a_knob_leaves_the_numbers_and_shows[20-2]'",
+        "bucket_cap_mb has no effect, and no gradient travels before the backward has ended",
+    ),
+    # ---- parallel: penalties and paddings --------------------------------------------------------------------------
+    Mutant(
+        "penalty-once-per-replica",
+        'view.clone() if found["differs"] else view / size',
+        "view.clone()",
+        "tests/parallel/test_own_loops.py -k weight_penalty_counts_once",
+        "a weight penalty counts once for each replica",
+    ),
+    Mutant(
+        "penalty-once-per-shard",
+        "value = total / self._num_ranks if is_same else total",
+        "value = total",
+        "tests/parallel/test_own_loops.py -k weight_penalty_counts_once",
+        "the penalty of a 0-dim parameter counts once for each rank",
+    ),
+    Mutant(
+        "imaginary-part-turned",
+        "both = torch.complex(value[0], value[1])",
+        "both = torch.complex(value[0], -value[1])",
+        "tests/train/test_exchange.py -k complex",
+        "the gradient of a complex number points the other way",
+    ),
+    Mutant(
+        "padding-has-a-gradient",
+        "return torch.zeros_like(grad) if pads() and grad is not None else None",
+        "return None",
+        "tests/parallel/test_own_loops.py -k a_padding_counts_as_0",
+        "a micro-batch that is only there to fill up is trained on",
+    ),
+    Mutant(
+        "paddings-in-another-order",
+        "in_order = runtime.paddings.pop(0)",
+        "in_order = runtime.paddings.pop()",
+        "tests/parallel/test_own_loops.py tests/train/test_window.py -k 'padding or parts_of_a_window'",
+        "in a loop of one's own the first micro-batch counts as 0 in place of the padding",
+    ),
+    # ---- parallel: precision ---------------------------------------------------------------------------------------
+    Mutant(
+        "inputs-cast-unasked",
+        'if recipe.cast_inputs != "none" and recipe.compute is not None:',
+        "if recipe.compute is not None:",
+        "tests/parallel/test_precision.py -k 'cast_as_asked or inputs_are_cast'",
+        'positions are rounded to bfloat16 though cast_inputs="none"',
+    ),
+    Mutant(
+        "part-writes-into-a-copy",
+        "given.copy_(x)",
+        "pass",
+        "tests/parallel/test_precision_parts.py -k changed_in_place",
+        "what a part of another precision changes in place is lost",
+    ),
+    Mutant(
+        "change-behind-a-part-lost",
+        "return exact if same else x.to(exact.dtype)",
+        "return exact",
+        "tests/parallel/test_precision_parts.py -k changed_in_place",
+        "logits that were changed after the head are handed out as they were before",
+    ),
+    Mutant(
+        "frozen-parameters-cast",
+        "storage = (precision.storage if fact.trainable else None) or fact.dtype",
+        "storage = precision.storage or fact.dtype",
+        "tests/parallel/test_compose.py -k frozen",
+        "frozen bfloat16 weights are stored in float32, at twice the bytes",
+    ),
+    # ---- parallel: running again and compiling ---------------------------------------------------------------------
+    Mutant(
+        "dropout-drawn-anew",
+        '"preserve_rng_state": True',
+        '"preserve_rng_state": False',
+        "tests/parallel/test_traps_remat.py -k dropout_and_noise",
+        "dropout has another mask when a block runs again, and gradients are wrong",
+    ),
+    Mutant(
+        "python-numbers-drawn-anew",
+        "with _python_numbers(*self.numbers), _buffers_as(self.buffers)",
+        "with _buffers_as(self.buffers)",
+        "tests/parallel/test_traps_remat.py -k dropout_and_noise",
+        "numbers of Python and numpy are other ones when a block runs again",
+    ),
+    Mutant(
+        "batch-counted-twice",
+        "_buffers_as(self.buffers), contextlib.ExitStack() as modes",
+        "contextlib.ExitStack() as modes",
+        "tests/parallel/test_traps_remat.py -k buffers_count_a_batch_once",
+        "batch norm counts a batch twice where its block runs again",
+    ),
+    Mutant(
+        "own-generators-drawn-anew",
+        "self.generators = [(g, snapshot(g)) for g in _generators(self.module, leaves)]",
+        "self.generators = []",
+        "tests/parallel/test_second_runs.py -k generator_that_a_module_keeps",
+        "a generator that a module keeps draws other numbers when its block runs again",
+    ),
+    Mutant(
+        "second-run-loosely-compared",
+        "size = min(1e-2, 1e3 * torch.finfo(tensor.dtype).eps)",
+        "size = 1e2",
+        "tests/parallel/test_second_runs.py tests/parallel/test_traps_remat.py -k 'cannot_be_put_back or cannot_run_twice'",
+        "a block whose second run differs from its first trains with wrong gradients",
+    ),
+    Mutant(
+        "graphs-used-up",
+        'options |= {"recompile_limit": min(_GRAPHS * num_blocks, 256), "isolate_recompiles": True}',
+        "pass",
+        "tests/parallel/test_compile.py -k t32",
+        "many blocks of other kinds use up torch's limit of graphs, and the rest runs uncompiled",
+    ),
+    # ---- parallel: values and building -----------------------------------------------------------------------------
+    Mutant(
+        "layers-start-alike",
+        'derive_seed(self.seed, "init", *place)',
+        'derive_seed(self.seed, "init")',
+        "tests/parallel/test_tape.py -k two_equal_layers",
+        "all layers of one shape start with the same weights",
+    ),
+    Mutant(
+        "draws-of-a-tensor-alike",
+        "ordinal += 1",
+        "ordinal += 0",
+        "tests/parallel/test_tape.py",
+        "two draws that make one parameter are the same numbers",
+    ),
+    Mutant(
+        "values-by-the-number-of-threads",
+        "torch.set_num_threads(1)\n    try:\n        yield\n    finally:\n        torch.set_default_dtype(dtype)",
+        "try:\n        yield\n    finally:\n        torch.set_default_dtype(dtype)",
+        "tests/parallel/test_tape.py -k number_of_threads",
+        "ranks with other numbers of threads start with other last bits",
+    ),
+    Mutant(
+        "default-dtype-of-the-end",
+        "if torch.get_default_dtype() != entry.default_dtype:",
+        "if entry.default_dtype is None:",
+        "tests/parallel/test_tape.py -k default_dtype",
+        "weights are made in another dtype than their constructor did",
+    ),
+    Mutant(
+        "other-constructions-believed",
+        "if first is None and len({digest for _, digest, _ in seen}) > 1:",
+        "if first is None and len({digest for _, digest, _ in seen}) > 2:",
+        "tests/parallel/test_init_seeded.py tests/parallel/test_init_torchrun.py -k 'same_on_every_rank or real_number or cannot_be_replayed'",
+        "a constructor that does other things on each rank gives each its own weights",
+    ),
+    Mutant(
+        "attributes-of-each-rank",
+        "    _set_rng_state(theirs)\n    try:",
+        "    try:",
+        "tests/parallel/test_init_seeded.py tests/parallel/test_init_rank0.py -k 'plain_attributes or real_number or rank_dependent'",
+        "numbers that a constructor keeps are other ones on each rank",
+    ),
+    Mutant(
+        "old-optimizer-steps-nothing",
+        "name = getattr(param, _MARK, None)",
+        "name = None",
+        "tests/test_bad_input.py -k optimizer_built_before_sharding",
+        "an optimizer that was built before parallelize trains nothing",
+    ),
+    Mutant(
+        "frozen-later",
+        "if same and list(map(_REQUIRES_GRAD, self._real)) == self._trained:",
+        "if same:",
+        "tests/train/test_window.py tests/parallel/test_traps_sharding.py -k 'change_after_sharding or changed_after_sharding'",
+        "a block that is unfrozen after parallelize is not summed over the ranks",
+    ),
+    Mutant(
+        "names-of-a-tie",
+        "found.setdefault(id(tensor), (name, tensor))",
+        "found[id(tensor)] = (name, tensor)",
+        "tests/parallel/test_ties.py tests/parallel/test_traps_sharding.py -k 'tied or two_names or unties'",
+        "a tied tensor is known by another name than the recipe has for it",
+    ),
+    Mutant(
+        "transform-returns-in-vain",
+        "module = result if result is not None else module",
+        "module = module",
+        "tests/parallel/test_transforms.py -k 'list_order'",
+        "a module that a transform returns is dropped",
+    ),
+    Mutant(
+        "transforms-in-any-order",
+        "if name in names[i + 1 :]]",
+        "if name in names[len(names) :]]",
+        "tests/parallel/test_transforms.py",
+        "a transform runs before the one that it must come after",
+    ),
+    Mutant(
+        "parts-of-a-block-not-split",
+        'return tuple(name for name in names if not any(name.startswith(f"{outer}.") for outer in names))',
+        "return tuple(names)",
+        "tests/parallel/test_units_words.py -k 'units_and_gradients'",
+        "units='no_split' is refused where a listed class holds another",
+    ),
+    Mutant(
+        "stepped-while-gradients-wait",
+        "if runtime.engine.waits():",
+        "if runtime.engine.waits() is None:",
+        "tests/parallel/test_loops.py -k before_the_last_micro_batch",
+        "an optimizer steps with the gradients of its own rank, and ranks drift apart",
+    ),
+    # ---- train: window and step ------------------------------------------------------------------------------------
+    Mutant(
+        "tokens-of-paddings",
+        'tokens = sum(torch.as_tensor(counter(b)).double() for b in batches if not getattr(b, "padding", False))',
+        "tokens = sum(torch.as_tensor(counter(b)).double() for b in batches)",
+        "tests/train/test_layout_free.py -k run_with_dropout",
+        "paddings are counted, so that losses and gradients are too small",
+    ),
+    Mutant(
+        "loss-of-paddings",
+        "value = torch.zeros_like(value) if batch.padding else value",
+        "value = value",
+        "tests/train/test_layout_free.py -k run_with_dropout",
+        "the loss that is reported counts the copies that fill up a window",
+    ),
+    Mutant(
+        "same-masks-in-every-step",
+        'derive_seed(world.seed, "forward", runtime.step, batch.index)',
+        'derive_seed(world.seed, "forward", batch.index)',
+        "tests/train/test_silent.py -k masks_of_its_own",
+        "dropout has the same masks in every step",
+    ),
+    Mutant(
+        "same-masks-on-every-rank",
+        "index=i * axis.size + axis.rank",
+        "index=i",
+        "tests/train/test_silent.py tests/train/test_streams.py -k 'masks_of_its_own or do_not_depend_on_the_layout'",
+        "dropout has the same masks on every rank",
+    ),
+    Mutant(
+        "divided-by-ranks-too",
+        'self._scale.scaled(sums["loss"] / w.num_tokens)',
+        'self._scale.scaled(sums["loss"] / w.num_tokens / self._runtime.world.size)',
+        "'tests/verify/test_parity.py::test_sharded_equals_one_process[reference-ddp-2-acc1-noclip-default]'",
+        "gradients are too small by the number of ranks",
+    ),
+    Mutant(
+        "clip-scaled-gradients",
+        "self._scale.unscale()\n        clipping.apply(self._runtime, norm)",
+        "clipping.apply(self._runtime, norm)\n        self._scale.unscale()",
+        "tests/train/test_scaler.py -k every_kind_of_clipping",
+        "under float16 elements are clamped before they are divided by the loss scale: next to nothing is left",
+    ),
+    Mutant(
+        "norm-of-scaled-gradients",
+        "norm, loss = float(norm_of.finish(agreed[norm_entry])) / (scale or 1.0),",
+        "norm, loss = float(norm_of.finish(agreed[norm_entry])),",
+        "tests/train/test_scaler.py -k 'shows_in_backward or every_kind_of_clipping'",
+        "under float16 the norm is too large by the loss scale, and gradients are clipped to nothing",
+    ),
+    Mutant(
+        "nan-gradients-stepped",
+        "is_finite = math.isfinite(norm) and math.isfinite(loss)",
+        "is_finite = math.isfinite(loss)",
+        "tests/train/test_scaler.py tests/train/test_step_faults.py -k 'overflow or nan_on_one_rank'",
+        "a step with infinite gradients is taken, and the weights are lost",
+    ),
+    Mutant(
+        "skipped-step-moves-the-schedule",
+        "restore_buffers(self._runtime, kept)\n        self.num_skipped += 1",
+        "restore_buffers(self._runtime, kept)\n        if self.scheduler is not None:\n"
+        "            self.scheduler.step()\n        self.num_skipped += 1",
+        "tests/train/test_step_faults.py tests/train/test_scaler.py -k 'skipped'",
+        "the learning rate goes on with steps that were not taken",
+    ),
+    Mutant(
+        "skipped-step-moves-buffers",
+        "restore_buffers(self._runtime, kept)\n        self.num_skipped += 1",
+        "self.num_skipped += 1",
+        "tests/train/test_silent.py tests/train/test_step_faults.py -k skipped_step",
+        "batch norm keeps the statistics of a step that was skipped because they are not finite",
+    ),
+    Mutant(
+        "scale-never-backs-off",
+        "self._scale.update(is_finite=is_finite)",
+        "self._scale.update(is_finite=True)",
+        "tests/train/test_scaler.py -k overflow_on_one_rank",
+        "after an overflow the loss scale stays, and every step is skipped",
+    ),
+    Mutant(
+        "overflow-of-one-rank-alone",
+        'is_finite = math.isfinite(float(norm.finish(summed["norm"])))',
+        "is_finite = math.isfinite(float(norm.finish(norm.entry())))",
+        "tests/train/test_scaler.py -k 'shard_of_one_rank'",
+        "a rank with an overflow skips the step, the others take it",
+    ),
+    Mutant(
+        "gradients-from-elsewhere",
+        _SELF + "self._refuse_old_gradients()\n",
+        "",
+        "tests/train/test_silent.py -k gradients_from_elsewhere",
+        "gradients from before the step are stepped unclipped and unchecked",
+    ),
+    Mutant(
+        "settings-of-each-rank",
+        'if not self._runtime.world.agreement.all_same(agreed["settings"]):',
+        'if self._runtime.world.agreement.all_same(agreed["settings"]) is None:',
+        "tests/train/test_loop_forgets.py -k settings_were_changed_on_one_rank",
+        "a learning rate that one rank has changed lets replicas drift apart",
+    ),
+    Mutant(
+        "own-hook-before-the-step",
+        "for before in self._before_step:",
+        "for before in ():",
+        "tests/train/test_own_methods.py -k called_once_around_the_step",
+        "a model's own pre_optimizer_step is never called",
+    ),
+    Mutant(
+        "earlier-gradients-lost",
+        _SELF + "self._kept_gradients.add_back()\n        runtime.step += 1",
+        _SELF + "runtime.step += 1",
+        "tests/train/test_window.py -k window_before_are_added",
+        "gradients of an earlier window are lost where two windows make one step",
+    ),
+    Mutant(
+        "unequal-windows-not-seen",
+        'if runtime.world.size * sums["length2"] != sums["length"] ** 2:',
+        'if runtime.world.size * sums["length2"] < sums["length"] ** 2:',
+        "tests/train/test_window.py -k unequal_windows",
+        "ranks with other numbers of micro-batches wait for each other in vain",
+    ),
+    Mutant(
+        "other-datasets-not-seen",
+        'if not agreement.all_same(sums["dataset"]):',
+        'if agreement.all_same(sums["dataset"]) is None:',
+        "tests/train/test_same_dataset.py -k ranks_have_other_samples",
+        "ranks that shuffled their datasets apart see some samples twice, and others never",
+    ),
+    Mutant(
+        "unused-decays",
+        "runtime.parameters[name].grad = None",
+        "pass",
+        "'tests/verify/test_parity.py::test_sharded_equals_one_process[odd-fsdp-2-acc3-clip-blocks]'",
+        "sharded parameters that no rank used get zeros, and decay by the optimizer's weight decay",
+    ),
+    Mutant(
+        "statistics-of-each-rank",
+        'equalise_buffers(runtime, summed["buffers"], f"window {runtime.step + 1}")',
+        "pass",
+        "'tests/verify/test_parity.py::test_sharded_equals_one_process[conv-fsdp-2-acc1-noclip-blocks]'",
+        "running statistics of batch norm differ between ranks",
+    ),
+    Mutant(
+        "loaded-state-ignored",
+        "elif not _same_values(state, self._known.get(param)):",
+        "elif param not in self._known:",
+        "tests/train/test_optim_local.py -k 'loaded_later or travels'",
+        "an optimizer state that is loaded later shows, and steps go on from the old one",
+    ),
+    # ---- train: clipping and scaling -------------------------------------------------------------------------------
+    Mutant(
+        "norm-always-of-squares",
+        "return (summed + whole) ** (1.0 / self.norm_type)",
+        "return (summed + whole) ** 0.5",
+        "tests/train/test_optim_clip.py -k norm_and_clipped_gradients",
+        "norms of another p than 2 are wrong, and so is what is clipped by them",
+    ),
+    Mutant(
+        "scalars-counted-before-their-sum",
+        "if name not in self.whole_after)",
+        "if name not in ())",
+        "'tests/verify/test_parity.py::test_sharded_equals_one_process[odd-fsdp-2-acc3-clip-blocks]'",
+        "the norm counts gradients of 0-dim parameters once more, as they were before the sum",
+    ),
+    Mutant(
+        "largest-element-without-scalars",
+        "return torch.maximum(summed.max(), whole)",
+        "return summed.max()",
+        "tests/train/test_optim_clip.py -k 'norm_and_clipped_gradients or every_kind_of_clipping'",
+        "the largest element of a gradient leaves out 0-dim parameters",
+    ),
+    Mutant(
+        "large-powers-in-float32",
+        "wide = torch.float32 if is_plain and dtype != torch.float64 else torch.float64",
+        "wide = torch.float32 if dtype != torch.float64 else torch.float64",
+        "tests/train/test_optim_clip.py tests/train/test_scaler.py -k 'clip'",
+        "norms of a large p are infinite for gradients that are finite",
+    ),
+    Mutant(
+        "small-gradients-scaled-up",
+        "if factor < 1.0 and grads:",
+        "if grads:",
+        "tests/train/test_optim_clip.py -k 'norm_and_clipped_gradients or own_loop'",
+        "gradients below the limit are made as large as the limit",
+    ),
+    Mutant(
+        "clamped-one-sided",
+        "grad.clamp_(-value, value)",
+        "grad.clamp_(max=value)",
+        "tests/train/test_optim_clip.py -k 'clamped_gradients'",
+        "negative gradient elements are not clamped",
+    ),
+    # ---- train: sums and means -------------------------------------------------------------------------------------
+    Mutant(
+        "mean-beside-a-sum-taken",
+        'return "part" if abs(self.rest) > max(limit, 10 * bend) else "sum"',
+        'return "sum"',
+        "tests/train/test_sums.py -k no_sum_is_refused",
+        "a penalty added to the loss weighs less the more tokens a window has",
+    ),
+    Mutant(
+        "means-in-an-evaluation",
+        'if float(agreed["unclear"]):\n            state = StepState(self.runtime.step, is_training=False)',
+        'if agreed["unclear"] is None:\n            state = StepState(self.runtime.step, is_training=False)',
+        "tests/train/test_step_faults.py -k mean_in_an_evaluation",
+        "an evaluation whose loss is a mean reports a number that depends on the batches",
+    ),
+    # ---- train: evaluation -----------------------------------------------------------------------------------------
+    Mutant(
+        "evaluation-counts-copies",
+        "value = value.double().cpu() if counts else torch.zeros((), dtype=torch.float64)",
+        "value = value.double().cpu()",
+        "tests/train/test_layout_free.py tests/train/test_streams.py -k evaluation",
+        "a validation loss counts batches that a rank repeats to keep step with the others",
+    ),
+    Mutant(
+        "evaluation-in-train-mode",
+        "    model.eval()\n    try:\n        yield",
+        "    try:\n        yield",
+        "tests/train/test_silent.py tests/train/test_streams.py tests/train/test_layout_free.py -k evaluation",
+        "dropout and batch norm act in evaluations as in training",
+    ),
+    Mutant(
+        "evaluation-draws-one-stream",
+        'derive_seed(world.seed, "evaluate", number)',
+        'derive_seed(world.seed, "evaluate")',
+        "tests/train/test_streams.py -k evaluation",
+        "every batch of an evaluation draws the same numbers",
+    ),
+    Mutant(
+        "evaluation-leaves-a-trace",
+        "self._add(item)\n                restore_buffers(self.runtime, kept)",
+        "self._add(item)",
+        "tests/train/test_silent.py -k written_by_an_evaluation",
+        "batches that count as nothing change the buffers of a model",
+    ),
+    # ---- train: data -----------------------------------------------------------------------------------------------
+    Mutant(
+        "windows-overlap",
+        "self._position = min(self._position + self.global_batch, self.num_samples)",
+        "self._position = min(self._position + self.micro_batch, self.num_samples)",
+        "tests/train/test_data.py -k 'once_an_epoch or same_windows'",
+        "samples are seen several times an epoch",
+    ),
+    Mutant(
+        "one-order-for-all-epochs",
+        "sample_order(samples, self.num_samples, seed=self.seed, epoch=self.epoch)",
+        "sample_order(samples, self.num_samples, seed=self.seed, epoch=0)",
+        "tests/train/test_data.py -k order_differs",
+        "every epoch has the order of the first",
+    ),
+    Mutant(
+        "seed-of-the-new-run",
+        'self.epoch, self._position, self.seed = int(state["epoch"]), int(state["position"]), int(state["seed"])',
+        'self.epoch, self._position = int(state["epoch"]), int(state["position"])',
+        "tests/train/test_data.py tests/state/test_checkpoint.py -k 'resume_under or seed_it_began_with'",
+        "a run that is resumed with another seed repeats and misses samples",
+    ),
+    Mutant(
+        "last-window-trained-twice",
+        "return self._state_at(epoch, min(start + self.global_batch, self.num_samples)), 0",
+        "return self._state_at(epoch, start), 0",
+        "tests/state/test_resumed_data.py -k 'not_lost or readers_ahead'",
+        "a resumed run trains the last window once more",
+    ),
+    Mutant(
+        "window-read-and-lost",
+        "return dict(used) if place >",
+        "return dict(used) if place <",
+        "tests/state/test_resumed_data.py -k 'not_lost or readers_ahead'",
+        "a resumed run leaves out windows that were read ahead and not trained",
+    ),
+    Mutant(
+        "mask-off-by-one",
+        'labels.masked_fill(batch["attention_mask"][:, 1:] == 0, IGNORED)',
+        'labels.masked_fill(batch["attention_mask"][:, :-1] == 0, IGNORED)',
+        "tests/train/test_data.py -k cuts_masks",
+        "the first padding behind each text is trained on",
+    ),
+    Mutant(
+        "copied-labels-taken",
+        "    if not differing:\n",
+        "    if differing is None:\n",
+        "tests/train/test_labels.py -k not_shifted",
+        "a model is trained to copy its input, by labels that nobody has shifted",
+    ),
+    Mutant(
+        "never-down-to-the-floor",
+        "through = (done - warmup) / max(1, num_steps - 1 - warmup)",
+        "through = (done - warmup) / max(1, num_steps + 1 - warmup)",
+        "tests/train/test_parts.py -k cosine",
+        "the learning rate ends above its floor",
+    ),
+    # ---- recipe ----------------------------------------------------------------------------------------------------
+    Mutant(
+        "uneven-rows-lost",
+        "chunk = -(-part.size // chunks)",
+        "chunk = max(1, part.size // chunks)",
+        "tests/recipe/test_cuts.py",
+        "rows of a tensor that the ranks do not divide are nobody's",
+    ),
+    Mutant(
+        "replicated-parts-cut",
+        "low = min(index // part.replicas * chunk, part.size)",
+        "low = min(index * chunk, part.size)",
+        "tests/recipe/test_cuts.py",
+        "a part that neighbours hold whole is cut, and its end is nobody's",
+    ),
+    Mutant(
+        "last-blocks-alone",
+        "if len(groups) > 1 and not full:",
+        "if len(groups) > len(blocks):",
+        "tests/recipe/test_units.py",
+        "the last unit is smaller than min_unit_bytes",
+    ),
+    Mutant(
+        "ties-in-two-units",
+        "if len(tied) > 1:",
+        "if len(tied) > 2:",
+        "tests/parallel/test_traps_sharding.py -k tied_two_groups",
+        "a tied tensor is gathered and reduced in two units",
+    ),
+    Mutant(
+        "ties-by-way-of-others",
+        "return freed if freed == blocks else _free_of_outside_ties(anatomy, freed, notes)",
+        "return freed",
+        "tests/recipe/test_units.py",
+        "a block tied to one that stays in the root unit is in a unit of its own",
+    ),
+    Mutant(
+        "bytes-as-stored",
+        "return fact.numel * DTYPE_BYTES[self.dtype or fact.dtype]",
+        "return fact.numel * DTYPE_BYTES[fact.dtype]",
+        "tests/recipe/test_units.py tests/recipe/test_make.py",
+        "units that are gathered in bfloat16 hold half of what was asked for",
+    ),
+    Mutant(
+        "every-other-unit-is-freed",
+        "value if i % sharding.reshard_every == 0 else False",
+        "value if i % sharding.reshard_every else False",
+        "tests/recipe/test_make.py tests/recipe/test_units.py",
+        "reshard_every keeps the units that it should free",
+    ),
+    Mutant(
+        "prefetch-of-itself",
+        "ahead = tuple(names[at + 1 : at + 1 + plan.forward])",
+        "ahead = tuple(names[max(at, 0) : max(at, 0) + plan.forward])",
+        "'tests/parallel/test_knobs.py::test_a_knob_leaves_the_numbers_and_shows[9-2]'",
+        "each unit is gathered ahead of itself, which is too late",
+    ),
+    Mutant(
+        "every-counted-over-all-lists",
+        'home = name.rpartition(".")[0]',
+        'home = ""',
+        "tests/recipe/test_edits.py",
+        "Remat(every=2) leaves out other blocks than the second of each list",
+    ),
+    # ---- config and layout -----------------------------------------------------------------------------------------
+    Mutant(
+        "unknown-keys-ignored",
+        'raise _unknown_key(key, values[key], list(hints), path, layer, instead_of(cls, key, "file"))',
+        "continue",
+        "tests/config/test_loader.py -k unknown",
+        "a misspelt key of a configuration has no effect",
+    ),
+    Mutant(
+        "no-hint-for-dotted-keys",
+        "return last_parts[found[0]] if found else None",
+        "return None",
+        "tests/cli/test_main.py -k told_in_a_sentence",
+        "a slip such as --steps is not told that train.steps is meant",
+    ),
+    Mutant(
+        "file-before-the-command-line",
+        "place[keys[-1]] = value\n    layer.origins[keys] = origin",
+        "place.setdefault(keys[-1], value)\n    layer.origins[keys] = origin",
+        "tests/config/test_loader.py -k override",
+        "what the command line says has no effect where the file says something too",
+    ),
+    Mutant(
+        "last-override-wins",
+        "if key in pairs:",
+        "if key in ():",
+        "tests/config/test_loader.py -k bad_override",
+        "of an option given twice the first has no effect",
+    ),
+    Mutant(
+        "origin-of-the-file",
+        "place[keys[-1]] = value\n    layer.origins[keys] = origin",
+        "place[keys[-1]] = value",
+        "tests/config/test_loader.py -k 'origin or override'",
+        "a value of the command line is said to come from elsewhere",
+    ),
+    Mutant(
+        "infinite-values-taken",
+        "if isinstance(value, float) and not math.isfinite(value):\n        raise",
+        "if isinstance(value, float) and value is None:\n        raise",
+        "tests/config/test_loader.py tests/config/test_schema.py",
+        "a learning rate of .inf or .nan is trained with",
+    ),
+    Mutant(
+        "grid-turned-over",
+        "for axis in reversed(AXES):\n            rest, indices[axis] = divmod",
+        "for axis in AXES:\n            rest, indices[axis] = divmod",
+        "tests/test_layout.py",
+        "replicas and shards change places: neighbours hold copies, and shards travel between nodes",
+    ),
+    Mutant(
+        "two-free-axes",
+        "if list(degrees.values()).count(-1) > 1:",
+        "if list(degrees.values()).count(-1) > 2:",
+        "tests/test_layout.py",
+        "of two degrees of -1 one stays -1, and the grid has other ranks than there are",
+    ),
+    # ---- state: weights --------------------------------------------------------------------------------------------
+    Mutant(
+        "first-holder-writes-all",
+        "if holders[turn % len(holders)] == rank:",
+        "if holders[0] == rank:",
+        "tests/state/test_save.py -k shared_among_them",
+        "under replicas one rank writes all, and the others wait",
+    ),
+    Mutant(
+        "block-of-the-beginning",
+        "slice(a + b, a + b + n) for a, b, n in zip(local,",
+        "slice(a, a + n) for a, b, n in zip(local,",
+        "tests/state/test_save.py -k 'any_layout or written_once'",
+        "every block of a large tensor is saved with the values of its first",
+    ),
+    Mutant(
+        "overflow-is-written",
+        "    if num:\n        largest",
+        "    if num < 0:\n        largest",
+        "tests/state/test_save.py -k cannot_hold_the_values",
+        "weights saved in float16 hold infinities",
+    ),
+    Mutant(
+        "unexpected-names-ignored",
+        "if rules.strict and (matched.missing or matched.unexpected):",
+        "if rules.strict and matched.missing:",
+        "tests/state/test_load.py -k does_not_fit_is_refused",
+        "tensors of a file that the model has no place for are left out in silence",
+    ),
+    Mutant(
+        "untied-weights-taken",
+        "    _refuse_untied(matched, opened, files, boxes)\n",
+        "",
+        "tests/state/test_load.py -k both_names_of_a_tie",
+        "of two different tensors for a tied weight one is lost",
+    ),
+    Mutant(
+        "other-files-on-other-nodes",
+        "if len({told[rank].get(holders) for rank in holders}) > 1:",
+        "if len({told[rank].get(holders) for rank in holders}) > len(holders):",
+        "tests/state/test_load.py -k read_other_values",
+        "replicas that read different files under one name train apart",
+    ),
+    Mutant(
+        "half-loaded-forgotten",
+        "runtime.half_loaded |= self.names",
+        "pass",
+        "tests/state/test_load.py -k 'failed_load_left or half_way'",
+        "a model that is half old and half new is trained",
+    ),
+    Mutant(
+        "settings-not-taken-over",
+        "group.update({key: _as_before(value, group.get(key)) for key, value in wanted.items()})",
+        "pass",
+        "tests/state/test_optimizer.py -k 'settings_by_the_names or fresh_optimizer'",
+        "a loaded optimizer keeps its own learning rates",
+    ),
+    Mutant(
+        "state-by-the-order-of-groups",
+        "if theirs & set(names):",
+        "if theirs:",
+        "tests/state/test_optimizer.py -k settings_by_the_names",
+        "groups in another order get each other's learning rates, or are refused",
+    ),
+    # ---- state: checkpoints ----------------------------------------------------------------------------------------
+    Mutant(
+        "checksums-not-compared",
+        "if sum_of(memory[begin : begin + BLOCK]) != int(sums[number]):",
+        "if sum_of(memory[begin : begin + BLOCK]) < 0:",
+        "tests/state/test_convert_checkpoint.py -k flipped_bit",
+        "a checkpoint with a flipped bit is loaded",
+    ),
+    Mutant(
+        "named-before-it-is-on-disk",
+        'sync_folder(self.root)\n            reach("durable")',
+        'reach("durable")',
+        "tests/state/test_checkpoint_disk.py -k on_disk",
+        "older checkpoints are removed before the newest would survive a crash",
+    ),
+    Mutant(
+        "manifest-not-on-disk",
+        "os.fsync(descriptor)\n            for folder, _, _ in os.walk(self.folder):",
+        "pass\n            for folder, _, _ in os.walk(self.folder):",
+        "tests/state/test_checkpoint_disk.py -k on_disk",
+        "after a crash a checkpoint has its name and no manifest",
+    ),
+    Mutant(
+        "damaged-ones-count",
+        "num_last += _is_whole(root / folder_name(step))",
+        "num_last += 1",
+        "tests/state/test_checkpoint_kept.py -k not_whole",
+        "checkpoints that cannot be read are kept in the place of good ones",
+    ),
+    Mutant(
+        "milestones-removed",
+        "not (self.every and step % self.every == 0)]",
+        "not (self.every and step % self.every)]",
+        "tests/state/test_checkpoint.py -k which_checkpoints_stay",
+        "keep_every removes what it should keep",
+    ),
+    Mutant(
+        "worst-is-best",
+        'return -value if self.best.startswith("-") else value',
+        "return value",
+        "tests/state/test_checkpoint_misuse.py -k best_is_the_least",
+        'best="-accuracy" keeps the checkpoint with the least accuracy',
+    ),
+    Mutant(
+        "streams-of-rank-0",
+        'set_streams(random["ranks"][world.rank], world.device)',
+        'set_streams(random["ranks"][0], world.device)',
+        "tests/state/test_checkpoint.py -k uninterrupted",
+        "after a resume every rank draws the numbers of rank 0",
+    ),
+    Mutant(
+        "position-not-restored",
+        "self.loader.load_state_dict(position)",
+        "pass",
+        "tests/state/test_checkpoint.py -k uninterrupted",
+        "a resumed run begins its epoch anew",
+    ),
+    Mutant(
+        "step-not-restored",
+        "runtime_of(self.step.model).step = restored.step",
+        "pass",
+        "tests/state/test_checkpoint.py tests/state/test_checkpoint_misuse.py -k 'loop_of_ones_own or loaded_first'",
+        "a resumed loop of one's own draws the random numbers of its first steps again",
+    ),
+    Mutant(
+        "changed-settings-taken",
+        "if refused:\n            raise changed(folder, refused, override)",
+        "if refused is None:\n            raise changed(folder, refused, override)",
+        "tests/state/test_changed_settings.py -k were_edited",
+        "a learning rate that was edited has no effect in a resumed run",
+    ),
+    Mutant(
+        "saved-while-it-changes",
+        "return buffer.copy_(tensor, non_blocking=True)",
+        "return tensor",
+        "tests/state/test_checkpoint.py -k what_was_there_when_save_was_called",
+        "a save in the background holds values of several steps",
+    ),
+    Mutant(
+        "acknowledged-before-it-is-written",
+        "if is_asked:\n            self.wait()",
+        "if is_asked is None:\n            self.wait()",
+        "tests/state/test_checkpoint_stop.py -k asked_for",
+        "a checkpoint that was asked for is said to be there before it is",
+    ),
+    Mutant(
+        "gaps-summed-as-they-are",
+        _SELF + "self._clear_gaps(covered, file)\n",
+        "",
+        "tests/state/test_block_writer.py",
+        "checksums count what an earlier file left in memory, and a good checkpoint is called damaged",
+    ),
+    # ---- verify ----------------------------------------------------------------------------------------------------
+    Mutant(
+        "nan-passes",
+        "if not difference.err <= allowed:",
+        "if difference.err > allowed:",
+        "tests/verify/test_verify.py tests/cli/test_train_proof.py",
+        "a comparison whose differences are NaN says equal",
+    ),
+    Mutant(
+        "rounding-taken-for-noise",
+        "allowed = max(gate, 8 * own.get(",
+        "allowed = max(gate, 1e-3, 8 * own.get(",
+        "tests/verify/test_parity.py -k five_parts",
+        "gradients that are wrong by a part in 20,000 are called equal",
+    ),
+    Mutant(
+        "buffers-not-compared",
+        "same = torch.equal(step.buffers[name], steps[0].buffers[name])",
+        "same = True",
+        "tests/verify/test_parity.py -k 'turns_red and stale_buffer'",
+        "buffers that differ between ranks are called equal",
+    ),
+    Mutant(
+        "unused-on-one-side",
+        "if (value is None) != (reference is None):",
+        "if reference is not None and value is None:",
+        "tests/verify/test_parity.py -k 'turns_red and unused_as_zero'",
+        "zeros in the place of no gradient are called equal",
+    ),
+    # ---- launch ----------------------------------------------------------------------------------------------------
+    Mutant(
+        "echo-named-as-the-cause",
+        "return min(failures, key=lambda failure: failure.weight)",
+        "return max(failures, key=lambda failure: failure.weight)",
+        "tests/launch/test_launch_local.py -k echo_was_heard_first",
+        "a rank that only lost its peer is named in place of the one that failed",
+    ),
+    Mutant(
+        "ended-without-a-result",
+        "rank.failure is None and (rank.code or rank.result is None):",
+        "rank.failure is None and rank.code:",
+        "tests/launch/test_launch_local.py -k 'exit'",
+        "a rank that ends early with status 0 passes for one that is done",
+    ),
+    Mutant(
+        "status-of-a-stopped-job",
+        "raise SystemExit(128 + notice.number)  # it has ended a rank",
+        "raise SystemExit(0)  # it has ended a rank",
+        "tests/launch/test_launch_local.py -k 'nothing_to_save'",
+        "a job that was ended by a signal is taken for one that is done",
+    ),
+    # ---- cli -------------------------------------------------------------------------------------------------------
+    Mutant(
+        "status-of-a-mistake",
+        "return 2 if isinstance(error, ConfigError) else 1",
+        "return 1",
+        "tests/cli/test_main.py -k 'status'",
+        "a launcher starts a command again whose options cannot work",
+    ),
+    Mutant(
+        "proof-without-clipping",
+        "max_grad_norm=config.train.max_grad_norm,\n        norm_type=config.train.norm_type,\n"
+        "        clip_grad_value=config.train.clip_grad_value,\n    )",
+        "norm_type=config.train.norm_type,\n        clip_grad_value=config.train.clip_grad_value,\n    )",
+        "tests/cli/test_train_proof.py -k clips_as_the_run_does",
+        "the proof of a run compares another run, which does not clip",
+    ),
+    Mutant(
+        "proof-in-train-mode",
+        "build=lambda: build_plain(config, world).eval(),",
+        "build=lambda: build_plain(config, world),",
+        "tests/cli/test_train_proof.py -k 'dropout'",
+        "the proof of a run with dropout says that gradients are wrong",
+    ),
+    Mutant(
+        "status-of-ctrl-c",
+        "return 130\n    except SystemExit as end:",
+        "return 0\n    except SystemExit as end:",
+        "tests/cli/test_main.py",
+        "a command that was interrupted is taken for one that is done",
+    ),
+)
+
+EQUIVALENT: Mapping[str, str] = {}
+"""Names of mutants that no test can tell from the library -> why."""
+
+
+# ---- where they are --------------------------------------------------------------------------------------------------
+
+
+def sources(root: Path = ROOT) -> dict[Path, str]:
+    """Path below ``root`` -> text, of every module of the package."""
+    found = sorted((root / PACKAGE).rglob("*.py"))
+    return {path.relative_to(root): path.read_text(encoding="utf-8") for path in found}
+
+
+def misplaced(root: Path = ROOT) -> list[str]:
+    """What is wrong with the list, a line per fault: snippets that are gone or not unique, code that would not parse, tests
+    that are not there, names given twice."""
+    texts, faults = sources(root), []
+    names = [mutant.name for mutant in MUTANTS]
+    faults += [f"{name}: two mutants of this name" for name in sorted({n for n in names if names.count(n) > 1})]
+    faults += [f"{name}: in EQUIVALENT, and no mutant" for name in EQUIVALENT if name not in names]
+    for mutant in MUTANTS:
+        places = {path: text.count(mutant.before) for path, text in texts.items() if mutant.before in text}
+        if sum(places.values()) != 1:
+            shown = ", ".join(f"{path} ({number})" for path, number in places.items()) or "nowhere"
+            faults.append(f"{mutant.name}: its snippet is to be found once, and is {shown}")
+            continue
+        (path,) = places
+        try:
+            ast.parse(texts[path].replace(mutant.before, mutant.after))
+        except SyntaxError as error:
+            faults.append(f"{mutant.name}: {path} would not parse, line {error.lineno}")
+    faults += [f"{mutant.name}: {fault}" for mutant in MUTANTS for fault in _absent_tests(mutant, root)]
+    return faults
+
+
+def _absent_tests(mutant: Mutant, root: Path) -> Iterator[str]:
+    for place in (word for word in shlex.split(mutant.tests) if word.startswith("tests/")):
+        path, _, name = place.partition("::")
+        if not (root / path).exists():
+            yield f"there is no {path}"
+        elif name and f"def {name.partition('[')[0]}(" not in (root / path).read_text(encoding="utf-8"):
+            yield f"there is no {name} in {path}"
+
+
+def room_of(mutant: Mutant, texts: Mapping[Path, str]) -> str:
+    """The folder of the package where the mutant's snippet is, or the module right under it."""
+    return _place_of(mutant, texts).relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def _place_of(mutant: Mutant, texts: Mapping[Path, str]) -> Path:
+    return next(path for path, text in texts.items() if mutant.before in text)
+
+
+# ---- running them ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one mutant.
+
+    Attributes:
+        mutant: which.
+        room: the part of the library that it is in.
+        kind: "killed", "survived", or "broken": the mutant itself is badly written, or its tests cannot be run.
+        by: the test that noticed it, or what is wrong.
+        seconds: how long that took.
+    """
+
+    mutant: Mutant
+    room: str
+    kind: str
+    by: str
+    seconds: float
+
+    def __str__(self) -> str:
+        how = {"killed": f"killed by {self.by}", "survived": "SURVIVED", "broken": f"BROKEN: {self.by}"}[self.kind]
+        return f"{self.room:10} {self.mutant.name:36} {how} ({self.seconds:.0f} s)"
+
+
+class _Copy:
+    """A copy of the tree as git sees it, in which one mutant lives at a time."""
+
+    def __init__(self, folder: Path):
+        self.root = folder
+        listed = subprocess.run(
+            ["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        for name in filter(None, listed.stdout.split("\0")):
+            if (ROOT / name).is_file():  # a file that was removed and not committed is still listed
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, folder / name)
+        self._texts = sources(folder)
+        self._env = {
+            **os.environ,
+            # Before what is installed, for ranks and commands too.
+            "PYTHONPATH": str(folder / "src"),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        flag = subprocess.run(
+            [sys.executable, "tools/plugin_flag.py"],
+            cwd=folder,
+            env=self._env,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        self._plugin = flag.stdout.split()
+
+    def outcome(self, mutant: Mutant) -> Outcome:
+        """Runs the mutant's tests with it in place."""
+        path = _place_of(mutant, self._texts)
+        text, start = self._texts[path], time.monotonic()
+        (self.root / path).write_text(text.replace(mutant.before, mutant.after), encoding="utf-8")
+        try:
+            kind, by = self._run(shlex.split(mutant.tests))
+        finally:
+            (self.root / path).write_text(text, encoding="utf-8")
+        return Outcome(mutant, room_of(mutant, self._texts), kind, by, time.monotonic() - start)
+
+    def _run(self, tests: Sequence[str]) -> tuple[str, str]:
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout", "200"]
+        command += ["-m", "not soak and not gpu", *self._plugin, *tests]
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as printed:
+            process = subprocess.Popen(
+                command, cwd=self.root, env=self._env, stdout=printed, stderr=printed, text=True, start_new_session=True
+            )
+            try:
+                status = process.wait(LIMIT_S)
+            except subprocess.TimeoutExpired:
+                return "killed", "time"
+            finally:
+                _end(process)
+            printed.seek(0)
+            return _read(status, printed.read())
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends pytest and what it started: ranks have sessions of their own, and end with it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+_SLIPS = re.compile(r"\b(NameError|ImportError|ModuleNotFoundError|SyntaxError): .*")
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", re.MULTILINE)
+
+
+def _read(status: int, printed: str) -> tuple[str, str]:
+    """``(kind, by)`` from what pytest printed."""
+    if status == 0:
+        return "survived", ""
+    slip, failed = _SLIPS.search(printed), _FAILED.search(printed)
+    if status != 1 or slip is not None or failed is None:
+        last = (printed.strip().splitlines() or ["nothing was printed"])[-1]
+        return "broken", slip[0] if slip is not None else f"pytest ended with status {status}: {last}"
+    return "killed", failed[1]
+
+
+def _outcomes(mutants: Iterable[Mutant], jobs: int) -> Iterator[Outcome]:
+    """Of each mutant, in their order."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        idle: SimpleQueue[_Copy] = SimpleQueue()
+        for number in range(jobs):
+            idle.put(_Copy(Path(folder) / str(number)))
+
+        def run(mutant: Mutant) -> Outcome:
+            copy = idle.get()
+            try:
+                return copy.outcome(mutant)
+            finally:
+                idle.put(copy)
+
+        with ThreadPoolExecutor(jobs) as pool:
+            yield from pool.map(run, mutants)
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+_HEAD = """# Mutants: which breaks the tests notice
+
+Written by `python tools/mutants.py --write`. Each row is one small change of the library's code that a careless hand could make, with
+what it would do to a user, and the test that fails by it. A mutant is found by its text, so files may move; the tests that the list
+names for it run against a copy in which nothing else is changed. Where none of them fails the row says **nothing**: a test is missing.
+
+"""
+
+
+def _page(outcomes: Sequence[Outcome]) -> str:
+    rows = ["| room | mutant | what it would do | killed by |", "|---|---|---|---|"]
+    rooms = list(dict.fromkeys(outcome.room for outcome in outcomes))
+    for outcome in sorted(outcomes, key=lambda outcome: rooms.index(outcome.room)):
+        rows.append(f"| {outcome.room} | {outcome.mutant.name} | {outcome.mutant.why} | {_killer(outcome)} |")
+    totals = ["| room | mutants | killed | survived |", "|---|---|---|---|"]
+    for room in (*rooms, "all"):
+        of_room = [outcome for outcome in outcomes if room in (outcome.room, "all")]
+        killed = sum(outcome.kind == "killed" for outcome in of_room)
+        totals.append(f"| {room} | {len(of_room)} | {killed} | {len(of_room) - killed} |")
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    return (
+        _HEAD + "\n".join(rows) + "\n\n" + "\n".join(totals) + f"\n\nThe tests of all of them took {seconds:.0f} s.\n"
+    )
+
+
+def _killer(outcome: Outcome) -> str:
+    if outcome.kind == "killed" and outcome.by.startswith("tests/"):
+        test, bracket, case = outcome.by.removeprefix("tests/").partition("[")
+        is_short = len(case) <= 40 and not set(case) & set("|`\\")  # else it says nothing, or breaks the table
+        return f"`{test}{bracket}{case}`" if is_short else f"`{test}`"
+    if outcome.kind == "killed":
+        return outcome.by
+    equal = EQUIVALENT.get(outcome.mutant.name)
+    return f"nothing can: {equal}" if equal is not None else "**nothing**"
+
+
+def main() -> int:
+    """Runs the mutants that are asked for. Returns the exit status: 1 if one survived that a test could tell."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these only; nothing is written")
+    parser.add_argument("--list", action="store_true", help="name them, and what each would do")
+    parser.add_argument("--check", action="store_true", help="only see that every snippet is there once")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE}")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many at a time (1)")
+    given = parser.parse_args()
+    unknown = set(given.only or ()) - {mutant.name for mutant in MUTANTS}
+    if unknown:
+        parser.error(f"there is no mutant {', '.join(sorted(unknown))}")
+    faults = misplaced()
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    if faults or given.check:
+        return 1 if faults else 0
+    texts = sources()
+    chosen = [mutant for mutant in MUTANTS if given.only is None or mutant.name in given.only]
+    if given.list:
+        for mutant in chosen:
+            print(f"{room_of(mutant, texts):10} {mutant.name:36} {mutant.why}")
+        return 0
+    outcomes = []
+    for outcome in _outcomes(chosen, max(1, given.jobs)):
+        print(outcome, flush=True)
+        outcomes.append(outcome)
+    bad = [outcome for outcome in outcomes if outcome.kind != "killed" and outcome.mutant.name not in EQUIVALENT]
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    print(f"{len(outcomes)} mutants, {len(outcomes) - len(bad)} killed or equivalent, {seconds:.0f} s of tests")
+    if given.write and given.only is None and not any(outcome.kind == "broken" for outcome in outcomes):
+        from stamp import stamped
+
+        (ROOT / PAGE).write_text(stamped(PAGE, _page(outcomes)), encoding="utf-8")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
