@@ -659,7 +659,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "statistics-of-each-rank",
-        'equalise_buffers(runtime, summed["buffers"], f"window {runtime.step + 1}")',
+        'sync_buffers(runtime, summed["buffers"], f"window {runtime.step + 1}")',
         "pass",
         "'tests/verify/test_parity.py::test_sharded_equals_one_process[conv-fsdp-2-acc1-noclip-blocks]'",
         "running statistics of batch norm differ between ranks",
@@ -1010,8 +1010,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "named-before-it-is-on-disk",
-        'sync_folder(self.root)\n            reach("durable")',
-        'reach("durable")',
+        'sync_folder(self.root)\n            at_fault_point("durable")',
+        'at_fault_point("durable")',
         "tests/state/test_checkpoint_disk.py -k on_disk",
         "older checkpoints are removed before the newest would survive a crash",
     ),
