@@ -189,12 +189,13 @@ def _slashed(text: str) -> str:
 def rewritten(text: str, module: str | None = None) -> str:
     """The source of a file, its imports and names as they are now; ``module``: its old place below the package, if it is in it."""
     text, local = _imports(text)
-    scoped = {**_EVERYWHERE, **local}
+    scoped, functions = {**_EVERYWHERE, **local}, set(local)
     for place, new in NAMES.items():
         home, _, old = place.rpartition(":")
         if home and (home == module or _imports_name(text, home, old)):
             scoped[old] = new
-    text = _tokens(text, scoped, {new for new in scoped if new in local})
+            functions.add(old)
+    text = _tokens(text, scoped, functions)
     text = _DOTTED.sub(lambda found: f"{PACKAGE}.{MODULES[found[1]]}", text)
     return _quoted(_slashed(text), scoped)
 
@@ -247,8 +248,8 @@ def _imports(text: str) -> tuple[str, dict[str, str]]:
     return _FROM.sub(one, text), local
 
 
-def _tokens(text: str, names: dict[str, str], modules: set[str]) -> str:
-    """``text`` with its identifiers renamed; what stands behind a dot only if it is no name of a module."""
+def _tokens(text: str, names: dict[str, str], plain: set[str]) -> str:
+    """``text`` with its identifiers renamed; those in ``plain`` not behind a dot, where they are methods of something else."""
     if not names:
         return text
     lines = text.splitlines(keepends=True)
@@ -257,7 +258,7 @@ def _tokens(text: str, names: dict[str, str], modules: set[str]) -> str:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.NAME and token.string in names:
             is_import_path = lines[token.start[0] - 1].lstrip().startswith(("from ", "import ")) and before == "."
-            if not is_import_path and not (token.string in modules and before == "."):
+            if not is_import_path and not (token.string in plain and before == "."):
                 found.append(token)
         elif token.type == tokenize.STRING and token.string[1:-1] in names:
             found.append(token)

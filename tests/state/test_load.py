@@ -914,8 +914,8 @@ def test_entries_of_an_extra_state_are_not_walked_over():
 
 def test_a_piece_that_does_not_come_is_missed_in_types_without_a_mark():
     arriving = _Arriving("codes", torch.zeros(4, dtype=torch.uint8))
-    arriving.copy_checked(Slice((0,), (3,), (0,)), torch.ones(3, dtype=torch.uint8))
+    arriving.put(Slice((0,), (3,), (0,)), torch.ones(3, dtype=torch.uint8))
     with pytest.raises(sw.PlanError, match="codes"):
         arriving.check()
-    arriving.copy_checked(Slice((3,), (1,), (3,)), torch.ones(1, dtype=torch.uint8))
+    arriving.put(Slice((3,), (1,), (3,)), torch.ones(1, dtype=torch.uint8))
     arriving.check()
