@@ -827,7 +827,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "replicated-parts-cut",
         "low = min(index // part.replicas * chunk, part.size)",
         "low = min(index * chunk, part.size)",
-        "tests/recipe/test_cuts.py",
+        "tests/recipe/test_cuts.py -k replicas",
         "a part that neighbours hold whole is cut, and its end is nobody's",
     ),
     Mutant(
