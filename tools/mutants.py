@@ -355,7 +355,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "paddings-in-another-order",
         "in_order = runtime.paddings.pop(0)",
         "in_order = runtime.paddings.pop()",
-        "tests/parallel/test_own_loops.py tests/train/test_window.py -k 'padding or parts_of_a_window'",
+        "tests/parallel/test_own_loops.py -k a_padding_counts_as_0",
         "in a loop of one's own the first micro-batch counts as 0 in place of the padding",
     ),
     # ---- parallel: precision ---------------------------------------------------------------------------------------
