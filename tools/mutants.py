@@ -748,7 +748,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "evaluation-draws-one-stream",
         'derive_seed(world.seed, "evaluate", number)',
         'derive_seed(world.seed, "evaluate")',
-        "tests/train/test_streams.py -k evaluation",
+        "tests/train/test_streams.py -k each_batch_of_an_evaluation",
         "every batch of an evaluation draws the same numbers",
     ),
     Mutant(

@@ -77,6 +77,34 @@ def test_an_evaluation_draws_the_same_each_time_and_under_every_layout_and_leave
         assert losses == pytest.approx([one, one], rel=1e-12)
 
 
+class Noting(Drawing):
+    """Keeps what it has drawn."""
+
+    def __init__(self, source):
+        super().__init__(source)
+        self.drawn = []
+
+    def draw(self):
+        self.drawn.append(super().draw())
+        return self.drawn[-1]
+
+
+def drawn_in_evaluation(layout, source):
+    with sw.init(layout, device="cpu", timeout_s=20) as world:
+        model = sw.parallelize(Noting(source).double(), world)
+        sw.evaluate(model, mine([batch(i) for i in range(4)], world), loss=sum_loss)
+        return model.drawn
+
+
+@pytest.mark.parametrize("source", ["python", "numpy", "torch.Generator"])
+def test_each_batch_of_an_evaluation_draws_other_numbers_and_the_same_under_every_layout(ranks, source):
+    one = ranks.run(drawn_in_evaluation, 1, "dp_shard=1", source)[0]
+    assert len(set(one)) == len(one) == 4
+    for layout in ("dp_shard=2", "dp_replicate=2"):
+        first, second = ranks.run(drawn_in_evaluation, 2, layout, source)
+        assert [first[0], second[0], first[1], second[1]] == one
+
+
 def test_after_a_fork_nothing_was_drawn():
     """Numbers outside of forwards (which sample comes next, an augmentation) go on as if there had been no forward."""
     own = {
