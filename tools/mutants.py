@@ -106,7 +106,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "every-rank-draws-the-same",
         'own = seed if rank == 0 else derive_seed(seed, "rank", rank)',
         "own = seed",
-        "tests/train/test_streams.py tests/parallel/test_init_rank0.py",
+        "tests/train/test_streams.py -k code_of_ones_own",
         "code of the user's own draws the same random numbers on every rank",
     ),
     Mutant(

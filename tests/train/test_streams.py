@@ -198,3 +198,24 @@ def test_an_evaluation_of_windows_that_the_ranks_do_not_divide_draws_and_counts_
             assert [found[i][0] for found in on_ranks] == pytest.approx([loss] * size, rel=1e-12)
             assert all(numbers[number] == samples for found in on_ranks for number, samples in found[i][1].items())
             assert set(numbers) == set().union(*(found[i][1] for found in on_ranks))
+
+
+def drawn_outside(seed):
+    """Before each of two steps, outside of their windows."""
+    with sw.init("dp_replicate=2", device="cpu", timeout_s=20, seed=seed) as world:
+        numbers = []
+        model = sw.parallelize(Drawing("python").double(), world)
+        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=sum_loss)
+        for _ in range(2):
+            numbers.append({"torch": float(torch.rand(())), "numpy": np.random.rand(), "python": random.random()})
+            step(mine([batch(i) for i in range(4)], world))
+        return numbers
+
+
+def test_code_of_ones_own_draws_other_numbers_on_each_rank_and_the_same_each_time(ranks):
+    found = ranks.run(drawn_outside, 2, 3)
+    assert found == ranks.run(drawn_outside, 2, 3)
+    others = ranks.run(drawn_outside, 2, 4)
+    for source in ("torch", "numpy", "python"):
+        numbers = [each[source] for rank in (*found, *others) for each in rank]
+        assert len(set(numbers)) == len(numbers) == 8
