@@ -442,7 +442,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "draws-of-a-tensor-alike",
         "ordinal += 1",
         "ordinal += 0",
-        "tests/parallel/test_tape.py",
+        "tests/parallel/test_init_seeded.py -k two_draws",
         "two draws that make one parameter are the same numbers",
     ),
     Mutant(

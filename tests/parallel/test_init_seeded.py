@@ -29,6 +29,17 @@ def test_every_kind_of_constructor(ranks, name):
     assert all("rank0" not in notes["init"] for notes, *_ in said)
 
 
+def test_two_draws_that_make_one_parameter_are_independent(ranks):
+    alone, said = sharded(ranks, "drawn_twice", "one")
+    assert said[0][0]["init"].startswith("seeded: ")
+    assert same(alone, sharded(ranks, "drawn_twice", "fsdp-2")[0])
+    assert abs(alone["noisy"].std() / 2**0.5 - 1) < 0.05  # a sum with itself would have a spread of 2
+    product = alone["product"]
+    assert (
+        abs((product < 0).double().mean() - 0.5) < 0.05 and abs(product.mean()) < 0.1
+    )  # and a square no negative values
+
+
 def test_another_seed_gives_other_values(ranks):
     one, _ = sharded(ranks, "two_alike", "fsdp-2")
     other, _ = sharded(ranks, "two_alike", "fsdp-2", seed=1)
