@@ -276,7 +276,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "order-left-and-kept",
         "if walk.has_left:\n            self._known.pop(situation, None)",
         "if walk.has_left:\n            pass",
-        "tests/parallel/test_unequal.py -k 'order or agree_anew'",
+        "tests/parallel/test_skipping.py -k agree_on_it_once",
         "ranks that have left an order go back to it at once, and agree anew in every step",
     ),
     # ---- parallel: replicas ----------------------------------------------------------------------------------------
