@@ -108,14 +108,6 @@ def gaussians():
     )
 
 
-def drawn_twice():
-    """Parameters that are each made of two draws of one shape."""
-    noisy = parameter(nn.init.normal_, D, D)
-    with torch.no_grad():
-        noisy.add_(torch.randn_like(noisy))
-    return Holder(noisy=noisy, product=nn.Parameter(torch.randn(D, D) * torch.randn(D, D)))
-
-
 def constants():
     return Holder(
         scalar=nn.Parameter(torch.tensor(0.5)),
