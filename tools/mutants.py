@@ -106,7 +106,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "every-rank-draws-the-same",
         'own = seed if rank == 0 else derive_seed(seed, "rank", rank)',
         "own = seed",
-        "tests/train/test_streams.py tests/parallel/test_init_rank0.py",
+        "tests/train/test_streams.py -k code_of_ones_own",
         "code of the user's own draws the same random numbers on every rank",
     ),
     Mutant(
@@ -276,7 +276,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "order-left-and-kept",
         "if walk.has_left:\n            self._known.pop(situation, None)",
         "if walk.has_left:\n            pass",
-        "tests/parallel/test_unequal.py -k 'order or agree_anew'",
+        "tests/parallel/test_skipping.py -k agree_on_it_once",
         "ranks that have left an order go back to it at once, and agree anew in every step",
     ),
     # ---- parallel: replicas ----------------------------------------------------------------------------------------
@@ -355,7 +355,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "paddings-in-another-order",
         "in_order = runtime.paddings.pop(0)",
         "in_order = runtime.paddings.pop()",
-        "tests/parallel/test_own_loops.py tests/train/test_window.py -k 'padding or parts_of_a_window'",
+        "tests/parallel/test_own_loops.py -k a_padding_counts_as_0",
         "in a loop of one's own the first micro-batch counts as 0 in place of the padding",
     ),
     # ---- parallel: precision ---------------------------------------------------------------------------------------
@@ -442,7 +442,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "draws-of-a-tensor-alike",
         "ordinal += 1",
         "ordinal += 0",
-        "tests/parallel/test_tape.py",
+        "tests/parallel/test_init_seeded.py -k two_draws",
         "two draws that make one parameter are the same numbers",
     ),
     Mutant(
@@ -512,7 +512,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "parts-of-a-block-not-split",
         'return tuple(name for name in names if not any(name.startswith(f"{outer}.") for outer in names))',
         "return tuple(names)",
-        "tests/parallel/test_units_words.py -k 'units_and_gradients'",
+        "tests/parallel/test_units_words.py -k 'units_and_gradients and Nested'",
         "units='no_split' is refused where a listed class holds another",
     ),
     Mutant(
@@ -748,7 +748,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "evaluation-draws-one-stream",
         'derive_seed(world.seed, "evaluate", number)',
         'derive_seed(world.seed, "evaluate")',
-        "tests/train/test_streams.py -k evaluation",
+        "tests/train/test_streams.py -k each_batch_of_an_evaluation",
         "every batch of an evaluation draws the same numbers",
     ),
     Mutant(
@@ -827,7 +827,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "replicated-parts-cut",
         "low = min(index // part.replicas * chunk, part.size)",
         "low = min(index * chunk, part.size)",
-        "tests/recipe/test_cuts.py",
+        "tests/recipe/test_cuts.py -k replicas",
         "a part that neighbours hold whole is cut, and its end is nobody's",
     ),
     Mutant(
@@ -948,7 +948,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "block-of-the-beginning",
         "slice(a + b, a + b + n) for a, b, n in zip(local,",
         "slice(a, a + n) for a, b, n in zip(local,",
-        "tests/state/test_save.py -k 'any_layout or written_once'",
+        "tests/state/test_save.py -k its_own_values",
         "every block of a large tensor is saved with the values of its first",
     ),
     Mutant(
@@ -1097,7 +1097,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "nan-passes",
         "if not difference.err <= allowed:",
         "if difference.err > allowed:",
-        "tests/verify/test_verify.py tests/cli/test_train_proof.py",
+        "tests/verify/test_verify.py -k nan",
         "a comparison whose differences are NaN says equal",
     ),
     Mutant(

@@ -5,7 +5,9 @@ import pytest
 import torch
 from parallel.on_ranks import LAYOUTS, forward_of, host_growth, same, sharded
 from parallel.test_tape import replayed
+from torch import nn
 
+import shardwise as sw
 from shardwise.errors import PlanError, RankError
 
 OTHERS = [layout for layout in LAYOUTS if layout != "one"]
@@ -27,6 +29,29 @@ def test_every_kind_of_constructor(ranks, name):
     values, said = sharded(ranks, name, "fsdp-4")
     assert same(values, replayed(getattr(make, name)))
     assert all("rank0" not in notes["init"] for notes, *_ in said)
+
+
+def _drawn_twice():
+    """Parameters that are each made of two draws of one shape."""
+    noisy = make.parameter(nn.init.normal_, make.D, make.D)
+    with torch.no_grad():
+        noisy.add_(torch.randn_like(noisy))
+    return make.Holder(noisy=noisy, product=nn.Parameter(torch.randn(make.D, make.D) * torch.randn(make.D, make.D)))
+
+
+def _values_drawn_twice(layout):
+    with sw.init(layout, device="cpu") as world:
+        model = sw.parallelize(_drawn_twice, world)
+        return sw.full_state_dict(model), sw.describe(model)
+
+
+def test_two_draws_that_make_one_parameter_are_independent(ranks):
+    alone, said = ranks.run(_values_drawn_twice, 1, "dp_shard=1")[0]
+    assert "seeded: " in said
+    assert same(alone, ranks.run(_values_drawn_twice, 2, "dp_shard=2")[0][0])
+    assert abs(alone["noisy"].std() / 2**0.5 - 1) < 0.05  # a sum with itself would have a spread of 2
+    product = alone["product"]  # and a square no negative values
+    assert abs((product < 0).double().mean() - 0.5) < 0.05 and abs(product.mean()) < 0.1
 
 
 def test_another_seed_gives_other_values(ranks):

@@ -108,12 +108,13 @@ def test_a_last_micro_batch_that_is_skipped(ranks, layout, unit):
 
 
 def with_padding(layout: str, unit: int | None, way: str):
-    """Three micro-batches over two ranks: rank 1 runs a copy that is flagged, and the script divides by a number of its own."""
+    """Five micro-batches over two ranks: rank 1 runs a copy of its last that is flagged, and the script divides by a number of
+    its own."""
     with init(layout, device="cpu", timeout_s=20) as world:
         model = sharded(world, unit)
-        mine = [MicroBatch(batch(i), index=i) for i in range(world.rank, 3, 2)]
+        mine = [MicroBatch(batch(i), index=i) for i in range(world.rank, 5, 2)]
         if world.rank == 1:
-            mine.append(MicroBatch(batch(1), index=3, padding=True))
+            mine.append(MicroBatch(batch(3), index=5, padding=True))
         if way == "window":
             with window(model, mine, count=count) as w:
                 n = w.num_tokens
@@ -123,7 +124,7 @@ def with_padding(layout: str, unit: int | None, way: str):
             n = count_tokens(model, mine, count=count)
             backwards = way == "accumulate, from the last on"
             for i, given in enumerate(mine[::-1] if backwards else mine):
-                with accumulate(model, is_last=i == 1, batch=given if backwards else None):
+                with accumulate(model, is_last=i == 2, batch=given if backwards else None):
                     (loss_of(model, given) / n).backward()
         return whole(model)
 
@@ -133,7 +134,7 @@ def with_padding(layout: str, unit: int | None, way: str):
 def test_a_padding_counts_as_0_whatever_its_loss_is_divided_by(ranks, layout, unit, way):
     """With the count read before the loop, an epoch's last window was 0.69 off."""
     for found in ranks.run(with_padding, 2, layout, unit, way):
-        assert_equal(found, one_process(range(3)))
+        assert_equal(found, one_process(range(5)))
 
 
 # ---- a loss that leads nowhere -------------------------------------------------------------------------------------------

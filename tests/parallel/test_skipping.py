@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch._functorch.config
-from parallel.skips import BLOCKS, CASES, LOOPS, MICRO, ORDERS, STEPS, At, Stack, loss_of
+from parallel.skips import ALL, BLOCKS, CASES, LOOPS, MICRO, ORDERS, STEPS, At, Stack, loss_of
 from torch import Tensor, nn
 
 from shardwise.config.options import Compile, Prefetch, Remat, Sharding
@@ -177,16 +177,17 @@ def test_everything_that_ranks_skip(ranks, where):
 # ---- what it costs ---------------------------------------------------------------------------------------------------
 
 
-def counted(sharding: dict[str, Any]) -> list[dict[str, int]]:
+def counted(sharding: dict[str, Any], orders: list[list[int]]) -> list[dict[str, int]]:
+    """The collectives of each step, in which all ranks run the blocks in this order."""
     with init("dp_shard=2", device="cpu", timeout_s=30) as world:
         model = parallelize(Stack().double(), world, sharding=Sharding(min_unit_bytes=0, **sharding))
         counts = []
-        for step in range(3):
+        for step, order in enumerate(orders):
             at = At(world.rank, step, 0)
             with window(model, [{"x": at.x}], count=lambda _: 1) as w:
                 for b in w:
                     with CountCollectives() as counter:
-                        loss_of(model(b["x"], range(BLOCKS)), at).backward()
+                        loss_of(model(b["x"], order), at).backward()
                     counts.append(counter.counts)
         return counts
 
@@ -198,9 +199,18 @@ def counted(sharding: dict[str, Any]) -> list[dict[str, int]]:
 )
 def test_a_model_that_skips_nothing_costs_what_it_did(ranks, sharding, gathers):
     """Ranks tell each other their order in the first window; after it they say nothing."""
-    for first, *later in ranks.run(counted, 2, sharding):
+    for first, *later in ranks.run(counted, 2, sharding, [ALL] * 3):
         assert sum(first.values()) > gathers + BLOCKS + 1
         assert later == [{"_allgather_base": gathers, "_reduce_scatter_base": BLOCKS + 1}] * 2
+
+
+def test_ranks_that_turn_to_another_order_agree_on_it_once(ranks):
+    """The step that leaves the old order drops it, and the next one agrees from its start; the steps after it say nothing."""
+    turned = ALL[::-1]
+    for counts in ranks.run(counted, 2, {}, [ALL, ALL, *[turned] * 5]):
+        told = [step.keys() - {"_allgather_base", "_reduce_scatter_base"} != set() for step in counts]
+        assert told == [True, False, True, True, False, False, False]
+        assert counts[4:] == [counts[1]] * 3
 
 
 def threads_of_groups(num_blocks: int) -> tuple[int, int]:

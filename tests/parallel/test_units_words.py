@@ -45,6 +45,12 @@ class Net(nn.Module):
             fully_shard(layer, reshard_after_forward=reshard_after_forward and i % 2 == 0, **options)
 
 
+class Nested(Net):
+    """A class on its list holds another one of it."""
+
+    _no_split_modules = ["Linear", "Layer"]  # noqa: RUF012
+
+
 class Asks(Net):
     """As another library's base class has it: each option by its name, given on to its blocks and kept to be looked at."""
 
@@ -118,17 +124,16 @@ class OnlyWarns(Net):
         pass
 
 
-def build() -> nn.Module:
+def build(cls: type[nn.Module] = Net) -> nn.Module:
     torch.manual_seed(2)
-    return Net().double()
+    return cls().double()
 
 
 def sharded(cls: type[nn.Module], given, meta: bool = False, **more):
     """Units with what is freed, and the whole gradients; or the error."""
     with init("dp_shard=2", device="cpu", timeout_s=20) as world:
         try:
-            model = parallelize(cls if meta else build() if cls is Net else cls(), world,
-                                sharding=Sharding(units=given, **more))  # fmt: skip
+            model = parallelize(cls if meta else build(cls), world, sharding=Sharding(units=given, **more))
         except (PlanError, UsageError, ConfigError) as error:
             return str(error)
         if meta:
@@ -148,21 +153,22 @@ ALL = {f"layers.{i}": True for i in range(4)}
 
 
 @pytest.mark.parametrize(
-    ("given", "units"),
+    ("cls", "given", "units"),
     [
-        ("Layer", ALL),
-        ("embed, Layer", {"embed": True, **ALL}),
-        (f"{Layer.__module__}.Layer", ALL),
-        (even_layers, {"layers.0": True, "layers.2": True}),
-        ("no_split", ALL),
-        ("model", {"layers.0": True, "layers.1": False, "layers.2": True, "layers.3": False}),
+        (Net, "Layer", ALL),
+        (Net, "embed, Layer", {"embed": True, **ALL}),
+        (Net, f"{Layer.__module__}.Layer", ALL),
+        (Net, even_layers, {"layers.0": True, "layers.2": True}),
+        (Net, "no_split", ALL),
+        (Nested, "no_split", {"embed": True, **ALL}),
+        (Net, "model", {"layers.0": True, "layers.1": False, "layers.2": True, "layers.3": False}),
     ],
 )
-def test_units_and_gradients(ranks, given, units):
-    plain = build()
+def test_units_and_gradients(ranks, cls, given, units):
+    plain = build(cls)
     for rank in range(2):
         plain(torch.full((2, 4), 1.0 + rank, dtype=torch.float64)).pow(2).sum().backward()
-    for found, grads in ranks.run(sharded, 2, Net, given):
+    for found, grads in ranks.run(sharded, 2, cls, given):
         assert found == {**units, "": False}
         for name, param in plain.named_parameters():
             torch.testing.assert_close(grads[name], param.grad, rtol=1e-12, atol=1e-14)

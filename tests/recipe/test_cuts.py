@@ -61,7 +61,8 @@ def test_two_cuts_tile_on_one_dim_or_two(layout, shape, data):
 @given(st.integers(1, 3), st.integers(1, 4), st.sampled_from([1, 2, 4]), st.integers(1, 3), st.data())
 @settings(max_examples=100, deadline=None)
 def test_parts_with_replicas_tile_and_may_be_cut_again(dp_replicate, dp_shard, tp, head, data):
-    """Fused q|k|v whose k and v have fewer heads than ranks, then FSDP on the same dim."""
+    """Fused q|k|v whose k and v have fewer heads than ranks, then FSDP on the same dim: that many neighbours hold the same
+    piece of k and v, and no others do."""
     layout = Layout(dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp)
     replicas = data.draw(st.sampled_from([r for r in (1, 2, 4) if tp % r == 0]))
     q = Part(size=tp * head * data.draw(st.integers(1, 3)))
@@ -69,6 +70,16 @@ def test_parts_with_replicas_tile_and_may_be_cut_again(dp_replicate, dp_shard, t
     param = _param((q.size + 2 * kv.size, 3), Cut(axis="tp", dim=0, parts=(q, kv, kv)), Cut(axis="fsdp", dim=0))
     check_param("qkv", param, layout)
     assert_tiles(param, layout)
+    for rank in range(layout.size):
+        coord = layout.coord(rank)
+        for piece, ranks in zip(extents(param, coord), owners(param, coord), strict=True):
+            times = replicas if piece.starts[0] >= q.size else 1
+            assert len(ranks) == times * dp_replicate
+            neighbours = {layout.coord(other).index("tp") // times for other in ranks}
+            assert neighbours == {coord.index("tp") // times}
+    over_tp = _param(param.shape, param.cuts[0])
+    for index in range(tp):
+        assert local_shape(over_tp, Layout(tp=tp).coord(index)) == (q.size // tp + 2 * head, 3)
 
 
 @given(st.integers(1, 4), st.lists(st.integers(1, 7), min_size=1, max_size=3))

@@ -128,6 +128,47 @@ def test_every_element_is_written_once_and_what_several_hold_is_shared_among_the
     assert layout not in ("ddp-2", "hsdp") or max(counts) < 2.2 * min(counts), counts
 
 
+def counting() -> nn.Module:
+    """No two of its values are equal."""
+    model, first = nn.Sequential(nn.Linear(5, 13), nn.Linear(13, 7)), 1
+    for param in model.parameters():
+        param.data = torch.arange(first, first + param.numel(), dtype=torch.float32).view_as(param)
+        first += param.numel()
+    return model
+
+
+def saved_in_blocks(layout: str, root: Path, block: int) -> None:
+    from shardwise.state import file_layout
+
+    whole_block, file_layout.BLOCK = file_layout.BLOCK, block
+    try:
+        with sw.init(layout, device="cpu") as world:
+            model = sw.parallelize(counting(), world, sharding=EVERY)
+            sw.save_weights(model, root / "weights")
+            optim = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+            for param in model.parameters():
+                param.grad = -param.detach()
+            optim.step()
+            with sw.CheckpointManager(root / "run", sw.TrainStep(model, optim), async_save=False) as manager:
+                manager.save()
+    finally:
+        file_layout.BLOCK = whole_block
+
+
+@pytest.mark.parametrize("layout", ["one", "ddp-2", "fsdp-2"])
+def test_each_block_of_a_tensor_is_written_with_its_own_values(ranks, tmp_path, layout):
+    text, num_ranks = LAYOUTS[layout]
+    ranks.run(saved_in_blocks, num_ranks, text, tmp_path, 64)  # the weights have 5 and 6 of them
+    expected = counting().state_dict()
+    checkpoint = tmp_path / "run" / "step-00000000"
+    for found in (stored(tmp_path / "weights"), stored(checkpoint)):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    momenta = load_file(checkpoint / "training" / "optimizer.safetensors")
+    assert momenta.keys() == {f"{name}/momentum_buffer" for name in expected}
+    assert all(torch.equal(momenta[f"{name}/momentum_buffer"], -value) for name, value in expected.items())
+
+
 def test_an_older_directory_is_replaced_and_what_others_keep_in_it_stays(ranks, tmp_path):
     dest = tmp_path / "w"
     ranks.run(save, 2, "conv", "dp_shard=2", str(dest), max_shard_bytes=2000)

@@ -77,6 +77,34 @@ def test_an_evaluation_draws_the_same_each_time_and_under_every_layout_and_leave
         assert losses == pytest.approx([one, one], rel=1e-12)
 
 
+class Noting(Drawing):
+    """Keeps what it has drawn."""
+
+    def __init__(self, source):
+        super().__init__(source)
+        self.drawn = []
+
+    def draw(self):
+        self.drawn.append(super().draw())
+        return self.drawn[-1]
+
+
+def drawn_in_evaluation(layout, source):
+    with sw.init(layout, device="cpu", timeout_s=20) as world:
+        model = sw.parallelize(Noting(source).double(), world)
+        sw.evaluate(model, mine([batch(i) for i in range(4)], world), loss=sum_loss)
+        return model.drawn
+
+
+@pytest.mark.parametrize("source", ["python", "numpy", "torch.Generator"])
+def test_each_batch_of_an_evaluation_draws_other_numbers_and_the_same_under_every_layout(ranks, source):
+    one = ranks.run(drawn_in_evaluation, 1, "dp_shard=1", source)[0]
+    assert len(set(one)) == len(one) == 4
+    for layout in ("dp_shard=2", "dp_replicate=2"):
+        first, second = ranks.run(drawn_in_evaluation, 2, layout, source)
+        assert [first[0], second[0], first[1], second[1]] == one
+
+
 def test_after_a_fork_nothing_was_drawn():
     """Numbers outside of forwards (which sample comes next, an augmentation) go on as if there had been no forward."""
     own = {
@@ -170,3 +198,24 @@ def test_an_evaluation_of_windows_that_the_ranks_do_not_divide_draws_and_counts_
             assert [found[i][0] for found in on_ranks] == pytest.approx([loss] * size, rel=1e-12)
             assert all(numbers[number] == samples for found in on_ranks for number, samples in found[i][1].items())
             assert set(numbers) == set().union(*(found[i][1] for found in on_ranks))
+
+
+def drawn_outside(seed):
+    """Before each of two steps, outside of their windows."""
+    with sw.init("dp_replicate=2", device="cpu", timeout_s=20, seed=seed) as world:
+        numbers = []
+        model = sw.parallelize(Drawing("python").double(), world)
+        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=sum_loss)
+        for _ in range(2):
+            numbers.append({"torch": float(torch.rand(())), "numpy": np.random.rand(), "python": random.random()})
+            step(mine([batch(i) for i in range(4)], world))
+        return numbers
+
+
+def test_code_of_ones_own_draws_other_numbers_on_each_rank_and_the_same_each_time(ranks):
+    found = ranks.run(drawn_outside, 2, 3)
+    assert found == ranks.run(drawn_outside, 2, 3)
+    others = ranks.run(drawn_outside, 2, 4)
+    for source in ("torch", "numpy", "python"):
+        numbers = [each[source] for rank in (*found, *others) for each in rank]
+        assert len(set(numbers)) == len(numbers) == 8

@@ -1,14 +1,17 @@
 """``sw.verify`` of what users bring: complex parameters, counts that are weights, modules that return their loss."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.errors import VerifyError
 from shardwise.step.loss import call
-from shardwise.verify import StepRecord, Task, run_oracle
-from shardwise.verify.compare import _buffers, _tensors
+from shardwise.verify import StepRecord, Task, run_oracle, run_sharded
+from shardwise.verify.compare import _buffers, _tensors, compare
 from shardwise.verify.sharded import RankStep
 
 
@@ -45,6 +48,15 @@ class Small(nn.Module):
         for block in self.blocks:
             input = torch.tanh(block(input))
         return input
+
+
+class Shifted(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.ones(4))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input + self.shift)
 
 
 def sum_loss(output, batch):
@@ -121,6 +133,31 @@ def test_a_wrong_imaginary_part_is_seen(kind):
     else:
         found = _tensors(kind, {"x": wrong}, {"x": wanted}, 1)
     assert max(difference.err for difference in found) > 1.0
+
+
+def with_nan(step, kind: str):
+    """``step`` of one process or of a rank, with a NaN in its last tensor, or its number, of this kind."""
+    step = copy.deepcopy(step)
+    if kind in {"loss", "grad_norm"}:
+        setattr(step, kind, float("nan"))
+    else:
+        list(getattr(step, f"{kind}s").values())[-1].view(-1)[-1] = float("nan")
+    return step
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_nan_on_one_side_is_a_difference(ranks, optimizer):
+    task = Task(Shifted, batches(), sum_loss, weights, call, optimizer)
+    one, found = run_oracle(task), ranks.run(run_sharded, 2, task, "dp_shard=2")
+    assert str(compare(task, one, found, gate=1e-12)).startswith("equal: ")
+    for kind in ("loss", "grad_norm", "grad", "param", "buffer"):
+        for rank in range(2):
+            other = copy.deepcopy(found)
+            other[rank].steps[1] = with_nan(other[rank].steps[1], kind)
+            with pytest.raises(VerifyError, match=f": {kind} differs at step 2"):
+                compare(task, one, other, gate=1e-12)
+        with pytest.raises(VerifyError, match=f": {kind} differs at step 2"):
+            compare(task, [one[0], with_nan(one[1], kind)], found, gate=1e-12)
 
 
 def test_a_count_that_is_a_sum_of_weights_is_no_false_alarm(ranks):
