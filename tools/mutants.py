@@ -151,7 +151,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_bad_input.py -k world_was_closed",
         "calls in a world that was closed hang or answer by themselves",
     ),
-    # ---- parallel: shards ------------------------------------------------------------------------------------------
+    # ---- techniques: shards ------------------------------------------------------------------------------------------
     Mutant(
         "shards-averaged",
         "child.set_gradient_divide_factor(1.0)",
@@ -229,7 +229,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "'tests/verify/test_parity.py::test_sharded_equals_one_process[reference-hsdp-2x2-acc1-clip-blocks]'",
         "the gradient norm counts each replica's copy, so gradients are clipped too much",
     ),
-    # ---- parallel: units and their order ---------------------------------------------------------------------------
+    # ---- techniques: units and their order ---------------------------------------------------------------------------
     Mutant(
         "gathered-before-the-step",
         "if not unit.is_free and number not in self.kept:\n                unit.free()\n        self.earlier = set(self.kept)",
@@ -279,7 +279,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/parallel/test_skipping.py -k agree_on_it_once",
         "ranks that have left an order go back to it at once, and agree anew in every step",
     ),
-    # ---- parallel: replicas ----------------------------------------------------------------------------------------
+    # ---- techniques: replicas ----------------------------------------------------------------------------------------
     Mutant(
         "late-gradients-dropped",
         "bucket.flat[: len(part)] += part",
@@ -322,7 +322,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "'tests/parallel/test_knobs.py::test_a_knob_leaves_the_numbers_and_shows[20-2]'",
         "bucket_cap_mb has no effect, and no gradient travels before the backward has ended",
     ),
-    # ---- parallel: penalties and paddings --------------------------------------------------------------------------
+    # ---- techniques: penalties and paddings --------------------------------------------------------------------------
     Mutant(
         "penalty-once-per-replica",
         'view.clone() if found["differs"] else view / size',
@@ -358,7 +358,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/parallel/test_own_loops.py -k a_padding_counts_as_0",
         "in a loop of one's own the first micro-batch counts as 0 in place of the padding",
     ),
-    # ---- parallel: precision ---------------------------------------------------------------------------------------
+    # ---- techniques: precision ---------------------------------------------------------------------------------------
     Mutant(
         "inputs-cast-unasked",
         'if recipe.cast_inputs != "none" and recipe.compute is not None:',
@@ -387,7 +387,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/parallel/test_compose.py -k frozen",
         "frozen bfloat16 weights are stored in float32, at twice the bytes",
     ),
-    # ---- parallel: running again and compiling ---------------------------------------------------------------------
+    # ---- techniques: running again and compiling ---------------------------------------------------------------------
     Mutant(
         "dropout-drawn-anew",
         '"preserve_rng_state": True',
@@ -522,7 +522,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/parallel/test_loops.py -k before_the_last_micro_batch",
         "an optimizer steps with the gradients of its own rank, and ranks drift apart",
     ),
-    # ---- train: window and step ------------------------------------------------------------------------------------
+    # ---- step: window and step ------------------------------------------------------------------------------------
     Mutant(
         "tokens-of-paddings",
         'tokens = sum(torch.as_tensor(counter(b)).double() for b in batches if not getattr(b, "padding", False))',
@@ -671,7 +671,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/train/test_optim_local.py -k 'loaded_later or travels'",
         "an optimizer state that is loaded later shows, and steps go on from the old one",
     ),
-    # ---- train: clipping and scaling -------------------------------------------------------------------------------
+    # ---- step: clipping and scaling -------------------------------------------------------------------------------
     Mutant(
         "norm-always-of-squares",
         "return (summed + whole) ** (1.0 / self.norm_type)",
@@ -714,7 +714,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/train/test_optim_clip.py -k 'clamped_gradients'",
         "negative gradient elements are not clamped",
     ),
-    # ---- train: sums and means -------------------------------------------------------------------------------------
+    # ---- step: sums and means -------------------------------------------------------------------------------------
     Mutant(
         "mean-beside-a-sum-taken",
         'return "part" if abs(self.rest) > max(limit, 10 * bend) else "sum"',
@@ -729,7 +729,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/train/test_step_faults.py -k mean_in_an_evaluation",
         "an evaluation whose loss is a mean reports a number that depends on the batches",
     ),
-    # ---- train: evaluation -----------------------------------------------------------------------------------------
+    # ---- step: evaluation -----------------------------------------------------------------------------------------
     Mutant(
         "evaluation-counts-copies",
         "value = value.double().cpu() if counts else torch.zeros((), dtype=torch.float64)",
@@ -758,7 +758,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/train/test_silent.py -k written_by_an_evaluation",
         "batches that count as nothing change the buffers of a model",
     ),
-    # ---- train: data -----------------------------------------------------------------------------------------------
+    # ---- step: data -----------------------------------------------------------------------------------------------
     Mutant(
         "windows-overlap",
         "self._position = min(self._position + self.global_batch, self.num_samples)",
