@@ -29,8 +29,6 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from shardwise.config import load_config
-from shardwise.config.schema import RunConfig
 from shardwise.data.loader import Loader
 from shardwise.launch import launch_local
 from shardwise.parallel import recipe_of
@@ -43,6 +41,7 @@ from shardwise.run.build import (
     open_data,
     vocab_of,
 )
+from shardwise.run.config import RunConfig, load_config
 from shardwise.run.memory import memory_of
 from shardwise.state import full_state_dict
 from shardwise.world import init

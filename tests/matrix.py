@@ -9,7 +9,7 @@ from unittest import mock
 
 from zoo import CASES
 
-from shardwise.config.options import Sharding
+from shardwise import Sharding
 from shardwise.verify import Report, verify
 from shardwise.world import World
 

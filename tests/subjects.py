@@ -15,7 +15,7 @@ from parallel.on_ranks import same, whole
 from torch import Tensor, nn
 from zoo import Case
 
-from shardwise.config.options import Sharding
+from shardwise import Sharding
 from shardwise.parallel import parallelize, recipe_of, runtime_of
 from shardwise.parallel.init.sources import all_tensors
 from shardwise.verify import Report, verify

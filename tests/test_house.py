@@ -43,7 +43,9 @@ def test_a_circle_is_found(tmp_path):
 def torch_free_modules():
     paths = [path for path in sorted((SRC / "shardwise").rglob("*.py")) if path.name != "__main__.py"]
     modules = [path.relative_to(SRC).with_suffix("").parts for path in paths]
-    return [".".join(parts).removesuffix(".__init__") for parts in modules if parts[1] in house.TORCH_FREE]
+    early = [parts for parts in modules if parts[1] == house.APART and parts[-1] in house.READ_EARLY]
+    early += [parts for parts in modules if parts[1] in house.TORCH_FREE]
+    return [".".join(parts).removesuffix(".__init__") for parts in early]
 
 
 @pytest.mark.parametrize("heavy", ["torch", "numpy"])
@@ -104,6 +106,7 @@ def build(tmp_path, file, text):
             "private names of torch belong in _torch/",
         ),
         ("attic/a.py", "", "has no place in the order"),
+        ("techniques/tp/rule.py", "import torch\n", "at module level"),
     ],
 )
 def test_the_checker_sees_a_fault(tmp_path, file, text, fault):
@@ -127,6 +130,15 @@ def test_the_checker_sees_a_fault(tmp_path, file, text, fault):
 )
 def test_the_checker_lets_good_code_through(tmp_path, file, text):
     assert build(tmp_path, file, text) == []
+
+
+def test_a_technique_that_knows_another_is_a_fault(tmp_path):
+    build(tmp_path, "techniques/data/__init__.py", "")
+    build(tmp_path, "techniques/targets.py", "")
+    good = "from shardwise.techniques.tp.rule import x\nfrom shardwise.techniques.targets import y\n"
+    assert build(tmp_path, "techniques/tp/act.py", good) == []
+    [fault] = build(tmp_path, "techniques/tp/act.py", f"{good}def f():\n    from ..data.rule import z\n")
+    assert "act.py:4: tp imports shardwise.techniques.data.rule" in fault
 
 
 # --- the outer files ------------------------------------------------------------------------------------------------

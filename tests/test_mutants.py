@@ -23,11 +23,11 @@ def test_they_are_spread_over_the_rooms_that_carry_the_meaning():
     rooms = [mutants.room_of(mutant, texts) for mutant in mutants.MUTANTS]
     least = {
         "world": 6,
-        "techniques": 20,
+        "techniques": 40,
         "parallel": 8,
         "data": 3,
         "step": 20,
-        "recipe": 5,
+        "recipe": 2,
         "state": 10,
         "config": 3,
         "launch": 2,

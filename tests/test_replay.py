@@ -49,18 +49,3 @@ def test_errors_of_any_process_are_written_down(tmp_path):
     subprocess.run([sys.executable, "-c", program], env=env, check=True, timeout=60)
     lines = [json.loads(line) for file in tmp_path.glob("*.jsonl") for line in file.read_text().splitlines()]
     assert lines == [["LayoutError", "g", "g\n  why: w\n  fix: f"]] * 2 and len([*tmp_path.glob("*.jsonl")]) == 2
-
-
-def test_what_moved_is_found_and_what_changed_besides_is_seen(tool):
-    moved = tool("moved")
-    old = "from shardwise.state.together import together\nfrom shardwise.train import job, space\n\n"
-    old += "def f(put):\n    return together(put, space.free(job))  # see :func:`shardwise.state.together.together`\n"
-    new = moved.rewritten(old)
-    assert "from shardwise.world.collectively import collectively\n" in new
-    assert "from shardwise.run import disk_space" in new and "collectively(put, disk_space.free(job))" in new
-    assert "shardwise.world.collectively.collectively" in new
-    same = "from shardwise.run import disk_space, job\n" + new.split("\n", 1)[1].replace("# see", "#  look at")
-    assert moved.syntax(new.replace("free(job)", "free( job )")) == moved.syntax(new) != moved.syntax(old)
-    assert moved.syntax(same.replace("free(job)", "free(job, 1)")) != moved.syntax(same)
-    assert moved.moved_path("src/shardwise/parallel/ddp.py") == "src/shardwise/techniques/data/replicas.py"
-    assert moved.moved_path("src/shardwise/train/__init__.py") == "src/shardwise/run/__init__.py"

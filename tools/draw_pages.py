@@ -51,10 +51,10 @@ def _layout() -> dict[str, list[list[int]]]:
     import torch
     from torch import nn
 
-    from shardwise.config.options import Precision, Sharding
+    from shardwise import Precision, Sharding
     from shardwise.layout import layout_of
     from shardwise.model import read_anatomy
-    from shardwise.recipe import make_recipe
+    from shardwise.techniques.fold import make_recipe
 
     with torch.device("meta"):
         anatomy = read_anatomy(nn.Linear(COLUMNS, ROWS, bias=False))
@@ -70,7 +70,7 @@ def _units(run: Callable[..., list]) -> dict[str, list[int]]:
     """Setting -> bytes of gathered parameters after each event of one window of two micro-batches, on rank 0 of 2."""
     from parallel.knobs import see
 
-    from shardwise.config.options import Sharding
+    from shardwise import Sharding
 
     settings = {
         'units="none"': Sharding(units="none"),
@@ -84,7 +84,7 @@ def _remat(run: Callable[..., list]) -> dict[str, dict[str, int]]:
     """Setting -> bytes that forward keeps for backward, and operators that backward runs, of four blocks of two linears with tanh."""
     from parallel.recompute import kept_and_run
 
-    from shardwise.config.options import Remat
+    from shardwise import Remat
 
     settings = {
         "none": None,

@@ -31,6 +31,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("world",),
     ("model",),
     ("techniques",),
+    ("dialects",),
     ("parallel",),
     ("data",),
     ("state",),
@@ -41,7 +42,9 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("testing",),
     ("cli",),
 )
-TORCH_FREE = ("errors", "config", "layout", "recipe", "launch", "plan", "cli")
+TORCH_FREE = ("errors", "config", "layout", "recipe", "launch", "dialects", "plan", "cli")
+APART = "techniques"  # the room whose folders do not import each other, ...
+READ_EARLY = ("__init__", "options", "rule")  # ... and their files that the command line reads before it knows torch
 ROOFS = (("state", "checkpoint"),)  # folders on top of their room: nothing beside them in it imports them
 FACES = ("__init__", "__main__")  # of the package itself: they stand before the house and open into any room
 
@@ -62,7 +65,9 @@ def faults(package: Path) -> list[str]:
         if room in FACES:
             continue
         found += [f"{place}:{line}: {text}" for line, text in _upward(tree, module, level)]
-        if room in TORCH_FREE:
+        if room == APART:
+            found += [f"{place}:{line}: {text}" for line, text in _sideways(tree, module, package)]
+        if room in TORCH_FREE or (room == APART and module[-1] in READ_EARLY):
             found += [f"{place}:{line}: {text}" for line, text in _torch_at_module_level(tree)]
     return found
 
@@ -86,6 +91,17 @@ def _upward(tree: ast.Module, module: tuple[str, ...], level: dict[str, int]) ->
                 yield node.lineno, f"imports {target}: the package's face stands above every room; import the room"
             elif level[other] >= level[room]:
                 yield node.lineno, f"{room} imports {other}, which does not stand before it"
+
+
+def _sideways(tree: ast.Module, module: tuple[str, ...], package: Path) -> Iterator[tuple[int, str]]:
+    """Imports of another folder beside this file's own."""
+    for node in _nodes(tree):
+        if len(module) > 3 and isinstance(node, ast.Import | ast.ImportFrom):
+            for target in _imported(node, module):
+                parts = target.split(".")
+                beside = tuple(parts[:2]) == module[:2] and parts[2:3] and parts[2] != module[2]
+                if beside and (package / APART / parts[2]).is_dir():
+                    yield node.lineno, f"{module[2]} imports {target}: a technique knows no other"
 
 
 def _torch_at_module_level(tree: ast.Module) -> Iterator[tuple[int, str]]:

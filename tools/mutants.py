@@ -175,7 +175,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "memory-pinned-anyway",
-        'CPUOffloadPolicy(pin_memory=recipe.pin_memory and world.device.type != "cpu")',
+        'CPUOffloadPolicy(pin_memory=said.pin_memory and world.device.type != "cpu")',
         'CPUOffloadPolicy(pin_memory=world.device.type != "cpu")',
         "tests/parallel/test_knobs.py -k accelerator",
         "pin_memory=False has no effect, and a host runs out of page-locked memory",
@@ -361,8 +361,8 @@ MUTANTS: tuple[Mutant, ...] = (
     # ---- techniques: precision ---------------------------------------------------------------------------------------
     Mutant(
         "inputs-cast-unasked",
-        'if recipe.cast_inputs != "none" and recipe.compute is not None:',
-        "if recipe.compute is not None:",
+        'if said.cast_inputs != "none" and said.compute is not None:',
+        "if said.compute is not None:",
         "tests/parallel/test_precision.py -k 'cast_as_asked or inputs_are_cast'",
         'positions are rounded to bfloat16 though cast_inputs="none"',
     ),

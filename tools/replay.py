@@ -37,7 +37,28 @@ SCENES = {
 }
 """Scene -> the program that records it."""
 
-MOVED: dict[str, Callable[[Any], Any]] = {}
+
+def _recipe_of_today(fact: Any) -> Any:
+    """A recipe in which what belongs to one technique was a field."""
+    if not isinstance(fact, dict) or "recipe" not in fact:
+        return fact
+    told, techniques = dict(fact["recipe"]), {}  # type: ignore[var-annotated]
+    for field, (technique, key) in _FIELDS.items():
+        techniques.setdefault(technique, {})[key] = told.pop(field)
+    return fact | {"recipe": told | {"techniques": techniques, "version": 2}}
+
+
+_FIELDS = {
+    "compute": ("precision", "compute"),
+    "output": ("precision", "output"),
+    "cast_inputs": ("precision", "cast_inputs"),
+    "buffer_policy": ("data", "buffers"),
+    "offload": ("data", "offload"),
+    "pin_memory": ("data", "pin_memory"),
+    "sync_every_microbatch": ("data", "sync_every_microbatch"),
+    "ddp": ("data", "ddp"),
+}
+MOVED: dict[str, Callable[[Any], Any]] = {"recipes": _recipe_of_today}
 """Scene -> what brings a fact of the older commit into today's shape."""
 
 EXPLAINED: dict[str, str] = {}

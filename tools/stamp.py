@@ -52,7 +52,6 @@ PAGES = {
             "python tools/knob_table.py",
             (
                 *TRAINED,
-                *_src("config/options.py", "config/techniques.py", "config/precision.py"),
                 *KNOBS,
             ),
         ),

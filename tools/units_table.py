@@ -30,11 +30,12 @@ from stamp import stamped
 from torch import nn
 
 import shardwise as sw
-from shardwise.config.options import Precision, Sharding
+from shardwise import Precision, Sharding
 from shardwise.layout import Layout
 from shardwise.model import read_anatomy
 from shardwise.parallel import recipe_of
-from shardwise.recipe import ROOT, make_recipe
+from shardwise.recipe import ROOT
+from shardwise.techniques.fold import make_recipe
 
 ROOT_FOLDER = Path(__file__).parents[1]
 PAGE, BEFORE = ROOT_FOLDER / "docs" / "units.md", ROOT_FOLDER / "docs" / "data" / "units-before.json"

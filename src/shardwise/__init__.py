@@ -19,11 +19,11 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from shardwise.config.fsdp1 import from_fsdp1
-    from shardwise.config.options import DDP, Compile, Options, Parallel, Precision, Prefetch, Remat, Sharding
+    from shardwise.config.record import Options
     from shardwise.data.batch import MicroBatch
     from shardwise.data.labels import shift_labels
     from shardwise.data.loader import Loader
+    from shardwise.dialects.fsdp1 import from_fsdp1
     from shardwise.errors import (
         CheckpointError,
         ConfigError,
@@ -63,20 +63,30 @@ if TYPE_CHECKING:
     from shardwise.step.step import StepOutput, TrainStep
     from shardwise.step.step_state import StepState
     from shardwise.step.window import accumulate, count_tokens, window
-    from shardwise.techniques.transforms.act import transform
+    from shardwise.techniques import Parallel
+    from shardwise.techniques.compile.options import Compile
+    from shardwise.techniques.data.options import DDP, Prefetch, Sharding
+    from shardwise.techniques.precision.options import Precision
+    from shardwise.techniques.remat.options import Remat
+    from shardwise.techniques.transforms.options import transform
     from shardwise.verify import verify
     from shardwise.world import Axis, World, init
 
 _HOME = {
-    "shardwise.config.fsdp1": ("from_fsdp1",),
-    "shardwise.config.options": ("DDP", "Compile", "Options", "Parallel", "Precision", "Prefetch", "Remat", "Sharding"),
+    "shardwise.config.record": ("Options",),
+    "shardwise.dialects.fsdp1": ("from_fsdp1",),
     "shardwise.errors": (
         "CheckpointError", "ConfigError", "LayoutError", "NonFiniteError", "PlanError", "RankError", "ShardwiseError",
         "Stopped", "UnsupportedError", "UsageError", "VerifyError",
     ),
     "shardwise.layout": ("Layout",),
     "shardwise.parallel": ("apply_recipe", "describe", "parallelize", "recipe_of", "world_of"),
-    "shardwise.techniques.transforms.act": ("transform",),
+    "shardwise.techniques": ("Parallel",),
+    "shardwise.techniques.compile.options": ("Compile",),
+    "shardwise.techniques.data.options": ("DDP", "Prefetch", "Sharding"),
+    "shardwise.techniques.precision.options": ("Precision",),
+    "shardwise.techniques.remat.options": ("Remat",),
+    "shardwise.techniques.transforms.options": ("transform",),
     "shardwise.recipe": ("Recipe",),
     "shardwise.state": (
         "LoadReport", "StateDictType", "full_optimizer_state_dict", "full_state_dict", "gathered",

@@ -7,7 +7,7 @@ import pytest
 from cli.commands import run_command
 
 from shardwise.cli.train_rank import _facts
-from shardwise.config import load_config
+from shardwise.run.config import load_config
 
 TINY = (
     "--model.args={dim: 32, num_layers: 1, ffn: 48}",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cli.commands import on_ranks
 
-from shardwise.config import load_config
+from shardwise.run.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

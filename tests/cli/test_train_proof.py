@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.config.schema import Data, Model, Optim, Parallel, RunConfig, Train
 from shardwise.errors import RankError
+from shardwise.run.config import Data, Model, Optim, Parallel, RunConfig, Train
 
 SIZES = {"dim": 32, "num_layers": 2, "ffn": 48}
 

@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 
 from shardwise.cli import main as cli
 from shardwise.cli.train import NEXT, _started_by_others, next_commands
-from shardwise.config import dump_config, load_config
+from shardwise.config import dump_config
+from shardwise.run.config import load_config
 from shardwise.run.metrics import read_metrics
 
 TINY = (

@@ -2,13 +2,13 @@
 
 import pytest
 
-from shardwise.config.foreign import FOREIGN, Instead, instead_of
-from shardwise.config.loader import load_config
-from shardwise.config.options import DDP, Compile, Options, Remat, Sharding
-from shardwise.config.schema import Checkpoint
+from shardwise import DDP, Compile, Options, Remat, Sharding
+from shardwise.config.foreign import Instead, instead_of
 from shardwise.errors import ConfigError
+from shardwise.run.config import Checkpoint, load_config
 
 RECORDS = {"DDP": DDP, "Sharding": Sharding, "Remat": Remat, "Compile": Compile}
+FOREIGN = {name: record.foreign for name, record in RECORDS.items()}
 
 
 @pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in FOREIGN.items() for key in keys])

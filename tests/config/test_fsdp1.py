@@ -5,8 +5,8 @@ from enum import Enum
 
 import pytest
 
-from shardwise.config.fsdp1 import STRATEGIES, from_fsdp1
-from shardwise.config.options import Parallel, Prefetch
+from shardwise import Parallel, Prefetch
+from shardwise.dialects.fsdp1 import STRATEGIES, from_fsdp1
 from shardwise.errors import ConfigError
 
 

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config.loader import load_config
-from shardwise.config.options import Precision, Sharding
-from shardwise.config.schema import RunConfig, Train
+from shardwise import Precision, Sharding
 from shardwise.config.sources import parse_yaml_value
 from shardwise.errors import ConfigError
+from shardwise.run.config import RunConfig, Train, load_config
 
 YAML = """\
 # a comment
@@ -381,7 +380,7 @@ def test_a_bad_override_is_named(overrides, said):
 # --- functions ------------------------------------------------------------------------------------------------------
 
 FUNCTIONS = """\
-from shardwise.config.schema import RunConfig, Train
+from shardwise.run.config import RunConfig, Train
 
 def record():
     return RunConfig(train=Train(steps=70))

@@ -3,8 +3,10 @@
 import msgspec
 import pytest
 
-from shardwise.config.options import DTYPE_WORDS, Parallel, Precision, Sharding, precision_of
+from shardwise import Parallel, Precision, Sharding
+from shardwise.config.dtype_words import DTYPE_WORDS
 from shardwise.errors import ConfigError
+from shardwise.techniques.precision.options import precision_of
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config.loader import load_config
-from shardwise.config.options import Parallel, Precision, Sharding
+from shardwise import Parallel, Precision, Sharding
 from shardwise.config.render import config_help, dump_config, print_config
-from shardwise.config.schema import Data, Log, Model, RunConfig, Train
+from shardwise.run.config import Data, Log, Model, RunConfig, Train, load_config
 
 texts = st.text(max_size=12) | st.sampled_from(
     ["no", "1e3", "~", "a: b", "a #b", "- a", "{", "0x1", ".inf", "\u2028", ""]

@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from shardwise.config.check import doc_of
-from shardwise.config.options import default_of, hints_of
-from shardwise.config.schema import Data, Model, Optim, RunConfig, Schedule, Train
+from shardwise.config.record import default_of, hints_of
 from shardwise.errors import ConfigError
+from shardwise.run.config import Data, Model, Optim, RunConfig, Schedule, Train
 
 
 def test_defaults_are_the_demo():

@@ -2,9 +2,11 @@
 
 import pytest
 
-from shardwise.config import load_config
-from shardwise.config.options import Compile, Parallel, Remat, compile_of, remat_of
+from shardwise import Compile, Parallel, Remat
 from shardwise.errors import ConfigError
+from shardwise.run.config import load_config
+from shardwise.techniques.compile.options import compile_of
+from shardwise.techniques.remat.options import remat_of
 
 
 @pytest.mark.parametrize("value", [None, "none"])

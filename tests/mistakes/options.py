@@ -59,7 +59,7 @@ class NumberInOctal(Mistake):
         return Plain(f"`steps: 000400` is {found} steps", off(float(found), 400.0))
 
     def ours(self):
-        from shardwise.config import load_config
+        from shardwise.run.config import load_config
 
         return off(float(load_config(file_of("train:\n  steps: 000400\n")).config.train.steps), 400.0)
 

@@ -17,8 +17,8 @@ from parallel.recompute import CountOps, bytes_kept
 from torch import Tensor, nn
 from zoo import CASES
 
+from shardwise import DDP, Compile, Precision, Prefetch, Remat, Sharding
 from shardwise._compat import unit_groups
-from shardwise.config.options import DDP, Compile, Precision, Prefetch, Remat, Sharding
 from shardwise.parallel import parallelize, runtime_of
 from shardwise.recipe import Edit
 from shardwise.step.step import TrainStep
@@ -300,14 +300,15 @@ KNOBS = [
 
 
 def _pins(asked: bool) -> bool:
-    return _offload(SimpleNamespace(offload=True, pin_memory=asked), _CUDA).pin_memory
+    recipe = SimpleNamespace(entry=lambda _, cls: cls(offload=True, pin_memory=asked))
+    return _offload(recipe, _CUDA).pin_memory
 
 
 def _moved(asked: bool) -> int:
     """Inputs of blocks that a forward hands to the function that copies them to host memory."""
     model, moved = Halves(), []
     edits = [Edit(f"blocks.{i}", "remat", "", {"mode": "full", "offload": asked}, "") for i in range(3)]
-    remat.apply_remat(model, edits, _CUDA)
+    remat.RematAct().inside(model, SimpleNamespace(edits_of=lambda _: edits), _CUDA)
     with mock.patch.object(remat, "_to_host", lambda tensor: moved.append(tensor) or tensor):
         model(torch.ones(4, 6, requires_grad=True))
     return len(moved)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from zoo import CASES
 
-from shardwise.config.options import Sharding
+from shardwise import Sharding
 from shardwise.parallel import parallelize, recipe_of, runtime_of
 from shardwise.world import init
 

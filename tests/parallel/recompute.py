@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from shardwise import Sharding
 from shardwise._compat import TorchDispatchMode, local_tensor
-from shardwise.config.options import Sharding
 from shardwise.data.batch import MicroBatch
 from shardwise.parallel import parallelize, recipe_of, runtime_of
 from shardwise.step.window import window

@@ -4,8 +4,8 @@ import pytest
 from zoo import CASES
 
 import shardwise as sw
+from shardwise import Sharding
 from shardwise._compat import local_tensor
-from shardwise.config.options import Sharding
 from shardwise.layout import layout_of
 
 

@@ -9,7 +9,7 @@ from matrix import Cell
 from parallel.recompute import LAYOUTS, assert_same, build, one_process, train
 from torch import nn
 
-from shardwise.config.options import Compile, Remat, Sharding
+from shardwise import Compile, Remat, Sharding
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.parallel import describe, parallelize
 from shardwise.techniques.compile import act as act

@@ -9,12 +9,13 @@ from parallel.constructors import Kept
 from parallel.test_traps_sharding import BLOCKS, DDP, FSDP, Net, build, gradients, one_process
 from torch import nn
 
-from shardwise.config.options import Precision, Remat, Sharding
+from shardwise import Precision, Remat, Sharding
 from shardwise.errors import ConfigError, PlanError, RankError, UnsupportedError
 from shardwise.layout import Layout
 from shardwise.model import read_anatomy
 from shardwise.parallel import apply_recipe, describe, parallelize, recipe_of, runtime_of, world_of
-from shardwise.recipe import Cut, make_recipe
+from shardwise.recipe import Cut
+from shardwise.techniques.fold import make_recipe
 from shardwise.world import init
 
 
@@ -57,7 +58,7 @@ def test_the_description_says_where_values_come_from(ranks):
 OTHERWISE = {
     "output": {"precision": Precision(output="fp64")},
     "compute": {"precision": "bf16"},
-    "buffer_policy": {"sharding": Sharding(buffers="mean")},
+    "buffers": {"sharding": Sharding(buffers="mean")},
     "offload": {"sharding": Sharding(offload=True)},
     "sync_every_microbatch": {"sharding": Sharding(sync_every_microbatch=True)},
     "parameter blocks.0.inner.weight: unit": {"sharding": Sharding(min_unit_bytes=0)},

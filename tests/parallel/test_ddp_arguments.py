@@ -9,12 +9,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise as sw
-from shardwise.config.foreign import FOREIGN
 
 
 def test_every_argument_is_an_option_or_named():
     arguments = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module"}
-    assert len(arguments) > 10 and arguments <= {*FOREIGN["DDP"], *sw.DDP.__struct_fields__}
+    assert len(arguments) > 10 and arguments <= {*sw.DDP.foreign, *sw.DDP.__struct_fields__}
 
 
 def _norms():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.config.options import Sharding
+from shardwise import Sharding
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.parallel import parallelize, runtime_of
 from shardwise.step.window import window

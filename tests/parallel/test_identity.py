@@ -15,7 +15,7 @@ import torch
 from parallel.skips import MICRO, ORDERS, WIDTH, At, Stack, loss_of
 from torch import Tensor, nn
 
-from shardwise.config.options import Sharding
+from shardwise import Sharding
 from shardwise.errors import UsageError
 from shardwise.parallel import parallelize
 from shardwise.state import full_state_dict, gathered, load_full_state_dict, load_weights, save_weights

@@ -10,7 +10,7 @@ from parallel.on_ranks import LAYOUTS, builder, same, sharded
 from parallel.test_tape import constructed
 from torch import nn
 
-from shardwise.config.options import Sharding
+from shardwise import Sharding
 from shardwise.errors import UsageError
 from shardwise.parallel import parallelize, runtime_of
 from shardwise.recipe import DTYPE_BYTES, Recipe, extents

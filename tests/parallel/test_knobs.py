@@ -21,8 +21,8 @@ from parallel.knobs import (
 )
 from zoo import CASES
 
-from shardwise.config.fsdp1 import from_fsdp1
-from shardwise.config.options import DDP, Compile, Precision, Remat, Sharding
+from shardwise import DDP, Compile, Precision, Remat, Sharding
+from shardwise.dialects.fsdp1 import from_fsdp1
 from shardwise.verify import Report, verify
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ import torch
 from parallel.loops import LOOPS, TwoTowers
 from torch import nn
 
-from shardwise.config.options import DDP
+from shardwise import DDP
 from shardwise.errors import RankError, UsageError
 from shardwise.parallel import parallelize
 from shardwise.step.clip import clip_grad_norm_, clip_grad_value_

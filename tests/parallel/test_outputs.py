@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from parallel.outputs import OF_MODELS, WRAP, batch, build, logits_of
 from torch import Tensor, nn
 
-from shardwise.config.options import Sharding
+from shardwise import Sharding
 from shardwise.errors import ShardwiseError
 from shardwise.parallel import parallelize, recipe_of, runtime_of
 from shardwise.step.step import TrainStep

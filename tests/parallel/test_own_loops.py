@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.config.options import Sharding
+from shardwise import Sharding
 from shardwise.data.batch import MicroBatch
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
 from shardwise.parallel import parallelize, runtime_of

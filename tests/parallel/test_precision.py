@@ -13,11 +13,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.func import functional_call
 from zoo import CASES
 
-from shardwise.config.options import Parallel, Precision, Sharding, precision_of
+from shardwise import Parallel, Precision, Sharding
 from shardwise.errors import ConfigError
 from shardwise.parallel import parallelize, runtime_of
 from shardwise.step.step import TrainStep
 from shardwise.step.window import window
+from shardwise.techniques.precision.options import precision_of
 from shardwise.verify.sharded import share_of
 from shardwise.world import init
 

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from torch.func import functional_call
 from zoo import CASES
 
-from shardwise.config.options import Compile, Precision, Sharding
+from shardwise import Compile, Precision, Sharding
 from shardwise.errors import ConfigError, ShardwiseError, UnsupportedError
 from shardwise.parallel import describe, parallelize, recipe_of, runtime_of
 from shardwise.recipe import Recipe, dtype_groups

@@ -6,7 +6,7 @@ from matrix import Cell
 from parallel.recompute import LAYOUTS, assert_same, build, kept_and_run, one_process, train
 from torch import nn
 
-from shardwise.config.options import Precision, Remat, Sharding
+from shardwise import Precision, Remat, Sharding
 from shardwise.errors import PlanError, UnsupportedError
 from shardwise.parallel import describe, parallelize, recipe_of
 from shardwise.world import init

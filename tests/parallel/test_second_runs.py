@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.config.options import Compile, Remat
+from shardwise import Compile, Remat
 from shardwise.errors import UnsupportedError
 from shardwise.parallel import parallelize
 from shardwise.step.window import window

@@ -14,7 +14,7 @@ import torch._functorch.config
 from parallel.skips import ALL, BLOCKS, CASES, LOOPS, MICRO, ORDERS, STEPS, At, Stack, loss_of
 from torch import Tensor, nn
 
-from shardwise.config.options import Compile, Prefetch, Remat, Sharding
+from shardwise import Compile, Prefetch, Remat, Sharding
 from shardwise.errors import ShardwiseError
 from shardwise.parallel import parallelize, recipe_of, runtime_of
 from shardwise.step.window import window

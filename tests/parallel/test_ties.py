@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.config.options import Sharding
+from shardwise import Sharding
 from shardwise.parallel import parallelize, recipe_of
 from shardwise.state import full_state_dict
 from shardwise.step.window import window

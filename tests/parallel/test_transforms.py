@@ -6,10 +6,11 @@ from parallel.changes import Widen, widen
 from parallel.loops import TwoTowers
 
 import shardwise as sw
-from shardwise.config import load_config
+from shardwise.run.config import load_config
 from shardwise.step.window import window
-from shardwise.techniques.transforms import act as transforms
-from shardwise.techniques.transforms.act import choose, transformed
+from shardwise.techniques.transforms import options as transforms
+from shardwise.techniques.transforms.options import choose
+from shardwise.techniques.transforms.prepare import prepare
 
 
 def build():
@@ -51,11 +52,11 @@ def test_the_world_and_the_device_are_given_to_one_that_asks(ranks, from_module)
 
 def test_without_a_world_one_that_needs_it_is_refused_and_one_with_a_default_runs():
     """As sw.verify builds the module for its plain process."""
-    assert transformed(build(), choose("on_device")).was_given == (False, "cpu")
+    assert prepare(build(), None, None, transforms=choose("on_device")).was_given == (False, "cpu")
     with pytest.raises(
         sw.UsageError, match=r"transform 'for_world' \(1 of 1\): it takes the world.*\n.*\n.*world=None"
     ):
-        transformed(build(), choose("for_world"))
+        prepare(build(), None, None, transforms=choose("for_world"))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def test_without_a_world_one_that_needs_it_is_refused_and_one_with_a_default_run
 )
 def test_a_failure_names_the_transform(transforms, text):
     with pytest.raises(sw.ShardwiseError) as caught:
-        transformed(build(), choose(transforms))
+        prepare(build(), None, None, transforms=choose(transforms))
     assert text in str(caught.value)
 
 

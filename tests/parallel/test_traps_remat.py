@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from shardwise.config.options import Compile, Remat
+from shardwise import Compile, Remat
 from shardwise.errors import ShardwiseError
 from shardwise.parallel import parallelize, recipe_of
 from shardwise.step.window import window

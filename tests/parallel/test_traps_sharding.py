@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from shardwise import Sharding
 from shardwise._compat import TorchDispatchMode
-from shardwise.config.options import Sharding
 from shardwise.errors import ShardwiseError, UsageError
 from shardwise.parallel import parallelize, recipe_of, runtime_of
 from shardwise.step.window import window

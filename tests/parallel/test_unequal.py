@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.config.options import Sharding
+from shardwise import Sharding
 from shardwise.errors import RankError
 from shardwise.parallel import parallelize
 from shardwise.state import gathered

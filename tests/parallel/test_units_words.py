@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from shardwise.config.options import Precision, Sharding
+from shardwise import Precision, Sharding
 from shardwise.errors import ConfigError, PlanError, UsageError
 from shardwise.parallel import parallelize, recipe_of
 from shardwise.step.window import window
@@ -189,7 +189,7 @@ def asking(layout: str):
                 for each in w:
                     model(each["x"]).pow(2).sum().backward()
             found = {unit.name: unit.reshard for unit in recipe_of(model).units if unit.name}
-            on_host = world.device.type == "cpu" and recipe_of(model).offload
+            on_host = world.device.type == "cpu" and recipe_of(model).techniques["data"]["offload"]
             grads = {name: param.grad.full_tensor() for name, param in model.named_parameters()}
             told.append((GIVEN[0], found, on_host, grads))
     return told

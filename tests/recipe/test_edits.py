@@ -4,10 +4,11 @@ import msgspec
 import pytest
 from recipe.anatomies import tower
 
-from shardwise.config.options import Compile, Precision, Remat, Sharding
+from shardwise import Compile, Precision, Remat, Sharding
 from shardwise.errors import PlanError
 from shardwise.layout import Layout
-from shardwise.recipe import Anatomy, BlockList, Recipe, describe_recipe, make_recipe
+from shardwise.recipe import Anatomy, BlockList, Recipe
+from shardwise.techniques.fold import describe, make_recipe
 
 
 def make(anatomy: Anatomy | None = None, **options) -> Recipe:
@@ -121,7 +122,7 @@ def test_order_json_and_text():
     assert [edit.technique for edit in recipe.edits] == ["remat"] * 2 + ["compile"] * 4
     assert Recipe.from_json(recipe.to_json()) == recipe
     assert recipe.edits[0].args == {"mode": "selective", "save": ["matmul", "attention"]}
-    text = describe_recipe(recipe)
+    text = describe(recipe)
     assert (
         "remat: 2 modules (blocks.0, blocks.2): run again in backward, but for matmul, attention: a block of an" in text
     )

@@ -1,13 +1,17 @@
 """Every choice a recipe makes, with its reason; what it refuses, by name; its text."""
 
+import json
+
 import msgspec
 import pytest
 from recipe.anatomies import fact, tower
 
-from shardwise.config.options import Precision, Sharding, precision_of
+from shardwise import Precision, Sharding
 from shardwise.errors import PlanError, UnsupportedError
 from shardwise.layout import Layout
-from shardwise.recipe import Recipe, check_recipe, describe_recipe, dtype_groups, fingerprint_of, make_recipe
+from shardwise.recipe import Recipe, check_recipe, dtype_groups, fingerprint_of
+from shardwise.techniques.fold import check_entries, describe, make_recipe
+from shardwise.techniques.precision.options import precision_of
 
 BF16 = precision_of("bf16")
 
@@ -174,7 +178,7 @@ def test_a_number_of_ranks_to_reshard_over_stays_a_number_and_must_divide_dp_sha
 
 def test_the_text_says_what_is_kept_in_host_memory():
     kept = "offload: parameters, gradients and optimizer state are kept in host memory\n"
-    assert kept in describe_recipe(make(offload=True)) and "offload" not in describe_recipe(make())
+    assert kept in describe(make(offload=True)) and "offload" not in describe(make())
 
 
 def test_json_round_trip_is_stable_and_keeps_the_modules_order():
@@ -182,7 +186,7 @@ def test_json_round_trip_is_stable_and_keeps_the_modules_order():
     again = Recipe.from_json(recipe.to_json())
     assert again == recipe and again.to_json() == recipe.to_json()
     assert list(again.params) == list(recipe.params)  # blocks.10 after blocks.9: ranks count parameters in this order
-    assert describe_recipe(again) == describe_recipe(recipe)
+    assert describe(again) == describe(recipe)
     assert (
         recipe.to_json()
         == make(
@@ -200,9 +204,9 @@ def test_a_recipe_is_frozen():
     ("before", "after", "words"),
     [
         ('"engine": "fsdp2"', '"engine": "fsdp3"', "Invalid enum value 'fsdp3' - at `$.engine`"),
-        ('"version": 1', '"version": 2', "a recipe of version 2"),
-        ('"version": 1', '"version": 2,\n "stages": []', "a recipe of version 2"),
-        ('"version": 1', '"version": 1,\n "stages": []', "Object contains unknown field `stages`"),
+        ('"version": 2', '"version": 3', "a recipe of version 3"),
+        ('"version": 2', '"version": 3,\n "stages": []', "a recipe of version 3"),
+        ('"version": 2', '"version": 2,\n "stages": []', "Object contains unknown field `stages`"),
         ('"dp_shard": 2', '"dp_shard": 0', "'dp_shard' is not an axis with a degree of 1 or more"),
         ('"dp_shard": 2', '"dq": 2', "'dq' is not an axis"),
         ('"storage": "float32"', '"storage": "float31"', "dtype 'float31'"),
@@ -211,7 +215,7 @@ def test_a_recipe_is_frozen():
         ('"unit": ""', '"unit": "blocks.7"', "unit 'blocks.7'"),
         ('"aliases": []', '"aliases": ["head.weight"]', "given as two tensors"),
         ('"shape": [', '"shape": ["a", ', "Expected `int`, got `str`"),
-        ("{", "", "Expected `object`"),
+        ("{", "[", "JSON is malformed"),
     ],
 )
 def test_json_that_is_no_recipe_is_refused(before, after, words):
@@ -288,4 +292,35 @@ def test_the_description():
         adapter=fact(50, 66, trainable=False),
     )
     recipe = make(anatomy, Layout(dp_replicate=2, dp_shard=2), BF16, min_unit_bytes=200 << 10)
-    assert describe_recipe(recipe) == GOLDEN
+    assert describe(recipe) == GOLDEN
+
+
+# ---- recipes of before -----------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_of_version_1_is_read():
+    """What belongs to one technique was a field of the recipe."""
+    made = make(
+        precision=Precision(compute="bfloat16", reduce="float32", cast_inputs="none"), offload=True, buffers="mean"
+    )
+    told = json.loads(made.to_json())
+    entries = told.pop("techniques")
+    data = entries["data"]
+    told |= entries["precision"] | {"buffer_policy": data.pop("buffers")} | data | {"version": 1}
+    assert Recipe.from_json(json.dumps(told)) == made
+    told["offlod"] = True
+    with pytest.raises(PlanError, match="a recipe of version 1"):
+        Recipe.from_json(json.dumps(told))
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"data": {"offlod": True}}, "unknown field `offlod`"),
+        ({"data": {"offload": "yes"}}, "Expected `bool`"),
+        ({"tp": {}}, "no such technique"),
+    ],
+)
+def test_what_a_recipe_says_of_a_technique_is_checked_before_it_is_carried_out(entries, words):
+    with pytest.raises(PlanError, match=words):
+        check_entries(msgspec.structs.replace(make(), techniques=entries))

@@ -4,10 +4,11 @@ import msgspec
 import pytest
 from recipe.anatomies import MIB, fact, tower
 
-from shardwise.config.options import Precision, Sharding
+from shardwise import Precision, Sharding
 from shardwise.errors import PlanError
 from shardwise.layout import Layout
-from shardwise.recipe import BlockList, make_recipe
+from shardwise.recipe import BlockList
+from shardwise.techniques.fold import make_recipe
 
 FSDP = Layout(dp_shard=2)
 

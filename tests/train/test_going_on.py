@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from shardwise.config import load_config
 from shardwise.config.render import dump_config
 from shardwise.errors import ConfigError
 from shardwise.run import resume_check
+from shardwise.run.config import load_config
 from shardwise.run.resume_check import changes_since
 
 FP16 = "--parallel.precision=fp16"

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 import shardwise as sw
-from shardwise.config import load_config
 from shardwise.run import job
+from shardwise.run.config import load_config
 
 TINY = (
     "--model.args={dim: 32, num_layers: 1, ffn: 48}", "--data.seq_len=32", "--data.val_fraction=0", "--train.eval_every=0",

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwise as sw
-from shardwise.config.schema import Optim
 from shardwise.parallel import parallelize
 from shardwise.run.build import make_optimizer
+from shardwise.run.config import Optim
 from shardwise.step.step import TrainStep
 from shardwise.world import init
 

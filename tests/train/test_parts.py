@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.config.schema import Data, Log, Model, Optim, Parallel, RunConfig, Schedule, Train
 from shardwise.errors import ConfigError
 from shardwise.run.build import (
     build_model,
@@ -19,6 +18,7 @@ from shardwise.run.build import (
     prompt_of,
     put_on_schedule,
 )
+from shardwise.run.config import Data, Log, Model, Optim, Parallel, RunConfig, Schedule, Train
 from shardwise.run.job import train
 from shardwise.run.reference import ReferenceModel
 

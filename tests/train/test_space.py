@@ -13,9 +13,9 @@ from disks import mounted
 from safetensors.torch import load_file
 
 import shardwise as sw
-from shardwise.config import load_config
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.run import disk_space, job
+from shardwise.run.config import load_config
 from shardwise.run.metrics import MetricsWriter
 from shardwise.state.checkpoint import commit
 

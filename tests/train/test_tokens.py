@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 import shardwise as sw
 from shardwise.cli import main as cli
-from shardwise.config import load_config
 from shardwise.data.corpus import encode
 from shardwise.run import job
+from shardwise.run.config import load_config
 from shardwise.run.metrics import read_metrics
 
 WORDS = ["the", "cat", "dog", "sat", "ran", "on", "mat", "and"]

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.config.options import Precision, Sharding
+from shardwise import Precision, Sharding
 from shardwise.errors import UnsupportedError
 from shardwise.parallel import parallelize
 from shardwise.step.step import TrainStep

@@ -123,13 +123,13 @@ def _surplus(word: str, parser: Parser, takes_overrides: bool) -> ConfigError:
 
 
 def _sections() -> list[str]:
-    from shardwise.config.schema import RunConfig
+    from shardwise.run.config import RunConfig
 
     return list(RunConfig.__struct_fields__)
 
 
 def _keys() -> list[str]:
     from shardwise.config.loader import dotted_keys
-    from shardwise.config.schema import RunConfig
+    from shardwise.run.config import RunConfig
 
     return [f"--{key}" for key in dotted_keys(RunConfig)]

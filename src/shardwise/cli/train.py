@@ -12,7 +12,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +22,9 @@ from shardwise.errors import ConfigError, LayoutError, ShardwiseError
 if TYPE_CHECKING:
     from shardwise.cli.train_folder import RunFolder
     from shardwise.config.loader import Loaded
-    from shardwise.config.schema import RunConfig
+    from shardwise.run.config import RunConfig
 
-__all__ = ["NEXT", "OVERRIDES", "add_arguments", "check_early", "check_transforms", "more_help", "next_commands", "run"]
+__all__ = ["NEXT", "OVERRIDES", "add_arguments", "check_early", "more_help", "next_commands", "run"]
 
 OVERRIDES = True
 
@@ -66,14 +66,14 @@ def add_arguments(parser: Parser) -> None:
 def more_help() -> str:
     """Every key of the configuration."""
     from shardwise.config.render import config_help
-    from shardwise.config.schema import RunConfig
+    from shardwise.run.config import RunConfig
 
     return f"keys of the configuration, with their defaults:\n{config_help(RunConfig)}"
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwise.config.loader import load_config
     from shardwise.config.render import print_config
+    from shardwise.run.config import load_config
 
     overrides = args.overrides + ([f"--launch.nproc={args.nproc}"] if args.nproc is not None else [])
     overrides += ["--checkpoint.resume=false"] if args.fresh else []
@@ -92,6 +92,7 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
     from shardwise.layout import parse_layout
     from shardwise.run.reference_config import check_reference_args
     from shardwise.run.tokens import check_tokens
+    from shardwise.techniques import fold
 
     config, origins = loaded.config, loaded.origins
     try:
@@ -105,7 +106,7 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
         check_reference_args(config.model.args, seq_len=config.data.seq_len, origins=origins)
     else:
         check_target(config.model.build, what="model.build", origin=origins["model.build"])
-    check_transforms(config.parallel.transforms, origins)
+    fold.check_early(config.parallel, origins)
     weights = config.model.weights
     if weights is not None and not Path(weights).exists():
         raise ConfigError(
@@ -142,16 +143,6 @@ def _check_hf(folder: str, origin: str) -> None:
         raise ConfigError(
             f"model.hf={folder!r} ({origin})", why="transformers is not installed", fix="pip install 'shardwise[hf]'"
         )
-
-
-def check_transforms(transforms: Sequence[str | Mapping[str, Any]], origins: Mapping[str, str]) -> None:
-    """Refuse a transform named by its place, ``pkg.mod:function``, where there is none; plain names only the ranks know."""
-    from shardwise.config.target import check_target, looks_like_target
-
-    for entry in transforms:
-        name = entry.get("name") if isinstance(entry, Mapping) else entry
-        if isinstance(name, str) and looks_like_target(name):
-            check_target(name, what="parallel.transforms", origin=origins["parallel.transforms"])
 
 
 # ---- started here: this process launches the ranks and shows what they say -------------------------------------------
@@ -281,7 +272,7 @@ def _report(folder: "RunFolder", result: dict[str, Any], no_picture: str | None)
 
 def _skipped_text(config: "RunConfig", count: int, steps: int) -> str:
     """How many steps changed nothing, and what may help."""
-    from shardwise.config.options import precision_of
+    from shardwise.techniques.precision.options import precision_of
 
     text = (
         f"{count} of {steps} steps, not finite: {'nothing was trained' if count == steps else 'they changed nothing'}"

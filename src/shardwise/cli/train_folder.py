@@ -12,7 +12,7 @@ from shardwise.launch.lock import release, try_lock
 
 if TYPE_CHECKING:
     from shardwise.cli.train_display import Display
-    from shardwise.config.schema import RunConfig
+    from shardwise.run.config import RunConfig
 
 __all__ = ["RunFolder", "unit_of"]
 

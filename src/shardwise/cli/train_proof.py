@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import VerifyError
 
 if TYPE_CHECKING:
-    from shardwise.config.schema import RunConfig
+    from shardwise.run.config import RunConfig
     from shardwise.world import World
 
 __all__ = ["MOST_PARAMS", "NUM_STEPS", "prove"]
@@ -46,6 +46,7 @@ def prove(config: "RunConfig", world: "World", *, seconds: float = math.inf) -> 
         VerifyError: something differs by more than rounding; on every rank.
     """
     from shardwise.run.build import build_plain
+    from shardwise.techniques.fold import options_of_proof
 
     count = sum(p.numel() for p in build_plain(config, world).parameters())
     if count > MOST_PARAMS:
@@ -53,16 +54,16 @@ def prove(config: "RunConfig", world: "World", *, seconds: float = math.inf) -> 
         return {"largest": None, "name": None, "text": text}
     budget = max(seconds, _LEAST_S)
     most, left_out = _micro_batches(config, world, count, budget)
+    parallel, without = options_of_proof(config.parallel, world.device.type)
     num_steps, start = 1, time.monotonic()
-    found = _compared(config, world, num_steps, most)
+    found = _compared(config, world, parallel, num_steps, most)
     # Equal on every rank: rank 0, which runs both sides, says whether there is time for all of them.
     if world.broadcast((time.monotonic() - start) * (1 + NUM_STEPS) <= budget):
         num_steps = NUM_STEPS
-        found = _compared(config, world, num_steps, most)
+        found = _compared(config, world, parallel, num_steps, most)
     else:
         left_out.append(f"{NUM_STEPS - 1} more steps, for which the run was too short")
-    if _leaves_out_compile(config, world):
-        left_out.append("compile, which would compile for the CPU")
+    left_out += without
     outcome, num_gradients = found
     text = (
         f"largest gradient difference {outcome.err:.1e} (relative, in {outcome.name}): {num_steps} "
@@ -82,19 +83,12 @@ def _micro_batches(config: "RunConfig", world: "World", num_params: int, budget_
     return most, [f"{whole - most} of the {whole} micro-batches of a step"] if most < whole else []
 
 
-def _leaves_out_compile(config: "RunConfig", world: "World") -> bool:
-    return config.parallel.compile is not None and world.device.type != "cpu"
-
-
-def _compared(config: "RunConfig", world: "World", num_steps: int, most: int) -> tuple[Any, int]:
+def _compared(config: "RunConfig", world: "World", parallel: Any, num_steps: int, most: int) -> tuple[Any, int]:
     """The largest difference of a gradient in so many steps, and how many gradients there were; on every rank."""
     from shardwise.verify import GATES, compare, run_oracle, run_sharded
 
-    task, given = _task(config, world, num_steps, most), config.parallel
-    options = {"sharding": given.sharding, "ddp": given.ddp, "remat": given.remat, "compile": given.compile}
-    if _leaves_out_compile(config, world):
-        del options["compile"]
-    records = world.gather(run_sharded(task, str(world.layout), options))
+    task = _task(config, world, num_steps, most)
+    records = world.gather(run_sharded(task, str(world.layout), parallel))
     outcome: Any = None
     if world.is_main:
         try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.launch import send_event
 
 if TYPE_CHECKING:
-    from shardwise.config.schema import RunConfig
+    from shardwise.run.config import RunConfig
     from shardwise.world import World
 
 __all__ = ["main", "run_rank"]
@@ -18,7 +18,7 @@ def main(config: bytes) -> dict[str, Any]:
     """The target of the launcher; ``config`` is a run as JSON. Events go to the launching process."""
     import msgspec
 
-    from shardwise.config.schema import RunConfig
+    from shardwise.run.config import RunConfig
 
     return run_rank(msgspec.json.decode(config, type=RunConfig), send_event)
 

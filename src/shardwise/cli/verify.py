@@ -7,23 +7,16 @@ import argparse
 import importlib
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from shardwise.cli.arguments import Parser
-
-if TYPE_CHECKING:
-    from shardwise.config.options import Parallel
 
 __all__ = ["OVERRIDES", "add_arguments", "more_help", "run"]
 
 OVERRIDES = True
 
 _NUM_RANKS = "the layout says how many ranks: --layout dp_shard=4 compares 4"
-_ELSEWHERE = {
-    "launch.nproc": _NUM_RANKS,
-    "parallel.layout": "give it as --layout",
-    "parallel.precision": "leave it out: both sides compute in float64, where a fault cannot pass for rounding",
-}
+_ELSEWHERE = {"launch.nproc": _NUM_RANKS, "parallel.layout": "give it as --layout"}
 
 
 def add_arguments(parser: Parser) -> None:
@@ -55,9 +48,10 @@ def add_arguments(parser: Parser) -> None:
 def more_help() -> str:
     """The keys of the configuration that verify takes."""
     from shardwise.config.loader import dotted_keys
-    from shardwise.config.schema import RunConfig
+    from shardwise.run.config import RunConfig
 
-    keys = [key for key in dotted_keys(RunConfig) if key.startswith("parallel.") and _section(key) not in _ELSEWHERE]
+    elsewhere = _elsewhere()
+    keys = [key for key in dotted_keys(RunConfig) if key.startswith("parallel.") and _section(key) not in elsewhere]
     return (
         "keys, as `shardwise train` takes them; without one of parallel.sharding the units are those of training, and then every block "
         f"is one:\n  {', '.join(keys)}"
@@ -121,16 +115,16 @@ def _check_model(given: str) -> None:
         check_target(given, what="MODEL", bare=True)
 
 
-def _parallel(overrides: list[str]) -> tuple["Parallel", bool]:
+def _parallel(overrides: list[str]) -> tuple[Any, bool]:
     """The techniques asked for, and whether nothing is said of sharding."""
-    from shardwise.cli.train import check_transforms
-    from shardwise.config.loader import load_config
     from shardwise.errors import ConfigError
+    from shardwise.run.config import load_config
+    from shardwise.techniques import fold
 
-    keys = [word.removeprefix("--").partition("=")[0] for word in overrides]
+    keys, elsewhere = [word.removeprefix("--").partition("=")[0] for word in overrides], _elsewhere()
     for word, key in zip(overrides, keys, strict=True):
-        if (section := _section(key)) in _ELSEWHERE:
-            raise ConfigError(f"verify {word}", why="verify does not read that key", fix=_ELSEWHERE[section])
+        if (section := _section(key)) in elsewhere:
+            raise ConfigError(f"verify {word}", why="verify does not read that key", fix=elsewhere[section])
         if not key.startswith("parallel."):
             raise ConfigError(
                 f"verify {word}",
@@ -138,8 +132,15 @@ def _parallel(overrides: list[str]) -> tuple["Parallel", bool]:
                 fix="options and keys: shardwise verify --help",
             )
     loaded = load_config(None, overrides)
-    check_transforms(loaded.config.parallel.transforms, loaded.origins)
+    fold.check_early(loaded.config.parallel, loaded.origins)
     return loaded.config.parallel, not any(key.startswith("parallel.sharding") for key in keys)
+
+
+def _elsewhere() -> dict[str, str]:
+    """Keys that verify does not read, and what to do in their place."""
+    from shardwise.techniques import TECHNIQUES
+
+    return _ELSEWHERE | {f"parallel.{option.key}": t.without for t in TECHNIQUES if t.without for option in t.options}
 
 
 def _section(key: str) -> str:

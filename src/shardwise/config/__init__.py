@@ -1,44 +1,26 @@
-"""What a user may choose: option records, the sections of a run, and the strict reader of both. Torch-free."""
+"""What a user may choose: the base of option records, and the strict reader of files. Torch-free."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwise.config.loader import Loaded, load_config
-    from shardwise.config.options import Compile, Parallel, Precision, Remat, Sharding, precision_of
+    from shardwise.config.loader import Loaded
     from shardwise.config.render import dump_config, print_config
-    from shardwise.config.schema import RunConfig
     from shardwise.config.target import check_target, load_target
 
 __all__ = [
-    "Compile",
     "Loaded",
-    "Parallel",
-    "Precision",
-    "Remat",
-    "RunConfig",
-    "Sharding",
     "check_target",
     "dump_config",
-    "load_config",
     "load_target",
-    "precision_of",
     "print_config",
 ]
 
 _HOMES = {
-    "Compile": "options",
     "Loaded": "loader",
-    "Parallel": "options",
-    "Precision": "options",
-    "Remat": "options",
-    "RunConfig": "schema",
-    "Sharding": "options",
     "check_target": "target",
     "dump_config": "render",
-    "load_config": "loader",
     "load_target": "target",
-    "precision_of": "options",
     "print_config": "render",
 }
 

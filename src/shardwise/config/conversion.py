@@ -8,8 +8,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.config.dtype_words import DTYPE_WORDS
 from shardwise.config.keymap import Rule
-from shardwise.config.precision import DTYPE_WORDS
 from shardwise.config.suggest import did_you_mean
 from shardwise.errors import ConfigError
 

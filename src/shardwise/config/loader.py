@@ -4,9 +4,12 @@ Layers, weakest first: the defaults, the file (or function), the overrides. A ke
 suggests the right one; a value of the wrong type is an error with file, line and dotted path. What is loaded remembers
 where each value came from.
 
->>> loaded = load_config(None, ["train.steps=20"])
->>> loaded.config.train.steps, loaded.origins["train.steps"], loaded.origins["train.seed"]
-(20, 'override --train.steps', 'default')
+>>> class Train(Options, frozen=True, kw_only=True):
+...     steps: int = 500
+...     seed: int = 0
+>>> loaded = load_config(None, ["steps=20"], Train)
+>>> loaded.config.steps, loaded.origins["steps"], loaded.origins["seed"]
+(20, 'override --steps', 'default')
 """
 
 import re
@@ -19,8 +22,7 @@ import msgspec
 
 from shardwise.config.check import checked, struct_in
 from shardwise.config.foreign import instead_of
-from shardwise.config.options import Options, default_of, hints_of
-from shardwise.config.schema import RunConfig
+from shardwise.config.record import Options, default_of, hints_of
 from shardwise.config.sources import Keys, Layer, parse_yaml_value, read_file
 from shardwise.config.suggest import closest, did_you_mean, missing_blank
 from shardwise.config.target import load_target, looks_like_target
@@ -44,7 +46,7 @@ class Loaded(Generic[C]):
     origins: dict[str, str]
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = (), cls: type[C] = RunConfig) -> Loaded[C]:
+def load_config(path: str | Path | None, overrides: Sequence[str], cls: type[C]) -> Loaded[C]:
     """Load, override and check a configuration.
 
     Args:

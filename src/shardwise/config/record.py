@@ -10,7 +10,7 @@ from shardwise.config.check import checked
 from shardwise.config.foreign import why_and_fix
 from shardwise.errors import ConfigError
 
-__all__ = ["Options", "doc", "hints_of"]
+__all__ = ["Options", "default_of", "doc", "hints_of"]
 
 
 def doc(text: str) -> msgspec.Meta:
@@ -23,6 +23,12 @@ def hints_of(cls: type[msgspec.Struct]) -> dict[str, Any]:
     """Field name -> type of a record, in declaration order, with descriptions and limits."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return {name: hints[name] for name in cls.__struct_fields__}
+
+
+def default_of(cls: type[msgspec.Struct], key: str) -> Any:
+    """The default value of one field (a fresh one, where it is a container)."""
+    field = next(field for field in msgspec.structs.fields(cls) if field.name == key)
+    return field.default_factory() if field.default is msgspec.NODEFAULT else field.default
 
 
 class _Checked(type(msgspec.Struct)):  # type: ignore[misc]
@@ -40,7 +46,9 @@ class _Checked(type(msgspec.Struct)):  # type: ignore[misc]
 class Options(msgspec.Struct, metaclass=_Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all option records: every field is checked, and lists become tuples, when one is built."""
 
-    functions: ClassVar[frozenset[str]] = frozenset()  # fields that may also be a function, given from Python
+    functions: ClassVar[frozenset[str]] = (
+        frozenset()
+    )  # fields that may also be a function, or a list with some, given from Python
     patterns: ClassVar[frozenset[str]] = frozenset()  # fields that name modules, and so may hold classes
 
     def __post_init__(self) -> None:
@@ -48,7 +56,7 @@ class Options(msgspec.Struct, metaclass=_Checked, frozen=True, kw_only=True, for
             value = getattr(self, key)
             if key in self.patterns:
                 value = _with_class_names(value)
-            if callable(value) and key in self.functions:
+            if key in self.functions and _holds_functions(value):
                 continue
             where = f"{type(self).__name__}({key}={value!r})"
             msgspec.structs.force_setattr(self, key, checked(value, hint, where=where, key=key))
@@ -60,6 +68,11 @@ class Options(msgspec.Struct, metaclass=_Checked, frozen=True, kw_only=True, for
     def computed(self) -> dict[tuple[str, str], Any]:
         """Defaults that depend on other fields: (section, key) -> value. A record settles them in :meth:`check`."""
         return {}
+
+
+def _holds_functions(value: Any) -> bool:
+    inner = value if isinstance(value, list | tuple) else (value,)
+    return any(callable(each) or isinstance(each, Options) for each in inner)
 
 
 def _with_class_names(value: Any) -> Any:

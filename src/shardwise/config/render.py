@@ -12,7 +12,7 @@ import msgspec
 
 from shardwise.config.check import describe_type, doc_of, struct_in
 from shardwise.config.loader import Loaded
-from shardwise.config.options import default_of, hints_of
+from shardwise.config.record import default_of, hints_of
 
 __all__ = ["config_help", "dump_config", "flow_text", "print_config"]
 

@@ -1,7 +1,7 @@
 """Techniques that shard a module, and the composer that applies them in order."""
 
 from shardwise.model.tensors import bytes_of
-from shardwise.parallel.compose import apply_recipe, describe, parallelize, recipe_of, world_of
+from shardwise.parallel.compose import apply_recipe, describe, parallelize, recipe_of, shard, world_of
 from shardwise.parallel.large_pages import empty_in_large_pages, in_large_pages
 from shardwise.parallel.runtime import Runtime, norm_power_sum, runtime_of
 
@@ -16,5 +16,6 @@ __all__ = [
     "parallelize",
     "recipe_of",
     "runtime_of",
+    "shard",
     "world_of",
 ]

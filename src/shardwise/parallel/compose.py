@@ -1,32 +1,24 @@
 """``sw.parallelize``: from any module and a world to the same module, sharded. The one place that knows the order.
 
-Build (on meta, or on rank 0) -> read the anatomy -> make the recipe -> agree that all ranks made the same ->
-apply it -> write the values. Everything that can be refused is refused before the first byte is moved.
+Build (on meta, or on rank 0) and let techniques change the structure -> read the anatomy -> make the recipe -> agree that all ranks
+made the same -> apply it -> write the values. Everything that can be refused is refused before the first byte is moved.
 """
 
+import inspect
+import textwrap
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
-import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardwise._compat import BatchNormBase, DDPModule, is_spectral_norm
-from shardwise.config.options import (
-    DDP,
-    Compile,
-    Precision,
-    Remat,
-    Sharding,
-    compile_of,
-    precision_of,
-    remat_of,
-)
-from shardwise.errors import ConfigError, PlanError, UsageError
-from shardwise.model import canonical_modules, dtype_of, read_anatomy
+from shardwise._compat import DDPModule
+from shardwise.config.record import Options
+from shardwise.errors import PlanError, UsageError
+from shardwise.model import read_anatomy
 from shardwise.model.tensors import follow_parameters, give_memory, tensors_of, unregistered_parameters
 from shardwise.parallel.guards import part_of_another, refuse_numbers_of_parts, refuse_unfit_parts, refuse_whole_values
 from shardwise.parallel.init.sources import all_tensors, build_with_source
@@ -34,15 +26,14 @@ from shardwise.parallel.large_pages import in_large_pages
 from shardwise.parallel.runtime import Runtime, attach, has_runtime, is_parallelized, runtime_of
 from shardwise.parallel.stale import mark_stale
 from shardwise.parallel.step_checks import watch_steps
-from shardwise.recipe import Anatomy, Note, Recipe, describe_recipe, fingerprint_of, make_recipe, stored_as
+from shardwise.recipe import Anatomy, Recipe, fingerprint_of
+from shardwise.techniques import TECHNIQUES, Parallel, fold
 from shardwise.techniques.data.fsdp2 import apply_fsdp2
 from shardwise.techniques.data.replicas import apply_ddp
-from shardwise.techniques.data.units import with_named_units
-from shardwise.techniques.edits import EXPLAINERS, check_edits, edit_after_engine, edit_before_engine
-from shardwise.techniques.transforms.act import Chosen, Given, choose, notes_of, transformed
+from shardwise.techniques.fold import acts, adjusted, make_recipe, prepared, probe
 from shardwise.world import World, agree_on
 
-__all__ = ["apply_recipe", "describe", "parallelize", "recipe_of", "world_of"]
+__all__ = ["apply_recipe", "describe", "parallelize", "recipe_of", "shard", "world_of"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -53,12 +44,7 @@ def parallelize(
     *,
     example: Mapping[str, Tensor] | None = None,
     init: str | None = None,
-    precision: str | Precision | torch.dtype | MixedPrecisionPolicy | None = None,
-    sharding: Sharding | None = None,
-    ddp: DDP | None = None,
-    remat: str | Remat | None = None,
-    compile: str | Compile | None = None,
-    transforms: Given = (),
+    **options: Any,
 ) -> M:
     """Shards a module over the ranks of ``world`` and gives it back: the same object, names and methods; under FSDP2 its class
     becomes a subclass of what it was.
@@ -74,23 +60,14 @@ def parallelize(
             every layout; default for a callable. ``"rank0"``: rank 0's values, scattered; default for a module, and what
             seeded falls back to where a constructor cannot be recorded (the recipe's notes say why). ``"load"``: memory only;
             :func:`~shardwise.load_weights` brings the values, and what it does not bring is seeded then.
-        precision: None = the module as it is; ``"fp32"``, ``"bf16"`` and ``"fp16"`` (stored and reduced in fp32,
-            computed in that), or a :class:`~shardwise.config.options.Precision`. Torch's dtypes are taken as their words, its
-            ``MixedPrecisionPolicy`` as ``fully_shard`` takes it for every unit, inputs of units cast among it.
-        sharding: engine, units, resharding, offload, prefetch and accumulation; None = all automatic.
-        ddp: how replicas sum their gradients; None = in buckets of 25 MiB.
-        remat: ``"full"``: every block runs again in backward instead of keeping what it computed; ``"selective"``: but for
-            its matrix products and attention; or a :class:`~shardwise.config.options.Remat`.
-        compile: ``"blocks"``: ``torch.compile`` of every block; or a :class:`~shardwise.config.options.Compile`.
-        transforms: functions registered with :func:`shardwise.transform`, by name or config or themselves, run in this order
-            before anything else.
+        options: those of the techniques.
 
     Warns:
         UserWarning: gradients that are summed in bf16 or fp16, and inputs of units that lose digits where
             ``Precision(cast_inputs="units")`` casts them, by name.
 
     Raises:
-        ConfigError: an option that is neither a word for it nor its record.
+        ConfigError: an option that is neither a word for it nor its record, or that there is not.
         UsageError: the module is sharded or wrapped already, or is on meta without a callable to build it.
         PlanError: options that name no module, or a tensor that nothing initialises.
         UnsupportedError: a module that cannot be sharded safely, by name.
@@ -100,27 +77,62 @@ def parallelize(
         >>> model = parallelize(lambda: nn.Linear(8, 8), world)  # doctest: +SKIP
     """
     _refuse_no_world(world)
-    _refuse_no_record("sharding", sharding, Sharding, 'units=("Block",)')
-    _refuse_no_record("ddp", ddp, DDP, "bucket_cap_mb=50")
-    chosen, own = precision_of(precision), choose(transforms)
-    module, source = build_with_source(_with_transforms(model, own, world), world, init)
+    return shard(model, world, Parallel.of(**options), init=init, example=example)
+
+
+def _say_options(function: Callable[..., Any]) -> None:
+    """Puts the options of all techniques into a function's signature and docstring, where it has ``options``."""
+    options = [option for technique in TECHNIQUES for option in technique.options]
+    signature = inspect.signature(function)
+    named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    for option in options:
+        default = None if isinstance(option.default, Options) else option.default
+        named.append(
+            inspect.Parameter(option.key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option.takes)
+        )
+    function.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
+    told = (
+        textwrap.fill(f"{o.key}: {o.help}", 128, initial_indent=" " * 8, subsequent_indent=" " * 12) for o in options
+    )
+    before, _, after = (function.__doc__ or "").partition("        options: those of the techniques.")
+    function.__doc__ = before + "\n".join(told) + after
+
+
+_say_options(parallelize)
+
+
+def shard(
+    model: Any,
+    world: World,
+    parallel: Any,
+    *,
+    init: str | None = None,
+    example: Mapping[str, Tensor] | None = None,
+    is_prepared: bool = False,
+) -> Any:
+    """:func:`parallelize` with options as one record.
+
+    Args:
+        model: as :func:`parallelize` takes it.
+        world: the same.
+        parallel: a ``Parallel``; its layout is not read: the world has it.
+        init: the same; None: what ``parallel`` says.
+        example: the same.
+        is_prepared: the techniques have changed the structure of the module already.
+    """
+    given = parallel.options()
+    for technique in TECHNIQUES:
+        technique.settled(given)  # what it refuses is refused before the module is built
+    module, source = build_with_source(
+        model if is_prepared else _with_prepared(model, parallel, world), world, init or parallel.init
+    )
     _refuse_wrapped(module)
     if world.is_main:
         _warn_of_unregistered(module)
-    anatomy = _cast_storage(module, read_anatomy(module, example=example), chosen)
-    units = with_named_units(module, anatomy, sharding or Sharding(), chosen, world)
-    recipe = make_recipe(
-        anatomy,
-        world.layout,
-        precision=chosen,
-        sharding=units,
-        ddp=ddp,
-        remat=remat_of(remat),
-        compile=compile_of(compile),
-    )
-    check_edits(module, recipe, world)
-    own_state = (*_counting(module), *_statistics(module, recipe))
-    recipe = msgspec.structs.replace(recipe, notes=(*recipe.notes, *notes_of(own), *own_state))
+    anatomy = adjusted(module, read_anatomy(module, example=example), parallel)
+    recipe = make_recipe(anatomy, world.layout, facts=probe(module, world), **given)
+    for act in acts():
+        act.check(module, recipe, world)
     if source.note is not None:
         recipe = msgspec.structs.replace(recipe, notes=(*recipe.notes, source.note))
     refuse_unfit_parts(module, recipe, world)
@@ -129,11 +141,11 @@ def parallelize(
     without_memory = {name for name, tensor in all_tensors(module).items() if tensor.device.type == "meta"}
     for note in recipe.notes:
         if note.warns and world.is_main:
-            warnings.warn(f"{(note.option or note.name).partition('.')[0]}: {note.why}", stacklevel=2)
+            warnings.warn(f"{(note.option or note.name).partition('.')[0]}: {note.why}", stacklevel=3)
     runtime = apply_recipe(module, recipe, world)
     in_large_pages(tensor for name, tensor in runtime.local_tensors().items() if name in without_memory)
     source.write(runtime)
-    return module  # type: ignore[return-value]
+    return module
 
 
 def _warn_of_unregistered(module: nn.Module) -> None:
@@ -145,44 +157,8 @@ def _warn_of_unregistered(module: nn.Module) -> None:
             f"{first}{more}: trainable, and in a Python list, tuple or dict, so model.parameters() does not have them: no optimizer gets them, and "
             "nothing shards them, moves them or sums their gradients. Keep modules in nn.ModuleList or nn.ModuleDict, parameters in "
             "nn.ParameterList; or call requires_grad_(False) on what is not to be trained.",
-            stacklevel=3,
+            stacklevel=4,
         )
-
-
-def _counting(module: nn.Module) -> list[Note]:
-    """A warning of each module with state that every forward advances: ranks run a part of a window's forwards each."""
-    names = dict.fromkeys(
-        name.partition(".parametrizations.")[0].removesuffix(".parametrizations")
-        for name, child in canonical_modules(module)
-        if is_spectral_norm(child)
-    )
-    why = "warning: the power iteration of its spectral norm advances once per forward of a rank, so numbers depend on the number of ranks"
-    return [Note(name=name, why=why) for name in names]
-
-
-def _statistics(module: nn.Module, recipe: Recipe) -> list[Note]:
-    """A note of the modules whose running statistics a forward writes: each rank's are of the micro-batches that it runs."""
-    found = [
-        name
-        for name, child in canonical_modules(module)
-        if isinstance(child, BatchNormBase) and child.track_running_stats and (child.training or not module.training)
-    ]
-    if not found:
-        return []
-    first, *others = found
-    more = (
-        f" and those of {len(others)} more modules"
-        if len(others) > 1
-        else f" and those of {others[0]}"
-        if others
-        else ""
-    )
-    taken = "their mean over the ranks" if recipe.buffer_policy == "mean" else "those of rank 0"
-    why = (
-        f"its running statistics{more} are of the micro-batches that a rank runs, and each window ends with {taken} "
-        f"(sharding.buffers={recipe.buffer_policy}): they, evaluation and the saved weights depend on the number of ranks; training's losses do not"
-    )
-    return [Note(name=first, why=why)]
 
 
 def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
@@ -200,8 +176,10 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
             fix="make the recipe from this module and layout: parallelize does",
             name=_first_difference(anatomy, recipe),
         )
+    fold.check_entries(recipe)
     refuse_unfit_parts(module, recipe, world)
-    edit_before_engine(module, recipe, world)
+    for act in acts():
+        act.inside(module, recipe, world)
     before = tensors_of(module, "_parameters")
     if recipe.engine == "ddp":
         give_memory(module, world.device)
@@ -210,19 +188,22 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
         engine = apply_fsdp2(module, recipe, world)
         refuse_whole_values(module)
         refuse_numbers_of_parts(world)
-    edit_after_engine(module, recipe, world)
+    for act in acts():
+        act.around(module, recipe, world)
     runtime = Runtime(module, recipe, world, engine)
-    runtime.explainers += EXPLAINERS
+    runtime.explainers += [act.explain for act in acts()]
     follow_parameters(module, before, runtime.parameters)
     mark_stale(before, runtime.parameters)
     watch_steps(runtime)
     attach(module, runtime)
+    for act in acts():
+        act.begin(runtime)
     return runtime
 
 
 def describe(model: nn.Module) -> str:
     """The recipe of a sharded module as a table, with the reason of every choice. No rank needs to call it with others."""
-    return describe_recipe(recipe_of(model))
+    return fold.describe(recipe_of(model))
 
 
 def recipe_of(model: nn.Module) -> Recipe:
@@ -246,15 +227,6 @@ def _refuse_no_world(world: Any) -> None:
             fix=f"world = sw.init({world!r}); model = sw.parallelize(model, world)"
             if isinstance(world, str)
             else 'world = sw.init("dp_shard=-1"); model = sw.parallelize(model, world)',
-        )
-
-
-def _refuse_no_record(key: str, value: Any, cls: type, example: str) -> None:
-    if value is not None and not isinstance(value, cls):
-        raise ConfigError(
-            f"{key}={value!r}",
-            why=f"that is not a {cls.__name__} record",
-            fix=f"write {key}=sw.{cls.__name__}({example}), or leave it out",
         )
 
 
@@ -298,15 +270,6 @@ def _refuse_wrapped(module: nn.Module) -> None:
             )
 
 
-def _cast_storage(module: nn.Module, anatomy: Anatomy, precision: Precision) -> Anatomy:
-    """Casts what is to be stored in another dtype, and gives the anatomy that the module has then."""
-    parameters, facts = tensors_of(module, "_parameters"), dict(anatomy.params)
-    for name, dtype in stored_as(anatomy, precision).items():
-        parameters[name].data = parameters[name].data.to(dtype_of(dtype))
-        facts[name] = msgspec.structs.replace(facts[name], dtype=dtype)
-    return msgspec.structs.replace(anatomy, params=facts)
-
-
 def _first_difference(anatomy: Anatomy, recipe: Recipe) -> str | None:
     """The first parameter or buffer that the recipe and the module do not have alike."""
 
@@ -321,7 +284,9 @@ def _first_difference(anatomy: Anatomy, recipe: Recipe) -> str | None:
 def _agree_on_recipe(module: nn.Module, recipe: Recipe, world: World) -> None:
     told: dict[str, Any] = msgspec.to_builtins(recipe)
     params, buffers, units, edits, notes = map(told.pop, ("params", "buffers", "units", "edits", "notes"))
+    entries = told.pop("techniques").values()
     facts: dict[str, Any] = {"module class": told.pop("module_class"), **told}
+    facts |= {key: value for entry in entries for key, value in entry.items()}
     for kind, entries in {
         "parameter": params,
         "buffer": buffers,
@@ -340,9 +305,8 @@ def _agree_on_recipe(module: nn.Module, recipe: Recipe, world: World) -> None:
     )
 
 
-def _with_transforms(model: Any, own: list[Chosen], world: World) -> Any:
-    if not own:
-        return model
+def _with_prepared(model: Any, parallel: Any, world: World) -> Any:
+    """``model`` with what the techniques change in its structure; a callable stays one, so that it is built on meta."""
     if isinstance(model, nn.Module):
-        return transformed(model, own, world, world.device)
-    return (lambda: transformed(model(), own, world, world.device)) if callable(model) else model
+        return prepared(model, parallel, world, world.device)
+    return (lambda: prepared(model(), parallel, world, world.device)) if callable(model) else model

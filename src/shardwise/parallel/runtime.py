@@ -20,6 +20,7 @@ from shardwise.model.tensors import loose_tensors, tensors_of
 from shardwise.parallel.stale import ModuleSnapshot, refuse_deepcopy
 from shardwise.recipe import RankView, Recipe, Slice, extents
 from shardwise.techniques.data.penalties import PenaltyGradients
+from shardwise.techniques.data.rule import DataEntry
 from shardwise.world import World, is_generator
 
 __all__ = ["Engine", "Runtime", "attach", "has_runtime", "is_parallelized", "norm_power_sum", "runtime_of"]
@@ -104,6 +105,9 @@ class Runtime:
         self.parameters: dict[str, nn.Parameter] = tensors_of(module, "_parameters")  # type: ignore[assignment]
         self.trainable = [name for name, param in recipe.params.items() if param.trainable]
         cut_engine = recipe.engine == "fsdp2"
+        self.offloads = recipe.entry(
+            "data", DataEntry
+        ).offload  # parameters, gradients and optimizer state are in host memory
         self.replicated = [n for n in self.trainable if cut_engine and recipe.params[n].shape == ()]
         self.step = 0  # optimizer steps begun: part of every random stream's name
         self.in_window = False

@@ -34,7 +34,7 @@ class HookedThreads:
 
     def begin(self, stepped: Iterable[Runtime]) -> None:
         """Raises the number of threads, where it is still the launcher's 1 and a model is offloaded."""
-        wanted = max((runtime.world.step_threads or 1 for runtime in stepped if runtime.recipe.offload), default=1)
+        wanted = max((runtime.world.step_threads or 1 for runtime in stepped if runtime.offloads), default=1)
         if wanted > 1 and torch.get_num_threads() == 1:
             torch.set_num_threads(wanted)
             self._is_raised = True

@@ -3,9 +3,8 @@
 from shardwise.recipe.check import check_param
 from shardwise.recipe.cuts import Slice, extents, local_shape, owners
 from shardwise.recipe.describe import describe_recipe
+from shardwise.recipe.draft import Draft, fingerprint_of
 from shardwise.recipe.dtypes import DtypeGroup, dtype_groups
-from shardwise.recipe.make import fingerprint_of, make_recipe
-from shardwise.recipe.parts import Parts, stored_as
 from shardwise.recipe.recipe import RankView, Recipe, check_recipe
 from shardwise.recipe.records import (
     DTYPE_BYTES,
@@ -30,12 +29,12 @@ __all__ = [
     "BlockList",
     "Buffer",
     "Cut",
+    "Draft",
     "DtypeGroup",
     "Edit",
     "Note",
     "Param",
     "Part",
-    "Parts",
     "RankView",
     "Recipe",
     "Slice",
@@ -49,7 +48,5 @@ __all__ = [
     "fingerprint_of",
     "human_bytes",
     "local_shape",
-    "make_recipe",
     "owners",
-    "stored_as",
 ]

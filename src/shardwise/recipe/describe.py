@@ -1,13 +1,15 @@
 """A recipe as text: what is gathered when, what every rank holds, and why each choice was made."""
 
+from collections.abc import Sequence
+
 from shardwise.recipe.recipe import Recipe
 from shardwise.recipe.records import DTYPE_BYTES, Edit, Param, human_bytes
 
 __all__ = ["describe_recipe", "human_bytes"]
 
 
-def describe_recipe(recipe: Recipe) -> str:
-    """A table of units with sizes and reasons, then every note. Plain text, stable."""
+def describe_recipe(recipe: Recipe, heading: Sequence[str] = ()) -> str:
+    """The ``heading`` of the techniques, a table of units with sizes and reasons, then every note. Plain text, stable."""
     layout = recipe.grid
     held = [recipe.at(rank).num_bytes() for rank in range(min(layout.size, 64))]
     full = sum(_param_bytes(recipe, name) for name in recipe.params)
@@ -15,7 +17,7 @@ def describe_recipe(recipe: Recipe) -> str:
         f"{recipe.module_class} on layout {layout} ({layout.size} rank{'s' if layout.size > 1 else ''}), "
         f"engine {recipe.engine}",
         f"parameters: {human_bytes(full)} in one process, at most {human_bytes(max(held))} per rank at rest",
-        *(["offload: parameters, gradients and optimizer state are kept in host memory"] if recipe.offload else []),
+        *heading,
         "",
     ]
     rows: list[tuple[str, ...]] = [("unit", "tensors", "size", "stored/computed/reduced", "reshard", "why")]

@@ -6,11 +6,10 @@ Everything that needs to know which rank holds what asks the recipe, through
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from shardwise.config.options import DDP
 from shardwise.errors import PlanError
 from shardwise.layout import AXES, Coord, Layout
 from shardwise.recipe.check import check_param
@@ -19,8 +18,19 @@ from shardwise.recipe.records import DTYPE_BYTES, ROOT, Buffer, Edit, Note, Para
 
 __all__ = ["RECIPE_VERSION", "Engine", "RankView", "Recipe", "check_recipe"]
 
-RECIPE_VERSION = 1
+RECIPE_VERSION = 2
 Engine = Literal["ddp", "fsdp2"]
+E = TypeVar("E", bound=Record)
+_OF_VERSION_1 = {  # field of version 1 -> technique and key of today
+    "compute": ("precision", "compute"),
+    "output": ("precision", "output"),
+    "cast_inputs": ("precision", "cast_inputs"),
+    "buffer_policy": ("data", "buffers"),
+    "offload": ("data", "offload"),
+    "pin_memory": ("data", "pin_memory"),
+    "sync_every_microbatch": ("data", "sync_every_microbatch"),
+    "ddp": ("data", "ddp"),
+}
 
 
 class Recipe(Record, frozen=True):
@@ -39,14 +49,9 @@ class Recipe(Record, frozen=True):
     units: tuple[Unit, ...]
     params: dict[str, Param]
     buffers: dict[str, Buffer]
-    buffer_policy: str = "rank0"
-    compute: str | None = None  # dtype computed in outside of parts; None = in which each parameter is stored
-    output: str | None = None  # dtype of floating outputs; None = as computed
-    cast_inputs: str = "root"
-    offload: bool = False  # parameters, gradients and optimizer state live in host memory
-    pin_memory: bool = True  # ... page-locked, where there is an accelerator
-    sync_every_microbatch: bool | Literal["reduce_scatter"] = False
-    ddp: DDP | None = None  # how replicas reduce; None: they are shards
+    techniques: dict[str, dict[str, Any]] = msgspec.field(
+        default_factory=dict
+    )  # name of a technique -> what belongs to it alone; see :meth:`entry`
     edits: tuple[Edit, ...] = ()  # changes in the code, in the order in which they are made
     notes: tuple[Note, ...] = ()
     version: int = RECIPE_VERSION
@@ -63,12 +68,20 @@ class Recipe(Record, frozen=True):
             PlanError: not a recipe of this version, or one that contradicts itself.
         """
         try:
-            recipe = msgspec.json.decode(text, type=cls)
+            recipe = msgspec.convert(_of_today(msgspec.json.decode(text)), cls)
         except msgspec.MsgspecError as error:
             _refuse_version(_version_of(text))  # what another version added is unknown here: say that first
             raise PlanError("a recipe in JSON", why=str(error), fix="use the text that Recipe.to_json wrote") from error
         check_recipe(recipe)
         return recipe
+
+    def entry(self, technique: str, cls: type[E]) -> E:
+        """What the recipe says of one technique, as its record; the record's defaults where it says nothing."""
+        return msgspec.convert(self.techniques.get(technique, {}), cls)
+
+    def edits_of(self, technique: str) -> tuple[Edit, ...]:
+        """The changes in the code that one technique makes."""
+        return tuple(edit for edit in self.edits if edit.technique == technique)
 
     @property
     def grid(self) -> Layout:
@@ -143,6 +156,18 @@ def check_recipe(recipe: Recipe) -> None:
             fix="keep it as an alias of one parameter",
             name=twice[0],
         )
+
+
+def _of_today(told: Any) -> Any:
+    """A recipe of version 1 in today's form; any other as it is."""
+    if not isinstance(told, dict) or told.get("version", 1) != 1:
+        return told
+    techniques: dict[str, dict[str, Any]] = {}
+    for field, (technique, key) in _OF_VERSION_1.items():
+        if field in told:
+            techniques.setdefault(technique, {})[key] = told[field]
+    rest = {key: value for key, value in told.items() if key not in _OF_VERSION_1}
+    return rest | {"techniques": techniques, "version": RECIPE_VERSION}
 
 
 def _version_of(text: str | bytes) -> int:

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.config.schema import Data, Optim, RunConfig, Schedule
 from shardwise.config.suggest import did_you_mean, missing_blank
 from shardwise.config.target import load_target
 from shardwise.config.tokenizer import is_tokens, tokenizer_path
 from shardwise.data.corpus import BYTES, TokenFile, TokenWindows, encode, pydoc_text
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, UsageError
-from shardwise.parallel import parallelize, recipe_of, runtime_of, world_of
+from shardwise.parallel import recipe_of, runtime_of, shard, world_of
+from shardwise.run.config import Data, Optim, RunConfig, Schedule
 from shardwise.run.pretrained import build_pretrained
 from shardwise.run.reference import build as build_reference
 from shardwise.run.reference_config import check_reference_args
@@ -29,7 +29,7 @@ from shardwise.step.loss import call
 from shardwise.step.parameter_groups import grouped
 from shardwise.step.scale import computes_half
 from shardwise.step.step import TrainStep
-from shardwise.techniques.transforms.act import choose, transformed
+from shardwise.techniques.fold import prepared
 from shardwise.world import World
 
 __all__ = [
@@ -169,17 +169,8 @@ def build_model(config: RunConfig, world: World) -> nn.Module:
     parallel = config.parallel
     if config.model.build is not None:
         load_target(config.model.build, what="model.build")  # a transform may be registered beside the model
-    return parallelize(
-        lambda: _untransformed(config),
-        world,
-        init=parallel.init or ("load" if config.model.start is not None else None),
-        precision=parallel.precision,
-        sharding=parallel.sharding,
-        ddp=parallel.ddp,
-        remat=parallel.remat,
-        compile=parallel.compile,
-        transforms=parallel.transforms,
-    )
+    start = parallel.init or ("load" if config.model.start is not None else None)
+    return shard(lambda: _unprepared(config), world, msgspec.structs.replace(parallel, init=start))
 
 
 def load_start(config: RunConfig, model: nn.Module) -> LoadReport | None:
@@ -221,16 +212,16 @@ def set_tokenizer(config: RunConfig, model: nn.Module) -> None:
 
 def build_plain(config: RunConfig, world: World | None = None) -> nn.Module:
     """The model of a config, not sharded: as its function returns it, or the reference model where none is named, and
-    changed by the config's transforms, on the CPU; ``world`` is for those that ask for it.
+    changed by the config's techniques, on the CPU; ``world`` is for transforms that ask for it.
 
     Raises:
         ConfigError: the arguments are none of the function's, it returns no module, or a transform is not known.
         UsageError: a transform failed.
     """
-    return transformed(_untransformed(config), choose(config.parallel.transforms), world)
+    return prepared(_unprepared(config), config.parallel, world)
 
 
-def _untransformed(config: RunConfig) -> nn.Module:
+def _unprepared(config: RunConfig) -> nn.Module:
     model = config.model
     if model.hf is not None:
         return build_pretrained(model.hf, model.args)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwise.config.schema import RunConfig
 from shardwise.data.loader import Loader
 from shardwise.errors import CheckpointError
+from shardwise.run.config import RunConfig
 from shardwise.run.resume_check import changes_since, texts_of
 from shardwise.state.checkpoint.manager import CheckpointManager
 from shardwise.state.integrity.manifest import steps_in

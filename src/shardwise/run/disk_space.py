@@ -9,9 +9,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from shardwise.config.schema import RunConfig
 from shardwise.errors import ConfigError
 from shardwise.recipe import human_bytes
+from shardwise.run.config import RunConfig
 
 __all__ = ["check_space", "small_files_bytes", "spare_folders"]
 

@@ -20,7 +20,6 @@ from typing import Any
 from torch import nn
 
 from shardwise.config.render import dump_config
-from shardwise.config.schema import RunConfig
 from shardwise.data.loader import Loader
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.parallel import describe, recipe_of
@@ -38,6 +37,7 @@ from shardwise.run.build import (
     vocab_of,
 )
 from shardwise.run.checkpoints import RunCheckpoints
+from shardwise.run.config import RunConfig
 from shardwise.run.disk_space import check_space, spare_folders
 from shardwise.run.memory import memory_of, state_bytes
 from shardwise.run.metrics import MetricsWriter, Pace, cut_metrics

@@ -22,11 +22,11 @@ from typing import Any
 import msgspec
 
 from shardwise.config.render import dump_config, flow_text
-from shardwise.config.schema import RunConfig
 from shardwise.config.sources import EXTENSIONS
 from shardwise.config.tokenizer import BYTES_MEANT, tokenizer_path
 from shardwise.data.corpus import pydoc_text
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.run.config import RunConfig
 from shardwise.state.checkpoint.opened import SavedRun
 from shardwise.state.integrity.manifest import folder_name, steps_in
 

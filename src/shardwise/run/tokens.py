@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 
-from shardwise.config.schema import RunConfig
 from shardwise.config.tokenizer import BYTES_MEANT, is_tokens, tokenizer_files, tokenizer_path
 from shardwise.errors import ConfigError
+from shardwise.run.config import RunConfig
 from shardwise.run.pretrained import vocab_in
 
 __all__ = ["check_tokens", "vocab_of_folder"]

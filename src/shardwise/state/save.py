@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.config.conversion import ENDINGS
-from shardwise.config.precision import DTYPE_WORDS
+from shardwise.config.dtype_words import DTYPE_WORDS
 from shardwise.errors import CheckpointError, ConfigError, errors_about
 from shardwise.model import dtype_name
 from shardwise.parallel import Runtime, bytes_of, runtime_of

@@ -10,6 +10,7 @@ from shardwise._compat import BatchNormBase
 from shardwise.errors import RankError
 from shardwise.model.tensors import tensors_of
 from shardwise.parallel import Runtime
+from shardwise.techniques.data.rule import DataEntry
 from shardwise.techniques.data.scalar_gradients import ScalarGradients
 from shardwise.world.agreement import digest_of
 
@@ -113,5 +114,5 @@ def _changed_buffers(runtime: Runtime, buffers: Mapping[str, Tensor], versions: 
 
 def _same_buffers(runtime: Runtime, changed: list[Tensor], place: str) -> None:
     """Buffers that changed on any rank become equal again, by the policy: rank 0's, or the mean over ranks."""
-    mean = runtime.recipe.buffer_policy == "mean"
+    mean = runtime.recipe.entry("data", DataEntry).buffers == "mean"
     runtime.world.agreement.sync_tensors(changed, f"{place}, making buffers equal", mean=mean)

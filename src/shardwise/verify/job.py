@@ -11,23 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.config.options import Parallel, Sharding
 from shardwise.errors import ConfigError
 from shardwise.layout import parse_layout
 from shardwise.model import read_anatomy
 from shardwise.step.loss import call, next_token_loss
+from shardwise.techniques.data.options import Sharding
+from shardwise.techniques.fold import Prepared
 from shardwise.verify.compare import Report, counted
 from shardwise.verify.draws import drawing_modules, places_of
 from shardwise.verify.named import CountOfLoss, Function, in_words, named_model
 from shardwise.verify.oracle import Task, cast_batches
-from shardwise.verify.run import Transformed, verify
+from shardwise.verify.run import verify
 
 __all__ = ["main"]
 
 _LENGTH, _BATCH = 16, 2
 _FIX_BATCH = "pass --batch pkg.mod:fn, a function of an index that returns a mapping of tensors with labels"
 _KINDS = {"grad": "gradients", "param": "parameters", "loss": "loss", "grad_norm": "gradient norm", "buffer": "buffers"}
-_TECHNIQUES = [name for name in Parallel.__struct_fields__ if name not in ("layout", "precision")]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def main(
     count: str | None = None,
     steps: int = 3,
     accumulate: int = 2,
-    parallel: Parallel,
+    parallel: Any,
     small_units: bool = False,
 ) -> int:
     """Compares and prints the outcome; 0 if equal. Raises VerifyError, which names the first tensor that differs.
@@ -63,7 +63,7 @@ def main(
         count: "pkg.mod:fn", as TrainStep takes it; None: the loss's own ``count``, else labels that are not -100.
         steps: optimizer steps.
         accumulate: micro-batches per rank and step.
-        parallel: the techniques; its layout and precision are not used.
+        parallel: a ``Parallel``; its layout is not used.
         small_units: compare once more with every block a unit of its own, where parameters are cut: more can go wrong there.
 
     Raises:
@@ -86,13 +86,13 @@ def main(
         else f"correct it, or give the batches it takes: {_FIX_BATCH}"
     )
     with in_words(given, "its forward, or the loss,", fix):
-        build, why = _without_dropout(build, parallel.transforms, windows, sums)
+        build, why = _without_dropout(build, parallel, windows, sums)
     if why:
         _print(why)
-    options = {name: getattr(parallel, name) for name in _TECHNIQUES}
+    options = parallel.options()
     report = verify(build, layout, batches=windows, loss=sums, count=counts, say=_say, **options)
     _print_report(report)
-    if small_units and report.engine == "fsdp2" and _has_blocks(build, parallel.transforms):
+    if small_units and report.engine == "fsdp2" and _has_blocks(build, parallel):
         _say("once more, with every block a unit")
         options["sharding"] = Sharding(min_unit_bytes=0)
         again = verify(build, layout, batches=windows, loss=sums, count=counts, say=_say, **options)
@@ -138,9 +138,9 @@ def _counts(sums: Any, count: str | None, batch: str | None, first: Mapping[str,
     return found
 
 
-def _has_blocks(build: Callable[[], nn.Module], transforms: Any) -> bool:
+def _has_blocks(build: Callable[[], nn.Module], parallel: Any) -> bool:
     with torch.device("meta"):
-        return bool(read_anatomy((Transformed(build, transforms) if transforms else build)()).lists)
+        return bool(read_anatomy(Prepared(build, parallel)()).lists)
 
 
 def _print_report(report: Report) -> None:
@@ -173,14 +173,13 @@ def _say(text: str) -> None:
 
 
 def _without_dropout(
-    build: Callable[[], nn.Module], transforms: Any, windows: Any, loss: Any
+    build: Callable[[], nn.Module], parallel: Any, windows: Any, loss: Any
 ) -> tuple[Callable[[], nn.Module], str]:
     """``build``, in eval mode where the module draws random numbers in training alone; and what to say of it."""
     evaluating = _Evaluating(build)
 
     def drawing(make: Callable[[], nn.Module]) -> list[str]:
-        make = Transformed(make, transforms) if transforms else make
-        return drawing_modules(Task(make, windows, loss, None, call))
+        return drawing_modules(Task(Prepared(make, parallel), windows, loss, None, call))
 
     names = drawing(build)
     if not names or drawing(evaluating):

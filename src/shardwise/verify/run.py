@@ -3,7 +3,6 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,13 +14,14 @@ from shardwise.launch import launch_local
 from shardwise.layout import layout_of, parse_layout
 from shardwise.parallel import parallelize
 from shardwise.step.loss import call, count_of, next_token_loss
-from shardwise.techniques.transforms.act import choose, transformed
+from shardwise.techniques import Parallel
+from shardwise.techniques.fold import Prepared
 from shardwise.verify.compare import Report, compare, counted
 from shardwise.verify.draws import drawing_modules, places_of
 from shardwise.verify.oracle import Task, cast_batches, run_oracle
 from shardwise.verify.sharded import RankRecord, run_sharded
 
-__all__ = ["GATES", "Transformed", "verify"]
+__all__ = ["GATES", "verify"]
 
 GATES = {torch.float64: 1e-12, torch.float32: 1e-5}
 
@@ -77,9 +77,9 @@ def verify(
         raise ConfigError("verify without batches", why="there is nothing to compare", fix="give at least one window")
     _refuse_unknown(options)
     size = _num_ranks(layout, num_ranks)
-    transforms = options.pop("transforms", ())
+    example, parallel = options.pop("example", None), Parallel.of(**options)
     task = Task(
-        build=Transformed(build, transforms) if transforms else build,
+        build=Prepared(build, parallel),
         windows=cast_batches(batches, dtype),
         loss=loss,
         count=count_of(loss, count) if loss is not None or count is not None else None,
@@ -96,7 +96,7 @@ def verify(
     say("one plain process once more, its sums in another order")
     noise = run_oracle(task, otherwise=True)
     say(f"sharded: the same steps on {counted(size, 'rank')} (each loads torch, a few seconds)")
-    ranks = (run or _in_fresh_processes)(run_sharded, size, task, layout, options)
+    ranks = (run or _in_fresh_processes)(run_sharded, size, task, layout, parallel, example)
     say("comparing every tensor")
     try:
         return compare(task, oracle, ranks, noise=noise, gate=GATES[dtype] if gate is None else gate)
@@ -115,18 +115,6 @@ def _explained(error: VerifyError, task: Task) -> VerifyError:
         fix="compare without them: dropout of 0, or a function that returns module.eval(); this says nothing of the layout",
         name=error.name,
     )
-
-
-@dataclass(frozen=True)
-class Transformed:
-    """A function of a module, and the transforms that change what it returns: before either side casts or shards it."""
-
-    build: Callable[[], nn.Module]
-    transforms: Any
-
-    def __call__(self) -> nn.Module:
-        module = self.build()  # first: loading it may be what registers them
-        return transformed(module, choose(self.transforms))
 
 
 def _refuse_unknown(options: Mapping[str, Any]) -> None:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from shardwise._compat import TorchDispatchMode, local_tensor
 from shardwise.data.batch import MicroBatch
-from shardwise.parallel import parallelize, recipe_of, runtime_of
+from shardwise.parallel import recipe_of, runtime_of, shard
 from shardwise.step.loss import call
 from shardwise.step.step import TrainStep
+from shardwise.techniques import Parallel
 from shardwise.verify.oracle import Task, make_optimizer
 from shardwise.world import World, init
 
@@ -62,15 +63,16 @@ class CountCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run_sharded(task: Task, layout: str, options: Mapping[str, Any] | None = None) -> RankRecord:
-    """Runs ``task`` on this rank of ``layout``, with ``options`` for ``parallelize``. All ranks call it.
+def run_sharded(task: Task, layout: str, parallel: Any = None, example: Any = None) -> RankRecord:
+    """Runs ``task`` on this rank of ``layout`` with the techniques of a ``Parallel``, of which ``task.build`` has changed the structure
+    already. All ranks call it.
 
     Every rank builds the module, ranks other than 0 with another seed: a rank that kept its own values would be seen.
     """
     # Within a run that is being proved, the group and how long it waits are that run's.
     with init(layout, device="cpu", timeout_s=None if dist.is_initialized() else 60) as world:
         module = task.make(task.seed + world.rank)
-        model = parallelize(module, world, **(options or {}))
+        model = shard(module, world, Parallel() if parallel is None else parallel, example=example, is_prepared=True)
         optim = make_optimizer(task, [p for p in model.parameters() if p.requires_grad])
         if task.loss is None:
             model.forward = _Lifted(task, model.forward)

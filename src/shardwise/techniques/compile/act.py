@@ -11,7 +11,7 @@ import functools
 import os
 import shutil
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,42 +21,73 @@ from shardwise._compat import memory_budget
 from shardwise.config.suggest import did_you_mean
 from shardwise.errors import PlanError, UnsupportedError, UsageError
 from shardwise.model import canonical_modules
-from shardwise.recipe import Edit
+from shardwise.recipe import Recipe
+from shardwise.techniques.compile.write_check import watch_cast_inputs, watch_compiled
+from shardwise.techniques.technique import Act
 from shardwise.world import World
 
-__all__ = ["apply_compile", "check_compile"]
+__all__ = ["CompileAct"]
 
 _MARK = "_shardwise_compiled"
 _GRAPHS = 8  # torch's own limit of graphs per function, here per block
 
 
-def check_compile(module: nn.Module, edits: Sequence[Edit], world: World) -> None:
-    """Raises what cannot be carried out, by name, before anything is changed."""
-    modules = dict(canonical_modules(module))
-    for edit in edits:
-        backend = edit.args["backend"]
-        known = _backends()
-        if backend not in known:
-            raise PlanError(
-                f"Compile(backend={backend!r})",
-                why="no backend has this name",
-                fix=did_you_mean(backend, known, what="backends"),
-            )
-        refuse_graphs(edit.args["mode"], world.device)
-        if backend == "inductor" and world.device.type == "cpu" and _compiler() is None:
-            raise UnsupportedError(
-                'Compile(backend="inductor") on cpu without a C++ compiler',
-                why="inductor writes C++ for the CPU, and neither CXX, g++ nor clang++ names a program",
-                fix='install g++, or use backend="aot_eager"',
-            )
-        target = modules[edit.module]
-        if _MARK not in vars(target) and _is_compiled(target):
-            raise UsageError(
-                "Compile of a block that is compiled already",
-                why="it would be compiled twice over",
-                fix="leave out your own torch.compile, or compile=",
-                name=edit.module,
-            )
+class CompileAct(Act):
+    """Compiles blocks."""
+
+    def check(self, module: nn.Module, recipe: Recipe, world: World) -> None:
+        modules = dict(canonical_modules(module))
+        for edit in recipe.edits_of("compile"):
+            backend = edit.args["backend"]
+            known = _backends()
+            if backend not in known:
+                raise PlanError(
+                    f"Compile(backend={backend!r})",
+                    why="no backend has this name",
+                    fix=did_you_mean(backend, known, what="backends"),
+                )
+            refuse_graphs(edit.args["mode"], world.device)
+            if backend == "inductor" and world.device.type == "cpu" and _compiler() is None:
+                raise UnsupportedError(
+                    'Compile(backend="inductor") on cpu without a C++ compiler',
+                    why="inductor writes C++ for the CPU, and neither CXX, g++ nor clang++ names a program",
+                    fix='install g++, or use backend="aot_eager"',
+                )
+            target = modules[edit.module]
+            if _MARK not in vars(target) and _is_compiled(target):
+                raise UsageError(
+                    "Compile of a block that is compiled already",
+                    why="it would be compiled twice over",
+                    fix="leave out your own torch.compile, or compile=",
+                    name=edit.module,
+                )
+
+    def inside(self, module: nn.Module, recipe: Recipe, world: World) -> None:
+        """Compiles the modules, in place, when they are first run; those that are already stay as they are."""
+        self.check(module, recipe, world)
+        edits = recipe.edits_of("compile")
+        modules = dict(canonical_modules(module))
+        compiled: dict[Any, Callable[..., Any]] = {}
+        for edit in edits:
+            target = modules[edit.module]
+            if _MARK in vars(target):
+                continue
+            bound = target.forward
+            if getattr(bound, "__self__", None) is target:
+                function = bound.__func__  # type: ignore[attr-defined]
+                key = (function, _structure(target))
+                if key not in compiled:
+                    compiled[key] = _compile(function, edit.args, len(edits))
+                target.forward = types.MethodType(compiled[key], target)
+            else:  # a function that somebody put on the object
+                target.forward = _compile(bound, edit.args, 1)
+            target.__dict__[_MARK] = True
+        again = [edit.module for edit in recipe.edits if edit.action == "checkpoint"]
+        watch_compiled(module, again, [edit.module for edit in edits])
+
+    def around(self, module: nn.Module, recipe: Recipe, world: World) -> None:
+        cast = [edit.module for edit in recipe.edits if edit.action in ("cast", "cast_inputs")]
+        watch_cast_inputs(module, cast, [edit.module for edit in recipe.edits_of("compile")])
 
 
 def refuse_graphs(mode: str | None, device: torch.device) -> None:
@@ -68,27 +99,6 @@ def refuse_graphs(mode: str | None, device: torch.device) -> None:
             "backward, or the next micro-batch of a window, still needs it",
             fix='use mode="max-autotune-no-cudagraphs", or leave mode out',
         )
-
-
-def apply_compile(module: nn.Module, edits: Sequence[Edit], world: World) -> None:
-    """Compiles the modules named in ``edits``, in place, when they are first run; those that are already stay as they are."""
-    check_compile(module, edits, world)
-    modules = dict(canonical_modules(module))
-    compiled: dict[Any, Callable[..., Any]] = {}
-    for edit in edits:
-        target = modules[edit.module]
-        if _MARK in vars(target):
-            continue
-        bound = target.forward
-        if getattr(bound, "__self__", None) is target:
-            function = bound.__func__  # type: ignore[attr-defined]
-            key = (function, _structure(target))
-            if key not in compiled:
-                compiled[key] = _compile(function, edit.args, len(edits))
-            target.forward = types.MethodType(compiled[key], target)
-        else:  # a function that somebody put on the object
-            target.forward = _compile(bound, edit.args, 1)
-        target.__dict__[_MARK] = True
 
 
 def _compile(function: Callable[..., Any], args: Mapping[str, Any], num_blocks: int) -> Callable[..., Any]:

@@ -17,30 +17,30 @@ from torch import nn
 from shardwise._compat import BatchNormBase, changed_in_graphs, is_spectral_norm
 from shardwise.errors import UnsupportedError
 from shardwise.model import canonical_modules
-from shardwise.recipe import Edit
 
 __all__ = ["watch_cast_inputs", "watch_compiled"]
 
 
-def watch_compiled(module: nn.Module, remat: Sequence[Edit], compiled: Sequence[Edit]) -> None:
-    """Puts hooks on the compiled modules that have buffers which a forward might write and read."""
+def watch_compiled(module: nn.Module, run_again: Sequence[str], compiled: Sequence[str]) -> None:
+    """Puts hooks on the ``compiled`` modules that have buffers which a forward might write and read; those named in ``run_again`` do so in
+    backward."""
     modules = dict(canonical_modules(module))
-    again = [child for edit in remat for child in modules[edit.module].modules()]
-    for edit in compiled:
-        target = modules[edit.module]
+    again = [child for name in run_again for child in modules[name].modules()]
+    for block in compiled:
+        target = modules[block]
         owners = {
             name: child
             for name, child in canonical_modules(target)
             if child._buffers and not _is_harmless(child, runs_again=any(child is other for other in again))
         }
         if owners:
-            _watch(target, owners, edit.module)
+            _watch(target, owners, block)
 
 
-def watch_cast_inputs(module: nn.Module, parts: Sequence[Edit], compiled: Sequence[Edit]) -> None:
-    """Puts a hook on the model that refuses parts in compiled blocks which change their input in place."""
-    modules, blocks = dict(canonical_modules(module)), tuple(f"{edit.module}." for edit in compiled)
-    inside = {edit.module: type(modules[edit.module]) for edit in parts if f"{edit.module}.".startswith(blocks)}
+def watch_cast_inputs(module: nn.Module, cast: Sequence[str], compiled: Sequence[str]) -> None:
+    """Puts a hook on the model that refuses modules with ``cast`` inputs in ``compiled`` blocks which change their input in place."""
+    modules, blocks = dict(canonical_modules(module)), tuple(f"{block}." for block in compiled)
+    inside = {name: type(modules[name]) for name in cast if f"{name}.".startswith(blocks)}
 
     def refuse(*_: Any) -> None:
         name = next((name for name, cls in inside.items() if cls in changed_in_graphs), None)

@@ -1,1 +1,36 @@
-"""Data parallelism: replicas whose gradients are summed, shards by FSDP2, and the one order in which ranks run units."""
+"""Data parallelism: parameters cut over the ranks (FSDP2) or whole copies (DDP), units that are gathered in order, buffers."""
+
+from typing import Annotated
+
+from shardwise.config.record import doc
+from shardwise.techniques.data.options import DDP, Sharding
+from shardwise.techniques.data.rule import DataEntry, heading, rule
+from shardwise.techniques.technique import Option, Technique
+
+__all__ = ["TECHNIQUE"]
+
+TECHNIQUE = Technique(
+    name="data",
+    options=(
+        Option(
+            key="sharding",
+            hint=Annotated[Sharding, doc("how data-parallel ranks share the model")],
+            default=Sharding(),
+            takes="Sharding | None",
+            help="engine, units, resharding, offload, prefetch and accumulation; None = all automatic.",
+            record=(Sharding, 'units=("Block",)'),
+        ),
+        Option(
+            key="ddp",
+            hint=Annotated[DDP, doc("how replicas reduce gradients, where the engine is ddp")],
+            default=DDP(),
+            takes="DDP | None",
+            help="how replicas sum their gradients; None = in buckets of 25 MiB.",
+            record=(DDP, "bucket_cap_mb=50"),
+        ),
+    ),
+    entry=DataEntry,
+    rule=rule,
+    lines=heading,
+    probe="shardwise.techniques.data.probe:probe",
+)

@@ -27,6 +27,7 @@ from shardwise.techniques.data.explain import in_our_words
 from shardwise.techniques.data.loose_backward import LooseBackward
 from shardwise.techniques.data.passes import Units
 from shardwise.techniques.data.penalties import PenaltyGradients, add_to_gradient
+from shardwise.techniques.data.rule import DataEntry
 from shardwise.techniques.data.unit_order import Order
 from shardwise.techniques.edges import (
     GATHERS,
@@ -70,7 +71,7 @@ def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine
             child.set_gradient_divide_factor(1.0)
             child.set_force_sum_reduction_for_comms(True)
             child.set_reduce_scatter_unused_params(True, recurse=False)
-    materialise(module, world.device, cut=torch.device("cpu") if recipe.offload else world.device)
+    materialise(module, world.device, cut=torch.device("cpu") if _entry(recipe).offload else world.device)
     _leave_unflattened(module)
     return FSDP2Engine(module, recipe, world)
 
@@ -88,11 +89,16 @@ def _nothing() -> None:
     pass
 
 
+def _entry(recipe: Recipe) -> DataEntry:
+    return recipe.entry("data", DataEntry)
+
+
 def _offload(recipe: Recipe, world: World) -> OffloadPolicy:
-    if not recipe.offload:
+    said = _entry(recipe)
+    if not said.offload:
         return OffloadPolicy()
     # Page-locked memory is the accelerator's; without one torch fails at the first shard ("Cannot access accelerator device").
-    return CPUOffloadPolicy(pin_memory=recipe.pin_memory and world.device.type != "cpu")
+    return CPUOffloadPolicy(pin_memory=said.pin_memory and world.device.type != "cpu")
 
 
 def _root_unit(recipe: Recipe) -> Any:
@@ -159,6 +165,7 @@ class FSDP2Engine:
 
     def __init__(self, module: nn.Module, recipe: Recipe, world: World):
         self.root, self.recipe, self.world = module, recipe, world
+        self._sync_each = _entry(recipe).sync_every_microbatch
         trainable = [name for name, param in recipe.params.items() if param.trainable]
         self._position = {name: i for i, name in enumerate(trainable)}
         self._used = torch.zeros(len(trainable), dtype=torch.uint8)
@@ -198,7 +205,7 @@ class FSDP2Engine:
             self._loose_backward.begin()
         self._sync = sync
         sync = sync is not False  # at the end of each backward is all that FSDP2 knows
-        each = self.recipe.sync_every_microbatch
+        each = self._sync_each
         self.root.set_requires_gradient_sync(sync or bool(each))  # type: ignore[operator]
         if each == "reduce_scatter":
             self.root.set_requires_all_reduce(sync)  # type: ignore[operator]

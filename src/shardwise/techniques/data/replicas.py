@@ -28,12 +28,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise._compat import at_end_of_backward, is_accumulated
-from shardwise.config.options import DDP
 from shardwise.errors import RankError
 from shardwise.model import canonical_tensors
 from shardwise.recipe import Recipe
 from shardwise.techniques.data.buckets import Bucket, make_buckets
+from shardwise.techniques.data.options import DDP
 from shardwise.techniques.data.penalties import PenaltyGradients, add_to_gradient, tolerance
+from shardwise.techniques.data.rule import DataEntry
 from shardwise.techniques.edges import zero_of_padding
 from shardwise.world import World
 
@@ -44,7 +45,7 @@ def apply_ddp(module: nn.Module, recipe: Recipe, world: World) -> "DDPEngine":
     """Makes ``module`` a replica, in place. Its tensors must have their values already."""
     first = {id(o._parameters[a]): o._parameters[a] for _, o, a in canonical_tensors(module, "_parameters")}
     trained = [param for param in first.values() if param is not None and param.requires_grad]
-    engine = DDPEngine(trained, world, (recipe.ddp or DDP()).bucket_cap_mb)
+    engine = DDPEngine(trained, world, (recipe.entry("data", DataEntry).ddp or DDP()).bucket_cap_mb)
     if engine.buckets:
         engine.apart.watch(module)
     return engine

@@ -1,266 +1,192 @@
-"""Units that only the module itself can tell: by a function of its modules, by ``_no_split_modules``, or by its own
-``fully_shard`` method. All become names of modules, so that the recipe stays plain data."""
+"""Which modules are gathered together: from the block lists of an anatomy to the units of a recipe.
 
-import copy
-import dataclasses
-import inspect
-import warnings
-from typing import Any
+The rule: the blocks of outermost lists, neighbours merged until a unit holds ``min_unit_bytes``; everything else belongs to the root
+unit. A rank may skip units: they are taken in one order at run time. One collective per unit, so many tiny units cost time
+(a 24-block, d=64 model is 2.4x quicker as one group on gloo) and one huge unit costs memory.
+"""
 
-import msgspec
-import torch
-from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor, Shard
+from collections.abc import Sequence
 
-from shardwise._compat import unit_groups, unit_policies, unit_reshard
-from shardwise.config.options import Precision, Sharding
-from shardwise.errors import ConfigError, PlanError, ShardwiseError, UsageError
-from shardwise.model import canonical_modules, dtype_of
-from shardwise.recipe import Anatomy, Parts
-from shardwise.world import World
+from shardwise.recipe.records import DTYPE_BYTES, ROOT, Anatomy, BlockList, Note, TensorFact, Unit, human_bytes
+from shardwise.recipe.targets import innermost, modules_named, refuse_nested
+from shardwise.techniques.data.options import Sharding
+from shardwise.techniques.data.timing import with_timing
 
-__all__ = ["with_named_units"]
+__all__ = ["make_units", "unit_of_params"]
+
+_LARGE = 1 << 30  # bytes of a model of which one unit should not hold most
 
 
-def with_named_units(
-    module: nn.Module, anatomy: Anatomy, sharding: Sharding, precision: Precision, world: World
-) -> Sharding:
-    """``sharding`` with names in place of a function or of the words ``"no_split"`` and ``"model"``; else as it is.
-
-    Args:
-        module: whose units they are, on meta or not.
-        anatomy: what is known of it.
-        sharding: the options.
-        precision: for a model that shards itself.
-        world: the same.
+def make_units(anatomy: Anatomy, sharding: Sharding, compute: str | None) -> tuple[tuple[Unit, ...], tuple[Note, ...]]:
+    """Units in the order of the module, the root unit last, and notes on what was decided.
 
     Raises:
-        ConfigError: a model that shards itself does so otherwise than the options say, or cannot be told by them.
-        PlanError: the function or the hint names no module.
-        UsageError: the module has no such hint, or its own method failed.
+        PlanError: a name pattern that matches no module.
     """
-    given: Any = sharding.units
-    if callable(given):
-        names = tuple(name for name, child in canonical_modules(module) if name and given(name, child))
-        if not names:
-            raise PlanError(
-                f"units={getattr(given, '__name__', given)!r}",
-                why="the function is true for no module but the root",
-                fix="look at model.named_modules(): it is called with each name and module",
-            )
-        return msgspec.structs.replace(sharding, units=names)
-    if given == "no_split":
-        return msgspec.structs.replace(sharding, units=_no_split(module))
-    return _of_the_model(module, anatomy, sharding, precision, world) if given == "model" else sharding
+    units, sizes = sharding.units, _Sizes(anatomy, sharding, compute)
+    if isinstance(units, tuple):
+        lists, notes = [_named_blocks(anatomy, units)], []  # none of them is merged away
+    elif units == "none":
+        lists, notes = [], [Note(name=ROOT, why='one unit: units="none"')]
+    else:
+        lists, notes = list(anatomy.lists), []
+        if not lists:
+            notes.append(Note(name=ROOT, why="one unit: no list of blocks was found"))
+        elif not sizes.is_full([ROOT]):
+            small = f"one unit: the model's {sizes.in_words([ROOT])} are below {sizes.goal}"
+            lists, notes = [], [Note(name=ROOT, why=small)]
+    made: list[Unit] = []
+    for block_list in lists:
+        groups = _merge(_free_of_outside_ties(anatomy, block_list.blocks, notes), sizes)
+        groups = _join_tied(anatomy, groups, notes)
+        why = "named by units=" if isinstance(units, tuple) else "blocks of an outermost list"
+        made += [_unit(why, group, sizes) for group in groups]
+    rest = "what no other unit holds; stays gathered from forward to backward, which starts with it"
+    root = Unit(name=ROOT, modules=(ROOT,), reshard=False, why=rest)
+    found = (*made, root)
+    return with_timing(anatomy, found, sharding), (*notes, *_large(anatomy, found, sizes))
 
 
-def _no_split(module: nn.Module) -> tuple[str, ...]:
-    """Names of the modules whose classes the model, or a model inside it, lists as not to be split (a Hugging Face
-    convention); outermost ones, since a part of one is not split either."""
-    hinted = {cls for child in module.modules() for cls in (getattr(child, "_no_split_modules", None) or ())}
-    if not hinted:
-        raise UsageError(
-            f"units='no_split' for {type(module).__name__}",
-            why="neither it nor a module in it has a list _no_split_modules",
-            fix='use units="auto", or name classes: units=("Block",)',
+def check_names(anatomy: Anatomy, sharding: Sharding) -> None:
+    """Refuses what :func:`make_units` would, where there are no units: a slip in a name is the same on every layout.
+
+    Raises:
+        PlanError: a name pattern that matches no module.
+    """
+    if isinstance(sharding.units, tuple):
+        _named_blocks(anatomy, sharding.units)
+    reshard = sharding.reshard_after_forward
+    for pattern in reshard if isinstance(reshard, dict) else ():
+        modules_named(anatomy, pattern, f"reshard_after_forward={{{pattern!r}: ...}}")
+
+
+def unit_of_params(anatomy: Anatomy, units: tuple[Unit, ...]) -> dict[str, str]:
+    """The unit of every parameter: the one that holds its first owner, else the root."""
+    home = {module: unit.name for unit in units for module in unit.modules if module != ROOT}
+    return {name: home.get(innermost(name, home) or ROOT, ROOT) for name in anatomy.params}
+
+
+def _large(anatomy: Anatomy, units: tuple[Unit, ...], sizes: "_Sizes") -> list[Note]:
+    """A warning of a unit that is most of a large model: as much is whole on each rank at once."""
+    homes = unit_of_params(anatomy, units)
+    held: dict[str, int] = {}
+    for name, fact in anatomy.params.items():
+        held[homes[name]] = held.get(homes[name], 0) + sizes.num_bytes(fact)
+    total = sum(held.values())
+    return [
+        Note(
+            name=unit,
+            why=f"warning: {human_bytes(size)} of {human_bytes(total)} are in this unit, and whole on every rank at once; "
+            "name smaller ones: Sharding(units=(...))",
         )
-    names = [name for name, child in canonical_modules(module) if name and type(child).__name__ in hinted]
-    if not names:
-        raise PlanError(
-            f"units='no_split' for {type(module).__name__}",
-            why=f"no module is of a class in _no_split_modules ({', '.join(sorted(hinted))})",
-            fix='use units="auto", or name classes that are there',
-        )
-    return tuple(name for name in names if not any(name.startswith(f"{outer}.") for outer in names))
-
-
-def _of_the_model(
-    module: nn.Module, anatomy: Anatomy, sharding: Sharding, precision: Precision, world: World
-) -> Sharding:
-    """What the model's own ``fully_shard(**options)`` shards, seen on a copy without values; its choice of
-    ``reshard_after_forward`` for each is kept."""
-    if not callable(getattr(module, "fully_shard", None)):
-        raise UsageError(
-            f"units='model' for {type(module).__name__}",
-            why="it has no method fully_shard that says what its units are",
-            fix='use units="auto", or write one that calls torch\'s fully_shard on its blocks with the options it is given',
-        )
-    if isinstance(sharding.reshard_after_forward, dict) or sharding.reshard_every != 1:
-        raise ConfigError(
-            "Sharding(units='model') with reshard_every, or reshard_after_forward per pattern",
-            why="the model's own fully_shard says for each unit when it is freed, so they would have no effect",
-            fix="give reshard_after_forward one value, which its method is given, or use other units",
-        )
-    twin, options = _without_values(module), _options(sharding, precision, world)
-    taken = _call_with_known(twin, options)
-    found = {name: child for name, child in canonical_modules(twin) if name and _is_unit(child)}
-    if not found:
-        raise PlanError(
-            f"units='model' for {type(module).__name__}",
-            why="its method fully_shard sharded none of its modules (a base class's, perhaps, that only warns)",
-            fix='use units="auto", or let it call fully_shard on its blocks',
-        )
-    parts = Parts(anatomy, precision)
-    for name, child in found.items():
-        _refuse_other_policies(name, child, options, parts.holding(name))
-    _warn_of_dropped(found, options, taken)
-    _warn_of_other_cuts(found)
-    freed = {name: unit_reshard(child) for name, child in found.items()}
-    # On one shard it may be DDP, which frees nothing: a note says so.
-    if world.layout.dp_shard > 1 or sharding.engine == "fsdp2":
-        _warn_of_dropped_reshard(freed, options["reshard_after_forward"], taken, world.layout.dp_shard)
-    if world.layout.dp_shard == 1 and not isinstance(sharding.reshard_after_forward, bool):
-        freed = dict.fromkeys(freed, sharding.reshard_after_forward)  # it has no effect here, which a note says
-    return msgspec.structs.replace(sharding, units=tuple(found), reshard_after_forward=freed)
-
-
-def _options(sharding: Sharding, precision: Precision, world: World) -> dict[str, Any]:
-    """What torch's ``fully_shard`` is given for the units of this model, by its keywords."""
-    pin = sharding.pin_memory and world.device.type != "cpu"
-    reshard: Any = sharding.reshard_after_forward
-    return {
-        "mesh": world.sharding_mesh(),
-        "reshard_after_forward": reshard if isinstance(reshard, bool) or world.layout.dp_shard > 1 else True,
-        "mp_policy": _policy(precision),
-        "offload_policy": CPUOffloadPolicy(pin_memory=pin) if sharding.offload else OffloadPolicy(),
-    }
-
-
-def _policy(precision: Precision) -> MixedPrecisionPolicy:
-    compute, reduce = (dtype_of(word) if word else None for word in (precision.compute, precision.reduce))
-    return MixedPrecisionPolicy(
-        param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=precision.cast_inputs == "units"
-    )
-
-
-def _refuse_other_policies(name: str, child: nn.Module, options: dict[str, Any], part: Precision | None) -> None:
-    """A policy of the model's own, other than it was given, would have no effect. torch's defaults say nothing."""
-    casts, offload = unit_policies(child)
-    given, plain = options["mp_policy"], MixedPrecisionPolicy()
-    # Torch casts inputs of units by default, so only not casting them is a choice. Those of a part are cast always.
-    cast = casts.cast_forward_inputs and given.cast_forward_inputs
-    alike = _dtypes(dataclasses.replace(casts, cast_forward_inputs=cast))
-    meant = dataclasses.replace(_policy(part), cast_forward_inputs=cast) if part is not None else given
-    if casts != plain and alike not in (_dtypes(given), _dtypes(meant)):
-        raise ConfigError(
-            f"units='model': its fully_shard gives {name!r} {casts}",
-            why=f"precision= of parallelize says {given}, and the units are cast by that",
-            fix="let fully_shard pass on the mp_policy that it is given, and name modules with a precision of their own there: "
-            f'precision=sw.Precision(..., parts={{{name!r}: "fp32"}})',
-            name=name,
-        )
-    if isinstance(offload, CPUOffloadPolicy) and not isinstance(options["offload_policy"], CPUOffloadPolicy):
-        raise ConfigError(
-            f"units='model': its fully_shard gives {name!r} a CPUOffloadPolicy",
-            why="Sharding(offload=False) of parallelize keeps parameters on the device",
-            fix="use Sharding(units='model', offload=True), which keeps all of them in host memory",
-            name=name,
-        )
-
-
-def _dtypes(policy: MixedPrecisionPolicy) -> tuple[Any, ...]:
-    return (
-        policy.param_dtype,
-        policy.reduce_dtype or policy.param_dtype,
-        policy.output_dtype,
-        policy.cast_forward_inputs,
-    )
-
-
-def _warn_of_dropped(found: dict[str, Any], options: dict[str, Any], taken: set[str]) -> None:
-    """A policy that a method takes, and does not give to all of its units: they have it all the same."""
-    policies = {name: unit_policies(child) for name, child in found.items()}
-    for number, key, plain in ((0, "mp_policy", MixedPrecisionPolicy()), (1, "offload_policy", OffloadPolicy())):
-        asks = options[key].param_dtype is not None if number == 0 else options[key] != plain
-        without = [name for name, given in policies.items() if given[number] == plain]
-        if key in taken and asks and without:
-            warnings.warn(
-                f"units='model': its fully_shard takes {key}, and does not give it to {_some(without)}, which are treated as the "
-                "others are: what parallelize is given holds for the whole model",
-                stacklevel=2,
-            )
-
-
-def _warn_of_dropped_reshard(freed: dict[str, bool | int], asked: bool | int, taken: set[str], dp_shard: int) -> None:
-    """Units that are freed after forward, as torch frees them where nothing is said, though the options say otherwise."""
-    without = [name for name, reshard in freed.items() if reshard is True]
-    if asked is True or (asked is not False and asked == dp_shard) or not without:
-        return
-    key = "reshard_after_forward"
-    has = f"takes {key}, and does not give it" if key in taken else f"has no parameter {key} to give"
-    warnings.warn(
-        f"units='model': its fully_shard {has} to {_some(without)}: {asked} has no effect there, and they are freed after each forward. "
-        "Let it pass reshard_after_forward on to torch's fully_shard, or use units= with the classes of its blocks",
-        stacklevel=2,
-    )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
-
-
-def _warn_of_other_cuts(found: dict[str, Any]) -> None:
-    """Parameters that the model keeps whole (``ignored_params``) or cuts along another dim (``shard_placement_fn``): all of a unit are cut
-    along their first dim, with the same numbers."""
-    whole, other = [], []
-    for name, child in found.items():
-        for key, param in child.named_parameters():
-            if not isinstance(param, DTensor):
-                whole.append(f"{name}.{key}")
-            elif any(isinstance(placement, Shard) and placement.dim != 0 for placement in param.placements):
-                other.append(f"{name}.{key}")
-    for names, option, wish in (
-        (whole, "ignored_params", "whole on every rank"),
-        (other, "shard_placement_fn", "cut along another dim than their first"),
-    ):
-        if names:
-            warnings.warn(
-                f"units='model': its fully_shard wants {_some(names)} {wish} "
-                f"({option}); they are cut along their first dim, as all parameters of a unit are. The numbers are the same",
-                stacklevel=2,
-            )
-
-
-def _is_unit(child: nn.Module) -> bool:
-    return isinstance(child, FSDPModule) and bool(unit_groups(child))
-
-
-def _without_values(module: nn.Module) -> Any:
-    """A copy on meta: parameters and buffers are replaced while copying, so that none is copied for real."""
-    memo: dict[int, Any] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        bare = torch.empty_like(tensor, device="meta")
-        memo[id(tensor)] = (
-            nn.Parameter(bare, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
-        )
-    return copy.deepcopy(module, memo)
-
-
-def _call_with_known(twin: Any, options: dict[str, Any]) -> set[str]:
-    """Calls the model's method with those of ``options`` that its signature has room for: their names."""
-    parameters = inspect.signature(twin.fully_shard).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    known = {key: value for key, value in options.items() if takes_all or key in parameters}
-    unknown = [
-        name
-        for name, p in parameters.items()
-        if name not in known and p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        for unit, size in held.items()
+        if total > _LARGE and 2 * size > total
     ]
-    if unknown:
-        raise UsageError(
-            f"units='model': fully_shard of {type(twin).__name__} needs {', '.join(unknown)}",
-            why=f"it is given {', '.join(options)}, those of them that it has a parameter for",
-            fix=f"give {unknown[0]} a default, or use units= with the classes of its blocks",
-        )
-    try:
-        twin.fully_shard(**known)
-    except ShardwiseError:
-        raise
-    except Exception as error:
-        raise UsageError(
-            f"units='model': fully_shard of {type(twin).__name__}",
-            why=f"it raised {type(error).__name__}: {error}",
-            fix="see the traceback of that error, above; it was given " + ", ".join(known),
-        ) from error
-    return set(known)
+
+
+class _Sizes:
+    """How much lies below a module, each tied tensor counted once, and how much makes a unit."""
+
+    def __init__(self, anatomy: Anatomy, sharding: Sharding, compute: str | None):
+        self.by_number = sharding.min_unit_params is not None
+        self.dtype = compute
+        least = sharding.min_unit_bytes if sharding.min_unit_params is None else sharding.min_unit_params
+        self._least = 0 if isinstance(sharding.units, tuple) else least
+        self._below: dict[str, int] = {ROOT: 0}  # module name -> bytes or number
+        for name, fact in anatomy.params.items():
+            size = fact.numel if self.by_number else self.num_bytes(fact)
+            for module in (ROOT, *(name[:end] for end, letter in enumerate(name) if letter == ".")):
+                self._below[module] = self._below.get(module, 0) + size
+
+    def num_bytes(self, fact: TensorFact) -> int:
+        """Of a tensor when it is gathered."""
+        return fact.numel * DTYPE_BYTES[self.dtype or fact.dtype]
+
+    @property
+    def goal(self) -> str:
+        if self.by_number:
+            return f"min_unit_params = {self._least:,}"
+        return f"min_unit_bytes = {human_bytes(self._least)}"
+
+    def is_full(self, modules: Sequence[str]) -> bool:
+        """Of modules none of which is inside another."""
+        return self._of(modules) >= self._least
+
+    def in_words(self, modules: Sequence[str]) -> str:
+        return f"{self._of(modules):,} parameters" if self.by_number else human_bytes(self._of(modules))
+
+    def _of(self, modules: Sequence[str]) -> int:
+        return sum(self._below.get(module, 0) for module in modules)
+
+
+def _named_blocks(anatomy: Anatomy, patterns: tuple[str, ...]) -> BlockList:
+    blocks = {name for pattern in patterns for name in modules_named(anatomy, pattern, f"units={pattern!r}")}
+    order = [name for name in anatomy.classes if name in blocks]
+    refuse_nested(order, f"units={patterns!r}", "a unit inside a unit would be gathered twice")
+    return BlockList(name=", ".join(patterns), blocks=tuple(order))
+
+
+def _free_of_outside_ties(anatomy: Anatomy, blocks: tuple[str, ...], notes: list[Note]) -> tuple[str, ...]:
+    """Without the blocks that share a tensor with a module outside ``blocks``: those stay in the root unit, and so do
+    the blocks that share one with them."""
+    ties = {block: _tied_outside(anatomy, block, blocks) for block in blocks}
+    freed = tuple(block for block in blocks if ties[block] is None)
+    for block, tied in ties.items():
+        if tied is not None:
+            notes.append(
+                Note(name=block, why=f"kept in the root unit: it shares {tied} with a module outside its list")
+            )
+    return freed if freed == blocks else _free_of_outside_ties(anatomy, freed, notes)
+
+
+def _tied_outside(anatomy: Anatomy, block: str, blocks: tuple[str, ...]) -> str | None:
+    held = set(blocks)
+    for name, fact in anatomy.params.items():
+        owners = {innermost(owner, held) for owner in _owners(anatomy, name)} if fact.aliases else ()
+        if block in owners and None in owners:
+            return name
+    return None
+
+
+def _owners(anatomy: Anatomy, name: str) -> set[str]:
+    """The names of a parameter, without those that it has because a module has several."""
+    found = set()
+    for owner in (name, *anatomy.params[name].aliases):
+        other = innermost(owner, anatomy.module_aliases)
+        found.add(owner if other is None else anatomy.module_aliases[other] + owner[len(other) :])
+    return found
+
+
+def _merge(blocks: tuple[str, ...], sizes: _Sizes) -> list[list[str]]:
+    groups: list[list[str]] = []
+    full = True
+    for block in blocks:
+        if full:
+            groups.append([])
+        groups[-1].append(block)
+        full = sizes.is_full(groups[-1])
+    if len(groups) > 1 and not full:
+        rest = groups.pop()
+        groups[-1] += rest
+    return groups
+
+
+def _join_tied(anatomy: Anatomy, groups: list[list[str]], notes: list[Note]) -> list[list[str]]:
+    """Groups that share a tensor become one: FSDP gathers and reduces a tied tensor once, in one unit."""
+    for name, fact in anatomy.params.items():
+        homes = {block: i for i, group in enumerate(groups) for block in group}
+        owners = (innermost(owner, homes) for owner in (name, *fact.aliases))
+        tied = sorted({homes[block] for block in owners if block is not None})
+        if len(tied) > 1:
+            notes.append(Note(name=name, why="its owners are in one unit, because they share it"))
+            groups[tied[0]] = [block for i in tied for block in groups[i]]
+            groups = [group for i, group in enumerate(groups) if i not in tied[1:]]
+    return groups
+
+
+def _unit(source: str, group: list[str], sizes: _Sizes) -> Unit:
+    size = sizes.in_words(group) + (f" in {sizes.dtype}" if sizes.dtype and not sizes.by_number else "")
+    if len(group) == 1:
+        return Unit(name=group[0], modules=tuple(group), reshard=True, why=f"{size}; {source}")
+    why = f"{len(group)} neighbours merged to reach {sizes.goal}: {size}; {source}"
+    return Unit(name=f"{group[0]}..{group[-1]}", modules=tuple(group), reshard=True, why=why)

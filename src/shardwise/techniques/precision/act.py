@@ -9,7 +9,6 @@ changes in place of what it is given is written back.
 import contextlib
 import inspect
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,10 +18,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardwise._compat import look_in_graph, mark_in_graph
 from shardwise.model import canonical_modules, dtype_of
 from shardwise.model.pytrees import leaves_of, map_leaves
-from shardwise.recipe import Edit, Recipe
+from shardwise.recipe import Recipe
+from shardwise.techniques.precision.rule import PrecisionEntry
+from shardwise.techniques.technique import Act
 from shardwise.world import World
 
-__all__ = ["apply_precision", "cast_floating_tensors", "cast_root"]
+__all__ = ["PrecisionAct"]
 
 
 def cast_floating_tensors(value: Any, dtype: torch.dtype) -> Any:
@@ -30,36 +31,41 @@ def cast_floating_tensors(value: Any, dtype: torch.dtype) -> Any:
     return map_leaves(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, value)
 
 
-def cast_root(module: nn.Module, recipe: Recipe) -> None:
+class PrecisionAct(Act):
+    """Casts what enters and leaves the model, its units and its regions."""
+
+    def around(self, module: nn.Module, recipe: Recipe, world: World) -> None:
+        """Puts the casts on the modules, in place; after FSDP2's own hooks, which gather a unit for the
+        backward of what it returned and so must see that, not what it is cast to."""
+        _cast_root(module, recipe)
+        modules, edits = dict(canonical_modules(module)), recipe.edits_of("precision")
+        leaving, told = _Leaving(), set[str]()
+        for edit in edits:
+            args = edit.args
+            if edit.action == "cast_inputs" and world.is_main:
+                look = _Look(edit.module, dtype_of(args["compute"]), told)
+                modules[edit.module].register_forward_pre_hook(look.before, with_kwargs=True)
+            back = None if args["back"] is None else dtype_of(args["back"])
+            part = _Part(dtype_of(args["compute"]), back, leaving if args["leaves"] else None)
+            modules[edit.module].register_forward_pre_hook(part.enter, with_kwargs=True)
+            modules[edit.module].register_forward_hook(part.leave, with_kwargs=True)
+        if any(edit.args["leaves"] for edit in edits):
+            module.register_forward_pre_hook(leaving.begin, prepend=True)
+            module.register_forward_hook(leaving.end, prepend=True)  # before FSDP2 looks at what the model returns
+
+
+def _cast_root(module: nn.Module, recipe: Recipe) -> None:
     """Casts what goes into the whole model to the dtype it computes in, and what comes out of it to the one asked for."""
-    if recipe.cast_inputs != "none" and recipe.compute is not None:
-        compute = dtype_of(recipe.compute)
+    said = recipe.entry("precision", PrecisionEntry)
+    if said.cast_inputs != "none" and said.compute is not None:
+        compute = dtype_of(said.compute)
         module.register_forward_pre_hook(
             lambda _m, args, kwargs: (cast_floating_tensors(args, compute), cast_floating_tensors(kwargs, compute)),
             with_kwargs=True,
         )
-    if recipe.output is not None:
-        output = dtype_of(recipe.output)
+    if said.output is not None:
+        output = dtype_of(said.output)
         module.register_forward_hook(lambda _m, _a, result: cast_floating_tensors(result, output))
-
-
-def apply_precision(module: nn.Module, edits: Sequence[Edit], world: World) -> None:
-    """Puts the casts on the modules named in ``edits``, in place; after FSDP2's own hooks, which gather a unit for the
-    backward of what it returned and so must see that, not what it is cast to."""
-    modules = dict(canonical_modules(module))
-    leaving, told = _Leaving(), set[str]()
-    for edit in edits:
-        args = edit.args
-        if edit.action == "cast_inputs" and world.is_main:
-            look = _Look(edit.module, dtype_of(args["compute"]), told)
-            modules[edit.module].register_forward_pre_hook(look.before, with_kwargs=True)
-        back = None if args["back"] is None else dtype_of(args["back"])
-        part = _Part(dtype_of(args["compute"]), back, leaving if args["leaves"] else None)
-        modules[edit.module].register_forward_pre_hook(part.enter, with_kwargs=True)
-        modules[edit.module].register_forward_hook(part.leave, with_kwargs=True)
-    if any(edit.args["leaves"] for edit in edits):
-        module.register_forward_pre_hook(leaving.begin, prepend=True)
-        module.register_forward_hook(leaving.end, prepend=True)  # before FSDP2 looks at what the model returns
 
 
 class _Part:

@@ -1,1 +1,32 @@
-"""Activation checkpointing (gradient checkpointing): a block runs again in backward and keeps less in between."""
+"""Activation checkpointing: blocks run again in backward instead of keeping what they computed."""
+
+from typing import Annotated, Literal
+
+from shardwise.config.record import doc
+from shardwise.techniques.remat.options import Remat, remat_of
+from shardwise.techniques.remat.rule import edit
+from shardwise.techniques.technique import Option, Technique
+
+__all__ = ["TECHNIQUE"]
+
+TECHNIQUE = Technique(
+    name="remat",
+    options=(
+        Option(
+            key="remat",
+            hint=Annotated[
+                Literal["none", "full", "selective"] | Remat | None,
+                doc(
+                    "full: run each block again in backward instead of keeping what it computed; selective: keep the costly part"
+                ),
+            ],
+            takes="str | Remat | None",
+            help='``"full"``: every block runs again in backward instead of keeping what it computed; ``"selective"``: but for '
+            "its matrix products and attention; or a :class:`~shardwise.Remat`.",
+            check=remat_of,
+            settle=remat_of,
+        ),
+    ),
+    edit=edit,
+    act="shardwise.techniques.remat.act:RematAct",
+)

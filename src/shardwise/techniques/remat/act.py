@@ -32,71 +32,74 @@ from shardwise._compat import (
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
 from shardwise.model import canonical_modules
 from shardwise.model.pytrees import leaves_of
-from shardwise.recipe import Edit
+from shardwise.recipe import Recipe
 from shardwise.techniques.edges import gather_parts
 from shardwise.techniques.remat.operators import keep_policy
 from shardwise.techniques.remat.recomputation_check import are_alike, digest_of_result
+from shardwise.techniques.technique import Act
 from shardwise.world import World, is_generator, snapshot
 
-__all__ = ["apply_remat", "check_remat", "explain_remat"]
+__all__ = ["RematAct"]
 
 _FIRST = 16  # so many runs of a block are compared with their repetition, and then each at a power of two
 _STATE, _SECOND = "_shardwise_remat", "_shardwise_second_run"
 
 
-def check_remat(module: nn.Module, edits: Sequence[Edit], world: World) -> None:
-    """Raises what cannot be carried out, by name, before anything is changed."""
-    modules = dict(canonical_modules(module))
-    for edit in edits:
-        if edit.args.get("offload") and world.device.type != "cuda":
-            raise UnsupportedError(
-                f"Remat(offload=True) on {world.device.type}",
-                why="what a block keeps lies in host memory already, so a copy of it would only cost memory",
-                fix="leave offload out, or run on cuda",
-                name=edit.module,
-            )
-        if edit.args["mode"] == "selective" and any(isinstance(m, nn.RNNBase) for m in modules[edit.module].modules()):
-            raise UnsupportedError(
-                "selective Remat of a block with a recurrent layer",
-                why="recurrent kernels write into the results of their matrix products, which are what selective keeps",
-                fix='use Remat(mode="full") for it, or name other targets',
-                name=edit.module,
-            )
-        _contexts(tuple(edit.args.get("save", ())))
-        own = next((n for n, child in canonical_modules(modules[edit.module]) if _checkpoints_itself(child)), None)
-        if own is not None:
-            raise UsageError(
-                "Remat of a block that checkpoints itself",
-                why="it would run three times: the model's own gradient checkpointing is on",
-                fix="model.gradient_checkpointing_disable(), or leave remat out",
-                name=f"{edit.module}.{own}" if own else edit.module,
-            )
+class RematAct(Act):
+    """Makes blocks run again in backward."""
 
+    def check(self, module: nn.Module, recipe: Recipe, world: World) -> None:
+        modules = dict(canonical_modules(module))
+        for edit in recipe.edits_of("remat"):
+            if edit.args.get("offload") and world.device.type != "cuda":
+                raise UnsupportedError(
+                    f"Remat(offload=True) on {world.device.type}",
+                    why="what a block keeps lies in host memory already, so a copy of it would only cost memory",
+                    fix="leave offload out, or run on cuda",
+                    name=edit.module,
+                )
+            if edit.args["mode"] == "selective" and any(
+                isinstance(m, nn.RNNBase) for m in modules[edit.module].modules()
+            ):
+                raise UnsupportedError(
+                    "selective Remat of a block with a recurrent layer",
+                    why="recurrent kernels write into the results of their matrix products, which are what selective keeps",
+                    fix='use Remat(mode="full") for it, or name other targets',
+                    name=edit.module,
+                )
+            _contexts(tuple(edit.args.get("save", ())))
+            own = next((n for n, child in canonical_modules(modules[edit.module]) if _checkpoints_itself(child)), None)
+            if own is not None:
+                raise UsageError(
+                    "Remat of a block that checkpoints itself",
+                    why="it would run three times: the model's own gradient checkpointing is on",
+                    fix="model.gradient_checkpointing_disable(), or leave remat out",
+                    name=f"{edit.module}.{own}" if own else edit.module,
+                )
 
-def apply_remat(module: nn.Module, edits: Sequence[Edit], world: World) -> None:
-    """Makes the modules named in ``edits`` run again in backward, in place; those that do already are left alone."""
-    check_remat(module, edits, world)
-    modules = dict(canonical_modules(module))
-    for edit in edits:
-        target = modules[edit.module]
-        if _STATE not in vars(target):
-            kept = tuple(edit.args.get("save", ()))
-            target.__dict__[_STATE] = _State(target, edit.module, _contexts(kept), bool(edit.args.get("offload")))
-            target.forward = types.MethodType(_forward, target)
+    def inside(self, module: nn.Module, recipe: Recipe, world: World) -> None:
+        """Makes the modules run again in backward, in place; those that do already are left alone."""
+        self.check(module, recipe, world)
+        modules = dict(canonical_modules(module))
+        for edit in recipe.edits_of("remat"):
+            target = modules[edit.module]
+            if _STATE not in vars(target):
+                kept = tuple(edit.args.get("save", ()))
+                target.__dict__[_STATE] = _State(target, edit.module, _contexts(kept), bool(edit.args.get("offload")))
+                target.forward = types.MethodType(_forward, target)
 
-
-def explain_remat(error: BaseException) -> ShardwiseError | None:
-    """A difference between a block's two runs, in our words; None for any other error."""
-    runs = getattr(error, _SECOND, None) or (checkpointed(error) if isinstance(error, CheckpointError) else None)
-    if not isinstance(runs, _Runs):  # a checkpoint of the user's own
-        return None
-    return UnsupportedError(
-        "Remat of a block whose second run, in backward, differs from its first",
-        why="what backward needs is taken from the second run, and it did not make the same tensors: the block changes what "
-        "it is given (a key/value cache), or depends on something else that has changed since",
-        fix="leave the block out: Remat(targets=...); for Hugging Face models, model.config.use_cache = False",
-        name=runs.state.name,
-    )
+    def explain(self, error: BaseException) -> ShardwiseError | None:
+        """A difference between a block's two runs, in our words; None for any other error."""
+        runs = getattr(error, _SECOND, None) or (checkpointed(error) if isinstance(error, CheckpointError) else None)
+        if not isinstance(runs, _Runs):  # a checkpoint of the user's own
+            return None
+        return UnsupportedError(
+            "Remat of a block whose second run, in backward, differs from its first",
+            why="what backward needs is taken from the second run, and it did not make the same tensors: the block changes what "
+            "it is given (a key/value cache), or depends on something else that has changed since",
+            fix="leave the block out: Remat(targets=...); for Hugging Face models, model.config.use_cache = False",
+            name=runs.state.name,
+        )
 
 
 def _checkpoints_itself(module: nn.Module) -> bool:

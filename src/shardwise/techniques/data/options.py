@@ -1,39 +1,45 @@
-"""Small frozen records of what a user may choose for a technique. Torch-free.
+"""How data-parallel ranks share a module: options of sharding (FSDP2) and of replicas (DDP). Torch-free."""
 
-Each field carries its description and its limits, from which help and messages are made. A record checks itself when
-it is built, from Python code as well as from a file: a value of the wrong type, an unknown word, or an option that
-would have no effect raises :class:`~shardwise.errors.ConfigError`.
-
->>> precision_of("bf16")
-Precision(storage='float32', compute='bfloat16', reduce='float32', output=None, cast_inputs='root', parts={})
-"""
-
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from shardwise.config.precision import DTYPE_WORDS, Precision, precision_of
-from shardwise.config.record import Options, doc, hints_of
-from shardwise.config.techniques import Compile, Remat, compile_of, remat_of
+from shardwise.config.foreign import Instead
+from shardwise.config.record import Options, default_of, doc
 from shardwise.errors import ConfigError
 
-__all__ = [
-    "DDP",
-    "DTYPE_WORDS",
-    "Compile",
-    "Options",
-    "Parallel",
-    "Precision",
-    "Prefetch",
-    "Remat",
-    "Sharding",
-    "compile_of",
-    "default_of",
-    "doc",
-    "hints_of",
-    "precision_of",
-    "remat_of",
-]
+__all__ = ["DDP", "FSDP2_ONLY", "NO_PREFETCH", "Prefetch", "Sharding"]
+
+_BUFFERS = Instead(
+    "leave it out: buffers that ranks write are made equal after each window, to rank 0's values, which a DDP run saves with it and "
+    "without; {} takes the mean of all ranks",
+    'Sharding(buffers="mean")',
+    "parallel.sharding.buffers",
+    "mean",
+)
+_UNUSED = "parameters that a rank does not use are found at run time, in each window: leave it out"
+_LAYOUT = Instead("the ranks are those of the world's layout: {}", "sw.init(layout)", "parallel.layout", "dp_shard=-1")
+_DEVICE = Instead("the device is the world's: {}", "sw.init(device=...)", "launch.device", "cuda")
+_VALUES = Instead("ranks begin with the same values: {}", 'parallelize(init="seeded" or "rank0")')
+_PRECISION = Instead(
+    "dtypes are given for the whole model: {}",
+    'parallelize(precision="bf16"), or a Precision record',
+    "parallel.precision",
+    "bf16",
+)
+_UNITS = Instead(
+    "it is called units here: {}",
+    'units=("Block",), or a function of (name, module)',
+    "parallel.sharding.units",
+    "[Block]",
+)
+_ALL = Instead(
+    "all parameters are sharded; those below a unit stay with it: {}",
+    'units=("Block",)',
+    "parallel.sharding.units",
+    "[Block]",
+)
 
 
 class Prefetch(Options, frozen=True, kw_only=True):
@@ -59,6 +65,44 @@ class Sharding(Options, frozen=True, kw_only=True):
 
     functions: ClassVar[frozenset[str]] = frozenset({"units"})
     patterns: ClassVar[frozenset[str]] = frozenset({"units", "reshard_after_forward"})
+    foreign: ClassVar[Mapping[str, str | Instead]] = {
+        "mp_policy": _PRECISION,
+        "mixed_precision": _PRECISION,
+        "mixed_precision_policy": _PRECISION,
+        "offload_policy": Instead(
+            "it is a switch here, beside pin_memory: {}", "offload=True", "parallel.sharding.offload", "true"
+        ),
+        "cpu_offload": Instead("it is called offload here: {}", "offload=True", "parallel.sharding.offload", "true"),
+        "mesh": _LAYOUT,
+        "device_mesh": _LAYOUT,
+        "process_group": _LAYOUT,
+        "sharding_strategy": Instead(
+            "the layout says it: dp_shard=-1 (FULL_SHARD), dp_replicate=-1 (NO_SHARD), both (HYBRID_SHARD); SHARD_GRAD_OP is {}",
+            "reshard_after_forward=False",
+            "parallel.sharding.reshard_after_forward",
+            "false",
+        ),
+        "auto_wrap_policy": _UNITS,
+        "wrap_policy": _UNITS,
+        "backward_prefetch": Instead(
+            "it is called prefetch here: {}", "Prefetch(backward=1)", "parallel.sharding.prefetch.backward", "1"
+        ),
+        "forward_prefetch": Instead(
+            "it is called prefetch here: {}", "Prefetch(forward=1)", "parallel.sharding.prefetch.forward", "1"
+        ),
+        "limit_all_gathers": "as many units are gathered as prefetch says: leave it out",
+        "use_orig_params": "parameters keep their names and are the module's own: leave it out",
+        "sync_module_states": _VALUES,
+        "param_init_fn": Instead(
+            "values are made by a function that builds the module: {}",
+            "parallelize(lambda: Model(), world)",
+            "model.build",
+            "pkg.mod:fn",
+        ),
+        "ignored_modules": _ALL,
+        "ignored_params": _ALL,
+        "shard_placement_fn": "parameters are cut along their first dim: leave it out",
+    }
 
     engine: Annotated[
         Literal["auto", "ddp", "fsdp2"],
@@ -170,67 +214,28 @@ class DDP(Options, frozen=True, kw_only=True):
     """How replicas sum their gradients. Always, and so no options: gradients are views of what was sent, and parameters
     that a rank did not use are told from those that no rank used."""
 
+    foreign: ClassVar[Mapping[str, str | Instead]] = {
+        "find_unused_parameters": _UNUSED,
+        "static_graph": _UNUSED,
+        "skip_all_reduce_unused_params": _UNUSED,
+        "check_reduction": "torch itself does nothing with it: leave it out",
+        "dim": "a micro-batch is whole on its rank, and nothing scatters it: leave it out",
+        "gradient_as_bucket_view": "gradients are always views of the buckets: leave it out",
+        "broadcast_buffers": _BUFFERS,
+        "forward_sync_buffers": _BUFFERS,
+        "init_sync": _VALUES,
+        "process_group": _LAYOUT,
+        "device_mesh": _LAYOUT,
+        "device_ids": _DEVICE,
+        "output_device": _DEVICE,
+        "mixed_precision": _PRECISION,
+        "bucket_cap_mb_list": Instead("buckets have one size: {}", "bucket_cap_mb", "parallel.ddp.bucket_cap_mb", "25"),
+        "batched_grad_copy": "gradients are always views of the buckets, and nothing is copied: leave it out",
+        "param_to_hook_all_reduce": "gradients are reduced as backward makes them: leave it out",
+        "delay_all_reduce_named_params": "gradients are reduced as backward makes them: leave it out",
+    }
+
     bucket_cap_mb: Annotated[
         Annotated[float, msgspec.Meta(gt=0)],
         doc("MiB of gradients that are reduced together; smaller starts earlier, larger needs fewer messages"),
     ] = 25.0
-
-
-def default_of(cls: type[msgspec.Struct], key: str) -> Any:
-    """The default value of one field (a fresh one, where it is a container)."""
-    field = next(field for field in msgspec.structs.fields(cls) if field.name == key)
-    return field.default_factory() if field.default is msgspec.NODEFAULT else field.default
-
-
-class Parallel(Options, frozen=True, kw_only=True):
-    """The layout, and every technique laid over it: the arguments of ``parallelize``, as data."""
-
-    layout: Annotated[
-        str,
-        doc("degree of each mesh axis: dp_replicate=2,dp_shard=-1; -1 is inferred, dp_shard=node: the ranks of a node"),
-    ] = "dp_shard=-1"
-    init: Annotated[
-        Literal["seeded", "rank0", "load"] | None,
-        doc(
-            "seeded: from the seed and each name; rank0: built once, scattered; load: none, until weights are loaded; null: "
-            "load where there are weights to start from, else seeded for a builder and rank0 for a module"
-        ),
-    ] = None
-    precision: Annotated[
-        str | Precision | None, doc("bf16, fp16, fp32, fp64, or a dtype each; null: as the model is")
-    ] = None
-    sharding: Annotated[Sharding, doc("how data-parallel ranks share the model")] = Sharding()
-    ddp: Annotated[DDP, doc("how replicas reduce gradients, where the engine is ddp")] = DDP()
-    remat: Annotated[
-        Literal["none", "full", "selective"] | Remat | None,
-        doc(
-            "full: run each block again in backward instead of keeping what it computed; selective: keep the costly part"
-        ),
-    ] = None
-    compile: Annotated[
-        Literal["none", "blocks"] | Compile | None, doc("blocks: torch.compile each block; null: none")
-    ] = None
-    transforms: Annotated[
-        tuple[str | dict[str, Any], ...],
-        doc("your own changes of the module, in order: names, pkg.mod:function, or mappings with a name and options"),
-    ] = ()
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.precision, str | dict | None):  # of torch, perhaps: a word cannot say it all
-            msgspec.structs.force_setattr(self, "precision", precision_of(self.precision))
-        super().__post_init__()
-
-    def options(self) -> dict[str, Any]:
-        """The keyword arguments of ``parallelize``: all fields but the layout, which ``init`` is given."""
-        return {key: getattr(self, key) for key in self.__struct_fields__ if key != "layout"}
-
-    def check(self) -> None:
-        precision_of(self.precision)
-        remat_of(self.remat)
-        compile_of(self.compile)
-        if not self.layout.strip():
-            raise ConfigError(
-                "Parallel(layout='')",
-                why="a layout names at least one axis",
-                fix='use layout="dp_shard=-1" for all ranks on one axis',
-            )

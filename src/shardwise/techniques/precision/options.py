@@ -1,29 +1,20 @@
 """Which dtypes a model is stored, computed and reduced in, as a word or as a record. Torch-free: torch's dtypes and its
-``MixedPrecisionPolicy`` are known by their class's name, and turned into words."""
+``MixedPrecisionPolicy`` are known by their class's name, and turned into words.
+
+>>> precision_of("bf16")
+Precision(storage='float32', compute='bfloat16', reduce='float32', output=None, cast_inputs='root', parts={})
+"""
 
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from shardwise.config.dtype_words import DTYPE_WORDS
 from shardwise.config.record import Options, doc
 from shardwise.config.suggest import listing
 from shardwise.errors import ConfigError
 
-__all__ = ["DTYPE_WORDS", "Precision", "precision_of"]
-
-DTYPE_WORDS = {
-    "float32": "float32",
-    "float16": "float16",
-    "bfloat16": "bfloat16",
-    "float64": "float64",
-    "double": "float64",
-    "half": "float16",
-    "fp32": "float32",
-    "fp16": "float16",
-    "bf16": "bfloat16",
-    "fp64": "float64",
-}
-"""The words accepted for a dtype, and torch's name for each."""
+__all__ = ["Precision", "from_torch", "precision_of"]
 
 
 class _FromPolicy(type(Options)):  # type: ignore[misc]
@@ -151,3 +142,8 @@ def precision_of(value: Any) -> Precision:
             f"with dtypes out of {listing(DTYPE_WORDS)}",
         )
     return Precision(storage=name, compute=name, reduce=name)
+
+
+def from_torch(value: Any) -> Any:
+    """A dtype or a policy of torch, perhaps, as a record: a word cannot say it all. Other values as they are."""
+    return value if isinstance(value, str | dict | None) else precision_of(value)

@@ -2,10 +2,10 @@
 
 import msgspec
 
-from shardwise.config.options import NO_PREFETCH, Prefetch, Sharding
 from shardwise.errors import PlanError
 from shardwise.recipe.patterns import matches
 from shardwise.recipe.records import ROOT, Anatomy, Unit
+from shardwise.techniques.data.options import NO_PREFETCH, Prefetch, Sharding
 
 __all__ = ["with_timing"]
 

@@ -1,22 +1,23 @@
-"""Parts of a module that have a precision of their own: which they are, and what that means for parameters and code."""
+"""Regions of a module with a precision of their own: which they are, and what that means for parameters and code."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
 
-from shardwise.config.options import Precision, precision_of
 from shardwise.errors import PlanError
+from shardwise.recipe.draft import Dtypes
 from shardwise.recipe.dtypes import FLOATING
 from shardwise.recipe.records import ROOT, Anatomy, Edit, TensorFact, Unit
 from shardwise.recipe.targets import innermost, modules_named, with_forward
+from shardwise.techniques.precision.options import Precision, precision_of
 
-__all__ = ["Parts", "stored_as"]
+__all__ = ["Regions", "stored_as"]
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # what batch and instance norm hold
 
 
-class Parts:
+class Regions:
     """The precision of every parameter and module of ``anatomy`` under ``base``.
 
     The innermost module that a pattern means has the say for what is in it; of patterns for one module the last.
@@ -50,7 +51,7 @@ class Parts:
         """The precision of the innermost part that ``module`` is, or is in; None outside of parts."""
         return self._precisions.get(module) or self._precisions.get(self._home(module) or "")
 
-    def dtypes(self, name: str) -> tuple[str, str, str]:
+    def dtypes(self, name: str) -> Dtypes:
         """In which dtypes a parameter is stored, computed with and reduced. Frozen ones stay stored as they are."""
         return _dtypes(self.anatomy.params[name], self.of(name))
 
@@ -165,14 +166,14 @@ def _refuse_loose_parameters(anatomy: Anatomy, name: str, given: str) -> None:
 
 def stored_as(anatomy: Anatomy, base: Precision) -> dict[str, str]:
     """Name -> dtype of the parameters that are to be stored in another one than they have."""
-    parts = Parts(anatomy, base)
-    found = {name: parts.dtypes(name)[0] for name in anatomy.params}
+    regions = Regions(anatomy, base)
+    found = {name: regions.dtypes(name).storage for name in anatomy.params}
     return {name: dtype for name, dtype in found.items() if dtype != anatomy.params[name].dtype}
 
 
-def _dtypes(fact: TensorFact, precision: Precision) -> tuple[str, str, str]:
+def _dtypes(fact: TensorFact, precision: Precision) -> Dtypes:
     if fact.dtype not in FLOATING:
-        return fact.dtype, fact.dtype, fact.dtype
+        return Dtypes(fact.dtype, fact.dtype, fact.dtype)
     storage = (precision.storage if fact.trainable else None) or fact.dtype
     compute = precision.compute or storage
-    return storage, compute, precision.reduce or compute
+    return Dtypes(storage, compute, precision.reduce or compute)

@@ -11,40 +11,40 @@
 
 They run while the module is built, on meta where it is: what they add is given values as what the constructor adds is. One that
 has a parameter ``world`` or ``device`` is given them.
+
+Torch-free.
 """
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
-from torch import nn
 
-from shardwise.config.options import Options
+from shardwise.config.record import Options
 from shardwise.config.suggest import did_you_mean
 from shardwise.config.target import load_target, looks_like_target
-from shardwise.errors import ConfigError, ShardwiseError, UsageError
-from shardwise.recipe import Note
-from shardwise.world import World
+from shardwise.errors import ConfigError
 
-__all__ = ["Chosen", "Given", "choose", "notes_of", "transform", "transformed"]
+if TYPE_CHECKING:
+    from torch import nn
 
-Function = Callable[..., nn.Module | None]
+__all__ = ["Chosen", "Given", "choose", "transform"]
+
+Function = Callable[..., "nn.Module | None"]
 Entry = str | Mapping[str, Any] | Options | Function
 Given = Entry | Sequence[Entry]
 
 
 @dataclass(frozen=True)
-class _Transform:
+class Transform:
     name: str
     config: type[Options] | None
     after: tuple[str, ...]
     function: Function
 
 
-_known: dict[str, _Transform] = {}
+_known: dict[str, Transform] = {}
 
 
 def transform(
@@ -80,7 +80,7 @@ def transform(
                 why=f"{taken.function.__module__}.{taken.function.__qualname__} has that name",
                 fix="choose another name",
             )
-        _known[name] = _Transform(name, config, (after,) if isinstance(after, str) else tuple(after), function)
+        _known[name] = Transform(name, config, (after,) if isinstance(after, str) else tuple(after), function)
         return function
 
     return register
@@ -90,7 +90,7 @@ def transform(
 class Chosen:
     """A transform with its options."""
 
-    transform: _Transform
+    transform: Transform
     config: Options | None
 
     def __str__(self) -> str:
@@ -118,64 +118,6 @@ def choose(given: Given) -> list[Chosen]:
     return chosen
 
 
-def transformed(
-    module: nn.Module, chosen: Sequence[Chosen], world: World | None = None, device: torch.device | None = None
-) -> nn.Module:
-    """``module`` after all of ``chosen``, in order.
-
-    Args:
-        module: what they change.
-        chosen: the transforms.
-        world: for those that ask for it; None: there is none here, as in one plain process of ``verify``.
-        device: the same; None: the CPU.
-
-    Raises:
-        UsageError: one of them failed, by name, returned something else than a module, or needs a world where there is none.
-    """
-    for i, each in enumerate(chosen, start=1):
-        where = f"transform {each.transform.name!r} ({i} of {len(chosen)})"
-        given = [module] if each.config is None else [module, each.config]
-        asked = _asked_for(each.transform.function, len(given), where, world, device or torch.device("cpu"))
-        try:
-            result = each.transform.function(*given, **asked)
-        except ShardwiseError:
-            raise
-        except Exception as error:
-            raise UsageError(
-                where, why=f"it raised {type(error).__name__}: {error}", fix="see the traceback of that error, above"
-            ) from error
-        if result is not None and not isinstance(result, nn.Module):
-            raise UsageError(
-                where,
-                why=f"it returned a {type(result).__name__}",
-                fix="change the module in place, or return a module",
-            )
-        module = result if result is not None else module
-    return module
-
-
-def _asked_for(
-    function: Function, num_given: int, where: str, world: World | None, device: torch.device
-) -> dict[str, World | torch.device]:
-    """What the function has a parameter for, behind the ``num_given`` that it is given by place."""
-    parameters = dict([*inspect.signature(function).parameters.items()][num_given:])
-    asked: dict[str, World | torch.device] = {"device": device} if "device" in parameters else {}
-    if "world" in parameters and world is not None:
-        asked["world"] = world
-    elif "world" in parameters and parameters["world"].default is inspect.Parameter.empty:
-        raise UsageError(
-            f"{where}: it takes the world",
-            why="the module is built in one plain process here, as verify does, where there is none",
-            fix="give it a default: world=None, and say what the transform does without",
-        )
-    return asked
-
-
-def notes_of(chosen: Sequence[Chosen]) -> tuple[Note, ...]:
-    """What the recipe says of them."""
-    return tuple(Note(name="transform", why=str(each), option="transforms") for each in chosen)
-
-
 def _chosen(entry: Entry) -> Chosen:
     if isinstance(entry, Options):
         found = next((known for known in _known.values() if known.config is type(entry)), None)
@@ -200,7 +142,7 @@ def _chosen(entry: Entry) -> Chosen:
     return Chosen(found, _config(found, options))
 
 
-def _named(name: Any, entry: Any) -> _Transform:
+def _named(name: Any, entry: Any) -> Transform:
     if not isinstance(name, str):
         raise ConfigError(f"transforms=[{entry}]", why="it has no name", fix='give {"name": ..., and its options}')
     if looks_like_target(name):
@@ -215,14 +157,14 @@ def _named(name: Any, entry: Any) -> _Transform:
     return _known[name]
 
 
-def _registered(function: Any, given: str) -> _Transform:
+def _registered(function: Any, given: str) -> Transform:
     found = next((known for known in _known.values() if known.function is function), None)
     if found is None:
         raise ConfigError(given, why="that function is not a transform", fix='put @sw.transform("name") on it')
     return found
 
 
-def _config(found: _Transform, options: dict[str, Any]) -> Options:
+def _config(found: Transform, options: dict[str, Any]) -> Options:
     assert found.config is not None
     fields = found.config.__struct_fields__
     for key in options:

@@ -5,16 +5,34 @@ The defaults train a byte-level language model of 0.8 million parameters for 500
 :class:`RunConfig`.
 """
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from shardwise.config.options import Options, Parallel, default_of, doc, precision_of
+from shardwise.config.loader import Loaded
+from shardwise.config.loader import load_config as load
+from shardwise.config.record import Options, default_of, doc
 from shardwise.config.target import looks_like_target
 from shardwise.config.tokenizer import is_tokens
 from shardwise.errors import ConfigError
+from shardwise.techniques import Parallel
+from shardwise.techniques.precision.options import precision_of
 
-__all__ = ["Checkpoint", "Data", "Launch", "Log", "Model", "Optim", "RunConfig", "Scaler", "Schedule", "Train"]
+__all__ = [
+    "Checkpoint",
+    "Data",
+    "Launch",
+    "Log",
+    "Model",
+    "Optim",
+    "RunConfig",
+    "Scaler",
+    "Schedule",
+    "Train",
+    "load_config",
+]
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -311,3 +329,13 @@ class RunConfig(Options, frozen=True, kw_only=True):
                 why="the run would end before the learning rate has risen",
                 fix=f"use warmup_steps={steps // 10}, or more steps",
             )
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded[RunConfig]:
+    """The configuration of a run; see :func:`shardwise.config.loader.load_config`.
+
+    >>> loaded = load_config(None, ["train.steps=20"])
+    >>> loaded.config.train.steps, loaded.origins["train.steps"], loaded.origins["train.seed"]
+    (20, 'override --train.steps', 'default')
+    """
+    return load(path, overrides, RunConfig)

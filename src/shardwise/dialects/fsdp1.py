@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from shardwise.config.options import Parallel, Prefetch, Sharding
 from shardwise.config.suggest import did_you_mean
 from shardwise.errors import ConfigError
+from shardwise.techniques import Parallel
+from shardwise.techniques.data.options import Prefetch, Sharding
 
 __all__ = ["STRATEGIES", "from_fsdp1"]
 

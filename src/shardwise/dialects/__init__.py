@@ -1,0 +1,1 @@
+"""Options of other libraries in Shardwise's words, one file each."""

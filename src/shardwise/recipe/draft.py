@@ -1,0 +1,144 @@
+"""A recipe while it is made: each technique's rule reads it and adds to it."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from shardwise.layout import Layout
+from shardwise.recipe.recipe import Engine, Recipe, check_recipe
+from shardwise.recipe.records import ROOT, Anatomy, Buffer, Cut, Edit, Note, Param, Record, Unit
+
+__all__ = ["Casting", "Draft", "Dtypes", "fingerprint_of"]
+
+
+class Dtypes(NamedTuple):
+    """Of one parameter: in which it is stored, computed with, and its gradient summed."""
+
+    storage: str
+    compute: str
+    reduce: str
+
+
+class Casting(Protocol):
+    """In which dtypes a module, or a part of it, computes; None: as it is."""
+
+    @property
+    def compute(self) -> str | None: ...
+    @property
+    def reduce(self) -> str | None: ...
+    @property
+    def cast_inputs(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class AsItIs:
+    """Nothing is cast."""
+
+    compute: str | None = None
+    reduce: str | None = None
+    cast_inputs: str = "root"
+
+
+@dataclass
+class Draft:
+    """What is decided so far.
+
+    Attributes:
+        anatomy: what the module is; tensors in the dtypes that they are stored in.
+        layout: of the ranks.
+        dtypes: of every parameter.
+        casting: of the module, outside of ``casting_in``.
+        casting_in: of the innermost part that a module is, or is in; None: outside of such parts.
+        needs_units: why parameters cannot be kept as whole copies that are computed with as they are stored, in words; the first counts.
+        engine: how data-parallel ranks share the parameters.
+        units: modules that are gathered together; the root last.
+        homes: name of a parameter -> its unit.
+        cuts: name of a parameter -> how it is divided, outermost first.
+        edits: changes in the code; of techniques around what shards the module in ``edits_around``.
+        notes: choices, and their reasons.
+        entries: name of a technique -> what is its alone in the recipe.
+        kept: name of a technique -> what its rule keeps for its edit.
+    """
+
+    anatomy: Anatomy
+    layout: Layout
+    dtypes: dict[str, Dtypes] = field(default_factory=dict)
+    casting: Casting = field(default_factory=AsItIs)
+    casting_in: Callable[[str], Casting | None] = lambda _: None
+    needs_units: list[str] = field(default_factory=list)
+    engine: Engine = "ddp"
+    units: tuple[Unit, ...] = (Unit(name=ROOT, modules=(ROOT,), reshard=False, why="the whole module"),)
+    homes: dict[str, str] = field(default_factory=dict)
+    cuts: dict[str, list[Cut]] = field(default_factory=dict)
+    edits: list[Edit] = field(default_factory=list)
+    edits_around: list[Edit] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+    entries: dict[str, Record] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, fact in self.anatomy.params.items():
+            self.dtypes.setdefault(name, Dtypes(fact.dtype, fact.dtype, fact.dtype))
+
+    def note(self, name: str, why: str, *, option: str | None = None, warns: bool = False) -> None:
+        """Says a choice and its reason; see :class:`~shardwise.recipe.records.Note`."""
+        self.notes.append(Note(name=name, why=why, option=option, warns=warns))
+
+    def cut(self, name: str, cut: Cut) -> None:
+        """Divides parameter ``name``, or what earlier cuts have left of it, once more."""
+        self.cuts.setdefault(name, []).append(cut)
+
+    def recipe(self) -> Recipe:
+        """The recipe, checked.
+
+        Raises:
+            PlanError: it contradicts itself.
+        """
+        anatomy = self.anatomy
+        params = {name: self._param(name) for name in anatomy.params}
+        used = {param.unit for param in params.values()} | {ROOT}
+        recipe = Recipe(
+            layout=self.layout.degrees,
+            engine=self.engine,
+            module_class=anatomy.module_class,
+            fingerprint=fingerprint_of(anatomy),
+            units=tuple(unit for unit in self.units if unit.name in used),
+            params=params,
+            buffers={
+                name: Buffer(shape=fact.shape, dtype=fact.dtype, persistent=fact.persistent, aliases=fact.aliases)
+                for name, fact in anatomy.buffers.items()
+            },
+            techniques={name: _as_json(entry) for name, entry in self.entries.items()},
+            edits=(*self.edits, *self.edits_around),
+            notes=tuple(self.notes),
+        )
+        check_recipe(recipe)
+        return recipe
+
+    def _param(self, name: str) -> Param:
+        fact = self.anatomy.params[name]
+        storage, compute, reduce = self.dtypes[name]
+        return Param(
+            shape=fact.shape,
+            dtype=fact.dtype,
+            trainable=fact.trainable,
+            aliases=fact.aliases,
+            unit=self.homes.get(name, ROOT),
+            cuts=tuple(self.cuts.get(name, ())),
+            storage=storage,
+            compute=compute,
+            reduce=reduce,
+        )
+
+
+def fingerprint_of(anatomy: Anatomy) -> str:
+    """A digest of the names, shapes, dtypes, ties and trainability of a module: equal digests, same recipe."""
+    facts = msgspec.json.encode((anatomy.params, anatomy.buffers), order="deterministic")
+    return hashlib.sha256(facts).hexdigest()[:16]
+
+
+def _as_json(entry: Record) -> dict[str, Any]:
+    return msgspec.to_builtins(entry)

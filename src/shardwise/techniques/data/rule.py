@@ -1,0 +1,179 @@
+"""How data-parallel ranks share the parameters, in the recipe: the engine, the units, and the cut of every parameter."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from shardwise.config.record import default_of
+from shardwise.errors import PlanError, UnsupportedError
+from shardwise.layout import Layout
+from shardwise.recipe import Cut, Draft, Recipe, Unit
+from shardwise.recipe.draft import Dtypes
+from shardwise.recipe.recipe import Engine
+from shardwise.recipe.records import ROOT, Record
+from shardwise.techniques.data.options import DDP, FSDP2_ONLY, Sharding
+from shardwise.techniques.data.units import check_names, make_units, unit_of_params
+
+__all__ = ["DataEntry", "heading", "rule"]
+
+
+class DataEntry(Record, frozen=True):
+    """What a recipe says of data parallelism besides units and cuts."""
+
+    buffers: str = "rank0"
+    offload: bool = False  # parameters, gradients and optimizer state live in host memory
+    pin_memory: bool = True  # ... page-locked, where there is an accelerator
+    sync_every_microbatch: bool | Literal["reduce_scatter"] = False
+    ddp: DDP | None = None  # how replicas reduce; None: they are shards
+
+
+def rule(draft: Draft, facts: Mapping[str, Any], *, sharding: Sharding, ddp: DDP) -> None:
+    """Chooses the engine, makes the units, and cuts every parameter.
+
+    Args:
+        draft: of the recipe.
+        facts: ``units`` and ``reshard``: what a function, or the model itself, means by units; ``advancing``: modules with state that every
+            forward advances; ``statistics``: modules with running statistics.
+        sharding: the options.
+        ddp: the same.
+
+    Raises:
+        PlanError: options that name no module, or a number of ranks to reshard over that does not divide dp_shard.
+        UnsupportedError: DDP where parameters are cut or cast.
+    """
+    sharding = _with_units(sharding, facts)
+    draft.engine, why = _engine(draft, sharding)
+    is_cut = draft.engine == "fsdp2"
+    draft.note("engine", f"{draft.engine}: {why}", option="sharding.engine")
+    if is_cut:
+        _check_reshard(draft.layout, sharding.reshard_after_forward)
+        draft.units, notes = make_units(draft.anatomy, sharding, draft.casting.compute)
+        draft.notes += notes
+    else:
+        check_names(draft.anatomy, sharding)
+        why = "replicated: DDP keeps every parameter whole"
+        draft.units = (Unit(name=ROOT, modules=(ROOT,), reshard=False, why=why),)
+    _note_without_effect(draft, sharding, ddp)
+    draft.homes = unit_of_params(draft.anatomy, draft.units)
+    if is_cut:
+        _cut_parameters(draft)
+    draft.entries["data"] = DataEntry(
+        buffers=sharding.buffers,
+        offload=sharding.offload and is_cut,
+        pin_memory=sharding.pin_memory,
+        sync_every_microbatch=sharding.sync_every_microbatch if is_cut else False,
+        ddp=None if is_cut else ddp,
+    )
+    _note_state_of_forwards(draft, facts, sharding)
+
+
+def heading(recipe: Recipe) -> list[str]:
+    """What ``describe`` says at its head."""
+    if recipe.entry("data", DataEntry).offload:
+        return ["offload: parameters, gradients and optimizer state are kept in host memory"]
+    return []
+
+
+def _with_units(sharding: Sharding, facts: Mapping[str, Any]) -> Sharding:
+    """``sharding`` with the names of modules that its ``units`` were found to mean."""
+    found: dict[str, Any] = {}
+    if facts.get("units") is not None:
+        found["units"] = tuple(facts["units"])
+    if facts.get("reshard") is not None:
+        found["reshard_after_forward"] = dict(facts["reshard"])
+    return msgspec.structs.replace(sharding, **found) if found else sharding
+
+
+def _engine(draft: Draft, sharding: Sharding) -> tuple[Engine, str]:
+    layout, casts = draft.layout, next(iter(draft.needs_units), None)
+    if sharding.engine == "fsdp2":
+        return "fsdp2", 'asked for by Sharding(engine="fsdp2")'
+    if sharding.engine == "ddp":
+        if layout.dp_shard > 1 or casts:
+            raise UnsupportedError(
+                'Sharding(engine="ddp") with ' + (f"dp_shard={layout.dp_shard}" if layout.dp_shard > 1 else f"{casts}"),
+                why="DDP keeps parameters whole and computes in the dtype they are stored in",
+                fix='leave engine at "auto", or use dp_shard=1 and precision=None',
+            )
+        return "ddp", 'asked for by Sharding(engine="ddp")'
+    if layout.dp_shard > 1:
+        return "fsdp2", f"dp_shard={layout.dp_shard} cuts parameters"
+    if casts:
+        return "fsdp2", f"{casts}, which DDP cannot do"
+    if sharding.offload:
+        return "fsdp2", "parameters are kept in host memory, which DDP cannot do"
+    return "ddp", "dp_shard=1 and storage dtype = compute dtype: nothing to gather"
+
+
+def _check_reshard(layout: Layout, given: bool | int | dict[str, bool | int]) -> None:
+    for reshard in given.values() if isinstance(given, dict) else (given,):
+        if not isinstance(reshard, bool) and layout.dp_shard % reshard:
+            divisors = [n for n in range(2, layout.dp_shard + 1) if layout.dp_shard % n == 0]
+            raise PlanError(
+                f"reshard_after_forward={reshard} on dp_shard={layout.dp_shard}",
+                why="between forward and backward parameters stay cut over groups of that many ranks, so it must divide "
+                "dp_shard",
+                fix=f"use {' or '.join(map(str, divisors))}, or true" if divisors else "use true or false",
+            )
+
+
+def _note_without_effect(draft: Draft, sharding: Sharding, ddp: DDP) -> None:
+    """Options that this recipe has no use for: said, because another layout, or another model, may have."""
+    idle: list[tuple[Sharding | DDP, str, str]] = []  # record, key, why
+    if not any("float" in fact.dtype for fact in draft.anatomy.buffers.values()):
+        idle.append((sharding, "buffers", "the model has no floating buffers"))
+    if draft.engine == "ddp":
+        idle += [(sharding, key, "DDP keeps whole copies") for key in FSDP2_ONLY]
+    else:
+        idle += [(ddp, key, "the engine is fsdp2") for key in DDP.__struct_fields__]
+        if len(draft.units) == 1:
+            alone = "the root is the only unit, and it stays gathered"
+            idle += [(sharding, key, alone) for key in ("reshard_after_forward", "reshard_every", "prefetch")]
+        if sharding.sync_every_microbatch == "reduce_scatter" and draft.layout.dp_replicate == 1:
+            idle.append((sharding, "sync_every_microbatch", "dp_replicate=1, so it is the same as true"))
+    for record, key, because in idle:
+        value = getattr(record, key)
+        if value != default_of(type(record), key):
+            option = f"{type(record).__name__.lower()}.{key}"
+            draft.note(key, f"{value!r} has no effect here: {because}", option=option)
+
+
+def _cut_parameters(draft: Draft) -> None:
+    """Cuts dim 0 of every parameter over the shards; one without a dim stays whole, and what is not gathered is not cast."""
+    for name, fact in draft.anatomy.params.items():
+        if fact.shape:
+            if fact.numel > 0:
+                draft.cut(name, Cut(axis="fsdp", dim=0))
+            continue
+        why, (storage, compute, reduce) = "0-dim: replicated, since there is nothing to cut", draft.dtypes[name]
+        if (storage, storage) != (compute, reduce):
+            why += f"; computed and reduced in {storage}, as it is stored"
+            draft.dtypes[name] = Dtypes(storage, storage, storage)
+        draft.note(name, why)
+
+
+def _note_state_of_forwards(draft: Draft, facts: Mapping[str, Any], sharding: Sharding) -> None:
+    """Says which modules' state depends on the number of ranks: ranks run a part of a window's forwards each."""
+    for name in facts.get("advancing", ()):
+        draft.note(
+            name,
+            "warning: the power iteration of its spectral norm advances once per forward of a rank, so numbers depend on the number of ranks",
+        )
+    found: Sequence[str] = facts.get("statistics", ())
+    if not found:
+        return
+    first, *others = found
+    more = (
+        f" and those of {len(others)} more modules"
+        if len(others) > 1
+        else f" and those of {others[0]}"
+        if others
+        else ""
+    )
+    taken = "their mean over the ranks" if sharding.buffers == "mean" else "those of rank 0"
+    draft.note(
+        first,
+        f"its running statistics{more} are of the micro-batches that a rank runs, and each window ends with {taken} "
+        f"(sharding.buffers={sharding.buffers}): they, evaluation and the saved weights depend on the number of ranks; training's losses do not",
+    )

@@ -1,0 +1,152 @@
+"""What is done with all techniques at once, in the order of their rows; nothing here knows which there are."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from shardwise.errors import PlanError
+from shardwise.layout import Layout
+from shardwise.recipe import Anatomy, Draft, Recipe, describe_recipe
+from shardwise.techniques import TECHNIQUES, Parallel
+from shardwise.techniques.technique import Act, Technique
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from shardwise.world import World
+
+__all__ = [
+    "Prepared",
+    "acts",
+    "adjusted",
+    "check_early",
+    "check_entries",
+    "describe",
+    "make_recipe",
+    "options_of_proof",
+    "prepared",
+    "probe",
+]
+
+Facts = Callable[[Technique, Draft, Mapping[str, Any]], Mapping[str, Any]]
+
+
+def make_recipe(anatomy: Anatomy, layout: Layout, *, facts: Facts | None = None, **options: Any) -> Recipe:
+    """The recipe of a module under a layout: the same on every rank.
+
+    Args:
+        anatomy: what was read in the module.
+        layout: of the ranks.
+        facts: what a technique's probe found in the module, or would find; None: there is no module to ask.
+        options: keyword arguments of ``parallelize``.
+
+    Raises:
+        PlanError: options that name no module or undo each other, or a number of ranks to reshard over that does not divide dp_shard.
+        UnsupportedError: an option that cannot be carried out on this layout.
+    """
+    given = Parallel.of(**options).options()
+    chosen = {technique.name: technique.settled(given) for technique in TECHNIQUES}
+    draft = Draft(anatomy, layout)
+    for technique in TECHNIQUES:
+        found = facts(technique, draft, chosen[technique.name]) if facts is not None else {}
+        if technique.rule is not None:
+            technique.rule(draft, found, **chosen[technique.name])
+    for technique in TECHNIQUES:
+        if technique.edit is not None:
+            technique.edit(draft, **chosen[technique.name])
+    return draft.recipe()
+
+
+def probe(module: "nn.Module", world: "World") -> Facts:
+    """Asks each technique's probe about ``module``."""
+
+    def facts(technique: Technique, draft: Draft, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        ask = technique.load("probe")
+        return ask(module, draft, world, **options) if ask is not None else {}
+
+    return facts
+
+
+def prepared(
+    module: "nn.Module", parallel: Any, world: "World | None" = None, device: "torch.device | None" = None
+) -> "nn.Module":
+    """``module`` after every technique has changed its structure. ``world`` is None, and ``device`` the CPU, in one plain process."""
+    given = parallel.options()
+    for technique in TECHNIQUES:
+        prepare = technique.load("prepare")
+        if prepare is not None:
+            module = prepare(module, world, device, **technique.settled(given))
+    return module
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A function of a module, and the options that change the structure of what it returns: before anybody casts or shards it."""
+
+    build: Callable[[], "nn.Module"]
+    parallel: Any
+
+    def __call__(self) -> "nn.Module":
+        return prepared(self.build(), self.parallel)
+
+
+def adjusted(module: "nn.Module", anatomy: Anatomy, parallel: Any) -> Anatomy:
+    """Lets every technique change the module's tensors, and gives the anatomy that the module has then."""
+    given = parallel.options()
+    for technique in TECHNIQUES:
+        adjust = technique.load("adjust")
+        if adjust is not None:
+            anatomy = adjust(module, anatomy, **technique.settled(given))
+    return anatomy
+
+
+@cache
+def acts() -> tuple[Act, ...]:
+    """What the techniques do to a module, in order."""
+    return tuple(act() for technique in TECHNIQUES if (act := technique.load("act")) is not None)
+
+
+def describe(recipe: Recipe) -> str:
+    """A recipe as text, with what each technique says at its head."""
+    return describe_recipe(recipe, [line for technique in TECHNIQUES for line in technique.lines(recipe)])
+
+
+def check_entries(recipe: Recipe) -> None:
+    """Raises PlanError for what a recipe says of a technique that there is not, or that the technique does not know."""
+    known = {technique.name: technique.entry for technique in TECHNIQUES}
+    for name, entry in recipe.techniques.items():
+        cls = known.get(name)
+        try:
+            if cls is None:
+                raise msgspec.ValidationError("this Shardwise has no such technique with an entry")
+            recipe.entry(name, cls)
+        except msgspec.ValidationError as error:
+            raise PlanError(
+                f"a recipe with techniques[{name!r}] = {entry!r}",
+                why=str(error),
+                fix="use the text that Recipe.to_json wrote",
+            ) from None
+
+
+def check_early(parallel: Any, origins: Mapping[str, str]) -> None:
+    """Refuses, before any process is started, what can be seen without torch. ``origins``: where each dotted key was given."""
+    for technique in TECHNIQUES:
+        technique.check_early(origins, **{option.key: getattr(parallel, option.key) for option in technique.options})
+
+
+def options_of_proof(parallel: Any, device: str) -> tuple[Any, list[str]]:
+    """The options with which a run on ``device`` (a type) is proved in float64 on the CPU, and what to say of those left out.
+    Its structure is changed already, by :func:`prepared`."""
+    left, words = [], []
+    for technique in TECHNIQUES:
+        why = technique.leaves_proof(device)
+        if why is None:
+            continue
+        left += [option.key for option in technique.options]
+        if why and any(technique.settled(parallel.options()).values()):
+            words.append(why)
+    return msgspec.structs.replace(parallel.without(left), init=None), words

@@ -1,0 +1,90 @@
+"""Which blocks run again in backward, and what of them is kept. Torch-free.
+
+>>> remat_of("selective")
+Remat(mode='selective', targets='blocks', every=1, save=('matmul', 'attention'), offload=False)
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+
+from shardwise.config.foreign import Instead
+from shardwise.config.record import Options, doc
+from shardwise.errors import ConfigError
+from shardwise.techniques.targets import TARGETS, Targets, settle_targets, word_or_record
+
+__all__ = ["Remat", "remat_of"]
+
+_SAVED = ("matmul", "attention")
+
+
+class Remat(Options, frozen=True, kw_only=True):
+    """Which blocks run again in backward instead of keeping what they computed in forward (activation checkpointing)."""
+
+    patterns: ClassVar[frozenset[str]] = frozenset({"targets"})
+    foreign: ClassVar[Mapping[str, str | Instead]] = {
+        "use_reentrant": "blocks always run again by saved-tensor hooks, which is use_reentrant=False: leave it out",
+        "preserve_rng_state": "a block always draws the same numbers again: leave it out",
+        "checkpoint_impl": "blocks always run again by saved-tensor hooks, which is NO_REENTRANT: leave it out",
+        "determinism_check": "what runs again is always compared with the first run: leave it out",
+        "check_fn": Instead(
+            "it is called targets here: {}", 'targets=("Block",)', "parallel.remat", "{mode: full, targets: [Block]}"
+        ),
+        "context_fn": Instead(
+            "what is kept is named: {}",
+            'mode="selective", save=("matmul", "attention")',
+            "parallel.remat",
+            "{mode: selective, save: [matmul, attention]}",
+        ),
+        "debug": "what runs again is always compared with the first run: leave it out",
+    }
+
+    mode: Annotated[
+        Literal["full", "selective"],
+        doc(
+            "full: keep a block's inputs only; selective: also the results named in save, so that they are not run again"
+        ),
+    ] = "full"
+    targets: Annotated[Targets, TARGETS] = "blocks"
+    every: Annotated[
+        Annotated[int, msgspec.Meta(ge=1)], doc("of the targets in one list, the first of every so many; 1: all")
+    ] = 1
+    save: Annotated[
+        tuple[str, ...],
+        doc("with selective: whose results are kept: matmul, attention, or operators as aten.gelu or mylib.op"),
+    ] = _SAVED
+    offload: Annotated[bool, doc("with full, on cuda: keep the inputs of the blocks in host memory")] = False
+
+    def check(self) -> None:
+        settle_targets(self)
+        if self.mode == "full" and self.save != _SAVED:
+            raise ConfigError(
+                f"Remat(mode='full', save={list(self.save)})",
+                why="full runs all of a block again, so save would have no effect",
+                fix='remove save, or use mode="selective"',
+            )
+        if self.mode == "selective" and not all(self.save):
+            raise ConfigError("Remat(save=[''])", why="an empty name is no operator's", fix="remove it")
+        if self.mode == "selective" and not self.save:
+            raise ConfigError(
+                "Remat(mode='selective', save=[])",
+                why="selective keeps the results of some operators, and none is named",
+                fix='name some, as save=["matmul"], or use mode="full"',
+            )
+        if self.mode == "selective" and self.offload:
+            raise ConfigError(
+                "Remat(mode='selective', offload=True)",
+                why="torch keeps the results that selective saves on the device, so only a part would be offloaded",
+                fix='use mode="full" with offload, or selective without',
+            )
+
+
+def remat_of(value: str | Remat | None) -> Remat | None:
+    """The record a short word stands for: "full", "selective"; None and "none" are None.
+
+    Raises:
+        ConfigError: for any other word.
+    """
+    words = {"none": None, "full": Remat(), "selective": Remat(mode="selective")}
+    return word_or_record("remat", value, Remat, words)

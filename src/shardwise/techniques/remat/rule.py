@@ -1,0 +1,32 @@
+"""Which modules run again in backward, as edits of the recipe."""
+
+from typing import Any
+
+from shardwise.recipe import Draft, Edit
+from shardwise.techniques.remat.options import Remat
+from shardwise.techniques.targets import resolve
+
+__all__ = ["edit"]
+
+
+def edit(draft: Draft, *, remat: Remat | None) -> None:
+    """Adds an edit for each module that runs again.
+
+    Raises:
+        PlanError: a target that means no module, or targets inside each other.
+    """
+    if remat is None:
+        return
+    args: dict[str, Any] = {"mode": remat.mode}
+    if remat.mode == "selective":
+        args["save"] = list(remat.save)
+        what = f"run again in backward, but for {', '.join(remat.save)}"
+    else:
+        args["offload"] = remat.offload
+        what = "run again in backward" + (", its inputs kept in host memory" if remat.offload else "")
+    targets = resolve(draft.anatomy, remat.targets, remat.every, "Remat")
+    each = f"; the first of every {remat.every}" if remat.every > 1 else ""
+    draft.edits += [
+        Edit(module=name, technique="remat", action="checkpoint", args=args, why=f"{what}: {why}{each}")
+        for name, why in targets
+    ]

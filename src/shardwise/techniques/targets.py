@@ -1,0 +1,87 @@
+"""Which modules a technique changes: its option ``targets``, and the names that it stands for in a module. Torch-free.
+
+Targets become names of modules when the recipe is made, so that a target that means nothing is an error before anything happens, and the
+recipe says what will.
+"""
+
+from typing import Any
+
+import msgspec
+
+from shardwise.config.record import doc
+from shardwise.config.suggest import did_you_mean
+from shardwise.errors import ConfigError, PlanError
+from shardwise.recipe import Anatomy
+from shardwise.recipe.targets import modules_named, refuse_nested, with_forward
+
+__all__ = ["TARGETS", "Targets", "resolve", "settle_targets", "word_or_record"]
+
+Targets = str | tuple[str, ...]
+TARGETS = doc(
+    "blocks: every block of the outermost lists; else patterns of module names or classes, as a list or with commas; in "
+    "Python also classes"
+)
+
+
+def word_or_record(key: str, value: Any, cls: type, words: dict[str, Any]) -> Any:
+    """``value``, a record or None, or the one that a word stands for; ``cls`` has an option ``targets``.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if value is None or isinstance(value, cls):
+        return value
+    if isinstance(value, str) and value in words:
+        return words[value]
+    raise ConfigError(
+        f"{key}={value!r}",
+        why=f"that is neither a word for {key} nor a {cls.__name__} record",
+        fix=did_you_mean(str(value), list(words), what="words") + f', or a record: {cls.__name__}(targets=("Block",))',
+    )
+
+
+def settle_targets(record: Any) -> None:
+    """A text but "blocks" becomes the patterns it lists; those that mean nothing are refused."""
+    if isinstance(record.targets, str) and record.targets != "blocks":
+        msgspec.structs.force_setattr(record, "targets", tuple(part.strip() for part in record.targets.split(",")))
+    targets = record.targets
+    if isinstance(targets, tuple) and not (targets and all(targets)):
+        raise ConfigError(
+            f"{type(record).__name__}(targets={list(targets)})",
+            why="no pattern, or an empty one, means no module",
+            fix='name modules, as targets=["blocks.*"] or ["Block"], or leave it at "blocks"',
+        )
+
+
+def resolve(anatomy: Anatomy, targets: str | tuple[str, ...], every: int, record: str) -> list[tuple[str, str]]:
+    """``(module, why)`` of what ``targets`` mean, in the order of the module, of each list the first of ``every``."""
+    if isinstance(targets, str):
+        found = {block: "a block of an outermost list" for blocks in anatomy.lists for block in blocks.blocks}
+        if not found:
+            raise PlanError(
+                f"{record} of the blocks of {anatomy.module_class}",
+                why="no list of blocks was found in it",
+                fix=f"name the modules: {record}(targets={_some_class(anatomy)!r})",
+            )
+    else:
+        found = {
+            name: f"named by {pattern!r}"
+            for pattern in targets
+            for name in modules_named(anatomy, pattern, f"{record}(targets=({pattern!r},))")
+        }
+    runnable = {name: why for given, why in found.items() for name in with_forward(anatomy, given, record)}
+    order = [name for name in anatomy.classes if name in runnable]
+    refuse_nested(order, f"{record}(targets={targets!r})", "one is inside the other, and would be changed twice")
+    seen: dict[str, int] = {}
+    chosen = []
+    for name in order:
+        home = name.rpartition(".")[0]
+        if seen.setdefault(home, 0) % every == 0:
+            chosen.append((name, runnable[name]))
+        seen[home] += 1
+    return chosen
+
+
+def _some_class(anatomy: Anatomy) -> tuple[str, ...]:
+    classes = [cls for name, cls in anatomy.classes.items() if name and name not in anatomy.containers]
+    return (max(sorted(set(classes)), key=classes.count),) if classes else ("Block",)

@@ -1,0 +1,90 @@
+"""A technique is one folder and one row: two toys, put into a copy of the package, are taken by everything that takes a technique.
+
+The copy is the package of the moment; each toy's folder is copied into ``techniques`` and its row is written into ``__init__.py``.
+Nothing else is changed, and what a user would start is started: the command line, torchrun, a script.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).resolve().parents[2] / "src"
+TOYS = Path(__file__).parent / "toys"
+ROWS = {"adapter": '        "precision",', "rows": '        "precision",'}  # a toy's row stands before this one
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A folder with a copy of the package that has the toys, and the scripts that use them."""
+    folder = tmp_path_factory.mktemp("toys")
+    shutil.copytree(SRC / "shardwise", folder / "shardwise", ignore=shutil.ignore_patterns("__pycache__"))
+    rows = folder / "shardwise" / "techniques" / "__init__.py"
+    text = rows.read_text()
+    for toy in sorted(path.name for path in TOYS.iterdir() if (path / "__init__.py").is_file()):
+        shutil.copytree(TOYS / toy, rows.parent / toy, ignore=shutil.ignore_patterns("__pycache__"))
+        assert ROWS[toy] in text
+        text = text.replace(ROWS[toy], f'        "{toy}",\n{ROWS[toy]}')
+    rows.write_text(text)
+    for script in TOYS.glob("*.py"):
+        shutil.copy(script, folder)
+    return folder
+
+
+def run(tree, *command, code=0):
+    """What a command in ``tree`` prints."""
+    env = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    done = subprocess.run([sys.executable, *command], cwd=tree, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def sw(tree, *words, code=0):
+    return run(tree, "-m", "shardwise", *words, code=code)
+
+
+def torchrun(tree, script, *words):
+    """What rank 0 of two writes into ``out.json``."""
+    run(tree, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script, *words)
+    return json.loads((tree / "out.json").read_text())
+
+
+# ---- parameters that are added before the module is read ----------------------------------------------------------------
+
+
+def test_the_adapter_is_a_key_of_files_and_commands(tree):
+    assert "parallel.adapter=null" in sw(tree, "train", "--help")
+    assert "parallel.adapter.rank" in sw(tree, "verify", "--help")
+    (tree / "run.yaml").write_text("parallel:\n  adapter:\n    rank: 3\n")
+    assert "rank: 3" in sw(tree, "train", "run.yaml", "--print-config")
+    assert "rank: 4" in sw(tree, "train", "run.yaml", "--parallel.adapter.rank=4", "--print-config")
+    assert "expected a whole number >= 1" in sw(tree, "train", "--parallel.adapter.rank=0", code=2)
+    assert "did you mean --parallel.adapter.rank=3?" in sw(tree, "train", "--parallel.adapter.rnk=3", code=2)
+
+
+def test_a_run_with_the_adapter_is_proved_and_exports_it(tree):
+    from safetensors import safe_open
+
+    words = ["--model.build=models.py:Words", "--model.args={size: 256}", "--parallel.adapter.rank=2", "--nproc=2"]
+    shown = sw(tree, "train", *words, "--train.steps=2", "--data.seq_len=16", "--log.dir=run", "--log.plot=false")
+    assert "largest gradient difference" in shown and "11 gradients" in shown  # 7 parameters, and 4 of adapters
+    with safe_open(next((tree / "run" / "weights").glob("*.safetensors")), "pt") as weights:
+        assert {"a.low", "a.high", "b.low", "b.high", "a.linear.weight"} <= {*weights.keys()}
+
+
+def test_verify_changes_both_sides(tree):
+    words = ["verify", "models.py:Needs", "--layout=dp_shard=2", "--steps=2", "--accumulate=1"]
+    assert "its layers have no adapter" in sw(tree, *words, code=2)
+    assert "equal: 2 ranks" in sw(tree, *words, "--parallel.adapter.rank=2")
+
+
+def test_the_adapter_is_told_by_describe_the_recipe_and_the_agreement(tree):
+    out = torchrun(tree, "use_adapter.py")
+    assert "adapter: rank 2: beside 2 linear layers" in out["described"]
+    assert out["trained"] == ["embed.weight", "a.low", "a.high", "norm.weight", "norm.bias", "b.low", "b.high"]
+    assert out["again"] and "adapter" in out["signature"]
+    assert out["differs"].startswith("RankError") and "ranks' modules" in out["differs"]
