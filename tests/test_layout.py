@@ -6,6 +6,7 @@ import pytest
 
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.layout import AXES, DERIVED_AXES, Layout, layout_of, parse_layout
+from shardwise.techniques import AXES_IN_USE
 
 
 def _all_layouts(size: int):
@@ -96,7 +97,17 @@ def test_impossible_layouts_are_refused_with_the_numbers(text, ranks, words):
 @pytest.mark.parametrize("axis", ["pp", "cp", "tp"])
 def test_axes_without_a_technique_are_refused_by_name(axis):
     with pytest.raises(UnsupportedError, match=f"{axis}=2.*\n.*not built yet"):
-        layout_of(f"dp_shard=2,{axis}=2", 4)
+        layout_of(f"dp_shard=2,{axis}=2", 4, axes=AXES_IN_USE)
+    assert layout_of(f"dp_shard=2,{axis}=2", 4).degree(axis) == 2
+
+
+def test_other_axes_keep_their_degrees_in_what_is_offered():
+    with pytest.raises(LayoutError) as caught:
+        layout_of("dp_shard=3,tp=2", 8)
+    assert 'use "dp_shard=4,tp=2" or "dp_replicate=2,dp_shard=2,tp=2"' in caught.value.fix
+    with pytest.raises(LayoutError) as caught:
+        layout_of("dp_shard=2,tp=3", 8)  # no layout of 8 ranks has tp=3
+    assert 'use "dp_replicate=4,dp_shard=2"' in caught.value.fix
 
 
 def test_the_nearest_layouts_offered_do_work():

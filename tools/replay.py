@@ -61,7 +61,29 @@ _FIELDS = {
 MOVED: dict[str, Callable[[Any], Any]] = {"recipes": _recipe_of_today}
 """Scene -> what brings a fact of the older commit into today's shape."""
 
-EXPLAINED: dict[str, str] = {}
+_FIRST = "transforms stands first among the keys of parallel, as transforms run first: the same lines in another order"
+_ROWS = "Parallel is made from the rows of techniques; a recipe keeps what belongs to one below its name"
+EXPLAINED: dict[str, str] = {
+    **{
+        f"public / commands / {command} / stdout": _FIRST
+        for command in (
+            "train --help",
+            "verify --help",
+            "train --print-config",
+            "train --parallel.layout=dp_shard=3 --nproc 4 --print-config",
+            "train --parallel.sharding.offload=true --parallel.layout=dp_replicate=2 --nproc 2 --print-config",
+            "train examples/gru.yaml --print-config",
+        )
+    },
+    "public / signatures / shardwise.Parallel": _ROWS,
+    "public / signatures / shardwise.Recipe": _ROWS,
+    "public / signatures / shardwise.parallelize": "annotations of options are text, and the order is that of the rows",
+    "public / signatures / shardwise.transform": "Module is named in a string, as options are read without torch",
+    "public / messages / errors / ConfigError | parallelize({key}": "an option that there is not was a TypeError",
+    "public / messages / errors / ConfigError | {key}={value} | that is not a {cls": "one function for every record: other names in it",
+    "public / messages / errors / ConfigError | {option.key}={value} | that is not a": "the same",
+    "public / messages / errors / PlanError | a recipe with techniques[": "what a recipe says of a technique is checked",
+}
 """Beginning of a difference's name -> why it is meant (a line of CHANGELOG.md)."""
 
 Record = dict[str, Any]

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     )
     from shardwise.layout import Layout
     from shardwise.parallel import apply_recipe, describe, parallelize, recipe_of, world_of
+    from shardwise.parallel.start import init
     from shardwise.recipe import Recipe
     from shardwise.state import (
         LoadReport,
@@ -70,7 +71,7 @@ if TYPE_CHECKING:
     from shardwise.techniques.remat.options import Remat
     from shardwise.techniques.transforms.options import transform
     from shardwise.verify import verify
-    from shardwise.world import Axis, World, init
+    from shardwise.world import Axis, World
 
 _HOME = {
     "shardwise.config.record": ("Options",),
@@ -81,6 +82,7 @@ _HOME = {
     ),
     "shardwise.layout": ("Layout",),
     "shardwise.parallel": ("apply_recipe", "describe", "parallelize", "recipe_of", "world_of"),
+    "shardwise.parallel.start": ("init",),
     "shardwise.techniques": ("Parallel",),
     "shardwise.techniques.compile.options": ("Compile",),
     "shardwise.techniques.data.options": ("DDP", "Prefetch", "Sharding"),
@@ -107,7 +109,7 @@ _HOME = {
     "shardwise.step.step": ("StepOutput", "TrainStep"),
     "shardwise.step.window": ("accumulate", "count_tokens", "window"),
     "shardwise.verify": ("verify",),
-    "shardwise.world": ("Axis", "World", "init"),
+    "shardwise.world": ("Axis", "World"),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

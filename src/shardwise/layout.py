@@ -9,13 +9,13 @@ summed). ``dp_shard=node`` stands for the number of ranks of a node. Nothing her
 
 import difflib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from shardwise.errors import LayoutError, UnsupportedError
 
-__all__ = ["AXES", "BUILT_AXES", "DERIVED_AXES", "NODE", "Coord", "Layout", "layout_of", "parse_layout"]
+__all__ = ["AXES", "DERIVED_AXES", "NODE", "Coord", "Layout", "layout_of", "parse_layout"]
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DERIVED_AXES = {
@@ -23,7 +23,6 @@ DERIVED_AXES = {
     "fsdp": ("dp_shard", "cp"),
     "loss": ("dp_replicate", "dp_shard", "cp"),
 }
-BUILT_AXES = ("dp_replicate", "dp_shard")  # axes whose technique exists; a degree above 1 elsewhere is refused
 NODE = "node"  # a degree of dp_shard: as many ranks as a node has
 _EXAMPLE = '"dp_shard=4" or "dp_replicate=2,dp_shard=-1"'
 
@@ -134,6 +133,7 @@ def layout_of(
     value: "str | Layout | Mapping[str, int | str]",
     num_ranks: int,
     ranks_per_node: int | Callable[[], int] | None = None,
+    axes: Collection[str] = AXES,
 ) -> Layout:
     """The layout ``value`` means on ``num_ranks`` ranks: parsed, ``-1`` inferred, refused if it cannot work.
 
@@ -141,20 +141,21 @@ def layout_of(
         value: ``"dp_shard=-1,dp_replicate=2"``, a mapping of degrees, or a :class:`Layout`.
         num_ranks: how many ranks there are.
         ranks_per_node: what ``dp_shard=node`` stands for, or a function that finds it, called for such a layout alone.
+        axes: those that something is laid over; a degree above 1 of another is refused.
 
     Raises:
         LayoutError: unknown axis, degree 0, two ``-1``, ``node`` where a node's ranks are not known or do not divide
             ``num_ranks``, or degrees that do not multiply to ``num_ranks``; the message names the nearest layouts that work.
-        UnsupportedError: an axis whose technique is not built yet.
+        UnsupportedError: an axis that is none of ``axes``.
     """
     degrees: dict[str, int | str] = dict(value.degrees) if isinstance(value, Layout) else parse_layout(value)
     text = str(value) if isinstance(value, str | Layout) else ",".join(f"{a}={d}" for a, d in degrees.items())
     for axis, degree in degrees.items():
-        if axis not in BUILT_AXES and degree != 1:
+        if axis not in axes and degree != 1:
             raise UnsupportedError(
                 f"layout {text!r}: {axis}={degree}",
                 why=f"{axis} is an axis of the design whose technique is not built yet",
-                fix=f"leave {axis} out; axes that work: {', '.join(BUILT_AXES)}",
+                fix=f"leave {axis} out; axes that work: {', '.join(axis for axis in AXES if axis in axes)}",
             )
     ranks = f"{num_ranks} rank" + ("s" if num_ranks != 1 else "")
     size = _node_size(text, num_ranks, ranks_per_node) if NODE in degrees.values() else 0
@@ -256,14 +257,18 @@ def _infer(degrees: dict[str, int], num_ranks: int, given: str) -> dict[str, int
 
 
 def _nearest(degrees: dict[str, int], num_ranks: int) -> list[Layout]:
-    """Up to three layouts of ``num_ranks`` ranks on the built axes, closest to the degrees asked for."""
+    """Up to three layouts of ``num_ranks`` ranks closest to the degrees asked for: data-parallel ones change, the others stay where they can."""
 
     def distance(layout: Layout) -> float:
-        asked = (abs(math.log(layout.degrees[a] / max(d, 1))) for a, d in degrees.items() if a in BUILT_AXES and d > 0)
+        asked = (abs(math.log(layout.degrees[a] / max(d, 1))) for a, d in degrees.items() if a not in others and d > 0)
         return sum(asked) + 0.01 * math.log(layout.dp_replicate)
 
-    divisors = [d for d in range(1, num_ranks + 1) if num_ranks % d == 0]
-    options = [Layout(dp_replicate=d, dp_shard=num_ranks // d) for d in divisors]
+    others = {axis: d for axis, d in degrees.items() if axis not in DERIVED_AXES["dp"] and d > 1}
+    if num_ranks % math.prod(others.values()):
+        others = {}
+    rest = num_ranks // math.prod(others.values())
+    divisors = [d for d in range(1, rest + 1) if rest % d == 0]
+    options = [Layout(dp_replicate=d, dp_shard=rest // d, **others) for d in divisors]
     return sorted(options, key=distance)[:3]
 
 

@@ -155,10 +155,11 @@ def _launch(loaded: "Loaded[RunConfig]") -> int:
     from shardwise.cli.train_folder import RunFolder, unit_of
     from shardwise.launch import is_cpu, launch_local
     from shardwise.layout import layout_of
+    from shardwise.techniques import AXES_IN_USE
 
     config = loaded.config
     nproc, why = _ranks(loaded)
-    layout_of(config.parallel.layout, nproc, nproc)
+    layout_of(config.parallel.layout, nproc, nproc, AXES_IN_USE)
     with Display(unit=unit_of(config)) as display, RunFolder(config, display) as folder:
         display.row("ranks", f"{nproc} local process{'es' if nproc > 1 else ''}: {why}")
         display.on_phase("starting the ranks (loading torch, a few seconds)")
@@ -216,6 +217,7 @@ def _be_a_rank(loaded: "Loaded[RunConfig]") -> int:
     from shardwise.cli.train_rank import run_rank
     from shardwise.launch import terminable
     from shardwise.layout import layout_of
+    from shardwise.techniques import AXES_IN_USE
 
     config = loaded.config
     rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
@@ -227,7 +229,7 @@ def _be_a_rank(loaded: "Loaded[RunConfig]") -> int:
                 why="the ranks were started by the launcher of this environment, so it would have no effect",
                 fix="remove it, or start that many ranks",
             )
-        layout_of(config.parallel.layout, size, _ranks_per_node)
+        layout_of(config.parallel.layout, size, _ranks_per_node, AXES_IN_USE)
     if rank:
         run_rank(config, lambda event: None)
         return 0

@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     from shardwise.config.target import check_target
     from shardwise.errors import ConfigError
     from shardwise.layout import layout_of, parse_layout
+    from shardwise.techniques import AXES_IN_USE
 
     _check_model(args.model)
     for option in ("batch", "loss", "count"):
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
             why="-1 and node need to know how many ranks there are",
             fix='give numbers: "dp_shard=2"',
         )
-    layout_of(degrees, math.prod(numbers))
+    layout_of(degrees, math.prod(numbers), axes=AXES_IN_USE)
     parallel, is_default = _parallel(args.overrides)
     return importlib.import_module("shardwise.verify.job").main(
         args.model,

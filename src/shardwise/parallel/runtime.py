@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise._compat import foreach_norms, local_tensor
@@ -128,6 +129,8 @@ class Runtime:
         self.loop_warnings: set[str] = set()  # of the loop's own steps that were given
         self.accumulates = False  # a micro-batch of ``accumulate`` has run that is not the last
         self.num_gathered = 0  # times that somebody is within ``sw.gathered``
+        # Mesh axis -> parameters of which each rank along it has a part of the gradient: summed over it at the end of a window.
+        self.partial: dict[str, list[str]] = {}
         self.explainers: list[Callable[[BaseException], ShardwiseError | None]] = []  # of techniques
         self.pending: Pending | None = None  # who knows the values that loading will not bring
         self.loaded_from: Path | None = None  # the model directory that its weights came from
@@ -181,6 +184,16 @@ class Runtime:
         """Name -> local gradient of every parameter that has one."""
         return {name: local_tensor(grad) for name, p in self.parameters.items() if (grad := p.grad) is not None}
 
+    def sum_partial(self, place: str) -> None:
+        """Sums the gradients of :attr:`partial` over their axes, once; those of a window alone must be there. ``place`` is for messages."""
+        for name, names in self.partial.items():
+            axis = self.world.axis(name)
+            grads = [local_tensor(grad) for each in names if (grad := self.parameters[each].grad) is not None]
+            if axis.size > 1 and grads:
+                self.world.agreement.carry_out(
+                    functools.partial(_sum_all, grads, axis.group), f"{place}, summing gradients over {name}"
+                )
+
     @functools.cached_property
     def generators(self) -> dict[str, Any]:
         """Name -> random generator that a module keeps as an attribute; looked for once, when the first window begins."""
@@ -220,6 +233,10 @@ class Runtime:
         """Raises UsageError if the module is no longer the one that was sharded; see :class:`ModuleSnapshot`."""
         self._structure.check()
         self.is_checked = True
+
+
+def _sum_all(tensors: list[Tensor], group: Any) -> list[Any]:
+    return [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
 
 
 def _nothing(_params: Mapping[int, Any], _set_to_none: bool) -> None:

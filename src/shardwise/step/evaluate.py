@@ -104,12 +104,13 @@ class _Sums:
 
     def means(self) -> dict[str, float]:
         """Over all ranks; buffers are made equal on the way, and a problem of any rank is raised on all."""
+        counts = self.runtime.world.counts
         agreed = self.runtime.world.agreement.sum(
             {
-                "tokens": self.tokens,
+                "tokens": self.tokens if counts else 0,
                 "unclear": float(bool(self._check.unclear)),
                 "buffers": self.written,
-                **{f"sum of {name}": self.totals[name] for name in sorted(self.totals)},
+                **{f"sum of {name}": self.totals[name] * float(counts) for name in sorted(self.totals)},
             },
             "evaluation, adding up",
         )

@@ -24,7 +24,9 @@ class Exchange:
         self.runtime, self.versions = runtime, versions
         self.buffers = tensors_of(runtime.module, "_buffers")
         whole = [runtime.parameters[name] for name in runtime.replicated]
-        self._whole = ScalarGradients(whole, runtime.engine.apart, runtime.world.size)
+        self._whole = ScalarGradients(
+            whole, runtime.engine.apart, runtime.world.axis("loss").size, counts=runtime.world.counts
+        )
 
     def entries(self) -> dict[str, Tensor]:
         runtime = self.runtime

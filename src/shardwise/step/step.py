@@ -259,13 +259,16 @@ class TrainStep:
 
     def _entries(self, sums: Mapping[str, Tensor], problem: ShardwiseError | None) -> dict[str, Tensor | float]:
         """What the step adds to the window's second exchange."""
+        counts = self._runtime.world.counts
         return {
             "problem": float(problem is not None),
             "told": self._sums.entry(sorted(sums)),
             "unclear": float(bool(self._sums.unclear)),
             # The loop, a scheduler of its own or a resumed state may have changed them on one rank.
             "settings": self._runtime.world.agreement.same(digest_of_settings(self.optim)),
-            **{f"sum of {name}": value for name, value in sums.items()},  # by name: a rank with other metrics is named
+            **{
+                f"sum of {name}": value if counts else torch.zeros(()) for name, value in sums.items()
+            },  # by name: a rank with other metrics is named
         }
 
     def _step(self, clipping: Clipping, norm: float) -> None:

@@ -52,7 +52,7 @@ def agree_on_count(
             "samples": agreement.same(samples),
             "data": agreement.same(digest_of(repr(data))),
             "dataset": agreement.same(0 if loader is None else loader.digest),
-            "tokens": tokens,
+            "tokens": tokens if runtime.world.counts else 0,
             "labels": labels,
             "length": float(len(batches)),
             "length2": float(len(batches) ** 2),

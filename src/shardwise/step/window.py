@@ -144,6 +144,7 @@ class Window:
             yield batch
             self._end_micro_batch()
         self.runtime.engine.complete(self.place)
+        self.runtime.sum_partial(self.place)
         self._is_complete = True
 
     def _micro_batch(self, i: int) -> MicroBatch:

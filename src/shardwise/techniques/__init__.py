@@ -10,7 +10,7 @@ from importlib import import_module
 from shardwise.techniques.options import make_parallel
 from shardwise.techniques.technique import Technique
 
-__all__ = ["TECHNIQUES", "Parallel"]
+__all__ = ["AXES_IN_USE", "TECHNIQUES", "Parallel"]
 
 TECHNIQUES: tuple[Technique, ...] = tuple(
     import_module(f"{__name__}.{name}").TECHNIQUE
@@ -24,3 +24,6 @@ TECHNIQUES: tuple[Technique, ...] = tuple(
 )
 
 Parallel = make_parallel(TECHNIQUES)
+
+AXES_IN_USE = tuple(axis for technique in TECHNIQUES for axis in technique.axes)
+"""Mesh axes of a layout that may have more than one rank."""

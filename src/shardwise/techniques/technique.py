@@ -77,7 +77,9 @@ class Act:
         """The same after it is sharded: around those hooks."""
 
     def begin(self, runtime: Any) -> None:
-        """The module is sharded: adds what runs in windows to its :class:`~shardwise.parallel.runtime.Runtime`."""
+        """The module is sharded: adds what runs in windows to its :class:`~shardwise.parallel.runtime.Runtime`. Parameters of which each rank
+        along an axis has a part of the gradient go into ``runtime.partial``: they are summed at the end of a window, once; a backward
+        outside of windows is the technique's to refuse."""
 
     def explain(self, error: BaseException) -> "ShardwiseError | None":
         """An error of torch's own in our words, where the technique knows what it comes from; else None."""
@@ -90,6 +92,7 @@ class Technique:
     Attributes:
         name: of the folder, of its edits, and of its entry in a recipe.
         options: what a user may choose.
+        axes: mesh axes that it lays something over.
         entry: what belongs to it alone in a recipe, as a record; None: nothing does.
         rule: ``rule(draft, facts, **options)``: what tensors become: dtypes, units, cuts. ``facts`` is what the probe gave; {} without one.
         edit: ``edit(draft, **options)``: changes in the code, when all units and cuts are known.
@@ -108,6 +111,7 @@ class Technique:
 
     name: str
     options: tuple[Option, ...]
+    axes: tuple[str, ...] = ()
     entry: type[Record] | None = None
     rule: Callable[..., None] | None = None
     edit: Callable[..., None] | None = None

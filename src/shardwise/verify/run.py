@@ -14,7 +14,7 @@ from shardwise.launch import launch_local
 from shardwise.layout import layout_of, parse_layout
 from shardwise.parallel import parallelize
 from shardwise.step.loss import call, count_of, next_token_loss
-from shardwise.techniques import Parallel
+from shardwise.techniques import AXES_IN_USE, Parallel
 from shardwise.techniques.fold import Prepared
 from shardwise.verify.compare import Report, compare, counted
 from shardwise.verify.draws import drawing_modules, places_of
@@ -141,7 +141,7 @@ def _num_ranks(layout: str, given: int | None) -> int:
             f"verify(layout={layout!r})", why="-1 and node need a number of ranks", fix="pass num_ranks=2"
         )
     size = math.prod(numbers) if given is None else given
-    layout_of(layout, size, size)  # the ranks it starts are of one node
+    layout_of(layout, size, size, AXES_IN_USE)  # the ranks it starts are of one node
     return size
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -47,34 +47,12 @@ def init(
     backend: str | None = None,
     timeout_s: float | None = None,
     seed: int = 0,
+    axes: Collection[str] = AXES,
 ) -> "World":
-    """Joins this process to its peers and lays them out. Every rank must call it, with the same arguments.
-
-    Who the peers are comes from an existing process group, else the environment of torchrun, else that of a SLURM
-    step, else there is one rank: a real process group of one, so that one process takes the same code path as many.
-    A group of torch's backend ``"fake"`` has no peers: one process sees what a rank of any number of them would hold,
-    and is agreed with as if they gave what it gives.
-
-    Args:
-        layout: degrees of the mesh axes, such as ``"dp_shard=4"`` or ``"dp_replicate=2,dp_shard=-1"``;
-            ``"dp_replicate=-1,dp_shard=node"`` shards within each node and replicates across nodes.
-        device: ``"cpu"``, ``"cuda"`` or a device; None = this rank's accelerator if there is one, else the CPU.
-        backend: torch backend string such as ``"gloo"`` or ``"cuda:nccl,cpu:gloo"``; None = the one that suits the
-            device, with gloo for CPU tensors beside it. ``TORCH_DISTRIBUTED_BACKEND`` overrides None. Of an existing group: the
-            one that it has, or an error.
-        timeout_s: seconds a collective may wait for a peer; None: 600. Of an existing group: the one that it has, or an error.
-        seed: seed of every random stream of the run.
-
-    Raises:
-        LayoutError: the layout does not fit the number of ranks (raised before any process group starts).
-        ConfigError: an environment that contradicts itself, a device that is not there, a backend or timeout other than that of
-            the existing group.
-        RankError: ranks that were started with different layouts, seeds or package versions; nobody to meet at
-            the address.
-    """
+    """:func:`shardwise.init`, on ``axes``: those that something is laid over; a degree above 1 of another is refused."""
     existing = dist.is_initialized()
     env = env_of_group() if existing else read_env()
-    resolved = layout_of(layout, env.world_size, lambda: ranks_per_node(env))
+    resolved = layout_of(layout, env.world_size, lambda: ranks_per_node(env), axes)
     if timeout_s is not None and not 0 < timeout_s < math.inf:
         raise ConfigError(f"timeout_s={timeout_s}", why="it is a number of seconds above 0", fix="use timeout_s=600")
     chosen = choose_device(device, env)
@@ -130,7 +108,8 @@ class World:
         rank, size, local_rank, local_size: this process among all, and on its node.
         is_main: True on rank 0.
         device: where this rank computes.
-        mesh: the one root DeviceMesh, with dims ``dp_replicate`` and ``dp_shard``.
+        mesh: the one root DeviceMesh: ``dp_replicate``, ``dp_shard``, and every other axis of a degree above 1, outer to inner.
+        counts: what this rank reads counts in sums over all ranks; False of those that read the same data, but for the first.
         seed: seed of every random stream of the run.
         agreement: what ranks must agree on, exchanged twice per window.
         stop: whether they were asked to stop, as the first of the two tells.
@@ -175,6 +154,8 @@ class World:
             agree_on(self.agreement, facts, what="the ranks' start-up", fix="start every rank with the same command")
             self.mesh = self._make_mesh()
             self._axes = {name: self._make_axis(name) for name in (*AXES, *DERIVED_AXES)}
+            here = layout.coord(self.rank)
+            self.counts = not any(here.index(axis) for axis in AXES if axis not in DERIVED_AXES["loss"])
         except BaseException:
             self._stop_watch()
             raise
@@ -356,21 +337,22 @@ class World:
         return self._gradients
 
     def _make_mesh(self) -> DeviceMesh:
-        names = ("dp_replicate", "dp_shard")
+        names = tuple(axis for axis in AXES if axis in DERIVED_AXES["dp"] or self.layout.degrees[axis] > 1)
         grid = torch.arange(self.size).view([self.layout.degrees[name] for name in names])
         groups = [self._group(self.layout.ranks_along(name, self.rank)) for name in names]
         return DeviceMesh.from_group(groups, self.device.type, mesh=grid, mesh_dim_names=names)
 
     def sharding_mesh(self) -> DeviceMesh:
         """The ranks that share one model: replicas of groups that shard, or the one group that there is, which needs no sum over replicas."""
-        return self.mesh if self.layout.dp_replicate > 1 else self.mesh["dp_shard"]
+        names = DERIVED_AXES["dp"] if self.layout.dp_replicate > 1 else ("dp_shard",)
+        return self.mesh if self.mesh.mesh_dim_names == names else self.mesh[names]
 
     def resharding_mesh(self, size: int) -> DeviceMesh:
-        """The ranks of :attr:`mesh` in rows of ``size`` neighbours, over which ``reshard_after_forward=size`` cuts parameters between forward
+        """The ranks of :meth:`sharding_mesh` in rows of ``size`` neighbours, over which ``reshard_after_forward=size`` cuts parameters between forward
         and backward. One for all units: torch makes groups for each unit anew, and each group has threads (of NCCL, memory of the
         device). All ranks must call it alike."""
         if size not in self._resharding:
-            grid = self.mesh.mesh.reshape(-1, size)
+            grid = torch.tensor(self.axis("dp").ranks).view(-1, size)
             row, column = (grid == self.rank).nonzero()[0].tolist()
             groups = [self._group(tuple(grid[:, column].tolist())), self._group(tuple(grid[row].tolist()))]
             names = ("rows", "neighbours")

@@ -7,7 +7,7 @@ from torch import nn
 class Words(nn.Module):
     """Tokens in, logits out: two linear layers with a norm between them."""
 
-    def __init__(self, size=17):
+    def __init__(self, size=18):
         super().__init__()
         self.embed = nn.Embedding(size, 8)
         self.a = nn.Linear(8, 12)

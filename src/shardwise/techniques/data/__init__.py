@@ -29,6 +29,7 @@ TECHNIQUE = Technique(
             record=(DDP, "bucket_cap_mb=50"),
         ),
     ),
+    axes=("dp_replicate", "dp_shard"),
     entry=DataEntry,
     rule=rule,
     lines=heading,

@@ -107,10 +107,11 @@ def _root_unit(recipe: Recipe) -> Any:
 
 def _refuse_other_cuts(recipe: Recipe) -> None:
     for name, param in recipe.params.items():
-        if param.cuts != ((Cut(axis="fsdp", dim=0),) if param.shape and 0 not in param.shape else ()):
+        last = param.cuts[-1:]
+        if last != ((Cut(axis="fsdp", dim=0),) if param.shape and 0 not in param.shape else ()):
             raise UnsupportedError(
                 f"cuts {param.cuts} of a tensor of shape {param.shape}",
-                why="fully_shard cuts dim 0 over the fsdp axis, and keeps 0-dim tensors whole; nothing else makes cuts yet",
+                why="fully_shard cuts dim 0 of what other cuts have left over the fsdp axis, and keeps 0-dim tensors whole",
                 fix="use the recipe that make_recipe makes",
                 name=name,
             )

@@ -66,7 +66,9 @@ class LooseBackward:
     def end(self, place: str) -> None:
         if self._had is None:
             return
-        whole = ScalarGradients([self.params[i] for i in self.whole], self.apart, self.world.size)
+        world = self.world
+        params = [self.params[i] for i in self.whole]
+        whole = ScalarGradients(params, self.apart, world.axis("loss").size, counts=world.counts)
         entries = {"used": self.used, **whole.entries()}
         summed = self.world.agreement.sum(entries, f"{place}, after gradients are reduced")
         for param, had, count in zip(self.params, self._had, summed["used"].tolist(), strict=True):

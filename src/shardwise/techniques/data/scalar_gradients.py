@@ -17,18 +17,20 @@ class ScalarGradients:
     Args:
         params: 0-dim parameters, the same on every rank.
         apart: by their numbers.
-        num_ranks: over how many ranks entries are summed.
+        num_ranks: how many ranks count.
+        counts: whether this one does; of ranks with the same data the first.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], apart: PenaltyGradients, num_ranks: int):
-        self._params, self._apart, self._num_ranks = params, apart, num_ranks
+    def __init__(self, params: Sequence[nn.Parameter], apart: PenaltyGradients, num_ranks: int, *, counts: bool):
+        self._params, self._apart, self._num_ranks, self._counts = params, apart, num_ranks, float(counts)
 
     def entries(self) -> dict[str, Tensor]:
         """For the exchange, none without such parameters: ``whole``, this rank's gradients as float64 [n, 2], real and imaginary part; and
         ``apart``, float64 [n, 4]: whether a part was kept, its real and imaginary part, the square of its absolute value."""
         if not self._params:
             return {}
-        return {"whole": torch.stack([_wire(param.grad) for param in self._params]), "apart": self._wire_of_parts()}
+        whole = torch.stack([_wire(param.grad) for param in self._params])
+        return {"whole": self._counts * whole, "apart": self._counts * self._wire_of_parts()}
 
     def set(self, summed: Mapping[str, Tensor], used: Sequence[bool]) -> None:
         """Puts the sums in place of this rank's gradients: None where no rank used a parameter."""

@@ -1,0 +1,28 @@
+"""Which parameters are cut, in the recipe."""
+
+from shardwise.recipe import Cut, Edit
+from shardwise.recipe.records import Record
+
+
+class RowsEntry(Record, frozen=True):
+    """Pairs of a norm and the layer behind it, whose rows are cut."""
+
+    regions: tuple[tuple[str, str], ...] = ()
+
+
+def rule(draft, facts, *, rows):
+    if not rows:
+        return
+    regions = tuple(map(tuple, facts["regions"])) if draft.layout.tp > 1 else ()
+    for _, linear in regions:
+        for name in (f"{linear}.weight", f"{linear}.bias"):
+            if name in draft.anatomy.params:
+                draft.cut(name, Cut(axis="tp", dim=0))
+    draft.entries["rows"] = RowsEntry(regions=regions)
+    draft.note("rows", f"{len(regions)} layers are cut over tp={draft.layout.tp}", option="rows")
+
+
+def edit(draft, *, rows):
+    for norm, linear in draft.entries["rows"].regions if rows else ():
+        why = "its rows are cut over tp"
+        draft.edits.append(Edit(module=linear, technique="rows", action="cut", args={"norm": norm}, why=why))

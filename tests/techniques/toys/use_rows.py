@@ -1,0 +1,43 @@
+"""The whole of it under every engine, against one process; and without the sum at the end of a window."""
+
+import json
+import os
+
+import torch
+from models import Words
+
+import shardwise as sw
+from shardwise.testing import RankPool
+
+
+def batch(i):
+    """Other numbers of tokens in each."""
+    ids = torch.randint(0, 18, (2, 7), generator=torch.Generator().manual_seed(i))
+    labels = torch.where(torch.arange(7) < 3 + i % 4, ids.roll(-1, 1), -100)
+    return {"input_ids": ids, "labels": labels}
+
+
+def compare(pool, layout, ranks, **options):
+    windows = [[batch(10 * step + i) for i in range(2 * ranks + 1)] for step in range(2)]
+    try:
+        report = sw.verify(
+            Words, layout, batches=windows, run=pool.run, max_grad_norm=0.5, optimizer="adamw", **options
+        )
+        return f"equal, {report.engine}, {max(report.bytes_per_rank)} bytes"
+    except sw.VerifyError as error:
+        return f"{error.name}: {error}"
+
+
+if __name__ == "__main__":
+    found = {}
+    with RankPool() as pool:
+        for layout, ranks in (("tp=2", 1), ("dp_replicate=2,tp=2", 2), ("dp_shard=2,tp=2", 2)):
+            found[layout] = compare(pool, layout, ranks, rows=True)
+            found[f"{layout} without rows"] = compare(pool, layout, ranks)
+        again = sw.Remat(targets=("b",))
+        found["a cut layer that runs again"] = compare(pool, "dp_shard=2,tp=2", 2, rows=True, remat=again)
+    os.environ["TOY_SUMS_NOTHING"] = "1"
+    with RankPool() as pool:
+        found["nothing summed"] = compare(pool, "dp_shard=2,tp=2", 2, rows=True)
+    with open("rows.json", "w") as file:
+        json.dump(found, file)
