@@ -14,6 +14,7 @@ Places in a record that moved are given by ``MOVED``; what differs for a reason 
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -39,13 +40,17 @@ SCENES = {
 
 
 def _recipe_of_today(fact: Any) -> Any:
-    """A recipe in which what belongs to one technique was a field."""
-    if not isinstance(fact, dict) or "recipe" not in fact:
+    """Recipes in a fact in which what belongs to one technique was a field."""
+    if isinstance(fact, list):
+        return [_recipe_of_today(each) for each in fact]
+    if not isinstance(fact, dict):
         return fact
-    told, techniques = dict(fact["recipe"]), {}  # type: ignore[var-annotated]
+    if "buffer_policy" not in fact:
+        return {key: _recipe_of_today(value) for key, value in fact.items()}
+    told, techniques = dict(fact), {}  # type: ignore[var-annotated]
     for field, (technique, key) in _FIELDS.items():
         techniques.setdefault(technique, {})[key] = told.pop(field)
-    return fact | {"recipe": told | {"techniques": techniques, "version": 2}}
+    return told | {"techniques": techniques, "version": 2}
 
 
 _FIELDS = {
@@ -58,7 +63,7 @@ _FIELDS = {
     "sync_every_microbatch": ("data", "sync_every_microbatch"),
     "ddp": ("data", "ddp"),
 }
-MOVED: dict[str, Callable[[Any], Any]] = {"recipes": _recipe_of_today}
+MOVED: dict[str, Callable[[Any], Any]] = {"recipes": _recipe_of_today, "files": _recipe_of_today}
 """Scene -> what brings a fact of the older commit into today's shape."""
 
 _FIRST = "transforms stands first among the keys of parallel, as transforms run first: the same lines in another order"
@@ -75,6 +80,7 @@ EXPLAINED: dict[str, str] = {
             "train examples/gru.yaml --print-config",
         )
     },
+    "files / *manifest.json / files / training/recipe.json / size": "the same recipe, of version 2",
     "public / signatures / shardwise.Parallel": _ROWS,
     "public / signatures / shardwise.Recipe": _ROWS,
     "public / signatures / shardwise.parallelize": "annotations of options are text, and the order is that of the rows",
@@ -84,7 +90,7 @@ EXPLAINED: dict[str, str] = {
     "public / messages / errors / ConfigError | {option.key}={value} | that is not a": "the same",
     "public / messages / errors / PlanError | a recipe with techniques[": "what a recipe says of a technique is checked",
 }
-"""Beginning of a difference's name -> why it is meant (a line of CHANGELOG.md)."""
+"""Beginning of a difference's name, with ``*`` for anything -> why it is meant (a line of CHANGELOG.md)."""
 
 Record = dict[str, Any]
 
@@ -105,6 +111,11 @@ def differences(before: Any, after: Any, name: str = "") -> Iterator[tuple[str, 
             yield from differences(*pair, f"{name} [{i}]")
     elif before != after:
         yield name, f"{_short(before)} became {_short(after)}"
+
+
+def _begins(name: str, start: str) -> bool:
+    """Whether ``name`` begins with ``start``, in which ``*`` stands for anything."""
+    return re.match(".*".join(map(re.escape, start.split("*"))), name) is not None
 
 
 def _short(value: Any) -> str:
@@ -147,7 +158,7 @@ def compare(scene: str, before: Record, after: Record) -> list[str]:
     found = [*differences({key: moved(fact) for key, fact in before.items()} if moved else before, after)]
     unexplained = []
     for name, words in found:
-        reason = next((why for start, why in EXPLAINED.items() if f"{scene} / {name}".startswith(start)), None)
+        reason = next((why for start, why in EXPLAINED.items() if _begins(f"{scene} / {name}", start)), None)
         if reason is None:
             unexplained.append(name)
             if len(unexplained) <= 40:

@@ -355,6 +355,6 @@ def test_close_leaves_no_process_and_no_file_descriptor():
     before = sorted(os.listdir("/proc/self/fd"))
     with RankPool(preload=("torch",)) as pool:
         assert pool.run(add, 2, 1) == [1, 1]
-        pids = [*pool.pids, pool._zygote.pid]
+        pids = [*pool.pids, pool._helper.pid]
     assert gone_within(pids, 5) == []
     assert sorted(os.listdir("/proc/self/fd")) == before

@@ -2,14 +2,15 @@
 
 Run as ``python -m shardwise.launch --serve CONNECTION PARENT``: a file descriptor and a process id. What goes over CONNECTION:
 
-======================================  ================================================================================
-a :class:`Preload`, first               ``("ready", output)`` or ``("unfit", output)``: whether this process may be forked
-an environment, and 4 file descriptors  ``("started", process id)`` or ``("failed", why)``
-(nothing)                               ``("ended", process id, exit code)``, whenever a rank has
-======================================  ================================================================================
+=====================================  =========================================================================================
+a :class:`Preload`, first              ``("ready", output, "")`` or ``("unfit", output, why)``: whether this process may be forked
+an environment, number of descriptors  ``("started", process id)`` or ``("failed", why)``; the descriptors follow what is sent
+a process id, of a rank that has ended  ``("ended", process id, exit code)``: the id is free from then on
+(nothing)                              ``("ended", process id, exit code)``, whenever a rank has, if the preload asks for it
+=====================================  =========================================================================================
 
-multiprocessing has a server like it; this one's children are ranks as :mod:`shardwise.launch.child` serves them, with streams,
-a group and an end of their own. That of the test pool, :mod:`shardwise.testing.zygote`, makes ranks that are used again.
+multiprocessing has a server like it; this one's children are ranks with streams, a group and an end of their own: those of a run, as
+:mod:`shardwise.launch.child` serves them, and the warm ones of a test pool, :mod:`shardwise.testing.worker`.
 """
 
 import contextlib
@@ -21,11 +22,12 @@ import os
 import signal
 import socket
 import sys
+import threading
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
-from shardwise.launch import child
 from shardwise.launch.notice import kept_back
 from shardwise.launch.process import die_with_parent, kill_group
 
@@ -42,10 +44,14 @@ class Preload:
     Args:
         modules: to be imported.
         path: ``sys.path`` of the parent, where the ranks would find them.
+        runs: what a rank runs, as ``pkg.mod:fn``; it is given a list of words: numbers of its descriptors, and this process's id.
+        tells_ends: the end of a rank is told when it comes (on Linux alone), not when it is asked for.
     """
 
     modules: tuple[str, ...]
     path: tuple[str, ...]
+    runs: str = "shardwise.launch.child:main"
+    tells_ends: bool = True
 
 
 def main(argv: list[str]) -> int:
@@ -57,28 +63,32 @@ def main(argv: list[str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_RANKS)
     given, rank_argv = dict(os.environ), None
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        _prepare(connection)
-        rank_argv = _serve(connection, given)
+        preload = connection.recv()
+        _prepare(connection, preload)
+        rank_argv = _serve(connection, given, tells_ends=preload.tells_ends)
     if rank_argv is None:
         os._exit(0)  # nothing here is worth the time that torch takes to leave
     sys.argv[1:] = rank_argv
-    return child.main(rank_argv)
+    module, _, name = preload.runs.partition(":")
+    return getattr(sys.modules[module], name)(rank_argv)
 
 
-def _prepare(connection: Connection) -> None:
+def _prepare(connection: Connection, preload: Preload) -> None:
     """Imports the modules, and says whether a fork would have all that they have started, and what they have printed."""
-    preload = connection.recv()
     captured = [os.memfd_create("output") for _ in range(2)]
     for place, descriptor in enumerate(captured, start=1):
         os.dup2(descriptor, place)
     sys.path[:] = preload.path
+    why = ""
     try:
-        for name in preload.modules:
+        for name in (*preload.modules, preload.runs.partition(":")[0]):
             importlib.import_module(name)
-        os.close(os.pidfd_open(os.getpid()))  # Linux before 5.3 has none
-        fit = len(os.listdir("/proc/self/task")) == 1
+        if preload.tells_ends:
+            os.close(os.pidfd_open(os.getpid()))  # Linux before 5.3 has none
+        if (count := _num_threads()) > 1:
+            why = f"{count} threads run after the imports, and a fork would have one of them"
     except Exception:  # a rank that imports them for itself says what is wrong
-        fit = False
+        why = traceback.format_exc()
     gc.collect()
     gc.freeze()  # the collector would touch, and so copy, every page that the ranks share
     _flush()
@@ -87,7 +97,14 @@ def _prepare(connection: Connection) -> None:
         with open(descriptor, "rb") as file:
             file.seek(0)
             output.append(file.read().decode("utf-8", "replace"))
-    connection.send(("ready" if fit else "unfit", output))
+    connection.send(("unfit" if why else "ready", output, why))
+
+
+def _num_threads() -> int:
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:  # not Linux
+        return threading.active_count()
 
 
 def _flush() -> None:
@@ -97,9 +114,8 @@ def _flush() -> None:
     ctypes.CDLL(None).fflush(None)
 
 
-def _serve(connection: Connection, given: Mapping[str, str]) -> list[str]:
-    """Forks a rank whenever one is asked for, until the connection ends. Returns in each rank, with its words for
-    :func:`shardwise.launch.child.main`."""
+def _serve(connection: Connection, given: Mapping[str, str], *, tells_ends: bool) -> list[str]:
+    """Forks a rank whenever one is asked for, until the connection ends. Returns in each rank, with its words."""
     alive: dict[int, int] = {}  # of each rank that runs, a descriptor that can be waited for -> its process id
     while True:
         for ready in wait([connection, *alive]):
@@ -108,29 +124,36 @@ def _serve(connection: Connection, given: Mapping[str, str]) -> list[str]:
                 os.close(ready)
                 connection.send(("ended", pid, _exit_code(pid)))
                 continue
-            rank_argv = _fork(connection, given, alive)
+            asked = connection.recv()
+            if isinstance(asked, int):
+                connection.send(("ended", asked, os.waitstatus_to_exitcode(os.waitpid(asked, 0)[1])))
+                continue
+            env, count = asked
+            rank_argv = _fork(connection, env, count, given, alive if tells_ends else None)
             if rank_argv is not None:
                 return rank_argv
 
 
-def _fork(connection: Connection, given: Mapping[str, str], alive: dict[int, int]) -> list[str] | None:
-    """The next rank: its words; None in the server, where the rank is in ``alive`` from then on."""
-    env = connection.recv()
-    descriptors = _receive_descriptors(connection, 4)
+def _fork(
+    connection: Connection, env: Mapping[str, str], count: int, given: Mapping[str, str], alive: dict[int, int] | None
+) -> list[str] | None:
+    """The next rank: its words; None in the server, where the rank is in ``alive`` from then on, if its end is to be told."""
+    descriptors = _receive_descriptors(connection, count)
     server, pid = os.getpid(), None
     try:
-        if len(descriptors) < 4:  # the system leaves out those for which there is no room
+        if len(descriptors) < count:  # the system leaves out those for which there is no room
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         pid = os.fork()
-        if pid:
+        if pid and alive is not None:
             alive[_watched(pid)] = pid
         answer = "started", pid
     except OSError as error:
         answer = "failed", str(error.strerror)
     if pid == 0:
-        control, events, *outputs = descriptors
-        _become_a_rank(connection, outputs, {name: value for name, value in env.items() if given.get(name) != value})
-        return [str(control), str(events), str(server)]
+        *own, stdout, stderr = descriptors
+        env = {name: value for name, value in env.items() if given.get(name) != value}
+        _become_a_rank(connection, [stdout, stderr], env)
+        return [*map(str, own), str(server)]
     for descriptor in descriptors:
         os.close(descriptor)
     connection.send(answer)

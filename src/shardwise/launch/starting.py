@@ -65,14 +65,16 @@ class ForkServer:
     Args:
         modules: what is imported.
         env: what the ranks' environments have in common, as some of it is read at import.
+        options: ``runs`` and ``tells_ends`` of :class:`~shardwise.launch.forkserver.Preload`.
 
     Attributes:
         output: what the imports wrote to stdout and to stderr.
+        why: it cannot be forked; "" while that is not known.
     """
 
-    def __init__(self, modules: Sequence[str], env: Mapping[str, str]):
-        self.output = ["", ""]
-        self._preload = Preload(modules=tuple(modules), path=tuple(sys.path))
+    def __init__(self, modules: Sequence[str], env: Mapping[str, str], **options: Any):
+        self.output, self.why = ["", ""], ""
+        self._preload = Preload(modules=tuple(modules), path=tuple(sys.path), **options)
         self._env = env
         self._codes: dict[int, int] = {}
         self._orphans: set[int] = set()
@@ -100,8 +102,9 @@ class ForkServer:
         try:
             if not self._has_message(wait_s):
                 return None
-            word, self.output = self._connection.recv()
+            word, self.output, self.why = self._connection.recv()
         except (EOFError, ConnectionResetError):
+            self.why = f"the process that imports torch ended with status {self._process.poll()}"
             return False
         return word == "ready"
 
@@ -109,27 +112,48 @@ class ForkServer:
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             readers: list[IO[bytes]] = []
             writers: list[int] = []
-            answer: Any
             try:
                 for _ in range(2):
                     reader, writer = os.pipe()
                     theirs.callback(os.close, writer)
                     readers.append(ours.enter_context(os.fdopen(reader, "rb", 0)))
                     writers.append(writer)
-                self._connection.send(dict(env))
-                send_descriptors(self._connection, [control, events, *writers])
-                word, answer = self._answer()
-            except (EOFError, OSError) as error:
-                word, answer = "failed", f"speaking to the process that is forked: {type(error).__name__}: {error}"
-            if word != "started":
+                pid = self.fork(env, [control, events, *writers])
+            except OSError as error:
                 raise RankError(
                     f"rank {rank} did not start",
-                    why=answer,
+                    why=str(error),
                     fix="look whether memory, processes or open files are limited (`ulimit -a`), or start fewer ranks",
                     ranks=(rank,),
-                )
+                ) from None
             ours.pop_all()
-            return _Forked(self, answer, *readers)
+            return _Forked(self, pid, *readers)
+
+    def fork(self, env: Mapping[str, str], descriptors: Sequence[int]) -> int:
+        """Forks a rank with that environment and copies of ``descriptors``, of which the last two are its stdout and stderr: its process id.
+
+        Raises:
+            OSError: there was no room, or no server.
+        """
+        answer: Any
+        try:
+            self._connection.send((dict(env), len(descriptors)))
+            send_descriptors(self._connection, descriptors)
+            word, answer = self._answer()
+        except (EOFError, OSError) as error:
+            word, answer = "failed", f"speaking to the process that is forked: {type(error).__name__}: {error}"
+        if word != "started":
+            raise OSError(answer)
+        return answer
+
+    def reap(self, pid: int) -> int:
+        """Waits for a rank that has ended or was killed, whose end is not told: its exit code, below 0 a signal."""
+        self._connection.send(pid)
+        return self._connection.recv()[2]
+
+    def is_alive(self) -> bool:
+        """Whether it can still be forked."""
+        return self._process.poll() is None
 
     def code_of(self, pid: int) -> int | None:
         """The exit code of a rank, None while it runs. Without their server ranks do not live: the system kills them."""

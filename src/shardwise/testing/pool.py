@@ -3,7 +3,7 @@
     with RankPool() as pool:
         results = pool.run(function, 2, argument, timeout_s=30)     # one result per rank
 
-How it works: one helper process imports torch and forks ranks on demand (:mod:`shardwise.testing.zygote`). A run sends
+How it works: one helper process imports torch and forks ranks on demand (:mod:`shardwise.launch.forkserver`). A run sends
 the same call to the first ``world_size`` ranks, each with the environment torchrun would give it, and collects one
 answer from each. Afterwards every rank cleans itself; a rank that died, that hangs, or that does not come back after a
 peer failed is killed and a fresh one takes its place, so nothing is inherited by the next run.
@@ -22,7 +22,7 @@ from shardwise.errors import RankError, UsageError
 from shardwise.launch.failure import Failure, rank_error, root_cause
 from shardwise.launch.process import held_port
 from shardwise.testing.calls import Call, call_of
-from shardwise.testing.processes import Worker, Zygote
+from shardwise.testing.processes import Helper, Worker
 
 __all__ = ["RankPool"]
 
@@ -45,7 +45,7 @@ class RankPool:
         env: Mapping[str, str] | None = None,
     ):
         self._preload, self._env = tuple(preload), dict(env or {})
-        self._zygote: Zygote | None = None
+        self._helper: Helper | None = None
         # By rank. A process keeps its rank: torch caches the groups that it was in by the shape of the mesh alone.
         self._workers: dict[int, Worker] = {}
         self._lock = threading.RLock()
@@ -108,18 +108,18 @@ class RankPool:
         """Ends every rank and the helper process. The pool may be used again; it then starts anew."""
         with self._lock:
             self._discard(list(self._workers.values()))
-            if self._zygote is not None:
-                self._zygote.close()
-            self._zygote = None
+            if self._helper is not None:
+                self._helper.close()
+            self._helper = None
 
     def _ready(self, world_size: int) -> list[Worker]:
         ranks = range(world_size)
         used = [worker for rank, worker in self._workers.items() if rank in ranks]
         self._discard([worker for worker in used if not worker.is_clean()])
-        if self._zygote is None or not self._zygote.is_alive():
+        if self._helper is None or not self._helper.is_alive():
             self.close()
-            self._zygote = Zygote(self._preload, self._env)
-        fresh = {rank: Worker(self._zygote) for rank in ranks if rank not in self._workers}
+            self._helper = Helper(self._preload, self._env)
+        fresh = {rank: Worker(self._helper) for rank in ranks if rank not in self._workers}
         self._workers |= fresh
         for worker in fresh.values():
             if not worker.is_clean():

@@ -3,19 +3,20 @@
 import contextlib
 import fcntl
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from multiprocessing import Pipe, reduction
+from multiprocessing import Pipe
 
 from shardwise.errors import RankError
 from shardwise.launch.failure import Failure, describe_exit
 from shardwise.launch.process import kill_group
+from shardwise.launch.starting import ForkServer
 from shardwise.testing.worker import DUMP_SIGNAL
+from shardwise.testing.worker import main as serve_pool
 
-__all__ = ["Worker", "Zygote"]
+__all__ = ["Helper", "Worker"]
 
 _START_S = 180.0
 _CLEAN_S = 10.0
@@ -30,65 +31,48 @@ _ENV = {
 }
 
 
-class Zygote:
-    """The helper process, started by the constructor; :meth:`fork` waits until its imports are done."""
+class Helper:
+    """The process that imports torch and is forked for each warm rank, started by the constructor."""
 
     def __init__(self, preload: Sequence[str], env: Mapping[str, str]):
-        self._connection, theirs = Pipe()
         defaults = {name: os.environ.get(name, value) for name, value in _ENV.items()}
         path = os.pathsep.join(entry for entry in sys.path if entry)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "shardwise.testing.zygote", str(theirs.fileno()), *preload],
-            env={**os.environ, "PYTHONPATH": path, **defaults, **env},
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        theirs.close()
+        environment = {**os.environ, "PYTHONPATH": path, **defaults, **env}
+        runs = f"{serve_pool.__module__}:{serve_pool.__qualname__}"
+        self._server = ForkServer(preload, environment, runs=runs, tells_ends=False)
+        self._server.__enter__()
         self._ready = False
 
     @property
     def pid(self) -> int:
         """Process id of the helper."""
-        return self._process.pid
+        return self._server.pid
 
     def is_alive(self) -> bool:
         """Whether the helper can still fork ranks."""
-        return self._process.poll() is None
+        return self._server.is_alive()
 
     def fork(self, connection: int, output: int) -> int:
-        """Forks a rank that owns copies of the two file descriptors; returns its process id."""
+        """Forks a rank that owns copies of the two file descriptors; returns its process id. Waits until the imports are done."""
         self._wait_ready()
-        self._connection.send("fork")
-        for descriptor in (connection, output):
-            reduction.send_handle(self._connection, descriptor, self.pid)
-        return self._connection.recv()
+        return self._server.fork({}, [connection, output, output])
 
     def reap(self, pid: int) -> int:
         """Waits for a rank that has ended or was killed; returns its exit code (negative: the signal)."""
-        self._connection.send(("reap", pid))
-        return self._connection.recv()
+        return self._server.reap(pid)
 
     def close(self) -> None:
-        """Ends the helper and whatever it forked."""
-        self._connection.close()
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            kill_group(self.pid)
-            self._process.wait()
+        """Ends the helper, and with it whatever it forked."""
+        self._server.__exit__(None, None, None)
 
     def _wait_ready(self) -> None:
         if self._ready:
             return
-        state, text = "failed", f"no answer within {_START_S:.0f} s"
-        with contextlib.suppress(EOFError):
-            if self._connection.poll(_START_S):
-                state, text = self._connection.recv()
-        if state != "ready":
+        is_ready = self._server.is_ready(_START_S)
+        if not is_ready:
             raise RankError(
                 "the test ranks did not start",
-                why=text,
+                why=self._server.why or f"no answer within {_START_S:.0f} s",
                 fix="import the module named above in a plain interpreter; RankPool(preload=...) lists what is loaded",
             )
         self._ready = True
@@ -97,14 +81,14 @@ class Zygote:
 class Worker:
     """One warm rank; the constructor forks it."""
 
-    def __init__(self, zygote: Zygote):
-        self._zygote = zygote
+    def __init__(self, helper: Helper):
+        self._helper = helper
         self.connection, theirs = Pipe()
         self._output = tempfile.TemporaryFile(mode="a+b", buffering=0)  # noqa: SIM115 - closed by kill()
         # The mode does not reach the descriptor: without O_APPEND a rank writes on behind a truncated end, and a
         # reader sees a block of zeros.
         fcntl.fcntl(self._output, fcntl.F_SETFL, fcntl.fcntl(self._output, fcntl.F_GETFL) | os.O_APPEND)
-        self.pid = zygote.fork(theirs.fileno(), self._output.fileno())
+        self.pid = helper.fork(theirs.fileno(), self._output.fileno())
         theirs.close()
         self._awaits_ready = True
         self._is_dead = False
@@ -177,5 +161,5 @@ class Worker:
         code: int | None = None
         kill_group(self.pid)
         with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError, OSError):
-            code = self._zygote.reap(self.pid)
+            code = self._helper.reap(self.pid)
         self._code = code if code is not None else -9

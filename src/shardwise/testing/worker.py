@@ -13,6 +13,7 @@ import random
 import signal
 import sys
 import threading
+import traceback
 import warnings
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -23,7 +24,7 @@ from shardwise.launch.failure import Failure, failure_of
 from shardwise.launch.process import die_with_parent
 from shardwise.testing.calls import Call, resolve
 
-__all__ = ["DUMP_SIGNAL", "serve"]
+__all__ = ["DUMP_SIGNAL", "main"]
 
 DUMP_SIGNAL = signal.SIGUSR2
 """The parent sends this to a rank that hangs; it writes the stack of every thread to its output."""
@@ -33,17 +34,27 @@ _MOST_THREADS = 64
 """A group that something still holds keeps two threads, each of which wakes a hundred times a second."""
 
 
-def serve(connection: Connection, output: int, parent: int) -> None:
-    """The life of a warm rank; returns when the parent closed the connection, or when calls left too many threads behind.
+def main(argv: list[str]) -> int:
+    """The life of a warm rank, forked by :mod:`shardwise.launch.forkserver`; ends the process.
 
     Args:
-        connection: to the pool.
-        output: file descriptor that becomes stdout and stderr.
-        parent: process id that must be alive for this one to live.
+        argv: the file descriptor of the connection to the pool, and the process id that must be alive for this one to live.
     """
-    os.setsid()
-    die_with_parent(parent)
-    _redirect(output)
+    code = 1
+    try:
+        die_with_parent(int(argv[1]))
+        _serve(Connection(int(argv[0])))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)  # no exit handlers of what was forked
+
+
+def _serve(connection: Connection) -> None:
+    """Returns when the pool closed the connection, or when calls left too many threads behind."""
+    # Line by line, so that what a rank wrote before it was killed is there.
+    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
     state, lock = _State(), threading.Lock()
@@ -75,18 +86,6 @@ def _num_threads() -> int:
         return len(os.listdir("/proc/self/task"))
     except OSError:  # not Linux
         return threading.active_count()
-
-
-def _redirect(output: int) -> None:
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.close(null)
-    os.close(output)
-    # Line by line, so that what a rank wrote before it was killed is there.
-    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
 
 
 def _answer(call: Call) -> tuple[str, bytes | Failure]:
