@@ -124,7 +124,7 @@ def test_the_checker_sees_a_fault(tmp_path, file, text, fault):
         ("launch/a.py", "def f():\n    import torch\n"),
         ("config/a.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from shardwise.step import x\n"),
         ("world/a.py", "import torch\nprint(torch.__version__)\nself._x = torch.nn.Module\n"),
-        ("_compat.py", "from torch.distributed import _x\nfrom shardwise.errors import UsageError\n"),
+        ("_torch/a.py", "from torch.distributed import _x\nfrom shardwise.errors import UsageError\n"),
         ("__init__.py", "from shardwise.cli import main\n"),
     ],
 )

@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parent.parent
 # Lowest first; rooms that shared a row could not import each other.
 ORDER: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("_compat",),
     ("_torch",),
     ("config",),
     ("layout",),
@@ -61,7 +60,7 @@ def faults(package: Path) -> list[str]:
         if room not in level and room not in FACES:
             found.append(f"{place}: room '{room}' has no place in the order of tools/house.py")
             continue
-        found += [f"{place}:{line}: {text}" for line, text in _private_torch(tree) if room not in ("_compat", "_torch")]
+        found += [f"{place}:{line}: {text}" for line, text in _private_torch(tree) if room != "_torch"]
         if room in FACES:
             continue
         found += [f"{place}:{line}: {text}" for line, text in _upward(tree, module, level)]
@@ -129,19 +128,19 @@ def _private_torch(tree: ast.Module) -> Iterator[tuple[int, str]]:
                     if _is_private(alias.name):
                         yield (
                             node.lineno,
-                            f"imports {alias.name}: private names of torch belong in _torch/ or _compat.py",
+                            f"imports {alias.name}: private names of torch belong in _torch/",
                         )
         elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").partition(".")[0] == "torch":
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 bound[alias.asname or alias.name] = full
                 if _is_private(full):
-                    yield node.lineno, f"imports {full}: private names of torch belong in _torch/ or _compat.py"
+                    yield node.lineno, f"imports {full}: private names of torch belong in _torch/"
     for node in nodes:
         if isinstance(node, ast.Attribute) and _is_private(node.attr):
             root = _root_name(node)
             if root in bound:
-                yield node.lineno, f"uses {ast.unparse(node)}: private names of torch belong in _torch/ or _compat.py"
+                yield node.lineno, f"uses {ast.unparse(node)}: private names of torch belong in _torch/"
 
 
 def _is_private(dotted: str) -> bool:

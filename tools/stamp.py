@@ -35,9 +35,7 @@ def _src(*names: str) -> tuple[str, ...]:
     return tuple(f"src/shardwise/{name}" for name in names)
 
 
-TRAINED = _src(
-    "_compat.py", "_torch", "data", "layout.py", "model", "parallel", "recipe", "run", "step", "techniques", "world"
-)
+TRAINED = _src("_torch", "data", "layout.py", "model", "parallel", "recipe", "run", "step", "techniques", "world")
 KNOBS = ("tests/parallel/knobs.py", "tests/parallel/recompute.py", "tests/zoo.py")
 PAGES = {
     page.path: page

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zoo import CASES
 
 from shardwise import DDP, Compile, Precision, Prefetch, Remat, Sharding
-from shardwise._compat import unit_groups
+from shardwise._torch.fully_shard import unit_groups
 from shardwise.parallel import parallelize, runtime_of
 from shardwise.recipe import Edit
 from shardwise.step.step import TrainStep

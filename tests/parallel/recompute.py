@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from shardwise import Sharding
-from shardwise._compat import TorchDispatchMode, local_tensor
+from shardwise._torch.autograd import TorchDispatchMode
+from shardwise._torch.dtensor import local_tensor
 from shardwise.data.batch import MicroBatch
 from shardwise.parallel import parallelize, recipe_of, runtime_of
 from shardwise.step.window import window

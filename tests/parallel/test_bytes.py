@@ -5,7 +5,7 @@ from zoo import CASES
 
 import shardwise as sw
 from shardwise import Sharding
-from shardwise._compat import local_tensor
+from shardwise._torch.dtensor import local_tensor
 from shardwise.layout import layout_of
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import Sharding
-from shardwise._compat import TorchDispatchMode
+from shardwise._torch.autograd import TorchDispatchMode
 from shardwise.errors import ShardwiseError, UsageError
 from shardwise.parallel import parallelize, recipe_of, runtime_of
 from shardwise.step.window import window
@@ -261,7 +261,7 @@ def test_t_fully_shard_rules(ranks):
 
 def t_reshard_int(value):
     """An int stays an int all the way to fully_shard, and the root's False stays False."""
-    from shardwise._compat import unit_groups
+    from shardwise._torch.fully_shard import unit_groups
 
     with init("dp_shard=4", device="cpu", timeout_s=20) as world:
         model = parallelize(build(), world, sharding=Sharding(min_unit_bytes=0, reshard_after_forward=value))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from shardwise import Sharding
-from shardwise._compat import local_tensor
+from shardwise._torch.dtensor import local_tensor
 from shardwise.parallel import parallelize, recipe_of, runtime_of
 from shardwise.recipe import extents
 from shardwise.step.clip import clip_grad_norm_

@@ -1,13 +1,18 @@
-"""DTensors over memory that is there."""
+"""DTensors: the piece of a rank, Python numbers read from one, DTensors over memory that is there."""
 
+import functools
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["cut_like", "forget_meshes"]
+__all__ = ["cut_like", "forget_meshes", "local_tensor", "on_scalar_read"]
 
 
 def cut_like(local: Tensor, other: DTensor) -> DTensor:
@@ -30,3 +35,55 @@ def forget_meshes() -> None:
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
     with suppress(AttributeError):
         torch._C._clear_DTensor_sharding_propagator_cache()
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's piece of a DTensor, without the autograd work of ``to_local``; any other tensor as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+_on_scalar_read = WeakIdKeyDictionary()  # root of a mesh -> what is called
+
+
+def on_scalar_read(mesh: DeviceMesh, call: Callable[[DTensor], None]) -> None:
+    """Before a Python number is taken from a DTensor over ``mesh``, or a part of that mesh, calls ``call`` with the DTensor:
+    ``item()``, ``float()``, ``bool()``, a scalar argument of an operator, which torch takes from this rank's piece; a format,
+    ``tolist()``, ``numpy()``, of which its errors do not say what to do. DTensors over other meshes are read as before."""
+    handlers, read = DTensor._op_dispatcher._custom_op_handlers, torch.ops.aten._local_scalar_dense.default
+    if not _on_scalar_read:
+        handlers[read] = _scalar_reader(handlers.get(read))
+        for name in ("__format__", "tolist", "numpy"):
+            _call_before(name)
+    _on_scalar_read[mesh._get_root_mesh()] = call
+
+
+def _scalar_reader(before: Callable[..., Any] | None) -> Callable[..., Any]:
+    if getattr(before, "is_ours", False):
+        return before  # type: ignore[return-value]
+
+    def read(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor = args[0]
+        call = _on_scalar_read.get(tensor.device_mesh._get_root_mesh())
+        if call is not None:
+            call(tensor)
+        if before is not None:
+            return before(op, args, kwargs)
+        return op(tensor._local_tensor) if tensor.device_mesh.get_coordinate() is not None else None
+
+    read.is_ours = True  # type: ignore[attr-defined]
+    return read
+
+
+def _call_before(name: str) -> None:
+    method = getattr(DTensor, name)
+
+    @functools.wraps(method)
+    def read(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
+        call = _on_scalar_read.get(tensor.device_mesh._get_root_mesh())
+        if call is not None and args != ("",):  # f"{x}" is printing
+            call(tensor)
+        return method(tensor, *args, **kwargs)
+
+    read.is_ours = True  # type: ignore[attr-defined]
+    if not getattr(method, "is_ours", False):
+        setattr(DTensor, name, read)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shardwise._compat import tree_flatten, tree_unflatten
+from shardwise._torch.pytrees import tree_flatten, tree_unflatten
 
 __all__ = ["leaves_of", "map_leaves", "tensors_within"]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise._compat import local_tensor, share_hooks
-from shardwise._torch.dtensor import cut_like
+from shardwise._torch.autograd import share_hooks
+from shardwise._torch.dtensor import cut_like, local_tensor
 from shardwise.model import canonical_modules, canonical_tensors
 
 __all__ = [

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardwise._compat import DDPModule
+from shardwise._torch.modules import DDPModule
 from shardwise.config.record import Options
 from shardwise.errors import PlanError, UsageError
 from shardwise.model import read_anatomy

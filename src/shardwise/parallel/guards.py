@@ -5,7 +5,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise._compat import num_hooks, on_scalar_read
+from shardwise._torch.autograd import num_hooks
+from shardwise._torch.dtensor import on_scalar_read
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.model import canonical_modules
 from shardwise.model.tensors import tensors_of

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise._compat import foreach_norms, local_tensor
+from shardwise._torch.dtensor import local_tensor
+from shardwise._torch.operators import foreach_norms
 from shardwise.errors import ShardwiseError, UsageError
 from shardwise.layout import Coord
 from shardwise.model import canonical_modules

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise._compat import gathered_parameters, num_hooks
+from shardwise._torch.autograd import num_hooks
+from shardwise._torch.fully_shard import gathered_parameters
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.model import canonical_modules, canonical_tensors
 

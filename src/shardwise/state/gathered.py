@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from shardwise._compat import gathered_parameters
+from shardwise._torch.fully_shard import gathered_parameters
 from shardwise.errors import UsageError
 from shardwise.parallel import Runtime, runtime_of
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import StateDictType as TorchStateDictType
 from torch.distributed.tensor import DTensor
 
-from shardwise._compat import local_tensor
+from shardwise._torch.dtensor import local_tensor
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.state.extra import extra_names, extra_states, set_extra_states

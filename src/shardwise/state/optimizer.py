@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise._compat import local_tensor
+from shardwise._torch.dtensor import local_tensor
 from shardwise.errors import CheckpointError, UnsupportedError, UsageError
 from shardwise.model.tensors import like_parameter
 from shardwise.parallel import Runtime, in_large_pages, runtime_of

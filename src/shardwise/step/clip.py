@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from shardwise._compat import foreach_scale
+from shardwise._torch.operators import foreach_scale
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.step_checks import refuse_in_window, refuse_unreduced

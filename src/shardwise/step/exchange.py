@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._compat import BatchNormBase
+from shardwise._torch.modules import BatchNormBase
 from shardwise.errors import RankError
 from shardwise.model.tensors import tensors_of
 from shardwise.parallel import Runtime

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from shardwise._compat import local_tensor
+from shardwise._torch.dtensor import local_tensor
 from shardwise.errors import UnsupportedError
 from shardwise.model.tensors import like_parameter
 from shardwise.parallel.stale import refuse_stale

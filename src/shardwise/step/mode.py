@@ -4,7 +4,7 @@ import warnings
 
 from torch import nn
 
-from shardwise._compat import BatchNormBase
+from shardwise._torch.modules import BatchNormBase
 from shardwise.model import canonical_modules
 
 __all__ = ["EvalMode", "acts_by_mode"]

@@ -4,7 +4,7 @@ replicas right only where every rank writes the same."""
 import torch
 from torch import Tensor
 
-from shardwise._compat import gathered_parameters
+from shardwise._torch.fully_shard import gathered_parameters
 from shardwise.errors import UnsupportedError
 from shardwise.parallel import Runtime
 from shardwise.world.agreement import digest_of

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise._compat import foreach_scale, is_unscaled, tell_scaler
+from shardwise._torch.operators import foreach_scale
+from shardwise._torch.scaler import is_unscaled, tell_scaler
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.step_checks import refuse_in_window, refuse_unreduced

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shardwise._compat import cast_floating
+from shardwise._torch.modules import cast_floating
 from shardwise.step.loss import count_of, forward_of
 from shardwise.step.step_state import StepState
 from shardwise.verify.lift import LiftFloat32

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise._compat import TorchDispatchMode, local_tensor
+from shardwise._torch.autograd import TorchDispatchMode
+from shardwise._torch.dtensor import local_tensor
 from shardwise.data.batch import MicroBatch
 from shardwise.parallel import recipe_of, runtime_of, shard
 from shardwise.step.loss import call

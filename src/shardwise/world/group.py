@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from shardwise._compat import default_store, forget_failed_group, group_timeout_s
+from shardwise._torch.groups import default_store, forget_failed_group, group_timeout_s
 from shardwise.errors import ConfigError, RankError
 from shardwise.world.env import Env
 from shardwise.world.watch import Watch

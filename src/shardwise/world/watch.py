@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise._compat import connection_to
+from shardwise._torch.groups import connection_to
 from shardwise.errors import RankError
 from shardwise.world.beats import HAS_LEFT, Beat, Beats, Word, leave_beat, leave_word, read_word, within
 from shardwise.world.connections import LEFT

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardwise._compat import TorchDispatchMode, looked_at_on_meta
+from shardwise._torch.autograd import TorchDispatchMode
+from shardwise._torch.operators import looked_at_on_meta
 from shardwise.model import is_pretrained
 from shardwise.parallel.init.tape import Tape, is_draw
 from shardwise.world.rng import derive_seed, forked_rng

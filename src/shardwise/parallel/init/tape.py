@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._compat import tree_any, tree_map
+from shardwise._torch.pytrees import tree_any, tree_map
 from shardwise.parallel.init.sentinel import mark_unwritten, num_marks
 from shardwise.world.fingerprint import described
 from shardwise.world.rng import derive_seed, forked_rng

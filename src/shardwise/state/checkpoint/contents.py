@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise._compat import local_tensor
+from shardwise._torch.dtensor import local_tensor
 from shardwise.errors import ConfigError, UsageError
 from shardwise.model import dtype_name
 from shardwise.parallel import Runtime, bytes_of, runtime_of

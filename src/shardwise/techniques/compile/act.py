@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise._compat import memory_budget
+from shardwise._torch.graphs import memory_budget
 from shardwise.config.suggest import did_you_mean
 from shardwise.errors import PlanError, UnsupportedError, UsageError
 from shardwise.model import canonical_modules

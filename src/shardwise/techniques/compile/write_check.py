@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise._compat import BatchNormBase, changed_in_graphs, is_spectral_norm
+from shardwise._torch.graphs import changed_in_graphs
+from shardwise._torch.modules import BatchNormBase, is_spectral_norm
 from shardwise.errors import UnsupportedError
 from shardwise.model import canonical_modules
 

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from shardwise._compat import is_accumulated, lazy_chunks, materialise, parameter_groups
+from shardwise._torch.autograd import is_accumulated
 from shardwise._torch.fsdp2 import Unit, take_over
+from shardwise._torch.fully_shard import lazy_chunks, parameter_groups
+from shardwise._torch.modules import materialise
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
 from shardwise.model import canonical_modules, dtype_of
 from shardwise.model.tensors import give_memory, tensors_of

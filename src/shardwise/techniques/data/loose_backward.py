@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise._compat import at_end_of_backward
+from shardwise._torch.autograd import at_end_of_backward
 from shardwise.techniques.data.penalties import PenaltyGradients, add_to_gradient
 from shardwise.techniques.data.scalar_gradients import ScalarGradients
 from shardwise.world import World

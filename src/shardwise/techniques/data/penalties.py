@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise._compat import at_end_of_backward
+from shardwise._torch.autograd import at_end_of_backward
 from shardwise.model.pytrees import map_leaves, tensors_within
 
 __all__ = ["PenaltyGradients", "add_to_gradient", "add_to_part", "tolerance"]

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise._compat import BatchNormBase, is_spectral_norm, unit_groups, unit_policies, unit_reshard
+from shardwise._torch.fully_shard import unit_groups, unit_policies, unit_reshard
+from shardwise._torch.modules import BatchNormBase, is_spectral_norm
 from shardwise.errors import ConfigError, PlanError, ShardwiseError, UsageError
 from shardwise.model import canonical_modules, dtype_of
 from shardwise.recipe import Draft

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise._compat import at_end_of_backward, is_accumulated
+from shardwise._torch.autograd import at_end_of_backward, is_accumulated
 from shardwise.errors import RankError
 from shardwise.model import canonical_tensors
 from shardwise.recipe import Recipe

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from shardwise._compat import local_tensor
+from shardwise._torch.dtensor import local_tensor
 from shardwise.techniques.data.penalties import PenaltyGradients, add_to_gradient, add_to_part, tolerance
 
 __all__ = ["ScalarGradients"]

@@ -22,8 +22,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwise._compat import at_end_of_backward, reset_iteration
+from shardwise._torch.autograd import at_end_of_backward
 from shardwise._torch.fsdp2 import Unit, in_backward, when_interrupted
+from shardwise._torch.fully_shard import reset_iteration
 from shardwise.errors import UnsupportedError
 from shardwise.techniques.data.passes import Backward, Forward, Units, refuse_written
 from shardwise.techniques.data.walk import Orders, Walk

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardwise._compat import look_in_graph, mark_in_graph
+from shardwise._torch.graphs import look_in_graph, mark_in_graph
 from shardwise.model import canonical_modules, dtype_of
 from shardwise.model.pytrees import leaves_of, map_leaves
 from shardwise.recipe import Recipe

@@ -22,13 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint, create_selective_checkpoint_contexts
 
-from shardwise._compat import (
-    StopRecomputation,
-    checkpointed,
-    function_modes,
-    tree_flatten,
-    tree_unflatten,
-)
+from shardwise._torch.autograd import StopRecomputation, checkpointed, function_modes
+from shardwise._torch.pytrees import tree_flatten, tree_unflatten
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
 from shardwise.model import canonical_modules
 from shardwise.model.pytrees import leaves_of

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from shardwise._compat import is_taken_apart, operator_names
+from shardwise._torch.operators import is_taken_apart, operator_names
 from shardwise.config.suggest import did_you_mean
 from shardwise.errors import PlanError, UnsupportedError
 

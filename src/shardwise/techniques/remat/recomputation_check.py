@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._compat import unseen
+from shardwise._torch.autograd import unseen
 from shardwise.model.pytrees import leaves_of
 
 __all__ = ["are_alike", "digest_of_result"]

@@ -1,0 +1,114 @@
+"""What ``fully_shard`` makes of a unit: its groups of parameters, and what it was given."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+
+__all__ = [
+    "gathered_parameters",
+    "lazy_chunks",
+    "parameter_groups",
+    "reset_iteration",
+    "unit_groups",
+    "unit_policies",
+    "unit_reshard",
+]
+
+
+class _Chunks:
+    """The pieces that ``torch.chunk`` cuts a tensor into, and empty ones after them, each made when it is asked for."""
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int):
+        self._tensor, self._dim, self._num = tensor, dim, num_chunks
+        self._size = -(-tensor.size(dim) // num_chunks)
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __getitem__(self, i: int) -> Tensor:
+        if not 0 <= i < self._num:
+            raise IndexError(i)
+        start, total = i * self._size, self._tensor.size(self._dim)
+        if start >= total:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, start, min(self._size, total - start))
+
+
+@contextlib.contextmanager
+def lazy_chunks() -> Iterator[None]:
+    """Within: ``fully_shard`` makes the two pieces of a parameter that it looks at, and not one for every rank (on 8192
+    ranks and 127 units they took four minutes)."""
+    whole = _fsdp_param._chunk_with_empty
+    _fsdp_param._chunk_with_empty = _Chunks  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _fsdp_param._chunk_with_empty = whole
+
+
+@contextlib.contextmanager
+def parameter_groups(groups: list[tuple[list[Tensor], Any]], after_forward: DeviceMesh | None) -> Iterator[None]:
+    """Within: ``fully_shard`` puts the parameters of one unit into these groups, each with a precision policy of its own.
+    FSDP2 makes several by itself, for parameters on several meshes, but a group has one dtype of what is trained. They are
+    resharded over the last dim of ``after_forward``; None: as ``fully_shard`` was asked."""
+    whole = _fully_shard._init_param_group
+
+    def each(state: Any, params: list[Tensor], *args: Any, **kwargs: Any) -> None:
+        modules, mesh, after, device, placement, _, offload = args
+        if after_forward is not None:
+            after = HSDPMeshInfo(after_forward, shard_mesh_dim=1, replicate_mesh_dim=0)
+        for members, policy in groups:
+            ids = {id(param) for param in members}
+            mine = [param for param in params if id(param) in ids]
+            whole(state, mine, modules, mesh, after, device, placement, policy, offload, **kwargs)  # type: ignore[arg-type]
+
+    _fully_shard._init_param_group = each  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _fully_shard._init_param_group = whole
+
+
+def unit_groups(module: nn.Module) -> list[Any]:
+    """FSDP2's parameter groups of one unit: the objects that gather and reduce."""
+    if not isinstance(module, FSDPModule):
+        return []
+    return list(module._get_fsdp_state()._fsdp_param_groups)
+
+
+def unit_reshard(module: nn.Module) -> bool | int:
+    """``reshard_after_forward`` of one unit, as ``fully_shard`` was given it."""
+    group = unit_groups(module)[0]
+    if group.post_forward_mesh_info is None:
+        return False
+    size = group.post_forward_mesh_info.shard_mesh_size
+    return True if size == group.mesh_info.shard_mesh_size else size
+
+
+def unit_policies(module: nn.Module) -> tuple[Any, Any]:
+    """The ``mp_policy`` and the ``offload_policy`` of one unit, as ``fully_shard`` was given them."""
+    group = unit_groups(module)[0]
+    return group.mp_policy, group.offload_policy
+
+
+def reset_iteration(module: nn.Module) -> None:
+    """Forgets what a forward or backward of a unit tree left half done; before the first forward there is nothing, and
+    torch's own ``reset_iter_state`` fails."""
+    if isinstance(module, FSDPModule) and module._get_fsdp_state()._is_root:
+        module.reset_iter_state()
+
+
+def gathered_parameters(module: nn.Module) -> Iterator[tuple[Tensor, nn.Parameter]]:
+    """``(whole, sharded)`` of the parameters of a unit's module: while the unit is gathered, FSDP2 has put the first in
+    the place of the second."""
+    for group in unit_groups(module):
+        for param in group.fsdp_params:
+            whole = getattr(param, "_unsharded_param", None)
+            if whole is not None:
+                yield whole, param.sharded_param

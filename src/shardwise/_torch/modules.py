@@ -1,0 +1,42 @@
+"""Kinds of modules, and changing every tensor of one."""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.replicate import DDP as DDPModule  # noqa: N811 - a class: replicate() puts it over a module's own
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+__all__ = ["BatchNormBase", "DDPModule", "cast_floating", "is_spectral_norm", "materialise"]
+
+
+def materialise(module: nn.Module, device: torch.device, *, cut: torch.device) -> None:
+    """Gives memory to what is still on meta of a sharded module: on ``cut`` to shards, on ``device`` to the rest. Unlike
+    ``to_empty`` it leaves real tensors alone, so that tied buffers stay tied."""
+
+    def make(tensor: Tensor) -> Tensor:
+        if tensor.device.type != "meta":
+            return tensor
+        return torch.empty_like(tensor, device=cut if isinstance(tensor, DTensor) else device)
+
+    module._apply(make)
+
+
+def cast_floating(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """``module.to(dtype)`` that keeps imaginary parts: complex tensors get the complex dtype of that precision."""
+    if not any(tensor.is_complex() for tensor in (*module.parameters(), *module.buffers())):
+        return module.to(dtype)
+
+    def cast(tensor: Tensor) -> Tensor:
+        if tensor.is_complex():
+            return tensor.to(dtype.to_complex())
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return module._apply(cast)
+
+
+def is_spectral_norm(module: nn.Module) -> bool:
+    """Whether ``module`` is a spectral norm, as a parametrization or as a hook on the layer."""
+    hooks = module._forward_pre_hooks.values()
+    return isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks)

@@ -1,0 +1,37 @@
+"""Operators: which there are, what they are made of, and those over lists of tensors."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["foreach_norms", "foreach_scale", "is_taken_apart", "looked_at_on_meta", "operator_names"]
+
+
+def looked_at_on_meta(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The tensor on meta whose values ``op`` is about to take away (``.item()``, ``bool()``, ``.tolist()``, ``.cpu()``), if any."""
+    leaves = op is torch.ops.aten._local_scalar_dense.default or (
+        op is torch.ops.aten._to_copy.default and torch.device(kwargs.get("device") or "meta").type == "cpu"
+    )
+    return args[0] if leaves and args[0].device.type == "meta" else None
+
+
+def foreach_norms(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
+    """The p-norm of each tensor, stacked, computed in ``dtype``."""
+    return torch.stack(list(torch._foreach_norm(tensors, norm_type, dtype=dtype)))
+
+
+def foreach_scale(tensors: list[Tensor], factor: float) -> None:
+    """Multiplies each tensor by ``factor``, in place."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def operator_names() -> list[str]:
+    """The names of torch's own operators, without overloads."""
+    names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
+    return sorted(name.removeprefix("aten::") for name in names)
+
+
+def is_taken_apart(operator: Any) -> bool:
+    """Whether autograd and what stands below it see other operators in the place of this one."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")

@@ -1,0 +1,19 @@
+"""What a ``GradScaler`` knows of an optimizer."""
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+__all__ = ["is_unscaled", "tell_scaler"]
+
+
+def tell_scaler(scaler: torch.amp.GradScaler, optim: torch.optim.Optimizer, *, found_inf: bool) -> None:
+    """Leaves ``scaler`` as its ``unscale_(optim)`` would: for gradients that were divided, and looked at, by other means."""
+    scale, _ = scaler._check_scale_growth_tracker("unscale_")
+    state = scaler._per_optimizer_states[id(optim)]
+    state["found_inf_per_device"] = {scale.device: torch.full_like(scale, float(found_inf))}
+    state["stage"] = OptState.UNSCALED
+
+
+def is_unscaled(scaler: torch.amp.GradScaler, optim: torch.optim.Optimizer) -> bool:
+    """Whether the gradients of ``optim`` were divided by the scale since the last ``scaler.update()``."""
+    return scaler._per_optimizer_states[id(optim)]["stage"] is not OptState.READY
