@@ -199,6 +199,7 @@ class Unit:
         for group in reversed(self.groups):
             if group.reduce_grads:
                 _agree_on_dtype(group)
+                _fill_unused(group)
             elif not any(hasattr(param, "_unsharded_param") for param in group.fsdp_params):
                 continue  # never gathered yet, so without gradients; where sums are of another dtype, FSDP2 would ask for them
             group.post_backward()
@@ -278,3 +279,17 @@ def _agree_on_dtype(group: Any) -> None:
         if param.unsharded_param.grad is None:
             param.unsharded_param.grad = torch.zeros_like(param.unsharded_param)
         param.to_accumulated_grad_if_needed()
+
+
+def _fill_unused(group: Any) -> None:
+    """Zeros for a parameter that this rank did not use, so that ranks reduce the same tensors. FSDP2 can make them itself from torch
+    2.13 on (``set_reduce_scatter_unused_params``)."""
+    for param in group.fsdp_params:
+        whole = getattr(param, "_unsharded_param", None)
+        if (
+            whole is not None
+            and whole.requires_grad
+            and whole.grad is None
+            and param.unsharded_accumulated_grad is None
+        ):
+            whole.grad = torch.zeros_like(whole)

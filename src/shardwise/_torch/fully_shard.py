@@ -1,14 +1,15 @@
 """What ``fully_shard`` makes of a unit: its groups of parameters, and what it was given."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 
 __all__ = [
     "gathered_parameters",
@@ -99,9 +100,44 @@ def unit_policies(module: nn.Module) -> tuple[Any, Any]:
 
 def reset_iteration(module: nn.Module) -> None:
     """Forgets what a forward or backward of a unit tree left half done; before the first forward there is nothing, and
-    torch's own ``reset_iter_state`` fails."""
-    if isinstance(module, FSDPModule) and module._get_fsdp_state()._is_root:
+    torch's own ``reset_iter_state``, which came with 2.13, fails."""
+    if not isinstance(module, FSDPModule) or not (state := module._get_fsdp_state())._is_root:
+        return
+    if hasattr(module, "reset_iter_state"):
         module.reset_iter_state()
+        return
+    shared, wait = state._comm_ctx, state._device_handle.current_stream().wait_event
+    for kept in (shared.all_gather_state, shared.reduce_scatter_state):
+        if kept is not None and kept.event is not None:
+            wait(kept.event)
+    shared.all_gather_state = shared.reduce_scatter_state = None
+    shared.post_forward_order.clear()
+    for each in state._state_ctx.all_states:
+        each._modules_to_run_forward.clear()
+        each._training_state = TrainingState.IDLE
+        for group in each._fsdp_param_groups:
+            _reset_group(group, wait)
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+
+
+def _reset_group(group: Any, wait: Callable[[Any], None]) -> None:
+    found, group._all_gather_result = group._all_gather_result, None
+    if found is not None:
+        if found.all_gather_event is not None:
+            wait(found.all_gather_event)
+        if isinstance(found.all_gather_work, dist.Work):
+            found.all_gather_work.wait()
+    reduced, group._all_reduce_state = group._all_reduce_state, None
+    for event in (group._post_reduce_event, None if reduced is None else reduced.event):
+        if event is not None:
+            wait(event)
+    if group._reshard_after_forward_event is not None:
+        group._wait_all_gather_streams_on_event(group._reshard_after_forward_event)
+    group._post_reduce_event = group._reshard_after_forward_event = group._partial_reduce_output = None
+    group._post_forward_indices.clear()
+    group._training_state = TrainingState.IDLE
+    group._to_sharded()
 
 
 def gathered_parameters(module: nn.Module) -> Iterator[tuple[Tensor, nn.Parameter]]:

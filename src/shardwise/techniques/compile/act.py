@@ -103,8 +103,7 @@ def refuse_graphs(mode: str | None, device: torch.device) -> None:
 
 def _compile(function: Callable[..., Any], args: Mapping[str, Any], num_blocks: int) -> Callable[..., Any]:
     options: dict[str, Any] = {key: args[key] for key in ("backend", "mode", "dynamic", "fullgraph")}
-    options |= {"recompile_limit": min(_GRAPHS * num_blocks, 256), "isolate_recompiles": True}
-    compiled = torch.compile(function, **options)
+    compiled = torch.compile(_isolated(function), **options, recompile_limit=min(_GRAPHS * num_blocks, 256))
     budget = args["activation_memory_budget"]
     if budget is None:
         return compiled
@@ -115,6 +114,21 @@ def _compile(function: Callable[..., Any], args: Mapping[str, Any], num_blocks: 
             return compiled(*args, **kwargs)
 
     return within_budget
+
+
+def _isolated(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with a code of its own. torch counts graphs by code, and blocks of one class and different structures would use up
+    each other's limit. (From 2.13 on ``torch.compile`` has ``isolate_recompiles`` for that.)"""
+    if not isinstance(function, types.FunctionType):
+        return function
+    code = function.__code__.replace()
+    own = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    own.__kwdefaults__, own.__qualname__, own.__module__ = (
+        function.__kwdefaults__,
+        function.__qualname__,
+        function.__module__,
+    )
+    return own
 
 
 def _structure(module: nn.Module) -> Any:

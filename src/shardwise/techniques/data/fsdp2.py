@@ -72,7 +72,6 @@ def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine
         if isinstance(child, FSDPModule):
             child.set_gradient_divide_factor(1.0)
             child.set_force_sum_reduction_for_comms(True)
-            child.set_reduce_scatter_unused_params(True, recurse=False)
     materialise(module, world.device, cut=torch.device("cpu") if _entry(recipe).offload else world.device)
     _leave_unflattened(module)
     return FSDP2Engine(module, recipe, world)
