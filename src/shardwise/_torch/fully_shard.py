@@ -101,10 +101,11 @@ def unit_policies(module: nn.Module) -> tuple[Any, Any]:
 def reset_iteration(module: nn.Module) -> None:
     """Forgets what a forward or backward of a unit tree left half done; before the first forward there is nothing, and
     torch's own ``reset_iter_state``, which came with 2.13, fails."""
-    if not isinstance(module, FSDPModule) or not (state := module._get_fsdp_state())._is_root:
+    state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+    if state is None or not state._is_root:
         return
     if hasattr(module, "reset_iter_state"):
-        module.reset_iter_state()
+        module.reset_iter_state()  # type: ignore[operator]
         return
     shared, wait = state._comm_ctx, state._device_handle.current_stream().wait_event
     for kept in (shared.all_gather_state, shared.reduce_scatter_state):

@@ -26,6 +26,7 @@ from shardwise.parallel.large_pages import in_large_pages
 from shardwise.parallel.runtime import Runtime, attach, has_runtime, is_parallelized, runtime_of
 from shardwise.parallel.stale import mark_stale
 from shardwise.parallel.step_checks import watch_steps
+from shardwise.parallel.torch_check import check_torch
 from shardwise.recipe import Anatomy, Recipe, fingerprint_of
 from shardwise.techniques import TECHNIQUES, Parallel, fold
 from shardwise.techniques.data.fsdp2 import apply_fsdp2
@@ -70,7 +71,7 @@ def parallelize(
         ConfigError: an option that is neither a word for it nor its record, or that there is not.
         UsageError: the module is sharded or wrapped already, or is on meta without a callable to build it.
         PlanError: options that name no module, or a tensor that nothing initialises.
-        UnsupportedError: a module that cannot be sharded safely, by name.
+        UnsupportedError: a module that cannot be sharded safely, by name; a torch that does not do what is relied on.
         RankError: ranks whose modules or options differ.
 
     Example:
@@ -120,6 +121,7 @@ def shard(
         example: the same.
         is_prepared: the techniques have changed the structure of the module already.
     """
+    check_torch(world)
     given = parallel.options()
     for technique in TECHNIQUES:
         technique.settled(given)  # what it refuses is refused before the module is built

@@ -103,7 +103,8 @@ def refuse_graphs(mode: str | None, device: torch.device) -> None:
 
 def _compile(function: Callable[..., Any], args: Mapping[str, Any], num_blocks: int) -> Callable[..., Any]:
     options: dict[str, Any] = {key: args[key] for key in ("backend", "mode", "dynamic", "fullgraph")}
-    compiled = torch.compile(_isolated(function), **options, recompile_limit=min(_GRAPHS * num_blocks, 256))
+    options["recompile_limit"] = min(_GRAPHS * num_blocks, 256)
+    compiled = torch.compile(_isolated(function), **options)
     budget = args["activation_memory_budget"]
     if budget is None:
         return compiled

@@ -1,0 +1,75 @@
+"""A torch that is newer than those the suite ran on is tried before it is trusted: once in a process, by rank 0, on the CPU."""
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+from shardwise._torch.version import TESTED, is_newer
+from shardwise.errors import UnsupportedError
+from shardwise.world import World
+
+__all__ = ["RUNS", "check_torch"]
+
+RUNS = "SHARDWISE_TORCH_CHECK_RUNS"
+"""Environment variable of the processes that try it: they do not start others."""
+
+_PROGRAM = "shardwise.verify.torch_check"
+_TIMEOUT_S = 300.0
+_OF_LAUNCHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
+    "MASTER_",
+    "TORCHELASTIC_",
+    "SLURM_",
+    "CUDA_VISIBLE_DEVICES",
+)
+_outcome: list[str] = []  # of this process; "": it does as it did
+
+
+def check_torch(world: World) -> None:
+    """Warns of a torch that is newer than the suite, if gathering order, unused parameters, identity of parameters and mixed dtypes are
+    as they were. All ranks must call it.
+
+    Raises:
+        UnsupportedError: one of them is not.
+    """
+    if not is_newer() or RUNS in os.environ:
+        return
+    if not _outcome:
+        _outcome.append(world.broadcast(_try() if world.is_main else ""))
+        newest = ".".join(map(str, max(TESTED)))
+        if not _outcome[0] and world.is_main:
+            warnings.warn(
+                f"torch {torch.__version__} is newer than {newest}, on which Shardwise's tests ran. A short check of what it relies on "
+                f"passed (python -m {_PROGRAM}); compare your own model too: sw.verify, or shardwise verify",
+                stacklevel=4,
+            )
+    if _outcome[0]:
+        raise UnsupportedError(
+            f"torch {torch.__version__}",
+            why=f"it is newer than what Shardwise was tested on, and does not do what it relies on: {_outcome[0]}",
+            fix=f'pip install "torch=={".".join(map(str, max(TESTED)))}.*", or a newer Shardwise; python -m {_PROGRAM} shows the whole check',
+        )
+
+
+def _try() -> str:
+    """What is not as it was, in words; "": all is."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith(_OF_LAUNCHERS)}
+    path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), env.get("PYTHONPATH")]))
+    env |= {RUNS: "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", _PROGRAM], env=env, capture_output=True, text=True, timeout=_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"the check did not end within {_TIMEOUT_S:g} s"
+    if not done.returncode:
+        return ""
+    return (done.stdout.strip() or done.stderr.strip() or f"the check ended with status {done.returncode}")[-2000:]
