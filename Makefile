@@ -1,7 +1,12 @@
 # Commands for working on Shardwise. `make` alone lists them.
 # They make their own environment in .venv; to use one of yours as it is: make test PYTHON=/path/to/python
 
-VENV ?= .venv
+# Another PyTorch has an environment of its own: make test TORCH=torch==2.12.0 (of several gigabytes, where the index has a CUDA build).
+ifeq ($(origin TORCH),command line)
+  VENV ?= .venv-$(subst ==,-,$(TORCH))
+else
+  VENV ?= .venv
+endif
 TORCH ?= torch==2.13.0
 # Processes that share the tests of `make test`, each with its own warm ranks: one more than two cores, as many tests wait for
 # programs they start. 0: none.

@@ -169,6 +169,14 @@ def test_a_machine_without_python_is_told_what_to_install(tmp_path):
     assert "No Python 3.11 or newer was found on the PATH." in done.stderr
 
 
+def test_another_pytorch_has_an_environment_of_its_own():
+    shown = subprocess.run(
+        ["make", "-C", str(ROOT), "-n", "test", "TORCH=torch==2.12.0"], capture_output=True, text=True, timeout=60
+    ).stdout
+    assert "tools/setup_env.py .venv-torch-2.12.0 --torch 'torch==2.12.0'" in shown
+    assert ".venv-torch-2.12.0/bin/python -m pytest" in shown
+
+
 def test_waiting_for_the_installer_is_never_silent(monkeypatch, capsys, tmp_path):
     setup_env = load_tool("setup_env")
     monkeypatch.setattr(setup_env, "BEAT_S", 0.0)

@@ -8,7 +8,7 @@ for name in python3.11 python3.12 python3.13 python3.14 python3 python; do
 done
 {
     echo "No Python 3.11 or newer was found on the PATH."
-    echo "  why: Shardwise and PyTorch 2.13 need it"
+    echo "  why: Shardwise and PyTorch need it"
     echo "  fix: install one (Debian, Ubuntu: apt install python3.11 python3.11-venv; macOS: brew install python@3.11),"
     echo "       or name an environment that has Shardwise's dependencies: make test PYTHON=/path/to/python"
 } >&2

@@ -20,18 +20,21 @@ __all__ = ["main", "run_visibly"]
 
 ROOT = Path(__file__).resolve().parent.parent
 BEAT_S = 1.5  # a sign of life at least this often
+TORCH = "torch==2.13.0"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Create or refresh the environment. Returns the exit status."""
     parser = argparse.ArgumentParser(description="Make the virtual environment for development.")
     parser.add_argument("venv", type=Path, help="its folder")
-    parser.add_argument("--torch", default="torch==2.13.0", help="the PyTorch requirement")
+    parser.add_argument("--torch", default=TORCH, help="the PyTorch requirement")
     args = parser.parse_args(argv)
     python = args.venv / "bin" / "python"
     version = ".".join(map(str, sys.version_info[:3]))
     print(f"Setting up {args.venv} with Python {version} ({sys.executable}).", flush=True)
     print("Once, and after pyproject.toml changes; usually 1 to 4 minutes, most of it PyTorch.", flush=True)
+    if args.torch != TORCH:
+        print(f"{args.torch}: of an index that has no CPU build of it a CUDA build comes, of several gigabytes.", flush=True)
     log = args.venv / "install.log"
     begin = time.monotonic()
     if not python.exists() and run_visibly([sys.executable, "-m", "venv", str(args.venv)], "making it", None):

@@ -13,6 +13,7 @@ Names are loaded when first used, so that importing the package costs millisecon
 """
 
 from importlib import import_module
+from sys import modules
 
 # As type checkers read it; to import typing takes longer than all else here, in which Ctrl-C is a traceback.
 TYPE_CHECKING = False
@@ -182,9 +183,25 @@ __all__ = [
 def __getattr__(name: str) -> "Any":
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
-    value = getattr(import_module(_MODULE_OF[name]), name)
+    try:
+        value = getattr(import_module(_MODULE_OF[name]), name)
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "torch" or "torch" not in modules:
+            raise
+        raise _unknown_torch(error) from error
     globals()[name] = value
     return value
+
+
+def _unknown_torch(error: ImportError) -> Exception:
+    """The error for a torch in which a private name that is used is not there."""
+    from shardwise.errors import UnsupportedError
+
+    return UnsupportedError(
+        f"torch {modules['torch'].__version__}",
+        why=f"something that Shardwise uses of it is not there: {error}",
+        fix='pip install "torch>=2.12,<2.14", the versions that its tests ran on, or a newer Shardwise',
+    )
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,6 @@
 """Tries what Shardwise relies on in torch: ``python -m shardwise.verify.torch_check``. Two ranks on the CPU, some seconds.
 
-The order in which units are gathered where ranks skip other blocks; parameters that no rank, or one rank alone, uses; parameters that stay
+First whether the private names that are used are there; then what they do. The order in which units are gathered where ranks skip other blocks; parameters that no rank, or one rank alone, uses; parameters that stay
 the objects that the user has; units of several dtypes. Each is compared with the same in one plain process.
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise._torch.probes import missing
 from shardwise.errors import ShardwiseError
 from shardwise.launch import launch_local
 from shardwise.parallel import parallelize, runtime_of
@@ -138,6 +139,10 @@ def on_rank() -> list[str]:
 def main() -> int:
     """Prints what differs. Returns 0 if nothing does."""
     os.environ[RUNS] = "1"
+    absent = missing()
+    if absent:
+        print(f"private names that are not there: {', '.join(absent)}")
+        return 1
     try:
         found = [words for of_rank in launch_local(f"{__spec__.name}:on_rank", nproc=2) for words in of_rank]
     except ShardwiseError as error:

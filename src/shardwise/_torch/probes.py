@@ -1,0 +1,105 @@
+"""Whether the private names of torch that are used here are there: where one is missing, torch has changed, and nothing is tried with it.
+
+A name is an attribute of a module or class, or, of what only objects have, a word in the source of the module that makes them.
+"""
+
+import importlib
+import inspect
+from dataclasses import dataclass
+
+__all__ = ["PROBES", "Probe", "missing"]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Private names in one place of torch.
+
+    Attributes:
+        place: a module, or ``module:Class``.
+        attributes: of it.
+        words: in the source of the module: attributes that its objects have.
+        without: what is done where they are missing; "": nothing can be.
+    """
+
+    place: str
+    attributes: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+    without: str = ""
+
+    def missing(self) -> list[str]:
+        """Those that are not there."""
+        module, _, name = self.place.partition(":")
+        try:
+            found = importlib.import_module(module)
+            home = getattr(found, name) if name else found
+        except (ImportError, AttributeError):
+            return [self.place]
+        source = inspect.getsource(found) if self.words else ""
+        return [f"{self.place}.{each}" for each in self.attributes if not hasattr(home, each)] + [
+            f"{self.place}: {each}" for each in self.words if each not in source
+        ]
+
+
+_FSDP = "torch.distributed.fsdp._fully_shard"
+PROBES = (
+    Probe("torch._C", ("_current_graph_task_id", "_will_engine_execute_node")),
+    Probe("torch._C", ("_dispatch_get_all_op_names", "_dispatch_has_kernel_for_dispatch_key")),
+    Probe(
+        "torch._C", ("_clear_DTensor_sharding_propagator_cache",), without="results are not forgotten between worlds"
+    ),
+    Probe("torch", ("_foreach_norm", "_foreach_mul_")),
+    Probe("torch:Tensor", ("_backward_hooks", "_post_accumulate_grad_hooks", "_version")),
+    Probe("torch.autograd:Variable", ("_execution_engine",)),
+    Probe("torch.overrides", ("_get_current_function_mode_stack",)),
+    Probe("torch.utils._python_dispatch", ("TorchDispatchMode", "_disable_current_modes")),
+    Probe("torch.utils._pytree", ("tree_any", "tree_flatten", "tree_map", "tree_unflatten")),
+    Probe("torch.utils.checkpoint", ("_StopRecomputationError",), words=("recompute_fn",)),
+    Probe("torch._functorch.partitioners", ("choose_saved_values_set",)),
+    Probe("torch._functorch.config", ("activation_memory_budget",)),
+    Probe("torch._dynamo.comptime", ("comptime",)),
+    Probe("torch.nn.modules.batchnorm", ("_NormBase",)),
+    Probe("torch.nn.utils.parametrizations", ("_SpectralNorm",)),
+    Probe("torch.nn.modules.module:Module", ("_apply", "_call_impl"), words=("_forward_pre_hooks",)),
+    Probe("torch.amp.grad_scaler:GradScaler", ("_check_scale_growth_tracker",), words=("_per_optimizer_states",)),
+    Probe("torch.distributed.distributed_c10d", ("_get_default_store", "_world")),
+    Probe("torch.distributed:ProcessGroup", ("_get_backend",), without="how long a group waits is not read"),
+    Probe("torch.distributed._composable.replicate", ("DDP",)),
+    Probe("torch.distributed.device_mesh:DeviceMesh", ("_get_root_mesh",)),
+    Probe("torch.distributed.tensor:DTensor", ("_op_dispatcher", "_local_tensor")),
+    Probe("torch.distributed.tensor._dispatch", words=("_custom_op_handlers", "sharding_propagator")),
+    Probe("torch.distributed.tensor._dtensor_spec", ("DTensorSpec", "TensorMeta")),
+    Probe(f"{_FSDP}._fsdp_common", ("HSDPMeshInfo", "TrainingState")),
+    Probe(f"{_FSDP}._fully_shard", ("_init_param_group",)),
+    Probe(f"{_FSDP}._fully_shard:FSDPModule", ("_get_fsdp_state",)),
+    Probe(
+        f"{_FSDP}._fsdp_state:FSDPState", ("_lazy_init", "_root_pre_forward"), words=("_is_root", "_fsdp_param_groups")
+    ),
+    Probe(
+        f"{_FSDP}._fsdp_state",
+        words=("_pre_forward_hook_handle", "_post_forward_hook_handle", "_comm_ctx", "_state_ctx", "_device_handle"),
+    ),
+    Probe(
+        f"{_FSDP}._fsdp_param_group:FSDPParamGroup",
+        ("unshard", "wait_for_unshard", "reshard", "post_backward", "finalize_backward", "use_training_state"),
+        words=("_training_state", "_all_gather_result", "_partial_reduce_output", "reshard_after_backward"),
+    ),
+    Probe(
+        f"{_FSDP}._fsdp_param",
+        ("_chunk_with_empty",),
+        words=("_unsharded_param", "_module_info", "unsharded_accumulated_grad"),
+    ),
+    Probe(f"{_FSDP}._fsdp_param:FSDPParam", ("_setattr_on_modules", "to_accumulated_grad_if_needed")),
+    # Of a reset without reset_iter_state, before torch 2.13.
+    Probe(f"{_FSDP}._fsdp_state", words=("_modules_to_run_forward",), without="FSDPModule.reset_iter_state"),
+    Probe(
+        f"{_FSDP}._fsdp_param_group:FSDPParamGroup",
+        ("_to_sharded", "_wait_all_gather_streams_on_event"),
+        words=("_all_reduce_state", "_post_reduce_event", "_reshard_after_forward_event", "_post_forward_indices"),
+        without="FSDPModule.reset_iter_state",
+    ),
+)
+
+
+def missing() -> list[str]:
+    """Names that are not there and without which nothing can be done, each with its place."""
+    return [name for probe in PROBES if not probe.without for name in probe.missing()]
