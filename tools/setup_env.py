@@ -34,7 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"Setting up {args.venv} with Python {version} ({sys.executable}).", flush=True)
     print("Once, and after pyproject.toml changes; usually 1 to 4 minutes, most of it PyTorch.", flush=True)
     if args.torch != TORCH:
-        print(f"{args.torch}: of an index that has no CPU build of it a CUDA build comes, of several gigabytes.", flush=True)
+        print(
+            f"{args.torch}: of an index that has no CPU build of it a CUDA build comes, of several gigabytes.",
+            flush=True,
+        )
     log = args.venv / "install.log"
     begin = time.monotonic()
     if not python.exists() and run_visibly([sys.executable, "-m", "venv", str(args.venv)], "making it", None):

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from shardwise.model.tensors import tensors_of
 from shardwise.parallel import Runtime
+from shardwise.techniques.data.gradients import Aside
 
 __all__ = ["GradStash", "clone_buffers", "restore_buffers"]
 
@@ -17,41 +18,36 @@ class GradStash:
     def __init__(self, runtime: Runtime):
         self.runtime = runtime
         self._zeroed: set[str] = set()
-        self._kept = {name: p.grad.detach() for name, p in runtime.parameters.items() if p.grad is not None}
-        self._drop()
+        self._aside = Aside[str](runtime.parameters)
+        for name in runtime.parameters:
+            self._aside.put(name, without_history=True)
 
     def add_back(self) -> None:
         """Adds them to the window's, as one process would have."""
-        for name, grad in self._kept.items():
-            param = self.runtime.parameters[name]
-            param.grad = grad if param.grad is None else param.grad + grad
+        self._aside.add_back()
 
     def put_back(self) -> None:
         """Gradients as before the window."""
-        self._drop()
-        self.add_back()
+        self._aside.put_back(self.runtime.parameters)
 
     def zero(self, ids: Collection[int], set_to_none: bool) -> None:
         """What ``zero_grad(set_to_none)`` does to gradients, for those that were put aside of parameters with these identities."""
-        for name in [name for name in self._kept if id(self.runtime.parameters[name]) in ids]:
+        kept = self._aside.kept
+        for name in [name for name in kept if id(self.runtime.parameters[name]) in ids]:
             if set_to_none:
-                del self._kept[name]
+                del kept[name]
             else:
-                self._kept[name].zero_()
+                kept[name].zero_()
                 self._zeroed.add(name)
 
     def forget(self) -> None:
         """Frees the copies."""
-        self._kept = {}
+        self._aside.clear()
 
     @property
     def names(self) -> list[str]:
         """Parameters whose gradients were put aside, and not cleared since."""
-        return [name for name in self._kept if name not in self._zeroed]
-
-    def _drop(self) -> None:
-        for param in self.runtime.parameters.values():
-            param.grad = None
+        return [name for name in self._aside.kept if name not in self._zeroed]
 
 
 def clone_buffers(runtime: Runtime) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ ranks always reduce the same tensors. Which parameters were used at all is recor
 """
 
 import contextlib
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -26,16 +27,16 @@ from shardwise.model import canonical_modules, dtype_of
 from shardwise.model.tensors import give_memory, tensors_of
 from shardwise.recipe import ROOT, Cut, Recipe, dtype_groups
 from shardwise.techniques.data.explain import in_our_words
+from shardwise.techniques.data.gradients import Padding, add_to_gradient
 from shardwise.techniques.data.loose_backward import LooseBackward
 from shardwise.techniques.data.passes import Units
-from shardwise.techniques.data.penalties import PenaltyGradients, add_to_gradient
+from shardwise.techniques.data.penalties import PenaltyGradients
 from shardwise.techniques.data.rule import DataEntry
 from shardwise.techniques.data.unit_order import Order
 from shardwise.techniques.edges import (
     GATHERS,
     calls,
     refuse_ungathered,
-    zero_of_padding,
 )
 from shardwise.world import World
 
@@ -175,8 +176,6 @@ class FSDP2Engine:
         self._number = self._taken.num_models  # of this model among those of the world
         self._taken.num_models += 1
         self._in_window = False
-        self._pads = False  # a micro-batch that does not count
-        self._zeroes: Callable[[Tensor], Tensor | None] | None = None  # the hook that makes its gradients 0
         self._waits = False  # gradients were accumulated that no backward has summed since
         self._has_lost = False  # gradients that belong to the window, or to micro-batches of ``accumulate``
         self._sync: bool | None = None  # as set_sync says
@@ -184,6 +183,7 @@ class FSDP2Engine:
         whole = [self._position[name] for name in trainable if recipe.params[name].shape == ()]
         self._whole = whole
         self.apart = PenaltyGradients([parameters[trainable[i]] for i in whole], self._end_of_backward)
+        self._padding = Padding(functools.partial(getattr, self.apart, "has_reached"))
         self._loose_backward = LooseBackward(
             [parameters[name] for name in trainable], whole, self._used, self.apart, world
         )
@@ -213,14 +213,7 @@ class FSDP2Engine:
             self.root.set_requires_all_reduce(sync)  # type: ignore[operator]
 
     def set_padding(self, padding: bool) -> None:
-        self._pads = padding
-        if padding and self._zeroes is None:
-            engine = weakref.ref(self)  # hooks are held in C++
-            self._zeroes = zero_of_padding(
-                lambda: (found := engine()) is not None and found._pads and found.apart.has_reached
-            )
-            for param in self.apart.params:
-                param.register_hook(self._zeroes)
+        self._padding.set(padding, self.apart.params)
 
     def tell_sums(self, call: Callable[[], None]) -> None:
         self._loose_backward.summed = call
@@ -300,8 +293,8 @@ class FSDP2Engine:
 
     def takes(self, unit: Unit, *, backward: bool) -> None:
         if not backward:
-            if self._pads and self._zeroes is not None:
-                unit.hook_before_gradients(self._zeroes)
+            if self._padding.is_on and self._padding.hook is not None:
+                unit.hook_before_gradients(self._padding.hook)
             self._note(unit.name)
             return
         positions = self._positions[unit.name]
@@ -367,7 +360,7 @@ class FSDP2Engine:
     def _end_of_backward(self, belonging: dict[int, Tensor], _any_apart: bool) -> None:
         """See :class:`PenaltyGradients`."""
         for number, part in belonging.items():
-            add_to_gradient(self.apart.params[number], torch.zeros_like(part) if self._pads else part)
+            add_to_gradient(self.apart.params[number], torch.zeros_like(part) if self._padding.is_on else part)
             self._used[self._whole[number]] = 1
         if self.apart.past:
             raise UnsupportedError(

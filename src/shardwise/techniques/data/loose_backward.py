@@ -1,14 +1,12 @@
 """What FSDP2 leaves undone for a backward outside a window, where no exchange before the step does it: summing gradients of
 0-dim parameters, which it keeps whole, and leaving None what no rank used."""
 
-import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise._torch.autograd import at_end_of_backward
-from shardwise.techniques.data.penalties import PenaltyGradients, add_to_gradient
+from shardwise.techniques.data.gradients import Aside, EndOfBackward
+from shardwise.techniques.data.penalties import PenaltyGradients
 from shardwise.techniques.data.scalar_gradients import ScalarGradients
 from shardwise.world import World
 
@@ -24,8 +22,8 @@ class LooseBackward:
         self.params, self.whole, self.used, self.apart, self.world = params, list(whole), used, apart, world
         self.summed: Callable[[], None] = lambda: None  # called when one backward by itself was summed
         self._had: list[bool] | None = None  # which had a gradient before the round; None: no round runs
-        self._done: dict[int, Tensor] = {}  # gradients that are sums over the ranks already
-        self._queued: weakref.ref[Any] | None = None
+        self._done = Aside[int](params)  # gradients that are sums over the ranks already
+        self._ending = EndOfBackward()
 
     @property
     def runs(self) -> bool:
@@ -40,28 +38,20 @@ class LooseBackward:
         self.used.zero_()
         self._had = [param.grad is not None for param in self.params]
         for i in self.whole:
-            grad = self.params[i].grad
-            if grad is not None:
-                self._done[i], self.params[i].grad = grad, None
+            self._done.put(i)
 
     def begin_backward(self, *, ends: bool) -> None:
         """A round that ends with the backward that runs, perhaps begun before; unless not ``ends``: ``accumulate`` ends it.
         Only from within a backward."""
         self._forget_failed()
-        if not ends or self._queued is not None:
-            return
+        if ends and not self._ending.is_due:
+            self.begin()
+            self._ending.call(self._end_alone, last=True)  # FSDP2 ends its root's backward in such a call of its own
 
-        def end() -> None:
-            self._queued = None
-            self.end("a backward outside a window")
-            self.summed()
-
-        def after_others() -> None:  # FSDP2 ends its root's backward in such a call of its own
-            at_end_of_backward(end)
-
-        self.begin()
-        self._queued = weakref.ref(end)
-        at_end_of_backward(after_others)
+    def _end_alone(self) -> None:
+        self._ending.forget()
+        self.end("a backward outside a window")
+        self.summed()
 
     def end(self, place: str) -> None:
         if self._had is None:
@@ -75,23 +65,21 @@ class LooseBackward:
             if not had and not count:
                 param.grad = None
         whole.set(summed, [bool(summed["used"][i]) for i in self.whole])
-        for i, done in self._done.items():
-            add_to_gradient(self.params[i], done)
+        self._done.add_back()
         self.forget()
 
     def abandon(self) -> None:
         """Gradients of whole parameters as before the round."""
         self._forget_failed()
         if self._had is not None:
-            for i in self.whole:
-                self.params[i].grad = self._done.get(i)
+            self._done.put_back(self.whole)
         self.forget()
 
     def _forget_failed(self) -> None:
-        """torch holds the call at the end of a backward until it is over: a backward that raised made none."""
-        if self._queued is not None and self._queued() is None:
+        if self._ending.was_dropped:
             self.forget()
 
     def forget(self) -> None:
-        self._had, self._queued = None, None
+        self._had = None
+        self._ending.forget()
         self._done.clear()

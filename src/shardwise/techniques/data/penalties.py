@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch.autograd import at_end_of_backward
 from shardwise.model.pytrees import map_leaves, tensors_within
+from shardwise.techniques.data.gradients import EndOfBackward
 
-__all__ = ["PenaltyGradients", "add_to_gradient", "add_to_part", "tolerance"]
+__all__ = ["PenaltyGradients", "add_to_part", "tolerance"]
 
 
 class PenaltyGradients:
@@ -42,7 +42,7 @@ class PenaltyGradients:
         self.has_reached = False
         self._has_added = False  # or to parameters
         self._is_differentiated = False  # one that keeps a graph has: the next may come to parameters by that graph
-        self._ending: weakref.ref[Any] | None = None  # what torch calls when it has ended
+        self._ending = EndOfBackward()
 
     def watch(self, module: nn.Module) -> None:
         """Puts hooks on what ``module`` and its parts return, by which a backward is known to come to the model: in its forward those
@@ -110,39 +110,31 @@ class PenaltyGradients:
         return parts
 
     def _begin(self) -> None:
-        if self._ending is not None and self._ending() is not None:
-            return
-        self._begin_anew()
-
-        def end() -> None:
-            self._end()
-
-        self._ending = weakref.ref(end)  # torch holds it until the backward ends, one way or the other
-        at_end_of_backward(end)
+        if not self._ending.is_due:
+            self._begin_anew()
+            self._ending.call(self._end)
 
     def _begin_anew(self) -> None:
         """Forgets a backward that raised."""
-        if self._ending is not None and self._ending() is not None:
+        if self._ending.is_due:
             return
         for i, grad in self._before.items():
             self.params[i].grad = grad
         self._before, self._of_this, self.past = {}, {}, []
-        self._ending, self.has_reached, self._has_added = None, False, False
+        self._ending.forget()
+        self.has_reached = self._has_added = False
 
     def _end(self) -> None:
         parts, has_reached = self._of_this, self.has_reached
         self._is_differentiated = self._is_differentiated and not self._has_added
-        self._of_this, self._ending, self.has_reached, self._has_added = {}, None, False, False
+        self._ending.forget()
+        self._of_this, self.has_reached, self._has_added = {}, False, False
         if parts and not has_reached:
             kept = self.parts.setdefault(frozenset(parts), {})
             for i, part in parts.items():
                 add_to_part(kept, i, part)
         self.past = self.past if has_reached else []
         self._ended(parts if has_reached else {}, bool(parts) and not has_reached)
-
-
-def add_to_gradient(param: nn.Parameter, part: Tensor) -> None:
-    param.grad = part if param.grad is None else param.grad + part
 
 
 def tolerance(dtype: torch.dtype) -> float:

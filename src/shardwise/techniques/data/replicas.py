@@ -19,6 +19,7 @@ itself, or a loss on a block's attribute ended in errors.
 """
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -27,15 +28,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise._torch.autograd import at_end_of_backward, is_accumulated
+from shardwise._torch.autograd import is_accumulated
 from shardwise.errors import RankError
 from shardwise.model import canonical_tensors
 from shardwise.recipe import Recipe
 from shardwise.techniques.data.buckets import Bucket, make_buckets
+from shardwise.techniques.data.gradients import Aside, EndOfBackward, Padding, add_to_gradient
 from shardwise.techniques.data.options import DDP
-from shardwise.techniques.data.penalties import PenaltyGradients, add_to_gradient, tolerance
+from shardwise.techniques.data.penalties import PenaltyGradients, tolerance
 from shardwise.techniques.data.rule import DataEntry
-from shardwise.techniques.edges import zero_of_padding
 from shardwise.world import World
 
 __all__ = ["DDPEngine", "apply_ddp"]
@@ -61,12 +62,13 @@ class DDPEngine:
         self._bucket_of = {i: bucket for bucket in self.buckets for i in bucket.members}
         self._used = torch.zeros(len(params), dtype=torch.uint8)
         self._summed: set[int] = set()  # parameters whose .grad is a sum over the ranks already
-        self._done: dict[int, Tensor] = {}  # such sums, put aside while new parts are summed
+        self._done = Aside[int](params)  # such sums, put aside while new parts are summed
+        self._ending = EndOfBackward()
         self._sync: bool | None = None  # as set_sync says
         self.summed: Callable[[], None] = lambda: None  # called when a backward outside of windows was summed
         self.has_own = False
-        self._pads = self._zeroes = False  # a micro-batch that does not count; hooks see to it
         self.apart = PenaltyGradients(params, self._end_of_backward)
+        self._padding = Padding(functools.partial(getattr, self.apart, "has_reached"))
         self._forget()
         if not self._is_alone:
             world.gradient_group()  # made now, by all ranks
@@ -88,14 +90,7 @@ class DDPEngine:
         self._sync = sync
 
     def set_padding(self, padding: bool) -> None:
-        self._pads = padding
-        if padding and not self._zeroes:
-            self._zeroes = True
-            engine = weakref.ref(self)
-            for param in self.params:
-                param.register_hook(
-                    zero_of_padding(lambda: (found := engine()) is not None and found._pads and found.apart.has_reached)
-                )
+        self._padding.set(padding, self.params)
 
     def tell_sums(self, call: Callable[[], None]) -> None:
         self.summed = call
@@ -115,8 +110,7 @@ class DDPEngine:
         self.apart.take()
         for i in self._unreduced():
             self.params[i].grad = None
-        for i, done in self._done.items():
-            self.params[i].grad = done
+        self._done.put_back(self._done.kept)
         self._drop()
         self._sync = None
         self._summed = set(range(len(self.params)))  # what is put back was summed before
@@ -177,7 +171,7 @@ class DDPEngine:
         """See :class:`PenaltyGradients`."""
         for i, part in belonging.items():
             self._put_aside(i)
-            add_to_gradient(self.params[i], torch.zeros_like(part) if self._pads else part)
+            add_to_gradient(self.params[i], torch.zeros_like(part) if self._padding.is_on else part)
             self._arrived(i)
         if any_apart and self._sync is None:
             self.complete("a backward outside a window")
@@ -189,8 +183,8 @@ class DDPEngine:
         self._used[i] = 1
         if self._sync is False:
             return
-        if self._sync is None and self._queued is None:
-            self._queue()
+        if self._sync is None and not self._ending.is_due:
+            self._ending.call(self._end_alone)
         if bucket.work is not None:
             bucket.has_late_parts = True
         else:
@@ -202,18 +196,14 @@ class DDPEngine:
         used = self._used.nonzero().flatten().tolist()
         return [i for i in used if i not in self._summed and self.params[i].grad is not None]
 
-    def _queue(self) -> None:
-        def end() -> None:
-            self._queued = None
-            self.complete("a backward outside a window")
-            self.summed()
-
-        self._queued = weakref.ref(end)  # torch holds it until the backward ends, one way or the other
-        at_end_of_backward(end)
+    def _end_alone(self) -> None:
+        self._ending.forget()
+        self.complete("a backward outside a window")
+        self.summed()
 
     def _end_failed(self) -> None:
         """Ends a backward that raised before its sums: what it has not sent follows as zeros, and all of it is dropped."""
-        if self._queued is None or self._queued() is not None:
+        if not self._ending.was_dropped:
             return
         for bucket in self.buckets[self._num_sent :]:
             self._post(bucket, dict.fromkeys(bucket.members), has_failed=True)
@@ -229,9 +219,7 @@ class DDPEngine:
         """A gradient that is a sum over the ranks must not be summed again."""
         if i in self._summed:
             self._summed.discard(i)
-            grad = self.params[i].grad
-            if grad is not None:
-                self._done[i], self.params[i].grad = grad, None
+            self._done.put(i)
 
     def _take(self, i: int) -> Tensor | None:
         """This rank's own part of a gradient, which moves out of ``.grad``."""
@@ -323,7 +311,7 @@ class DDPEngine:
         self.has_own = self.has_own and not any(used)
         for bucket in self.buckets:
             for i, grad in bucket.views().items():
-                done = self._done.pop(i, None)
+                done = self._done.kept.pop(i, None)
                 if done is not None:
                     self.params[i].grad = done.add_(grad) if used[i] else done
                 else:
@@ -333,6 +321,6 @@ class DDPEngine:
 
     def _forget(self) -> None:
         self._num_sent = 0
-        self._queued: weakref.ref[Any] | None = None
+        self._ending.forget()
         for bucket in self.buckets:
             bucket.reset()

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._torch.dtensor import local_tensor
-from shardwise.techniques.data.penalties import PenaltyGradients, add_to_gradient, add_to_part, tolerance
+from shardwise.techniques.data.gradients import add_to_gradient
+from shardwise.techniques.data.penalties import PenaltyGradients, add_to_part, tolerance
 
 __all__ = ["ScalarGradients"]
 

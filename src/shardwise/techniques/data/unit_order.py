@@ -22,10 +22,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch.autograd import at_end_of_backward
 from shardwise._torch.fsdp2 import Unit, in_backward, when_interrupted
 from shardwise._torch.fully_shard import reset_iteration
 from shardwise.errors import UnsupportedError
+from shardwise.techniques.data.gradients import EndOfBackward
 from shardwise.techniques.data.passes import Backward, Forward, Units, refuse_written
 from shardwise.techniques.data.walk import Orders, Walk
 from shardwise.techniques.edges import hand_out, refuse_changed
@@ -72,7 +72,7 @@ class Order:
     def _forget(self) -> None:
         self._forward: Forward | None = None
         self._backward: Backward | None = None
-        self._ending: weakref.ref[Any] | None = None  # what torch calls when the backward that runs has ended
+        self._ending = EndOfBackward()
         self._nested = 0  # calls of the root inside a forward or a backward of it
         self._caught: BaseException | None = None  # what the caller of the forward is handling
         self._direct: nn.Module | None = None  # a unit's module that was called by itself
@@ -311,7 +311,7 @@ class Order:
         """Whether a backward has reached the model and has not ended; one that raised is forgotten."""
         if self._backward is None:
             return False
-        if self._ending is not None and self._ending() is not None:
+        if self._ending.is_due:
             return True
         self._listener.loses_backward()
         self.abandon()
@@ -327,11 +327,7 @@ class Order:
                 name=unit.name or None,
             )
 
-        def end() -> None:
-            self._end_backward()
-
-        self._ending = weakref.ref(end)  # torch holds it until the backward ends, one way or the other
-        at_end_of_backward(end)
+        self._ending.call(self._end_backward)
         self._backward = Backward(
             self.units,
             self._orders.walk(f"backward {self._num_forwards}", self._pass_backward),
@@ -349,7 +345,8 @@ class Order:
         situation = f"backward {self._num_forwards}"
         self._orders.learn(situation, backward.walk, self._backward_reference(), self.units.spanning)
         self._reduce_rest(set(backward.walk.taken) - backward.spanned)
-        self._backward, self._ending, self._num_forwards = None, None, 0
+        self._ending.forget()
+        self._backward, self._num_forwards = None, 0
 
     def _pass_backward(self, number: int) -> None:
         assert self._backward is not None
