@@ -28,7 +28,8 @@ else
 endif
 
 PYTEST = $(PYTHON) -m pytest -q $(PLUGIN)
-PURE = tests/config tests/cli/test_main.py tests/recipe tests/test_errors.py tests/test_house.py tests/test_layout.py
+PURE = tests/config tests/cli/test_main.py tests/recipe tests/techniques/test_make.py tests/techniques/test_edits.py tests/techniques/data/test_units.py \
+  tests/test_errors.py tests/test_house.py tests/test_layout.py
 CODE = src tests tools $(wildcard examples benchmarks)
 
 .DEFAULT_GOAL := help

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from step.plain import batch, build, gradients, mine, plain_backward, sum_loss, values
 from torch import nn
-from train.plain import batch, build, gradients, mine, plain_backward, sum_loss, values
 
 import shardwise as sw
 from shardwise.errors import ShardwiseError, UsageError

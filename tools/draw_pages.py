@@ -99,7 +99,7 @@ def _remat(run: Callable[..., list]) -> dict[str, dict[str, int]]:
 def _precision(run: Callable[..., list]) -> dict[str, dict[str, float]]:
     """Dtype -> where -> error of the gradient to the one in float64, relative."""
     import torch
-    from parallel.test_precision import LAYOUTS, error_norm, on_ranks, one_process
+    from techniques.precision.test_precision import LAYOUTS, error_norm, on_ranks, one_process
 
     exact = one_process(torch.float64, 4)
     size = sum(float(grad.double().pow(2).sum()) for grad in exact.values()) ** 0.5

@@ -86,8 +86,8 @@ PAGES = {
             (
                 "src/shardwise",
                 "tests/mistakes",
-                "tests/train/plain.py",
-                "tests/train/test_tokens.py",
+                "tests/step/plain.py",
+                "tests/run/test_tokens.py",
                 "tests/state/test_changed_settings.py",
                 "tests/zoo.py",
             ),

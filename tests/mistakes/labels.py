@@ -19,7 +19,7 @@ from mistakes.toys import (
     sharded,
     sum_loss,
 )
-from train.test_tokens import WORDS, tokenizer_in
+from run.test_tokens import WORDS, tokenizer_in
 
 import shardwise as sw
 

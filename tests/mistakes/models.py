@@ -15,9 +15,9 @@ from mistakes.toys import (
     sum_loss,
     values,
 )
+from step.plain import Net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from train.plain import Net
 
 import shardwise as sw
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from step.plain import batch, build, gradients, mine, plain_backward, sum_loss, values
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from train.plain import batch, build, gradients, mine, plain_backward, sum_loss, values
 
 import shardwise as sw
 

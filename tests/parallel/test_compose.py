@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 from parallel.constructors import Kept
-from parallel.test_traps_sharding import BLOCKS, DDP, FSDP, Net, build, gradients, one_process
+from techniques.data.test_traps_sharding import BLOCKS, DDP, FSDP, Net, build, gradients, one_process
 from torch import nn
 
 from shardwise import Precision, Remat, Sharding

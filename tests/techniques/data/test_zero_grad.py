@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel.test_own_loops import HSDP, WHERE, Net, assert_equal, batch, build, count, loss_of, sharded, whole
+from techniques.data.test_own_loops import HSDP, WHERE, Net, assert_equal, batch, build, count, loss_of, sharded, whole
 from torch import Tensor, nn
 
 from shardwise.errors import UsageError

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
+from step.plain import Net, batch, mine, shard, sum_loss, values
 from torch import nn
-from train.plain import Net, batch, mine, shard, sum_loss, values
 
 import shardwise as sw
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from train.plain import Net, assert_close, batch, build, gradients, mine, plain_backward, shard, sum_loss
+from step.plain import Net, assert_close, batch, build, gradients, mine, plain_backward, shard, sum_loss
 
 import shardwise as sw
 from shardwise.data.batch import MicroBatch

@@ -7,9 +7,9 @@ import functools
 import numpy as np
 import pytest
 import torch
+from step.plain import assert_close, batch, build, mine, shard, sum_loss, values
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
-from train.plain import assert_close, batch, build, mine, shard, sum_loss, values
 
 import shardwise as sw
 from shardwise.errors import UsageError

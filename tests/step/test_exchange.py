@@ -5,8 +5,8 @@ from unittest import mock
 
 import pytest
 import torch
+from step.plain import Net, batch, mine, plain_backward, shard, sum_loss
 from torch import nn
-from train.plain import Net, batch, mine, plain_backward, shard, sum_loss
 
 import shardwise as sw
 import shardwise.step.exchange

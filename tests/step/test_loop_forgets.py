@@ -4,9 +4,9 @@ import functools
 import warnings
 
 import torch
+from step.plain import batch, build, shard, sum_loss
 from torch import nn
 from torch.optim import lr_scheduler
-from train.plain import batch, build, shard, sum_loss
 
 import shardwise as sw
 

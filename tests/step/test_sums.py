@@ -6,8 +6,8 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from step.plain import assert_close, mine, values
 from torch import nn
-from train.plain import assert_close, mine, values
 
 import shardwise as sw
 

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from step.plain import batch, build, sum_loss
 from torch import Tensor, nn
-from train.plain import batch, build, sum_loss
 
 import shardwise as sw
 from shardwise.parallel import runtime_of

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from train.plain import assert_close, batch, build, gradients, mine, plain_backward, shard, sum_loss, values
+from step.plain import assert_close, batch, build, gradients, mine, plain_backward, shard, sum_loss, values
 
 import shardwise as sw
 from shardwise.errors import ConfigError, NonFiniteError, RankError, UnsupportedError

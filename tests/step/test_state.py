@@ -5,7 +5,7 @@ from typing import Optional
 import pytest
 import torch
 import torch.nn.functional as F
-from train.plain import assert_close, batch, build, mine, shard, sum_loss, values
+from step.plain import assert_close, batch, build, mine, shard, sum_loss, values
 
 import shardwise as sw
 

@@ -5,8 +5,8 @@ import warnings
 
 import pytest
 import torch
+from step.plain import Net, assert_close, batch, build, gradients, mine, plain_backward, shard, sum_loss, values
 from torch import nn
-from train.plain import Net, assert_close, batch, build, gradients, mine, plain_backward, shard, sum_loss, values
 
 import shardwise as sw
 from shardwise.errors import ConfigError, RankError, UnsupportedError, UsageError

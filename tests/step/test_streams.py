@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from train.plain import Net, batch, mine, sum_loss
+from step.plain import Net, batch, mine, sum_loss
 
 import shardwise as sw
 from shardwise.parallel import runtime_of

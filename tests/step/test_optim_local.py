@@ -4,8 +4,8 @@ import warnings
 
 import pytest
 import torch
+from step.plain import assert_close, batch, build, mine, shard, sum_loss, values
 from torch.distributed.tensor import DTensor
-from train.plain import assert_close, batch, build, mine, shard, sum_loss, values
 
 import shardwise as sw
 from shardwise.errors import UnsupportedError, UsageError
