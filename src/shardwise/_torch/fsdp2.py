@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from shardwise._torch.fully_shard import take_reductions
+
 __all__ = ["Unit", "in_backward", "take_over", "when_interrupted"]
 
 
@@ -225,12 +227,8 @@ class Unit:
             shared.all_gather_copy_in_stream.wait_event(gathered.event)
             shared.all_gather_stream.wait_event(gathered.event)
             shared.all_gather_state = None
-        if not hasattr(shared, "reduce_scatter_states"):  # before torch 2.13 there was one at most
-            reduced, shared.reduce_scatter_state = [shared.reduce_scatter_state], None
-        else:
-            reduced, shared.reduce_scatter_states = shared.reduce_scatter_states, []
-        for state in reduced:
-            if state is not None and state.event is not None:
+        for state in take_reductions(shared):
+            if state.event is not None:
                 self._state._device_handle.current_stream().wait_event(state.event)
 
     def drop_gradients(self) -> None:

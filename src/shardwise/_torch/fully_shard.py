@@ -16,6 +16,7 @@ __all__ = [
     "lazy_chunks",
     "parameter_groups",
     "reset_iteration",
+    "take_reductions",
     "unit_groups",
     "unit_policies",
     "unit_reshard",
@@ -108,10 +109,10 @@ def reset_iteration(module: nn.Module) -> None:
         module.reset_iter_state()  # type: ignore[operator]
         return
     shared, wait = state._comm_ctx, state._device_handle.current_stream().wait_event
-    for kept in (shared.all_gather_state, shared.reduce_scatter_state):
+    for kept in (shared.all_gather_state, *take_reductions(shared)):
         if kept is not None and kept.event is not None:
             wait(kept.event)
-    shared.all_gather_state = shared.reduce_scatter_state = None
+    shared.all_gather_state = None
     shared.post_forward_order.clear()
     for each in state._state_ctx.all_states:
         each._modules_to_run_forward.clear()
@@ -120,6 +121,15 @@ def reset_iteration(module: nn.Module) -> None:
             _reset_group(group, wait)
     state._state_ctx.iter_forward_root = None
     state._state_ctx.post_backward_final_callback_queued = False
+
+
+def take_reductions(shared: Any) -> list[Any]:
+    """The reductions of which a root keeps buffers, which it keeps no longer."""
+    if not hasattr(shared, "reduce_scatter_states"):  # before torch 2.12 there was one at most
+        found, shared.reduce_scatter_state = [shared.reduce_scatter_state], None
+    else:
+        found, shared.reduce_scatter_states = shared.reduce_scatter_states, []
+    return [state for state in found if state is not None]
 
 
 def _reset_group(group: Any, wait: Callable[[Any], None]) -> None:
