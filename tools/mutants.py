@@ -527,7 +527,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "padding-counts",
         "        self.is_on = is_on\n",
         "        self.is_on = False\n",
-        "tests/techniques/data/test_unequal.py",
+        "tests/techniques/data/test_own_loops.py -k a_padding_counts_as_0",
         "micro-batches that only fill up count as data",
     ),
     # ---- parallel: values and building -----------------------------------------------------------------------------
