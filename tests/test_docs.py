@@ -39,6 +39,7 @@ PAGES = (
             "convert",
             "checkpoint",
             "benchmarks",
+            "torch-versions",
         )
     ),
 )

@@ -7,10 +7,12 @@ let through::
 
     python tools/house.py            # exit 1, with a line per fault
     python tools/house.py --report   # and how large it is, room by room; circles of files; files with one importer
+    python tools/house.py --write    # and writes that into CONTRIBUTING.md, with the walks of tools/walks.py
 """
 
 import argparse
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -259,13 +261,29 @@ def report(package: Path) -> str:
     )
 
 
+def _write(package: Path) -> None:
+    """Puts the report and the lengths of the walks between their marks in CONTRIBUTING.md."""
+    walks = subprocess.run(
+        [sys.executable, ROOT / "tools" / "walks.py"], capture_output=True, text=True, check=True
+    ).stdout
+    lengths = [line for line in walks.splitlines() if " calls  " in line]
+    page = ROOT / "CONTRIBUTING.md"
+    before, begin, rest = page.read_text(encoding="utf-8").partition("<!-- house -->\n")
+    _, end, after = rest.partition("<!-- /house -->")
+    block = "\n".join(["```text", report(package), "", *lengths, "```", ""])
+    page.write_text(before + begin + block + end + after, encoding="utf-8")
+
+
 def main() -> int:
     """Check this repository. Returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--report", action="store_true", help="print how large it is, too")
-    package = ROOT / "src" / "shardwise"
-    if parser.parse_args().report:
+    parser.add_argument("--write", action="store_true", help="write it into CONTRIBUTING.md, too")
+    package, given = ROOT / "src" / "shardwise", parser.parse_args()
+    if given.report:
         print(report(package))
+    if given.write:
+        _write(package)
     found = faults(package)
     for fault in found:
         print(fault, file=sys.stderr)

@@ -53,5 +53,4 @@ TECHNIQUE = Technique(
     rule=_rule,
     prepare="shardwise.techniques.transforms.prepare:prepare",
     check_early=_check_early,
-    leaves_proof=lambda _: None,
 )
