@@ -286,9 +286,10 @@ def _first_difference(anatomy: Anatomy, recipe: Recipe) -> str | None:
 def _agree_on_recipe(module: nn.Module, recipe: Recipe, world: World) -> None:
     told: dict[str, Any] = msgspec.to_builtins(recipe)
     params, buffers, units, edits, notes = map(told.pop, ("params", "buffers", "units", "edits", "notes"))
-    entries = told.pop("techniques").values()
+    entries = told.pop("techniques").items()
     facts: dict[str, Any] = {"module class": told.pop("module_class"), **told}
-    facts |= {key: value for entry in entries for key, value in entry.items()}
+    for technique, entry in entries:
+        facts |= {key if key not in facts else f"{technique}.{key}": value for key, value in entry.items()}
     for kind, entries in {
         "parameter": params,
         "buffer": buffers,
