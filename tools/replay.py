@@ -89,6 +89,12 @@ EXPLAINED: dict[str, str] = {
     "public / messages / errors / ConfigError | {key}={value} | that is not a {cls": "one function for every record: other names in it",
     "public / messages / errors / ConfigError | {option.key}={value} | that is not a": "the same",
     "public / messages / errors / PlanError | a recipe with techniques[": "what a recipe says of a technique is checked",
+    "public / messages / errors / RankError | rank {rank} did not start": "one fork server: other names in it",
+    "public / messages / errors / RankError | the test ranks did not start": "the same",
+    "public / messages / errors / UnsupportedError | cuts {param.cuts}": "other techniques may cut before the shards do",
+    "public / messages / errors / UnsupportedError | torch {": "a newer torch is tried before it is trusted",
+    'public / messages / warnings / f"torch {torch.__version__} is newer': "the same",
+    "public / signatures / shardwise.init": "World is not named in a string",
 }
 """Beginning of a difference's name, with ``*`` for anything -> why it is meant (a line of CHANGELOG.md)."""
 
