@@ -200,8 +200,8 @@ class Unit:
         """Sums gradients over the ranks, zeros where this one has none, or accumulates them; then frees the parameters."""
         for group in reversed(self.groups):
             if group.reduce_grads:
-                _agree_on_dtype(group)
                 _fill_unused(group)
+                _agree_on_dtype(group)
             elif not any(hasattr(param, "_unsharded_param") for param in group.fsdp_params):
                 continue  # never gathered yet, so without gradients; where sums are of another dtype, FSDP2 would ask for them
             group.post_backward()
@@ -274,8 +274,6 @@ def _agree_on_dtype(group: Any) -> None:
     for param in params:
         if param.unsharded_accumulated_grad is not None or not param.unsharded_param.requires_grad:
             continue
-        if param.unsharded_param.grad is None:
-            param.unsharded_param.grad = torch.zeros_like(param.unsharded_param)
         param.to_accumulated_grad_if_needed()
 
 

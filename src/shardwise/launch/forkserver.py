@@ -22,6 +22,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,9 +76,9 @@ def main(argv: list[str]) -> int:
 
 def _prepare(connection: Connection, preload: Preload) -> None:
     """Imports the modules, and says whether a fork would have all that they have started, and what they have printed."""
-    captured = [os.memfd_create("output") for _ in range(2)]
-    for place, descriptor in enumerate(captured, start=1):
-        os.dup2(descriptor, place)
+    captured = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 - closed below
+    for place, file in enumerate(captured, start=1):
+        os.dup2(file.fileno(), place)
     sys.path[:] = preload.path
     why = ""
     try:
@@ -93,8 +94,8 @@ def _prepare(connection: Connection, preload: Preload) -> None:
     gc.freeze()  # the collector would touch, and so copy, every page that the ranks share
     _flush()
     output = []
-    for descriptor in captured:
-        with open(descriptor, "rb") as file:
+    for file in captured:
+        with file:
             file.seek(0)
             output.append(file.read().decode("utf-8", "replace"))
     connection.send(("unfit" if why else "ready", output, why))

@@ -104,7 +104,9 @@ class ForkServer:
                 return None
             word, self.output, self.why = self._connection.recv()
         except (EOFError, ConnectionResetError):
-            self.why = f"the process that imports torch ended with status {self._process.poll()}"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_S)  # it has closed its connection
+            self.why = f"the process that imports torch ended with status {self._process.returncode}"
             return False
         return word == "ready"
 
@@ -149,7 +151,12 @@ class ForkServer:
     def reap(self, pid: int) -> int:
         """Waits for a rank that has ended or was killed, whose end is not told: its exit code, below 0 a signal."""
         self._connection.send(pid)
-        return self._connection.recv()[2]
+        for _ in range(round(_ANSWER_S / _TICK_S)):
+            if self._codes.get(pid) is None and self._has_message(_TICK_S):
+                self._note(self._connection.recv())  # perhaps the answer to a request that was interrupted
+            if pid in self._codes:
+                return self._codes.pop(pid)
+        raise OSError(f"the process that is forked has not answered for {_ANSWER_S:g} s")
 
     def is_alive(self) -> bool:
         """Whether it can still be forked."""

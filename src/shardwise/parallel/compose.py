@@ -20,7 +20,13 @@ from shardwise.config.record import Options
 from shardwise.errors import PlanError, UsageError
 from shardwise.model import read_anatomy
 from shardwise.model.tensors import follow_parameters, give_memory, tensors_of, unregistered_parameters
-from shardwise.parallel.guards import part_of_another, refuse_numbers_of_parts, refuse_unfit_parts, refuse_whole_values
+from shardwise.parallel.guards import (
+    part_of_another,
+    refuse_loose_partial,
+    refuse_numbers_of_parts,
+    refuse_unfit_parts,
+    refuse_whole_values,
+)
 from shardwise.parallel.init.sources import all_tensors, build_with_source
 from shardwise.parallel.large_pages import in_large_pages
 from shardwise.parallel.runtime import Runtime, attach, has_runtime, is_parallelized, runtime_of
@@ -179,6 +185,9 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
             name=_first_difference(anatomy, recipe),
         )
     fold.check_entries(recipe)
+    _refuse_wrapped(module)
+    for act in acts():
+        act.check(module, recipe, world)
     refuse_unfit_parts(module, recipe, world)
     for act in acts():
         act.inside(module, recipe, world)
@@ -200,6 +209,7 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
     attach(module, runtime)
     for act in acts():
         act.begin(runtime)
+    refuse_loose_partial(runtime)
     return runtime
 
 
@@ -296,7 +306,8 @@ def _agree_on_recipe(module: nn.Module, recipe: Recipe, world: World) -> None:
         "unit": {unit["name"] or "(root)": unit for unit in units},
     }.items():
         facts |= {f"{kind} {name}: {field}": value for name, entry in entries.items() for field, value in entry.items()}
-    facts |= {f"{edit['technique']} of {edit['module']}": [edit["action"], edit["args"]] for edit in edits}
+    for edit in edits:
+        facts.setdefault(f"{edit['technique']} of {edit['module']}", []).append([edit["action"], edit["args"]])
     facts |= {"notes": notes, "fingerprint": facts.pop("fingerprint")}  # last: it says only that something differs
     # Values and gradients travel in this order. A constructor that iterates over a set makes another one in each process.
     facts["the order of tensors"] = list(all_tensors(module))

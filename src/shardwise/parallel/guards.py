@@ -1,7 +1,9 @@
 """What a module may hold that would go silently wrong once it is sharded, refused before anything is moved."""
 
+import weakref
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -10,11 +12,17 @@ from shardwise._torch.dtensor import on_scalar_read
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.model import canonical_modules
 from shardwise.model.tensors import tensors_of
-from shardwise.parallel.runtime import is_parallelized
+from shardwise.parallel.runtime import Runtime, is_parallelized
 from shardwise.recipe import Recipe
 from shardwise.world import World
 
-__all__ = ["part_of_another", "refuse_numbers_of_parts", "refuse_unfit_parts", "refuse_whole_values"]
+__all__ = [
+    "part_of_another",
+    "refuse_loose_partial",
+    "refuse_numbers_of_parts",
+    "refuse_unfit_parts",
+    "refuse_whole_values",
+]
 
 _WHOLE = 'keep parameters whole on every rank: sw.init("dp_replicate=-1")'
 
@@ -69,6 +77,26 @@ def part_of_another(name: str) -> UsageError:
         "the second model",
         name=name,
     )
+
+
+def refuse_loose_partial(runtime: Runtime) -> None:
+    """From now on a forward that records gradients outside of windows raises UsageError, where ranks along an axis have parts of
+    gradients: those are summed at the end of a window, and nowhere else."""
+    partial = weakref.ref(runtime)
+
+    def check(_module: nn.Module, _args: Any) -> None:
+        found = partial()
+        if found is not None and torch.is_grad_enabled() and not found.in_window:
+            axis, names = next(iter(found.partial.items()))
+            raise UsageError(
+                "a forward that records gradients, outside of a window",
+                why=f"each rank along {axis} has a part of the gradient of {names[0]!r}, and the parts are summed when a window ends",
+                fix="train by sw.TrainStep or sw.window(model, batches); without a backward, call the model within torch.no_grad()",
+                name=names[0],
+            )
+
+    if runtime.partial:
+        runtime.module.register_forward_pre_hook(check)
 
 
 def refuse_whole_values(module: nn.Module) -> None:

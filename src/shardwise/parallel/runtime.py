@@ -123,7 +123,7 @@ class Runtime:
         self.labels_seen: Tensor | None = torch.zeros(3)  # how labels compare with inputs so far; None: enough was seen
         # Digests of windows that were equal on all ranks; None: some was not, or the warning was given.
         self.same_data: list[int] | None = []
-        # Of the last window of a loop of the user's own: a ``train.window.TokenCount``; None: there was none; False: the user was warned.
+        # Of the last window of a loop of the user's own: a ``step.token_count.TokenCount``; None: there was none; False: the user was warned.
         self.last_count: object = None
         self.holds_stepped_gradients = False  # an optimizer has stepped with gradients that nothing has cleared since
         self.reads_loader = False  # the last window came from a Loader

@@ -5,7 +5,8 @@
             (loss(model(b["input_ids"]), b) / w.num_tokens).backward()
 
 Entering exchanges the token count and the number of micro-batches (the first of two exchanges per window). Iterating
-reduces gradients at the last micro-batch only and gives each micro-batch its own random stream. Leaving exchanges what
+reduces gradients at the last micro-batch only, sums parts of gradients that a technique leaves to each rank, and gives each
+micro-batch its own random stream. Leaving exchanges what
 must be agreed before the step (the second): which parameters were used, the units entered, gradients of 0-dim
 parameters, and whatever the caller adds. Gradients that were there before are put aside, and the window's are added to
 them at its end, as in one process. An exception on the way restores the module: synchronising again, gradients as before.

@@ -78,8 +78,8 @@ class Act:
 
     def begin(self, runtime: Any) -> None:
         """The module is sharded: adds what runs in windows to its :class:`~shardwise.parallel.runtime.Runtime`. Parameters of which each rank
-        along an axis has a part of the gradient go into ``runtime.partial``: they are summed at the end of a window, once; a backward
-        outside of windows is the technique's to refuse."""
+        along an axis has a part of the gradient go into ``runtime.partial``: they are summed at the end of a window, once; a forward
+        that records gradients outside of one is refused then."""
 
     def explain(self, error: BaseException) -> "ShardwiseError | None":
         """An error of torch's own in our words, where the technique knows what it comes from; else None."""
@@ -103,7 +103,7 @@ class Technique:
         probe: place of ``probe(module, draft, world, **options) -> dict``, of what JSON can hold.
         act: place of an :class:`Act`.
         check_early: ``check_early(origins, **options)``: refuses, before a process is started, what can be seen without torch.
-            ``origins``: where each dotted key was given.
+            ``origins``: where each dotted key was given. The options are as they were given here, words among them.
         leaves_proof: from the type of a run's device to why the proof of a run, which is in float64 on the CPU, is made without it: a
             text to show, or "" if there is nothing to say; None: it is made with it.
         without: what ``shardwise verify`` says to those who give its options; "": it takes them.

@@ -119,11 +119,12 @@ class RankPool:
         if self._helper is None or not self._helper.is_alive():
             self.close()
             self._helper = Helper(self._preload, self._env)
-        fresh = {rank: Worker(self._helper) for rank in ranks if rank not in self._workers}
-        self._workers |= fresh
-        for worker in fresh.values():
+        fresh = [rank for rank in ranks if rank not in self._workers]
+        for rank in fresh:
+            self._workers[rank] = Worker(self._helper)
+        for worker in [self._workers[rank] for rank in fresh]:
             if not worker.is_clean():
-                self._discard(list(fresh.values()))
+                self._discard([self._workers[each] for each in fresh])
                 raise RankError("a rank of the test pool did not start", why=worker.tail(), fix="see its output above")
         return [self._workers[rank] for rank in ranks]
 

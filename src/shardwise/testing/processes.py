@@ -88,8 +88,18 @@ class Worker:
         # The mode does not reach the descriptor: without O_APPEND a rank writes on behind a truncated end, and a
         # reader sees a block of zeros.
         fcntl.fcntl(self._output, fcntl.F_SETFL, fcntl.fcntl(self._output, fcntl.F_GETFL) | os.O_APPEND)
-        self.pid = helper.fork(theirs.fileno(), self._output.fileno())
-        theirs.close()
+        try:
+            self.pid = helper.fork(theirs.fileno(), self._output.fileno())
+        except OSError as error:
+            self.connection.close()
+            self._output.close()
+            raise RankError(
+                "a rank of the test pool did not start",
+                why=str(error),
+                fix="look whether memory, processes or open files are limited (`ulimit -a`), or use fewer ranks",
+            ) from None
+        finally:
+            theirs.close()
         self._awaits_ready = True
         self._is_dead = False
 

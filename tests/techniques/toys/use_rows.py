@@ -1,20 +1,13 @@
-"""The whole of it under every engine, against one process; and without the sum at the end of a window."""
+"""The whole of it under every engine, against one process; outside of windows; and without the sum at the end of a window."""
 
 import json
 import os
 
-import torch
-from models import Words
+from models import Words, batch
+from rows_outside import outside
 
 import shardwise as sw
 from shardwise.testing import RankPool
-
-
-def batch(i):
-    """Other numbers of tokens in each."""
-    ids = torch.randint(0, 18, (2, 7), generator=torch.Generator().manual_seed(i))
-    labels = torch.where(torch.arange(7) < 3 + i % 4, ids.roll(-1, 1), -100)
-    return {"input_ids": ids, "labels": labels}
 
 
 def compare(pool, layout, ranks, **options):
@@ -31,6 +24,7 @@ def compare(pool, layout, ranks, **options):
 if __name__ == "__main__":
     found = {}
     with RankPool() as pool:
+        found["outside"] = pool.run(outside, 2)
         for layout, ranks in (("tp=2", 1), ("dp_replicate=2,tp=2", 2), ("dp_shard=2,tp=2", 2)):
             found[layout] = compare(pool, layout, ranks, rows=True)
             found[f"{layout} without rows"] = compare(pool, layout, ranks)

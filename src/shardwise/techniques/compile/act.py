@@ -64,7 +64,6 @@ class CompileAct(Act):
 
     def inside(self, module: nn.Module, recipe: Recipe, world: World) -> None:
         """Compiles the modules, in place, when they are first run; those that are already stay as they are."""
-        self.check(module, recipe, world)
         edits = recipe.edits_of("compile")
         modules = dict(canonical_modules(module))
         compiled: dict[Any, Callable[..., Any]] = {}

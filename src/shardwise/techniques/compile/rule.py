@@ -41,10 +41,12 @@ def edit(draft: Draft, *, compile: Compile | None) -> None:
 
 def _refuse_running_again(compile: Compile, again: Sequence[Edit], compiled: Sequence[Edit]) -> None:
     """Raises where a module is changed in two ways of which one would undo the other."""
-    pairs = [(a.module, b.module) for a in again for b in compiled if _overlap(a.module, b.module)]
-    inside = next((pair for pair in pairs if pair[1].startswith(f"{pair[0]}.")), None)
+    overlapping = [(a, b) for a in again for b in compiled if _overlap(a.module, b.module)]
+    pairs = [(a.module, b.module) for a, b in overlapping]
+    keeps = [(a.module, b.module) for a, b in overlapping if a.args.get("save")]
+    inside = next((pair for pair in keeps if pair[1].startswith(f"{pair[0]}.")), None)
     budget = compile.activation_memory_budget
-    if pairs and again[0].args.get("offload"):
+    if any(a.args.get("offload") for a, _ in overlapping):
         raise PlanError(
             "Remat(offload=True) with Compile",
             why="a compiled block keeps what backward needs by itself, and nothing of it can be moved to the host",
@@ -58,7 +60,7 @@ def _refuse_running_again(compile: Compile, again: Sequence[Edit], compiled: Seq
             fix="leave remat out where the budget decides, or leave the budget out",
             name=pairs[0][0],
         )
-    if inside is not None and again[0].args["mode"] == "selective":
+    if inside is not None:
         raise PlanError(
             f"selective Remat of {inside[0]!r} with Compile of {inside[1]!r} in it",
             why="operators inside compiled code are not seen from outside it, so none of their results would be kept",

@@ -3,7 +3,8 @@
 Three things go wrong with gradients that are summed while a user's loop runs. A sum that is there already is summed again: it is put
 aside (:class:`Aside`) while new gradients come, and added to them when they are sums too. A backward raises, and what was to be done at
 its end is left half done: :class:`EndOfBackward` knows. And a micro-batch that is only there so that ranks have equally many must not count:
-:class:`Padding`.
+:class:`Padding`. A parameter that no rank used ends without a gradient: replicas say so in the last bucket (``replicas.py``), FSDP2 reduces
+zeros (``_torch/fsdp2.py``), which are taken away by the exchange before the step (``step/exchange.py``) or after a loose backward.
 """
 
 import weakref

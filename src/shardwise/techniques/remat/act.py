@@ -74,7 +74,6 @@ class RematAct(Act):
 
     def inside(self, module: nn.Module, recipe: Recipe, world: World) -> None:
         """Makes the modules run again in backward, in place; those that do already are left alone."""
-        self.check(module, recipe, world)
         modules = dict(canonical_modules(module))
         for edit in recipe.edits_of("remat"):
             target = modules[edit.module]
@@ -98,7 +97,7 @@ class RematAct(Act):
 
 
 def _checkpoints_itself(module: nn.Module) -> bool:
-    return bool(getattr(module, "gradient_checkpointing", False)) and module.training
+    return bool(getattr(module, "gradient_checkpointing", False))
 
 
 # ---- the two runs ----------------------------------------------------------------------------------------------------
