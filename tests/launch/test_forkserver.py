@@ -13,7 +13,7 @@ import pytest
 from launch.test_launch_local import SOURCE, TARGETS, launch, noted, still_alive
 
 from shardwise.errors import RankError
-from shardwise.launch import is_cpu
+from shardwise.launch import is_cpu, starting
 from shardwise.launch.starting import ForkServer
 
 
@@ -108,6 +108,23 @@ def test_a_server_that_has_ended_is_an_error_of_ours():
         with pytest.raises(RankError, match="rank 3 did not start") as caught, open(os.devnull) as file:
             server.start(3, {}, file.fileno(), file.fileno())
         assert caught.value.ranks == (3,)
+
+
+def test_a_reap_after_an_interrupted_request_gets_its_own_answer():
+    """It took the answer that nobody had read: an IndexError, or the exit code of another rank."""
+    runs = "shardwise.launch.child:main"
+    with ForkServer(("json",), dict(os.environ), runs=runs, tells_ends=False) as server, open(os.devnull) as null:
+        assert server.is_ready(20)
+        pids = [server.fork(dict(os.environ), [null.fileno()] * 4) for _ in range(2)]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        server._connection.send(pids[0])  # a reap that Ctrl-C ended before it was answered
+        assert server.reap(pids[1]) == -signal.SIGKILL
+        server._connection.send(({}, 4))  # and a fork, of which the answer is still to come
+        starting.send_descriptors(server._connection, [null.fileno()] * 4)
+        pid = server.fork(dict(os.environ), [null.fileno()] * 4)
+        os.kill(pid, signal.SIGKILL)
+        assert server.reap(pid) == -signal.SIGKILL
 
 
 def test_a_start_that_fails_half_way_leaves_nothing_and_says_why(tmp_path, monkeypatch):

@@ -152,6 +152,29 @@ def test_a_recipe_of_another_layout_is_refused(ranks):
     assert ranks.run(applied, 1, "dp_shard=1", "change_nothing")[0] is None
 
 
+def applied_with_an_edit_that_cannot_be():
+    """Whether blocks were changed by a recipe that ends in an error; and the error."""
+    with init("dp_shard=1", device="cpu") as world:
+        module = build()
+        made = make_recipe(read_anatomy(module), world.layout, remat="full", compile="blocks")
+        edits = tuple(
+            msgspec.structs.replace(edit, args={**edit.args, "backend": "nosuch"})
+            if edit.technique == "compile"
+            else edit
+            for edit in made.edits
+        )
+        try:
+            apply_recipe(module, msgspec.structs.replace(made, edits=edits), world)
+        except PlanError as error:
+            return [name for name, child in module.named_modules() if "forward" in vars(child)], error.given
+        return None
+
+
+def test_a_recipe_is_checked_before_any_of_it_is_carried_out(ranks):
+    """One technique had changed the module when the next refused its part."""
+    assert ranks.run(applied_with_an_edit_that_cannot_be, 1)[0] == ([], "Compile(backend='nosuch')")
+
+
 def recipe_from_text():
     """A recipe that went through JSON is carried out like the one it came from."""
     with init(FSDP, device="cpu", timeout_s=20) as world:
