@@ -238,6 +238,8 @@ def _shortened(command: str, folder: Path) -> str | None:
             return command
         case ["shardwise", "checkpoint", *_]:
             return f"{command} --help"  # what it shows is there once the command above it has run
+        case ["make", "test", torch] if torch.startswith("TORCH="):  # which would install it
+            return f"make -C {shlex.quote(str(ROOT))} -n test {torch}"
         case ["shardwise", "train"]:
             return f"{_make('demo')} -n"  # what the demo runs, and the demo is run
         case ["shardwise", "train", "examples/finetune.yaml"]:  # tests/cli/test_train_examples.py runs it to the end
