@@ -266,7 +266,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a backward after an optimizer step mixes the values of before and after it",
     ),
     Mutant(
-        "order-without-what-nobody-ran",
+        "order-without-what-no-rank-ran",
         "self._known[situation] = completed(taken, reference)",
         "self._known[situation] = taken",
         "tests/techniques/data/test_skipping.py -k ranks_skip",
@@ -356,7 +356,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "in_order = runtime.paddings.pop(0)",
         "in_order = runtime.paddings.pop()",
         "tests/techniques/data/test_own_loops.py -k a_padding_counts_as_0",
-        "in a loop of one's own the first micro-batch counts as 0 in place of the padding",
+        "in a loop of the user's own the first micro-batch counts as 0 in place of the padding",
     ),
     # ---- techniques: precision ---------------------------------------------------------------------------------------
     Mutant(
@@ -906,7 +906,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "    if not differing:\n",
         "    if differing is None:\n",
         "tests/step/test_labels.py -k not_shifted",
-        "a model is trained to copy its input, by labels that nobody has shifted",
+        "a model is trained to copy its input, by labels that were not shifted",
     ),
     Mutant(
         "never-down-to-the-floor",
@@ -928,7 +928,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "low = min(index // part.replicas * chunk, part.size)",
         "low = min(index * chunk, part.size)",
         "tests/recipe/test_cuts.py -k replicas",
-        "a part that neighbours hold whole is cut, and its end is nobody's",
+        "a part that neighbours hold whole is cut, and no rank has its end",
     ),
     Mutant(
         "last-blocks-alone",

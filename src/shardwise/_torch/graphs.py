@@ -13,7 +13,7 @@ __all__ = ["changed_in_graphs", "look_in_graph", "mark_in_graph", "memory_budget
 
 
 changed_in_graphs: set[type] = set()
-"""Classes of modules that :func:`look_in_graph` was told of."""
+"""Classes of modules in which :func:`look_in_graph` has seen a marked tensor change."""
 
 
 _made_in_graphs = WeakIdKeyDictionary()  # what stands for a tensor while a graph is made -> its version

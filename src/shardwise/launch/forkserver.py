@@ -46,7 +46,7 @@ class Preload:
         modules: to be imported.
         path: ``sys.path`` of the parent, where the ranks would find them.
         runs: what a rank runs, as ``pkg.mod:fn``; it is given a list of words: numbers of its descriptors, and this process's id.
-        tells_ends: the end of a rank is told when it comes (on Linux alone), not when it is asked for.
+        tells_ends: the end of a rank is reported when it comes (on Linux alone), not when it is asked for.
     """
 
     modules: tuple[str, ...]

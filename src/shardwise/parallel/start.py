@@ -42,7 +42,7 @@ def init(
         UnsupportedError: an axis that no technique uses (the same).
         ConfigError: an environment that contradicts itself, a device that is not there, a backend or timeout other than that of
             the existing group.
-        RankError: ranks that were started with different layouts, seeds or package versions; nobody to meet at
+        RankError: ranks that were started with different layouts, seeds or package versions; no process that answers at
             the address.
     """
     return init_world(layout, device=device, backend=backend, timeout_s=timeout_s, seed=seed, axes=AXES_IN_USE)

@@ -78,7 +78,7 @@ class CompileAct(Act):
                 if key not in compiled:
                     compiled[key] = _compile(function, edit.args, len(edits))
                 target.forward = types.MethodType(compiled[key], target)
-            else:  # a function that somebody put on the object
+            else:  # a function that was put on the object
                 target.forward = _compile(bound, edit.args, 1)
             target.__dict__[_MARK] = True
         again = [edit.module for edit in recipe.edits if edit.action == "checkpoint"]

@@ -109,7 +109,7 @@ class _State:
     def __init__(self, module: nn.Module, name: str, context_fn: Callable[[], Any] | None, offload: bool):
         self.name, self.offload = name, offload
         self.options: dict[str, Any] = {"context_fn": context_fn} if context_fn is not None else {}
-        self.own = vars(module).get("forward")  # a forward that somebody put on the object
+        self.own = vars(module).get("forward")  # a forward that was put on the object
         self.owners = [child for child in module.modules() if child._buffers]
         self.written: dict[Any, set[Any]] = {}  # which of them train -> buffers that a forward writes
         self.num_runs = 0
