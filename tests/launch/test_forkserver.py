@@ -111,20 +111,25 @@ def test_a_server_that_has_ended_is_an_error_of_ours():
 
 
 def test_a_reap_after_an_interrupted_request_gets_its_own_answer():
-    """It took the answer that nobody had read: an IndexError, or the exit code of another rank."""
-    runs = "shardwise.launch.child:main"
-    with ForkServer(("json",), dict(os.environ), runs=runs, tells_ends=False) as server, open(os.devnull) as null:
-        assert server.is_ready(20)
-        pids = [server.fork(dict(os.environ), [null.fileno()] * 4) for _ in range(2)]
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        server._connection.send(pids[0])  # a reap that Ctrl-C ended before it was answered
-        assert server.reap(pids[1]) == -signal.SIGKILL
-        server._connection.send(({}, 4))  # and a fork, of which the answer is still to come
-        starting.send_descriptors(server._connection, [null.fileno()] * 4)
-        pid = server.fork(dict(os.environ), [null.fileno()] * 4)
-        os.kill(pid, signal.SIGKILL)
-        assert server.reap(pid) == -signal.SIGKILL
+    """It took the answer that nothing had read: an IndexError, or the exit code of another rank."""
+    reader, writer = os.pipe()  # ranks wait for their job, until they are killed
+    try:
+        with ForkServer(("json",), dict(os.environ), tells_ends=False) as server, open(os.devnull) as null:
+            assert server.is_ready(20)
+            given = [reader, *[null.fileno()] * 3]
+            first, second = (server.fork(dict(os.environ), given) for _ in range(2))
+            os.kill(first, signal.SIGKILL)
+            os.kill(second, signal.SIGABRT)
+            server._connection.send(first)  # a reap that Ctrl-C ended before it was answered
+            assert server.reap(second) == -signal.SIGABRT
+            server._connection.send((dict(os.environ), len(given)))  # and a fork, of which the answer is still to come
+            starting.send_descriptors(server._connection, given)
+            third = server.fork(dict(os.environ), given)
+            os.kill(third, signal.SIGKILL)
+            assert server.reap(third) == -signal.SIGKILL
+    finally:
+        os.close(reader)
+        os.close(writer)
 
 
 def test_a_start_that_fails_half_way_leaves_nothing_and_says_why(tmp_path, monkeypatch):
