@@ -1,5 +1,6 @@
 """A run that is asked to stop saves after the same window on every rank, ends, and goes on as if it had never stopped."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -9,7 +10,9 @@ import pytest
 from state.runs import Average, Texts, equal, make, run, state
 
 import shardwise as sw
-from shardwise.launch.notice import terminable
+from shardwise.launch.stop_signals import terminable
+from shardwise.world import termination
+from shardwise.world.signals import StopRequest
 
 OURS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
@@ -93,7 +96,7 @@ def saved_on_the_way(root, how: str, *, when: int, every: int | None = 100, **op
     average, made = Average(), []
     before = signal.getsignal(signal.SIGUSR1)
     if how == "early":  # a launcher keeps it back until there is a manager
-        os.environ["SHARDWISE_SIGNALS_KEPT_BACK"] = str(int(signal.SIGUSR1))
+        os.environ["SHARDWISE_SIGNALS_BLOCKED_AT_START"] = str(int(signal.SIGUSR1))
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
         signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
     with world:
@@ -173,6 +176,35 @@ def under_terminable(root) -> dict:
 def test_what_only_ends_the_process_gives_way(ranks, tmp_path):
     found = ranks.run(under_terminable, 2, tmp_path)
     assert [(one["steps"], one["given back"]) for one in found] == [(2, True), (2, True)]
+
+
+def closed_within() -> tuple[int, int]:
+    """A world that is closed while a manager is open, and another one after it: how SIGTERM ends a fork of this process."""
+    with sw.init() as world:
+        with StopRequest().handle_stop_signals(None):
+            world.close()
+        ends = [ended_by_sigterm()]
+    with sw.init() as world:
+        # The world listens again: a fork is told from the rank, and ends.
+        ends.append(ended_by_sigterm())
+        listens = termination._listener is not None and world.watch in termination._listener.watches
+    assert listens
+    return tuple(ends)
+
+
+def ended_by_sigterm() -> int:
+    """Exit code of a fork of this process that sends itself SIGTERM."""
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_sigterm_ends_a_process_whose_world_was_closed_while_its_manager_was_open(ranks):
+    assert ranks.run(closed_within, 2) == [(-signal.SIGTERM, -signal.SIGTERM)] * 2
 
 
 def stopped_into_a_full_disk(root) -> tuple:

@@ -3,8 +3,8 @@
 from shardwise.launch.devices import default_nproc, is_cpu
 from shardwise.launch.events import report_failure, send_event
 from shardwise.launch.local import launch_local
-from shardwise.launch.notice import terminable
 from shardwise.launch.process import free_port, held_port
+from shardwise.launch.stop_signals import terminable
 
 __all__ = [
     "default_nproc",

@@ -29,8 +29,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
-from shardwise.launch.notice import kept_back
 from shardwise.launch.process import die_with_parent, kill_group
+from shardwise.launch.stop_signals import blocked_at_start
 
 __all__ = ["Preload", "main", "send_descriptors"]
 
@@ -209,7 +209,7 @@ def _become_a_rank(connection: Connection, outputs: list[int], env: Mapping[str,
     if "numpy.random" in sys.modules:
         # As Python does for its own generator: no two ranks draw the same by accident.
         sys.modules["numpy.random"].seed()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, set(_FOR_RANKS) - kept_back())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, set(_FOR_RANKS) - blocked_at_start())
 
 
 def _exit_code(pid: int) -> int:

@@ -20,10 +20,10 @@ from pathlib import Path
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.launch.child import Job
 from shardwise.launch.failure import Failure, load_error, named_by, rank_error, root_cause
-from shardwise.launch.notice import Notice, PassedOn, terminable
 from shardwise.launch.process import Guard, held_port
 from shardwise.launch.rank import Callbacks, RankProcess
 from shardwise.launch.starting import ForkServer, Interpreters, Starter
+from shardwise.launch.stop_signals import FirstStop, Forwarded, terminable
 
 __all__ = ["launch_local"]
 
@@ -91,9 +91,16 @@ def launch_local(
     _check(target, nproc)
     callbacks = Callbacks(on_line or _print_line, on_event or _ignore_event)
     job = Job(target=target, args=pickle.dumps(tuple(args)), path=tuple(sys.path), pythonpath=_pythonpath(env))
-    notice, passed_on = Notice(), PassedOn(passes_on)
-    heard = terminable() if notice_s is None else notice
-    with held_port() as port, passed_on, heard, Guard() as guard, ExitStack() as server, ExitStack() as ranks:
+    stop, forwarded = FirstStop(), Forwarded(passes_on)
+    stopping = terminable() if notice_s is None else stop.handled()
+    with (
+        held_port() as port,
+        forwarded.handled(),
+        stopping,
+        Guard() as guard,
+        ExitStack() as server,
+        ExitStack() as ranks,
+    ):
         base = {
             **({} if "OMP_NUM_THREADS" in {**os.environ, **(env or {})} else _ONE_THREAD),
             # Warnings of torch's C++ code: where ranks are ended they are stacks of the store that is gone with rank 0.
@@ -102,28 +109,28 @@ def launch_local(
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             **(env or {}),
-            **passed_on.env,
+            **forwarded.env,
         }
         watch = _Watch(guard, grace_s, timeout_s, stopped_s)
         ranks.callback(watch.close)  # before the server ends, with which they would
 
         def overdue() -> None:
-            if notice.number is not None:
-                raise SystemExit(128 + notice.number)  # nothing has begun that could be saved
+            if stop.number is not None:
+                raise SystemExit(128 + stop.number)  # nothing has begun that could be saved
             if watch.is_late:
                 raise _error([], [_not_begun(rank, timeout_s, preload) for rank in range(nproc)])
 
         starter = _starter(server, preload, base, callbacks, overdue)
-        with passed_on.blocked():
+        with forwarded.blocked():
             for rank in range(nproc):
                 watch.add(RankProcess(rank, job, {**base, **_rank_env(rank, nproc)}, callbacks, starter))
         try:
-            watch.run(notice, notice_s, passed_on)
+            watch.run(stop, notice_s, forwarded)
         except KeyboardInterrupt:
             callbacks.on_event(0, {"kind": "interrupted"})
             raise
-    if notice.number is not None and any(rank.code == -notice.number for rank in watch.ranks):
-        raise SystemExit(128 + notice.number)  # it has ended a rank that had nothing to save
+    if stop.number is not None and any(rank.code == -stop.number for rank in watch.ranks):
+        raise SystemExit(128 + stop.number)  # it has ended a rank that had nothing to save
     failures = [rank.failure for rank in watch.ranks if rank.failure is not None]
     if failures or watch.blamed:
         if failures and all(failure.weight for failure in failures):
@@ -172,22 +179,22 @@ class _Watch:
             self._selector.register(descriptor, selectors.EVENT_READ, rank)
         rank.begin()
 
-    def run(self, notice: Notice, notice_s: float | None, passed_on: PassedOn) -> None:
+    def run(self, stop: FirstStop, notice_s: float | None, forwarded: Forwarded) -> None:
         """Until every rank has ended by itself, or the first failure is understood, or the time after a notice is over."""
         failed_at: float | None = None
-        told_at: float | None = None
+        sent_at: float | None = None
         while self._alive():
             self._turn()
             now = time.monotonic()
-            for number in passed_on.take():
+            for number in forwarded.take():
                 for rank in self.ranks:
                     rank.tell(number)
-            if notice.number is not None and told_at is None:
-                told_at = now
+            if stop.number is not None and sent_at is None:
+                sent_at = now
                 for rank in self.ranks:
-                    rank.tell(notice.number)
-            if told_at is not None and now - told_at > (notice_s or 0.0):
-                raise SystemExit(128 + (notice.number or 0))
+                    rank.tell(stop.number)
+            if sent_at is not None and now - sent_at > (notice_s or 0.0):
+                raise SystemExit(128 + (stop.number or 0))
             if failed_at is None and (self._look() or any(rank.failure for rank in self.ranks)):
                 failed_at = now
             # A moment for the others to report: the first to be heard is not always the one that caused it.

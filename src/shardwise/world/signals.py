@@ -7,17 +7,24 @@ ranks of those so far, so that each of them stops, or saves, after the same wind
 import contextlib
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from shardwise.launch.notice import NOTICES, Insistence, kept_back, leave, let_go_of_terminal
-from shardwise.world.termination import is_free
+from shardwise.launch.stop_signals import (
+    STOP_SIGNALS,
+    RepeatedSigterm,
+    blocked_at_start,
+    handling,
+    leave,
+    may_be_replaced,
+    only_ends_process,
+    silence_closed_terminal,
+)
 
 __all__ = ["StopRequest"]
 
@@ -79,44 +86,31 @@ class StopRequest:
         self.settle()
         if limit_s is not None:
             self._deadline = time.monotonic() + limit_s
-        before = _handlers() if threading.current_thread() is threading.main_thread() else {}
-        home = os.getpid()
+        home, is_over, repeated = os.getpid(), False, RepeatedSigterm()
 
-        is_over, insistence = False, Insistence()
-
-        def heed(number: int, frame: FrameType | None) -> None:
-            let_go_of_terminal(number)
-            if os.getpid() == home and not is_over:
-                if usr1_saves and number == signal.SIGUSR1:
-                    self.ask_for_save()
-                    return
+        def request(number: int, frame: FrameType | None) -> None:
+            silence_closed_terminal(number)
+            if os.getpid() != home or is_over:  # a worker that was forked, say: it ends as it would have
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            elif usr1_saves and number == signal.SIGUSR1:
+                self.ask_for_save()
+            else:
                 self.ask(signal.Signals(number).name)  # type: ignore[arg-type]
-                if insistence.is_there(number):
+                if repeated.is_there(number):
                     leave(number, frame)
-                return
-            signal.signal(number, signal.SIG_DFL)  # a worker that was forked, say: it ends as it would have
-            os.kill(os.getpid(), number)
 
-        for number in before:
-            signal.signal(number, heed)
-        kept = kept_back() & set(before)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, kept)
-        try:
-            yield
-        finally:
-            in_main = threading.current_thread() is threading.main_thread()  # what nobody closed may end in another
-            is_over, self._deadline = True, float("inf")
-            for number, handler in before.items() if in_main else ():
-                if signal.getsignal(number) is heed:
-                    signal.signal(number, _too_late if number in kept else handler)
+        with handling(STOP_SIGNALS, request, replaces=may_be_replaced) as before:
+            forwarded = blocked_at_start() & set(before)
+            before.update(dict.fromkeys(forwarded, _too_late))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, forwarded)
+            try:
+                yield
+            finally:
+                is_over, self._deadline = True, float("inf")
 
 
+@only_ends_process
 def _too_late(number: int, frame: FrameType | None) -> None:
-    """The handler, from the end of a manager on, of a signal that a launcher passes on: it ends nothing. To block it again would not do,
+    """The handler, from the end of a manager on, of a signal that a launcher forwards: it ends nothing. To block it again would not do,
     since threads that were started meanwhile have it unblocked."""
-
-
-def _handlers() -> dict[int, Any]:
-    """The signals that are free for us, and what is there: nothing, or what only ends the process."""
-    found = {number: signal.getsignal(number) for number in NOTICES}
-    return {number: handler for number, handler in found.items() if is_free(handler) or handler is _too_late}

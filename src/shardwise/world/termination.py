@@ -13,13 +13,13 @@ import threading
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from shardwise.launch.notice import leave
+from shardwise.launch.stop_signals import leave, only_ends_process
 from shardwise.world.connections import TERMINATED
 
 if TYPE_CHECKING:
     from shardwise.world.watch import Watch
 
-__all__ = ["is_free", "listen", "stop_listening"]
+__all__ = ["listen", "stop_listening"]
 
 _PATIENCE_S = 1.0  # for a main thread that ends by itself: it raises the error, or says what is kept
 
@@ -34,9 +34,12 @@ def listen(watch: "Watch") -> None:
         return
     if _listener is None:
         before = signal.getsignal(signal.SIGTERM)
+        if before is _handle_sigterm:  # left by an earlier world, as below
+            before = signal.SIG_DFL
         if before not in (signal.SIG_DFL, leave):
             return
         _listener = _Listener(before)
+        signal.signal(signal.SIGTERM, _handle_sigterm)
     _listener.watches.append(watch)
 
 
@@ -51,9 +54,14 @@ def stop_listening(watch: "Watch") -> None:
         _listener = None
 
 
-def is_free(handler: Any) -> bool:
-    """Whether a handler of SIGTERM only ends the process, so that another may take its place for a while."""
-    return handler in (signal.SIG_DFL, leave) or (_listener is not None and handler == _listener.handle)
+@only_ends_process
+def _handle_sigterm(number: int, frame: FrameType | None) -> None:
+    """The handler while a world is open."""
+    if _listener is not None:
+        _listener.handle(number, frame)
+    else:  # put back by what had replaced it while the last world was closed
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
 
 class _Listener:
@@ -67,7 +75,6 @@ class _Listener:
         self._is_woken = self._take_wakeup()
         self._thread = threading.Thread(target=self._run, name="shardwise-sigterm", daemon=True)
         self._thread.start()
-        signal.signal(signal.SIGTERM, self.handle)
 
     def _take_wakeup(self) -> bool:
         other = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
@@ -99,7 +106,7 @@ class _Listener:
             lost = watch.guard.loss()
             if lost is not None:
                 watch.guard.end(lost, _PATIENCE_S if watch.is_told or self._before is leave else 0.0)
-        if handler == self.handle and self._before == signal.SIG_DFL:
+        if handler is _handle_sigterm and self._before == signal.SIG_DFL:
             self._end_by_signal()
 
     def _end_by_signal(self) -> None:
@@ -113,7 +120,7 @@ class _Listener:
 
     def close(self) -> None:
         """Gives the signal back; in the main thread."""
-        if signal.getsignal(signal.SIGTERM) == self.handle:
+        if signal.getsignal(signal.SIGTERM) is _handle_sigterm:
             signal.signal(signal.SIGTERM, self._before)
         if self._is_woken:
             other = signal.set_wakeup_fd(-1)
@@ -124,7 +131,7 @@ class _Listener:
 
     def forget(self) -> None:
         """In a process that was forked: nothing of this is its own."""
-        if signal.getsignal(signal.SIGTERM) == self.handle:
+        if signal.getsignal(signal.SIGTERM) is _handle_sigterm:
             signal.signal(signal.SIGTERM, self._before)
         if self._is_woken:
             signal.set_wakeup_fd(-1)
