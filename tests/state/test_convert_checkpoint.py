@@ -94,9 +94,9 @@ def test_a_manifest_of_somebody_else_makes_no_checkpoint(good, tmp_path):
     shutil.copytree(good.folder, tmp_path / "hf")
     (tmp_path / "hf" / "manifest.json").write_text('{"name": "an app", "icons": []}')
     source = open_source(tmp_path / "hf")
-    assert source.kind == "a Hugging Face directory" and source.vouched is None
+    assert source.kind == "a Hugging Face directory" and source.verified is None
     (tmp_path / "hf").rename(tmp_path / "step-1")
-    assert open_source(tmp_path / "step-1").vouched is None
+    assert open_source(tmp_path / "step-1").verified is None
 
 
 # ---- to a checkpoint ------------------------------------------------------------------------------------------------

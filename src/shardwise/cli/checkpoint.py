@@ -194,9 +194,9 @@ def _verify(path: Path, args: argparse.Namespace) -> int:
 
 
 def _prune(path: Path, args: argparse.Namespace) -> int:
-    manifest, keeping = importlib.import_module(MANIFEST), importlib.import_module(KEEPING)
+    manifest, retention = importlib.import_module(MANIFEST), importlib.import_module(KEEPING)
     folders = _folders(path)
-    rule = keeping.RetentionPolicy(last=args.keep, every=args.keep_every, best=_best_of(folders))
+    rule = retention.RetentionPolicy(last=args.keep, every=args.keep_every, best=_best_of(folders))
     if folders == [path]:
         raise ConfigError(
             f"shardwise checkpoint prune {args.path}",
@@ -214,13 +214,13 @@ def _prune(path: Path, args: argparse.Namespace) -> int:
         print(f"warning: {tried.note}", file=sys.stderr)
     with tried.held:
         if not args.dry_run:
-            keeping.remove_removed(path)
+            retention.remove_removed(path)
         gone = rule.superfluous(path, max(manifest.steps_in(path)), None)
         for step in gone:
             folder = path / manifest.folder_name(step)
             print(f"{'would remove' if args.dry_run else 'removed'} {folder}")
             if not args.dry_run:
-                keeping.remove(folder)
+                retention.remove(folder)
     print(f"{len(folders) - len(gone)} of {len(folders)} stay")
     return 0
 

@@ -160,7 +160,7 @@ def compare_labels(seen: Tensor | None, batches: Iterable[Batch], counter: Any) 
     if counter is not valid_labels or seen is None:
         return total
     for batch in batches:
-        if not getattr(batch, "padding", False) and _are_beside(batch):
+        if not getattr(batch, "padding", False) and _have_causal_labels(batch):
             total = total + _compared(batch["input_ids"], batch["labels"]).cpu()
     return total
 
@@ -197,7 +197,7 @@ def judge_labels(seen: Tensor | None, summed: Tensor, where: str) -> Tensor | No
     return None
 
 
-def _are_beside(batch: Batch) -> bool:
+def _have_causal_labels(batch: Batch) -> bool:
     labels, tokens = batch.get("labels"), batch.get("input_ids")
     if labels is None or tokens is None or labels.shape != tokens.shape or not labels.dim():
         return False

@@ -42,7 +42,7 @@ class Engine(Protocol):
         has_own: torch.autograd.grad has given gradients of this rank alone, and none were summed since.
     """
 
-    apart: PenaltyGradients
+    penalties: PenaltyGradients
     has_own: bool
 
     def set_sync(self, sync: bool | None) -> None:

@@ -39,12 +39,12 @@ class BlockCopy:
     """
 
     def __init__(
-        self, plan: ConversionPlan, items: Sequence[ConvertedTensor], beside: Mapping[str, bytes], work: Workplace
+        self, plan: ConversionPlan, items: Sequence[ConvertedTensor], sidecars: Mapping[str, bytes], work: Workplace
     ):
-        self._plan, self._beside, self._work = plan, beside, work
+        self._plan, self._sidecars, self._work = plan, sidecars, work
         self._items = {item.name: item for item in items}
         self._sums = dict(work.done)  # number of a piece -> the CRC-32 of its bytes so far
-        self._vouching = Sums() if plan.manifest is not None else None
+        self._checksums = Sums() if plan.manifest is not None else None
         self._open: dict[str, int] = {}  # the files that are open: descriptors
 
     def __enter__(self) -> Self:
@@ -89,8 +89,8 @@ class BlockCopy:
     def _write(self, number: int, memory: memoryview, position: int) -> None:
         """A block of a piece, in the thread that writes."""
         piece = self._plan.pieces[number]
-        if self._vouching is not None:
-            self._vouching.add_part(piece.file, self._plan.files[piece.file], piece.offset + position, memory)
+        if self._checksums is not None:
+            self._checksums.add_part(piece.file, self._plan.files[piece.file], piece.offset + position, memory)
         if self._plan.summed:
             self._sums[number] = zlib.crc32(memory, self._sums.get(number, 0))
         write_at(self._file(piece.file), memory, piece.offset + position)
@@ -104,21 +104,21 @@ class BlockCopy:
             CheckpointError: what an earlier attempt has written is no longer what it was.
             OSError: a file cannot be written.
         """
-        for name, data in self._beside.items():
+        for name, data in self._sidecars.items():
             os.ftruncate(self._file(name), len(data))
         fixed = self._plan.finish([self._sums.get(number, 0) for number in range(len(self._plan.pieces))])
-        fixed += [Fixed(name, 0, data) for name, data in self._beside.items()]
+        fixed += [Fixed(name, 0, data) for name, data in self._sidecars.items()]
         for part in fixed:
             write_at(self._file(part.file), memoryview(part.data), part.offset)
-        if self._plan.manifest is not None and self._vouching is not None:
-            last = self._plan.manifest(*self._vouched_for(fixed, self._vouching))
+        if self._plan.manifest is not None and self._checksums is not None:
+            last = self._plan.manifest(*self._with_checksums(fixed, self._checksums))
             write_at(self._file(last.file, os.O_TRUNC), memoryview(last.data), 0)
         while self._open:
             self._shut(next(iter(self._open)))
 
-    def _vouched_for(self, fixed: Sequence[Fixed], sums: Sums) -> tuple[dict[str, int], Sums]:
+    def _with_checksums(self, fixed: Sequence[Fixed], sums: Sums) -> tuple[dict[str, int], Sums]:
         """Sizes and checksums of all that was written."""
-        sizes = {**self._plan.files, **{name: len(data) for name, data in self._beside.items()}}
+        sizes = {**self._plan.files, **{name: len(data) for name, data in self._sidecars.items()}}
         for part in fixed:
             sums.add_part(part.file, sizes[part.file], part.offset, memoryview(part.data))
         self._sum_done(sums)

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint as a source: its own, or those of a further model in it, vouched for by its manifest."""
+"""The weights of a checkpoint as a source: its own, or those of a further model in it, whose checksums its manifest has."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -40,27 +40,27 @@ def open_weights(path: Path, home: Path) -> Source:
         CheckpointError: it is not whole, or not what was written.
     """
     path, home = path.resolve(), home.resolve()  # `latest` may soon lead elsewhere
-    vouched = VerifiedCheckpoint(home, Manifest.read(home))
-    names = vouched.manifest.files
+    verified = VerifiedCheckpoint(home, Manifest.read(home))
+    names = verified.manifest.files
     if path.is_file():
         checked, rest = [path.relative_to(home).as_posix()], {}
     else:
         beside = {name for name in names if (home / name).parent == path}
         checked = sorted(beside)
-        rest = _left_out(vouched) if path == home else {}
-    with VerifiedFiles(vouched) as files:
+        rest = _left_out(verified) if path == home else {}
+    with VerifiedFiles(verified) as files:
         files.check_heads(checked)
     source = open_safetensors(path) if path.is_file() else open_folder(path)
-    return replace(source, kind="a checkpoint", left_out={**source.left_out, **rest}, vouched=vouched)
+    return replace(source, kind="a checkpoint", left_out={**source.left_out, **rest}, verified=verified)
 
 
-def _left_out(vouched: VerifiedCheckpoint) -> dict[str, str]:
-    tops = {tuple(name.split("/")[:2]) for name in vouched.manifest.files if "/" in name}
+def _left_out(verified: VerifiedCheckpoint) -> dict[str, str]:
+    tops = {tuple(name.split("/")[:2]) for name in verified.manifest.files if "/" in name}
     found = {}
     if any(top == _RUN for top, _ in tops):
         found[_RUN] = "what a run goes on with is no weight"
     found |= {
-        f"{top}/{name}": f"weights of another model: name {vouched.folder / top / name} to have them"
+        f"{top}/{name}": f"weights of another model: name {verified.folder / top / name} to have them"
         for top, name in sorted(tops)
         if top == _FURTHER
     }

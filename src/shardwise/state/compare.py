@@ -27,7 +27,7 @@ def compare(
         VerifyError: the first tensor that is different, by name.
     """
     result = open_source(place)
-    reader.vouch(result.vouched)
+    reader.verify_with(result.verified)
     written = {name: (stored.shape, stored.dtype) for name, stored in result.tensors.items()}
     if written != {item.name: (item.stored.shape, item.dtype) for item in items}:
         raise VerifyError(

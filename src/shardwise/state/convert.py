@@ -14,10 +14,10 @@ from shardwise.config.conversion import Conversion
 from shardwise.errors import CheckpointError
 from shardwise.state.block_copy import BlockCopy, Progress
 from shardwise.state.compare import compare, forget_pages
-from shardwise.state.converted import ConvertedTensor, config_of, outgoing, places_of, ties_among
+from shardwise.state.converted import ConvertedTensor, config_of, converted_tensors, places_of, ties_among
 from shardwise.state.destination import check_destination
 from shardwise.state.file_layout import SHARD_BYTES
-from shardwise.state.formats.folder import companions_of
+from shardwise.state.formats.folder import sidecars_of
 from shardwise.state.integrity.manifest import step_of
 from shardwise.state.integrity.reading import VerifiedCheckpoint, VerifiedFiles
 from shardwise.state.journal import Workplace, fingerprint_of
@@ -81,11 +81,11 @@ def _put_together(job: Conversion, todo: "_Todo", progress: Progress) -> tuple[i
     """Makes the result beside its place and moves it there; returns the bytes that were there already, and what to tell."""
     single = job.dest.name if job.is_file else None
     fingerprint = todo.fingerprint(job)
-    with Workplace(job.dest, fingerprint, fresh=job.fresh) as work, VerifiedFiles(todo.vouched) as reader:
+    with Workplace(job.dest, fingerprint, fresh=job.fresh) as work, VerifiedFiles(todo.verified) as reader:
         work.trust({number: piece.file for number, piece in enumerate(todo.plan.pieces)}, todo.plan.files)
         resumed = sum(todo.plan.pieces[piece].num_bytes for piece in work.done)
         try:
-            with BlockCopy(todo.plan, todo.items, todo.beside, work) as copying:
+            with BlockCopy(todo.plan, todo.items, todo.sidecars, work) as copying:
                 copying.values(reader, progress)
                 copying.rest()
         except OSError:
@@ -106,21 +106,21 @@ class _Todo:
 
     items: list[ConvertedTensor]
     plan: ConversionPlan
-    beside: Mapping[str, bytes]
+    sidecars: Mapping[str, bytes]
     notes: list[str]
-    vouched: VerifiedCheckpoint | None
+    verified: VerifiedCheckpoint | None
 
     def fingerprint(self, job: Conversion) -> str:
         """Another one as soon as anything of this changes, or a file of the source."""
         tensors = [(item.source, item.name, places_of(item.stored)) for item in self.items]
-        files = sorted(self.plan.files.items()), sorted(self.beside.items())
+        files = sorted(self.plan.files.items()), sorted(self.sidecars.items())
         return fingerprint_of((job.to, job.dest.name, files, self.plan.pieces, tensors))
 
 
 def _planned(job: Conversion, source: Source) -> _Todo:
     home = source.folder or (job.source if job.source.is_dir() else job.source.parent)
     config = config_of(home, job.config) if job.rules else {}
-    items, notes = outgoing(source, job.rules, config, job.dtype, job.keep)
+    items, notes = converted_tensors(source, job.rules, config, job.dtype, job.keep)
     notes = [*(f"left out: {name}: {why}" for name, why in source.left_out.items()), *notes]
     ties = ties_among(items)
     if ties and job.to != "torch":
@@ -129,8 +129,8 @@ def _planned(job: Conversion, source: Source) -> _Todo:
         notes.append(
             f"{name} is {other} in the source; it is written for each name, since the format has no ties{more}"
         )
-    beside = _companions(job, source, notes) if job.to in ("hf", "shardwise") else {}
-    return _Todo(items, _plan(job, source, items, ties), beside, notes, source.vouched)
+    sidecars = _sidecars(job, source, notes) if job.to in ("hf", "shardwise") else {}
+    return _Todo(items, _plan(job, source, items, ties), sidecars, notes, source.verified)
 
 
 def _plan(job: Conversion, source: Source, items: Sequence[ConvertedTensor], ties: Mapping[str, str]) -> ConversionPlan:
@@ -150,15 +150,15 @@ def _plan(job: Conversion, source: Source, items: Sequence[ConvertedTensor], tie
 def _step(job: Conversion, source: Source) -> int:
     """The step that the result's manifest names: that of its name, else its source's."""
     named = step_of(job.dest)
-    return named if named is not None else source.vouched.manifest.step if source.vouched is not None else 0
+    return named if named is not None else source.verified.manifest.step if source.verified is not None else 0
 
 
-def _companions(job: Conversion, source: Source, notes: list[str]) -> dict[str, bytes]:
+def _sidecars(job: Conversion, source: Source, notes: list[str]) -> dict[str, bytes]:
     """Configuration and tokenizer files that go along to a Hugging Face directory."""
     if job.rules:
         notes.append("config.json and tokenizer files stay behind: renamed weights are not what they describe")
         return {}
-    found = {path.name: path.read_bytes() for path in companions_of(source.folder)} if source.folder is not None else {}
+    found = {path.name: path.read_bytes() for path in sidecars_of(source.folder)} if source.folder is not None else {}
     if "config.json" not in found:
         notes.append("there is no config.json beside the source: transformers will want one beside the result")
     elif job.dtype is not None:

@@ -18,7 +18,7 @@ from shardwise.state.files import OpenFiles
 from shardwise.state.stored import Chunk, Source, TensorSource, is_rounded
 from shardwise.state.targets import Fact
 
-__all__ = ["ConvertedTensor", "Reordered", "config_of", "outgoing", "places_of", "ties_among"]
+__all__ = ["ConvertedTensor", "Reordered", "config_of", "converted_tensors", "places_of", "ties_among"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +75,7 @@ class ConvertedTensor:
         return memory
 
 
-def outgoing(
+def converted_tensors(
     source: Source, rules: Sequence[Rule], config: Mapping[str, Any], dtype: str | None, keep: Sequence[str]
 ) -> tuple[list[ConvertedTensor], list[str]]:
     """What is written, in the source's order, and what the user should know of it.

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.state.formats.folder import COMPANIONS, is_of_weights
+from shardwise.state.formats.folder import SIDECARS, is_of_weights
 from shardwise.state.integrity.manifest import MANIFEST, is_manifest
 from shardwise.state.staging import check_place
 
@@ -58,7 +58,7 @@ def _check_replaceable(dest: Path, is_file: bool) -> None:
             f"converting to {dest}", why="it is a directory, and one file is written", fix="name a file in it"
         )
     for entry in sorted(dest.iterdir()):
-        of_weights = is_of_weights(entry.name) or _OF_DCP.fullmatch(entry.name) or entry.name in COMPANIONS
+        of_weights = is_of_weights(entry.name) or _OF_DCP.fullmatch(entry.name) or entry.name in SIDECARS
         if not of_weights and not (entry.name == MANIFEST and is_manifest(entry)):
             raise CheckpointError(
                 f"converting to {dest} with --overwrite",

@@ -22,7 +22,7 @@ __all__ = [
     "FileLayout",
     "Part",
     "PlannedFile",
-    "filing_of",
+    "file_layout_of",
     "parts_of",
     "planned_files",
     "stored_dtypes",
@@ -109,7 +109,7 @@ def stored_dtypes(runtime: Runtime, dtype: str | None = None) -> dict[str, str]:
     return found
 
 
-def filing_of(runtime: Runtime, *, max_shard_bytes: int, dtype: str | None = None, align: int = 8) -> FileLayout:
+def file_layout_of(runtime: Runtime, *, max_shard_bytes: int, dtype: str | None = None, align: int = 8) -> FileLayout:
     """The plan of a model's files: tensors in the model's order, a new file where the next one would not fit.
 
     Args:
@@ -136,14 +136,14 @@ def planned_files(
     return tuple(files)
 
 
-def parts_of(runtime: Runtime, filing: FileLayout, rank: int) -> Iterator[Part]:
+def parts_of(runtime: Runtime, file_layout: FileLayout, rank: int) -> Iterator[Part]:
     """What ``rank`` writes, file by file. Over all ranks every element is written once: what several hold, they take in
     turns, and a buffer is rank 0's."""
     number = 0
-    for file in filing.files:
+    for file in file_layout.files:
         for tensor in file.tensors:
             number += 1
-            view = filing.views[tensor.name]
+            view = file_layout.views[tensor.name]
             step = max(1, BLOCK // DTYPE_BYTES[tensor.dtype])
             for piece, local, holders in _pieces(runtime, view, rank):
                 part = common(piece, view.box)

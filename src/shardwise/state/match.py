@@ -41,13 +41,13 @@ class LoadPlan:
     tensors: Mapping[str, TensorSource]
     extra: Mapping[str, Any]
     folder: Path | None
-    vouched: bool  # by checksums, which are compared as the values are read
+    verified: bool  # by checksums, which are compared as the values are read
 
     def refuse_changed_files(self) -> None:
         """Raises:
         CheckpointError: a file is not what it was when its header was read.
         """
-        if not self.vouched:
+        if not self.verified:
             refuse_changed(self.tensors.values())
 
     @property
@@ -85,7 +85,7 @@ def plan_of(runtime: Runtime, source: Any, rules: Rules, files: VerifiedFiles, b
         CheckpointError: what is missing, does not fit, or cannot be read.
     """
     opened = source if isinstance(source, Source) else open_source(source)
-    files.vouch(opened.vouched)
+    files.verify_with(opened.verified)
     recipe = runtime.recipe
     wanted = {name: Wanted(p.shape, p.storage, p.aliases) for name, p in recipe.params.items()}
     wanted |= {name: Wanted(b.shape, b.dtype, b.aliases) for name, b in recipe.buffers.items() if b.persistent}
@@ -112,7 +112,7 @@ def plan_of(runtime: Runtime, source: Any, rules: Rules, files: VerifiedFiles, b
     )
     ordered = {name: matched.tensors[name] for name in wanted if name in matched.tensors}
     extra = {name: value for name, value in opened.extra.items() if name not in matched.unexpected}
-    return LoadPlan(report, ordered, extra, opened.folder, opened.vouched is not None)
+    return LoadPlan(report, ordered, extra, opened.folder, opened.verified is not None)
 
 
 def _refuse_unfit(matched: Matched, wanted: Mapping[str, Wanted], source: Source, rules: Rules) -> None:

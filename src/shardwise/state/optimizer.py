@@ -24,10 +24,10 @@ from shardwise.world.collectively import collectively
 
 __all__ = [
     "agreed_kinds",
-    "fitting_state",
     "full_optimizer_state_dict",
     "install_state",
     "load_full_optimizer_state_dict",
+    "match_state",
     "names_of",
     "settings_of",
 ]
@@ -86,7 +86,7 @@ def load_full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimize
     runtime = runtime_of(model)
     world, place = runtime.world, "load_full_optimizer_state_dict, matching names"
     names_of(runtime, optim)  # on every rank: a parameter that is not the model's
-    told = collectively(world, place, lambda: fitting_state(runtime, optim, state), on_main=True)
+    told = collectively(world, place, lambda: match_state(runtime, optim, state), on_main=True)
     told, settings = world.broadcast(told)
     made: dict[str, dict[str, Any]] = {name: dict(values) for name, values in told.items()}
     cut = {key for values in told.values() for key, value in values.items() if isinstance(value, torch.dtype)}
@@ -210,7 +210,7 @@ def _as_before(value: Any, own: Any) -> Any:
 # ---- what fits --------------------------------------------------------------------------------------------------
 
 
-def fitting_state(
+def match_state(
     runtime: Runtime, optim: torch.optim.Optimizer, state: Mapping[str, Any]
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
     """Name -> key -> the value, or the dtype of one that is cut; and the settings of each group.

@@ -20,7 +20,7 @@ from shardwise.errors import CheckpointError, ConfigError, errors_about
 from shardwise.model import dtype_name
 from shardwise.parallel import Runtime, bytes_of, runtime_of
 from shardwise.state.extra import extra_states
-from shardwise.state.file_layout import SHARD_BYTES, FileLayout, Part, filing_of, parts_of, stored_dtypes
+from shardwise.state.file_layout import SHARD_BYTES, FileLayout, Part, file_layout_of, parts_of, stored_dtypes
 from shardwise.state.formats.folder import INDEX
 from shardwise.state.formats.safetensors import CODES
 from shardwise.state.rounding import refuse_overflow
@@ -84,7 +84,7 @@ def save_weights(
             why="it is a number of bytes, 1 or more",
             fix="use 5 << 30 for 5 GiB",
         )
-    world, filing = runtime.world, filing_of(runtime, max_shard_bytes=max_shard_bytes, dtype=kind)
+    world, file_layout = runtime.world, file_layout_of(runtime, max_shard_bytes=max_shard_bytes, dtype=kind)
     collectively(
         world,
         "save_weights, before it begins",
@@ -97,7 +97,7 @@ def save_weights(
         ),
     )
     states = extra_states(model)  # on every rank: one may talk to the others
-    saving = _Saving(runtime, filing, Path(dest), kind)
+    saving = _Saving(runtime, file_layout, Path(dest), kind)
     try:
         collectively(world, "save_weights, making the files", saving.make_files, on_main=True)
         saving.meet()
@@ -110,12 +110,12 @@ def save_weights(
         _tell_extra_states(states)
         for note in saving.notes:
             warnings.warn(note, stacklevel=2)
-    return saving.dest / filing.entry
+    return saving.dest / file_layout.entry
 
 
 def weights_bytes(model: nn.Module) -> int:
     """Size in bytes of the files that :func:`save_weights` would write; no communication."""
-    return filing_of(runtime_of(model), max_shard_bytes=SHARD_BYTES).num_bytes
+    return file_layout_of(runtime_of(model), max_shard_bytes=SHARD_BYTES).num_bytes
 
 
 def check_dtypes(model: nn.Module) -> None:
@@ -158,8 +158,8 @@ def _tell_extra_states(states: dict[str, Any]) -> None:
 class _Saving:
     """One save on one rank: its stages, in the order in which they are called."""
 
-    def __init__(self, runtime: Runtime, filing: FileLayout, dest: Path, dtype: str | None):
-        self.runtime, self.world, self.filing, self.dtype = runtime, runtime.world, filing, dtype
+    def __init__(self, runtime: Runtime, file_layout: FileLayout, dest: Path, dtype: str | None):
+        self.runtime, self.world, self.file_layout, self.dtype = runtime, runtime.world, file_layout, dtype
         self.dest = dest
         self.staged: Staged | None = None  # on rank 0
         self.folder = dest  # where files are written, as rank 0 calls it
@@ -177,7 +177,7 @@ class _Saving:
         check_place(dest)
         try:
             self.staged = Staged(dest)
-            for file in self.filing.files:
+            for file in self.file_layout.files:
                 with opened(self.staged.path / file.name, os.O_CREAT) as descriptor:
                     reserve(descriptor, file.size)
                     write_at(descriptor, memoryview(file.head), 0)
@@ -201,7 +201,7 @@ class _Saving:
             return
         local = self.runtime.local_tensors()
         try:
-            for path, parts in by_file(self.folder, parts_of(self.runtime, self.filing, self.world.rank)):
+            for path, parts in by_file(self.folder, parts_of(self.runtime, self.file_layout, self.world.rank)):
                 with opened(path) as descriptor:
                     for part in parts:
                         write_part(descriptor, part, local[part.view.name][part.local])
@@ -219,7 +219,7 @@ class _Saving:
             return
         problem: OSError | None = None
         for rank in sorted(self.absent):
-            for path, parts in by_file(self.folder, parts_of(self.runtime, self.filing, rank)):
+            for path, parts in by_file(self.folder, parts_of(self.runtime, self.file_layout, rank)):
                 problem = self._receive(rank, path, parts, problem)
         if problem is not None:
             raise self._unwritten(problem) from problem
@@ -227,7 +227,7 @@ class _Saving:
     def _send(self) -> None:
         local = self.runtime.local_tensors()
         problem: CheckpointError | None = None
-        for part in parts_of(self.runtime, self.filing, self.world.rank):
+        for part in parts_of(self.runtime, self.file_layout, self.world.rank):
             for _, block, rounded in stored_blocks(part, local[part.view.name][part.local]):
                 dist.send(bytes_of(rounded).to(self.world.device), dst=0)
                 try:
@@ -264,11 +264,11 @@ class _Saving:
         assert self.staged is not None
         try:
             (self.folder / TOKEN).unlink()
-            beside, self.notes = sidecar_files(self.runtime, self.dtype)
-            index = self.filing.index()
+            sidecars, self.notes = sidecar_files(self.runtime, self.dtype)
+            index = self.file_layout.index()
             if index is not None:
-                beside[INDEX] = index
-            for name, content in beside.items():
+                sidecars[INDEX] = index
+            for name, content in sidecars.items():
                 with opened(self.folder / name, os.O_CREAT) as descriptor:
                     write_at(descriptor, memoryview(content), 0)
                     os.fsync(descriptor)

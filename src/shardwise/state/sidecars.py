@@ -7,7 +7,7 @@ from typing import Any
 from shardwise.config.tokenizer import TOKENIZER_FILES, tokenizer_files
 from shardwise.model import is_pretrained, user_class
 from shardwise.parallel import Runtime
-from shardwise.state.formats.folder import companions_of
+from shardwise.state.formats.folder import sidecars_of
 from shardwise.state.naming import naming_of, shapes_of
 
 __all__ = ["sidecar_files"]
@@ -28,7 +28,7 @@ def sidecar_files(runtime: Runtime, dtype: str | None = None) -> tuple[dict[str,
     if runtime.loaded_from is not None:
         try:
             runtime.loaded_from.stat()  # it may have gone
-            paths = companions_of(runtime.loaded_from)
+            paths = sidecars_of(runtime.loaded_from)
             if runtime.tokenizer is not None:
                 paths = [path for path in paths if path.name not in TOKENIZER_FILES]
             if isinstance(runtime.tokenizer, Path):

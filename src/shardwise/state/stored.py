@@ -134,7 +134,7 @@ class Source:
         tensors: name -> tensor, as they are called there.
         left_out: name -> why, of what is there and is no weight.
         extra: name -> what a module's ``get_extra_state`` returned; in state dicts.
-        vouched: the checkpoint that it is in, whose checksums are compared where it is read by
+        verified: the checkpoint that it is in, whose checksums are compared where it is read by
             :class:`~shardwise.state.integrity.reading.VerifiedFiles`.
         folder: the directory of a model, with its config and tokenizer files; None where there is none.
     """
@@ -145,7 +145,7 @@ class Source:
     left_out: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
     folder: Path | None = None
-    vouched: VerifiedCheckpoint | None = None
+    verified: VerifiedCheckpoint | None = None
 
 
 def refuse_changed(tensors: Iterable[TensorSource]) -> None:

@@ -25,7 +25,7 @@ class Exchange:
         self.buffers = tensors_of(runtime.module, "_buffers")
         whole = [runtime.parameters[name] for name in runtime.replicated]
         self._whole = ScalarGradients(
-            whole, runtime.engine.apart, runtime.world.axis("loss").size, counts=runtime.world.counts
+            whole, runtime.engine.penalties, runtime.world.axis("loss").size, counts=runtime.world.counts
         )
 
     def entries(self) -> dict[str, Tensor]:

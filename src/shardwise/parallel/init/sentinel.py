@@ -4,10 +4,10 @@ instead of garbage in the model."""
 import torch
 from torch import Tensor
 
-__all__ = ["mark_unwritten", "num_marks"]
+__all__ = ["fill_with_sentinel", "num_marks"]
 
 
-def mark_unwritten(tensor: Tensor, mark: int = 0) -> Tensor:
+def fill_with_sentinel(tensor: Tensor, mark: int = 0) -> Tensor:
     """Fills ``tensor`` in place with what initialisations hardly write: mark 0 is NaN, the smallest integer or False;
     mark 1 is another value, to tell a mark from a value that looks like it."""
     if mark:

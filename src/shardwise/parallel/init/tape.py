@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from shardwise._torch.pytrees import tree_any, tree_map
-from shardwise.parallel.init.sentinel import mark_unwritten, num_marks
+from shardwise.parallel.init.sentinel import fill_with_sentinel, num_marks
 from shardwise.world.fingerprint import described
 from shardwise.world.rng import derive_seed, forked_rng
 
@@ -163,7 +163,7 @@ class Tape:
         or 1: see :func:`mark_unwritten`."""
         target = self.ref(tensor)
         storages: dict[int, torch.UntypedStorage] = {}
-        with torch.no_grad(), forked_rng(0), _alike_everywhere():
+        with torch.no_grad(), forked_rng(0), _same_on_every_rank():
             for index in self._slice(target.storage):
                 self._replay(index, storages, mark)
             return self._unpack(target, storages, mark)
@@ -222,7 +222,7 @@ class Tape:
         for ref, value in zip(entry.outputs, outputs, strict=True):
             if ref is not None and isinstance(value, Tensor) and ref.storage not in storages:
                 if "empty" in entry.op._schema.name:
-                    mark_unwritten(value, mark)
+                    fill_with_sentinel(value, mark)
                 storages[ref.storage] = _storage_like(ref, value)
 
     def _unpack(self, ref: _Ref, storages: dict[int, torch.UntypedStorage], mark: int) -> Tensor:
@@ -237,7 +237,7 @@ class Tape:
             return self._constants[ref.storage].clone()
         if self._alive[ref.storage].device.type != "meta":
             return self._alive[ref.storage].clone()
-        return mark_unwritten(
+        return fill_with_sentinel(
             torch.empty_strided(ref.size, ref.stride, dtype=ref.dtype, device="cpu"), mark
         ).untyped_storage()
 
@@ -287,7 +287,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> bytes:
 
 
 @contextlib.contextmanager
-def _alike_everywhere() -> Iterator[None]:
+def _same_on_every_rank() -> Iterator[None]:
     """Within: one thread, since ranks have as many as their machine gives them and a QR or a sum differs in its last bits
     by that; and a default dtype that a replay sets to what it was for each operation. After: as before."""
     dtype, num_threads = torch.get_default_dtype(), torch.get_num_threads()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import PlanError
-from shardwise.parallel.init.sentinel import mark_unwritten, num_marks
+from shardwise.parallel.init.sentinel import fill_with_sentinel, num_marks
 from shardwise.parallel.init.tape import Tape
 from shardwise.parallel.runtime import Runtime
 from shardwise.recipe import Slice
@@ -45,7 +45,7 @@ def write_from_tape(
                 fix="initialise it in the constructor, or build the module with real values and pass the module",
                 name=name,
             )
-        mark_unwritten(tensor)
+        fill_with_sentinel(tensor)
         full = values.to(tensor.dtype)
         for piece in runtime.pieces(name, full):
             tensor[piece.local_index] = full[piece.full_index].to(tensor.device)
@@ -141,7 +141,7 @@ class _Arriving:
     """A tensor that is written piece by piece, and proves that they were all of it: marks that are left must have come along."""
 
     def __init__(self, name: str, tensor: Tensor):
-        self.name, self.tensor = name, mark_unwritten(tensor)
+        self.name, self.tensor = name, fill_with_sentinel(tensor)
         self.num_marks = self.numel = 0
 
     def put(self, piece: Slice, values: Tensor) -> None:

@@ -22,7 +22,7 @@ class Background:
 
     def __init__(self, world: World):
         self._device = world.device
-        self._beside = SideGroup(world)
+        self._side_group = SideGroup(world)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardwise-save")
         self._buffers: dict[str, Tensor] = {}
         self._under_way: Future[Path] | None = None
@@ -32,7 +32,7 @@ class Background:
         staged = contents.staged(self._stage)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._under_way = self._thread.submit(write, self._beside, staged)
+        self._under_way = self._thread.submit(write, self._side_group, staged)
 
     def wait(self) -> None:
         """Returns when nothing is being written, and raises what went wrong."""
@@ -50,7 +50,7 @@ class Background:
 
     def close(self) -> None:
         """Gives the group back, once no rank is in an exchange of it."""
-        self._beside.close()
+        self._side_group.close()
 
     def let_go(self) -> None:
         """Gives back what is this rank's own: no new save is begun."""

@@ -156,7 +156,7 @@ class _Commit:
             mine: dict[str, list[Any]] = {}
             for path, file, part, values in group.parts(self.peers.rank):
                 mine.setdefault(path, [file.size]).append((part, values))
-            for file in group.filing.files:
+            for file in group.file_layout.files:
                 path = group.prefix + file.name
                 if path in mine or path in heads:
                     yield path, file.size, _in_order(heads.get(path), mine.get(path, [0])[1:])

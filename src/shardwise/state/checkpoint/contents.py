@@ -31,7 +31,15 @@ from shardwise.parallel.runtime import has_runtime
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.state.checkpoint.plain import to_plain, to_text
 from shardwise.state.extra import extra_states
-from shardwise.state.file_layout import SHARD_BYTES, FileLayout, Part, PlannedFile, filing_of, parts_of, planned_files
+from shardwise.state.file_layout import (
+    SHARD_BYTES,
+    FileLayout,
+    Part,
+    PlannedFile,
+    file_layout_of,
+    parts_of,
+    planned_files,
+)
 from shardwise.state.formats.folder import INDEX
 from shardwise.state.formats.safetensors import CODES
 from shardwise.state.integrity.manifest import MANIFEST, is_inside
@@ -72,27 +80,27 @@ class Group:
     Attributes:
         prefix: of the files' paths.
         runtime: of the model.
-        filing: the files.
+        file_layout: the files.
         tensors: this rank's own, by the name of the model's tensor, or where ``by_stored`` by that in the file.
     """
 
     prefix: str
     runtime: Runtime
-    filing: FileLayout
+    file_layout: FileLayout
     tensors: Mapping[str, Tensor]
     by_stored: bool = False
 
     def parts(self, rank: int) -> Iterator[tuple[str, PlannedFile, Part, Tensor]]:
         """``(path, file, part, values)`` of all that ``rank`` writes, file by file."""
-        for part in parts_of(self.runtime, self.filing, rank):
+        for part in parts_of(self.runtime, self.file_layout, rank):
             whole = self.tensors[part.tensor.name if self.by_stored else part.view.name]
             yield self.prefix + part.file.name, part.file, part, whole[part.local]
 
     def staged(self, take: "Take") -> "Group":
         """The same group of what ``take`` gives for each tensor that is written; it is told a name of its own for each."""
         place = self.prefix + ("optimizer/" if self.by_stored else "")
-        stored = [tensor.name for file in self.filing.files for tensor in file.tensors]
-        used = stored if self.by_stored else [self.filing.views[name].name for name in stored]
+        stored = [tensor.name for file in self.file_layout.files for tensor in file.tensors]
+        used = stored if self.by_stored else [self.file_layout.views[name].name for name in stored]
         return replace(
             self,
             tensors={
@@ -155,13 +163,13 @@ class Contents:
 
     def sizes(self) -> dict[str, int]:
         """Path -> bytes of every file, on rank 0."""
-        found = {group.prefix + file.name: file.size for group in self.groups for file in group.filing.files}
+        found = {group.prefix + file.name: file.size for group in self.groups for file in group.file_layout.files}
         found[REST] = self.rest_file.size
         return found | {path: len(text) for path, text in self.whole_texts.items()}
 
     def heads(self) -> dict[str, bytes]:
         """Path -> first bytes of every file with tensors, on rank 0."""
-        found = {group.prefix + file.name: file.head for group in self.groups for file in group.filing.files}
+        found = {group.prefix + file.name: file.head for group in self.groups for file in group.file_layout.files}
         return {**found, REST: self.rest_file.head}
 
 
@@ -297,13 +305,13 @@ def _weights(prefix: str, model: nn.Module, texts: dict[str, bytes], notes: list
     runtime = runtime_of(model)
     params = runtime.recipe.params.values()
     align = _align(sum(math.prod(param.shape) * DTYPE_BYTES[param.storage] for param in params))
-    filing = filing_of(runtime, max_shard_bytes=SHARD_BYTES, align=align)
-    beside, told = sidecar_files(runtime)
-    index = filing.index()
-    texts |= {prefix + name: content for name, content in beside.items()}
+    file_layout = file_layout_of(runtime, max_shard_bytes=SHARD_BYTES, align=align)
+    sidecars, told = sidecar_files(runtime)
+    index = file_layout.index()
+    texts |= {prefix + name: content for name, content in sidecars.items()}
     texts |= {prefix + INDEX: index} if index is not None else {}
     notes += told
-    return Group(prefix, runtime, filing, runtime.local_tensors())
+    return Group(prefix, runtime, file_layout, runtime.local_tensors())
 
 
 def _optimizer(runtime: Runtime, optim: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> tuple[Group | None, Any]:

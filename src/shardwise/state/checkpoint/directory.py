@@ -124,11 +124,11 @@ class Directory:
             if other > newest and folder.exists():
                 os.replace(folder, folder.with_name(f"damaged-{folder.name}-{time.time_ns():x}"))
 
-    def prune(self, keeping: RetentionPolicy, newest: int, figure: float | None) -> None:
+    def prune(self, retention: RetentionPolicy, newest: int, figure: float | None) -> None:
         """Removes what need not stay.
 
         Raises:
             OSError: the directory cannot be read.
         """
-        for step in keeping.superfluous(self.root, newest, figure):
+        for step in retention.superfluous(self.root, newest, figure):
             remove(self.folder(step))

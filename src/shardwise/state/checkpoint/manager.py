@@ -92,12 +92,12 @@ class CheckpointManager:
         _check_sigusr1(sigusr1)
         self._runtime = runtime_of(step.model)
         self._world = self._runtime.world
-        self._keeping = RetentionPolicy(last=keep, every=keep_every, best=best)
+        self._retention = RetentionPolicy(last=keep, every=keep_every, best=best)
         self._texts = {path: text.encode() for path, text in (texts or {}).items()}
         self._saved_step: int | None = None
         self._late_notes: list[str] = []  # of the thread that writes, for the next call
         self._directory = Directory(self._world, Path(root))
-        self._returning = ResumePoint(self._directory, step, extra or {})
+        self._resume_point = ResumePoint(self._directory, step, extra or {})
         self._warn([self._directory.note] if self._directory.note is not None else [])
         self._background = Background(self._world) if async_save else None
         if self._background is not None:
@@ -165,11 +165,11 @@ class CheckpointManager:
 
     @property
     def step(self) -> Step:
-        return self._returning.step
+        return self._resume_point.step
 
     @property
     def extra(self) -> Mapping[str, Any]:
-        return self._returning.extra
+        return self._resume_point.extra
 
     # ---- saving ----------------------------------------------------------------------------------------------
 
@@ -249,26 +249,26 @@ class CheckpointManager:
                 why="its gradients are half summed, and a resumed run would begin the window anew",
                 fix="save after the step",
             )
-        figure = self._keeping.figure(metrics or {})
+        figure = self._retention.figure(metrics or {})
         contents = contents_of(
             self.step.model,
             self.step.optim,
             own=lambda: {
                 "step": self.step.state_dict(),
-                "loader": self._returning.position(),
-                "given": self._returning.given_state(),
+                "loader": self._resume_point.position(),
+                "given": self._resume_point.given_state(),
                 "figure": figure,
-                "best": self._keeping.best,
+                "best": self._retention.best,
                 "time": _now(),
             },
             extra=self.extra,
             texts=self._texts,
-            of_rank=self._returning.dataset_states,
+            of_rank=self._resume_point.dataset_states,
         )
-        going_on = self._returning.restored is not None or self._saved_step is not None
-        self._directory.refuse_behind(contents.step, going_on, self._returning.left_behind)
-        self._warn([*contents.notes, *self._returning.notes])
-        self._returning.notes.clear()
+        going_on = self._resume_point.restored is not None or self._saved_step is not None
+        self._directory.refuse_behind(contents.step, going_on, self._resume_point.left_behind)
+        self._warn([*contents.notes, *self._resume_point.notes])
+        self._resume_point.notes.clear()
         write = functools.partial(self._write, figure)
         if self._background is None:
             write(self._world, contents)
@@ -299,8 +299,8 @@ class CheckpointManager:
         """On rank 0, when the newest is on disk: what goes wrong now is no fault of a save, and told by the next call."""
         at_fault_point("pruning")
         try:
-            self._directory.put_aside(newest, self._returning.left_behind)
-            self._directory.prune(self._keeping, newest, figure)
+            self._directory.put_aside(newest, self._resume_point.left_behind)
+            self._directory.prune(self._retention, newest, figure)
         except OSError as error:
             self._late_notes.append(f"older checkpoints in {self.root} were not removed: {error}")
         at_fault_point("pruned")
@@ -322,9 +322,9 @@ class CheckpointManager:
             ConfigError: a loader that cannot say where it is; or settings of the optimizer, the scheduler or the scaler that the saved
                 run was given otherwise, and that are not in ``override``. Nothing of the run has changed then.
         """
-        if self._returning.loader is None:  # the first epoch: a checkpoint may be loaded
+        if self._resume_point.loader is None:  # the first epoch: a checkpoint may be loaded
             self.wait()
-        self._warn(self._returning.take(loader, override))
+        self._warn(self._resume_point.take(loader, override))
         return iter(loader)
 
     def load(self, step: int | None = None, *, override: Sequence[str] = ()) -> int | None:
@@ -343,7 +343,7 @@ class CheckpointManager:
             ConfigError: settings that are other than they were, as :meth:`resume` says.
         """
         self.wait()
-        back = self._returning
+        back = self._resume_point
         loaded, notes = back.load_newest(override) if step is None else back.load(step, override)
         self._warn(notes)
         return loaded

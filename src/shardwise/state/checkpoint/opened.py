@@ -1,4 +1,4 @@
-"""A checkpoint of a run that is read: no byte is used that its checksum does not vouch for."""
+"""A checkpoint of a run that is read: no byte is used whose checksum differs."""
 
 from collections.abc import Mapping
 from pathlib import Path

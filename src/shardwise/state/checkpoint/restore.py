@@ -23,7 +23,7 @@ from shardwise.state.integrity.manifest import DamagedError, damaged
 from shardwise.state.integrity.reading import VerifiedFiles
 from shardwise.state.load_transaction import LoadTransaction
 from shardwise.state.match import LoadPlan, Rules, own_boxes, plan_of
-from shardwise.state.optimizer import fitting_state, install_state
+from shardwise.state.optimizer import install_state, match_state
 from shardwise.state.stored import FileTensor
 from shardwise.world.collectively import collectively
 from shardwise.world.rng import set_streams
@@ -207,7 +207,7 @@ class _Reading:
                 why=f"this run's optimizer is {type(optim).__name__}, and its state means something else",
                 fix=f"build {told['class']}, or load the weights only: sw.load_weights(model, {str(self.saved.folder)!r})",
             )
-        self._told, self._settings = fitting_state(
+        self._told, self._settings = match_state(
             self.runtime, optim, {"state": state, "param_groups": told["param_groups"]}
         )
 

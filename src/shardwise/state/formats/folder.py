@@ -14,7 +14,7 @@ from shardwise.state.formats.safetensors import tensors_in
 from shardwise.state.formats.torch_file import tensors_of_file
 from shardwise.state.stored import Source, TensorSource
 
-__all__ = ["COMPANIONS", "INDEX", "WEIGHTS", "companions_of", "index_of", "is_of_weights", "lay_out", "open_folder"]
+__all__ = ["INDEX", "SIDECARS", "WEIGHTS", "index_of", "is_of_weights", "lay_out", "open_folder", "sidecars_of"]
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -46,19 +46,19 @@ _TORCH = _Naming(  # as transformers wrote them before safetensors
     tensors_of_file,
 )
 
-COMPANIONS = (
+SIDECARS = (
     "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
     *TOKENIZER_FILES,
 )  # fmt: skip
 
 
-def companions_of(folder: Path) -> list[Path]:
+def sidecars_of(folder: Path) -> list[Path]:
     """Files beside the weights that belong to the model: its configuration and its tokenizer.
 
     Raises:
         CheckpointError: one of them is a link out of the directory: it would be carried along to wherever the weights go.
     """
-    return [inside(folder, name, folder) for name in COMPANIONS if (folder / name).is_file()]
+    return [inside(folder, name, folder) for name in SIDECARS if (folder / name).is_file()]
 
 
 def open_folder(folder: Path) -> Source:

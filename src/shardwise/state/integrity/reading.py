@@ -1,4 +1,4 @@
-"""Reading what a manifest vouches for: no byte is used that its checksum does not fit.
+"""Reading files that a manifest has checksums of: no byte is used whose checksum differs.
 
 A reader of a part reads whole blocks, at the ends of the part too, and sums them while they are in memory.
 """
@@ -31,21 +31,21 @@ class VerifiedFiles(OpenFiles):
     """Reads of files; those in the directory of a checkpoint are read in whole blocks, each compared with its checksum.
 
     Args:
-        vouched: a checkpoint; None: there is none yet.
+        verified: a checkpoint; None: there is none yet.
     """
 
-    def __init__(self, vouched: VerifiedCheckpoint | None = None):
+    def __init__(self, verified: VerifiedCheckpoint | None = None):
         super().__init__()
         self._folders: list[Path] = []
         self._facts: dict[Path, FileFact] = {}
-        self.vouch(vouched)
+        self.verify_with(verified)
         self._ends: dict[tuple[Path, int], memoryview] = {}
 
-    def vouch(self, vouched: VerifiedCheckpoint | None) -> None:
-        """From here on nothing in this directory is believed that its manifest does not vouch for."""
-        if vouched is not None:
-            self._folders.append(vouched.folder)
-            self._facts |= {vouched.folder / name: fact for name, fact in vouched.manifest.files.items()}
+    def verify_with(self, verified: VerifiedCheckpoint | None) -> None:
+        """From here on a file in the directory of ``verified`` is read only where the manifest has its checksum."""
+        if verified is not None:
+            self._folders.append(verified.folder)
+            self._facts |= {verified.folder / name: fact for name, fact in verified.manifest.files.items()}
 
     def close(self) -> None:
         super().close()

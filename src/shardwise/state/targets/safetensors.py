@@ -32,8 +32,8 @@ def plan_folder(facts: Mapping[str, Fact], max_shard_bytes: int) -> ConversionPl
     return _plan(files, [Fixed(INDEX, 0, index)] if index is not None else [])
 
 
-def _plan(files: Mapping[str, Mapping[str, Fact]], beside: list[Fixed]) -> ConversionPlan:
-    sizes = {fixed.file: len(fixed.data) for fixed in beside}
+def _plan(files: Mapping[str, Mapping[str, Fact]], sidecars: list[Fixed]) -> ConversionPlan:
+    sizes = {fixed.file: len(fixed.data) for fixed in sidecars}
     heads: list[Fixed] = []
     pieces: list[Piece] = []
     for file, facts in files.items():
@@ -43,7 +43,7 @@ def _plan(files: Mapping[str, Mapping[str, Fact]], beside: list[Fixed]) -> Conve
         pieces += [Piece(tensor.name, whole(tensor.shape), tensor.dtype, file, tensor.offset) for tensor in placed]
 
     def finish(sums: Sequence[int]) -> list[Fixed]:
-        return [*heads, *beside]
+        return [*heads, *sidecars]
 
     return ConversionPlan(sizes, tuple(piece for piece in pieces if piece.num_bytes), finish)
 

@@ -182,10 +182,10 @@ class FSDP2Engine:
         parameters: dict[str, Any] = tensors_of(module, "_parameters")
         whole = [self._position[name] for name in trainable if recipe.params[name].shape == ()]
         self._whole = whole
-        self.apart = PenaltyGradients([parameters[trainable[i]] for i in whole], self._end_of_backward)
-        self._padding = Padding(functools.partial(getattr, self.apart, "has_reached"))
+        self.penalties = PenaltyGradients([parameters[trainable[i]] for i in whole], self._end_of_backward)
+        self._padding = Padding(functools.partial(getattr, self.penalties, "has_reached"))
         self._loose_backward = LooseBackward(
-            [parameters[name] for name in trainable], whole, self._used, self.apart, world
+            [parameters[name] for name in trainable], whole, self._used, self.penalties, world
         )
         take_over(module)
         units = _units_of(module, recipe, parameters)
@@ -213,7 +213,7 @@ class FSDP2Engine:
             self.root.set_requires_all_reduce(sync)  # type: ignore[operator]
 
     def set_padding(self, padding: bool) -> None:
-        self._padding.set(padding, self.apart.params)
+        self._padding.set(padding, self.penalties.params)
 
     def tell_sums(self, call: Callable[[], None]) -> None:
         self._loose_backward.summed = call
@@ -242,7 +242,7 @@ class FSDP2Engine:
         return self._loose_backward.runs
 
     def holds(self) -> bool:
-        return self._waits or bool(self.apart.parts)
+        return self._waits or bool(self.penalties.parts)
 
     def used(self) -> Tensor:
         return self._used
@@ -252,7 +252,7 @@ class FSDP2Engine:
 
     def begin(self) -> None:
         self._loose_backward.abandon()
-        self.apart.take()
+        self.penalties.take()
         self._leave_window()
         self._in_window, self._has_lost = True, False
         self._used.zero_()
@@ -264,7 +264,7 @@ class FSDP2Engine:
         self.set_sync(None)
         self._leave_window()
         self._waits = self._has_lost = False
-        self.apart.take()
+        self.penalties.take()
         self._loose_backward.abandon()
         self.order.abandon()
 
@@ -280,7 +280,7 @@ class FSDP2Engine:
     # ---- what the order of units tells -----------------------------------------------------------------------
 
     def begins_backward(self) -> None:
-        self.apart.reach()
+        self.penalties.reach()
         self._note_backward()
 
     def loses_backward(self) -> None:
@@ -344,31 +344,31 @@ class FSDP2Engine:
         self._used[position] = 1
 
     def _expect_whole(self, number: int) -> None:
-        if is_accumulated(self.apart.params[number]):
-            self.apart.before(number)
+        if is_accumulated(self.penalties.params[number]):
+            self.penalties.before(number)
             self._note_backward()
 
     def _arrived_whole(self, number: int) -> None:
-        if not self.apart.after(number):
+        if not self.penalties.after(number):
             self._used[self._whole[number]] = 1
 
     def _expect_cut(self, position: int) -> None:
         if is_accumulated(self._loose_backward.params[position]):
             self._used[position] = 1
-            self.apart.note(position)
+            self.penalties.note(position)
 
     def _end_of_backward(self, belonging: dict[int, Tensor], _any_apart: bool) -> None:
         """See :class:`PenaltyGradients`."""
         for number, part in belonging.items():
-            add_to_gradient(self.apart.params[number], torch.zeros_like(part) if self._padding.is_on else part)
+            add_to_gradient(self.penalties.params[number], torch.zeros_like(part) if self._padding.is_on else part)
             self._used[self._whole[number]] = 1
-        if self.apart.past:
+        if self.penalties.past:
             raise UnsupportedError(
                 "a loss that uses a parameter beside the model's forward (param.full_tensor() in it)",
                 why="the parameter is cut over the ranks, and each rank's part would get that rank's gradient alone: data of the others is "
                 "lost, and a weight penalty counts with the loss of one rank",
                 fix="use the parameter inside forward; give a weight penalty a backward of its own, once per step",
-                name=next(name for name, at in self._position.items() if at == self.apart.past[0]),
+                name=next(name for name, at in self._position.items() if at == self.penalties.past[0]),
             )
 
 

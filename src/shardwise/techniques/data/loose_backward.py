@@ -17,9 +17,9 @@ class LooseBackward:
     """One round is the backwards whose gradients are reduced together: those of ``accumulate``, or one by itself."""
 
     def __init__(
-        self, params: list[nn.Parameter], whole: Iterable[int], used: Tensor, apart: PenaltyGradients, world: World
+        self, params: list[nn.Parameter], whole: Iterable[int], used: Tensor, penalties: PenaltyGradients, world: World
     ):
-        self.params, self.whole, self.used, self.apart, self.world = params, list(whole), used, apart, world
+        self.params, self.whole, self.used, self.penalties, self.world = params, list(whole), used, penalties, world
         self.summed: Callable[[], None] = lambda: None  # called when one backward by itself was summed
         self._had: list[bool] | None = None  # which had a gradient before the round; None: no round runs
         self._done = Aside[int](params)  # gradients that are sums over the ranks already
@@ -58,7 +58,7 @@ class LooseBackward:
             return
         world = self.world
         params = [self.params[i] for i in self.whole]
-        whole = ScalarGradients(params, self.apart, world.axis("loss").size, counts=world.counts)
+        whole = ScalarGradients(params, self.penalties, world.axis("loss").size, counts=world.counts)
         entries = {"used": self.used, **whole.entries()}
         summed = self.world.agreement.sum(entries, f"{place}, after gradients are reduced")
         for param, had, count in zip(self.params, self._had, summed["used"].tolist(), strict=True):

@@ -47,12 +47,12 @@ class PenaltyGradients:
     def watch(self, module: nn.Module) -> None:
         """Puts hooks on what ``module`` and its parts return, by which a backward is known to come to the model: in its forward those
         that losses are taken from, else each that is called by itself."""
-        apart = weakref.ref(self)  # hooks live in C++, where a cycle through them is never freed
+        penalties = weakref.ref(self)  # hooks live in C++, where a cycle through them is never freed
         larger = set(map(id, _parts(module)))
         running: list[nn.Module] = []
 
         def reached(_grad: Tensor) -> None:
-            found = apart()
+            found = penalties()
             if found is not None:
                 found.reach()
 

@@ -48,7 +48,7 @@ def apply_ddp(module: nn.Module, recipe: Recipe, world: World) -> "DDPEngine":
     trained = [param for param in first.values() if param is not None and param.requires_grad]
     engine = DDPEngine(trained, world, (recipe.entry("data", DataEntry).ddp or DDP()).bucket_cap_mb)
     if engine.buckets:
-        engine.apart.watch(module)
+        engine.penalties.watch(module)
     return engine
 
 
@@ -67,8 +67,8 @@ class DDPEngine:
         self._sync: bool | None = None  # as set_sync says
         self.summed: Callable[[], None] = lambda: None  # called when a backward outside of windows was summed
         self.has_own = False
-        self.apart = PenaltyGradients(params, self._end_of_backward)
-        self._padding = Padding(functools.partial(getattr, self.apart, "has_reached"))
+        self.penalties = PenaltyGradients(params, self._end_of_backward)
+        self._padding = Padding(functools.partial(getattr, self.penalties, "has_reached"))
         self._forget()
         if not self._is_alone:
             world.gradient_group()  # made now, by all ranks
@@ -84,7 +84,7 @@ class DDPEngine:
         self._summed.clear()
         self._done.clear()
         self._used.zero_()
-        self.apart.take()
+        self.penalties.take()
 
     def set_sync(self, sync: bool | None) -> None:
         self._sync = sync
@@ -107,7 +107,7 @@ class DDPEngine:
     def abandon(self) -> None:
         for bucket in self.buckets:
             bucket.settle()
-        self.apart.take()
+        self.penalties.take()
         for i in self._unreduced():
             self.params[i].grad = None
         self._done.put_back(self._done.kept)
@@ -116,10 +116,10 @@ class DDPEngine:
         self._summed = set(range(len(self.params)))  # what is put back was summed before
 
     def waits(self) -> bool:
-        return bool(self._unreduced() or self.apart.parts)
+        return bool(self._unreduced() or self.penalties.parts)
 
     def holds(self) -> bool:
-        return self._num_sent > 0 or bool(self.apart.parts)
+        return self._num_sent > 0 or bool(self.penalties.parts)
 
     def used(self) -> None:
         return None
@@ -164,7 +164,7 @@ class DDPEngine:
             self.has_own = self.has_own or not torch.is_grad_enabled()
             return
         self._end_failed()
-        if not self.apart.before(i):
+        if not self.penalties.before(i):
             self._put_aside(i)
 
     def _end_of_backward(self, belonging: dict[int, Tensor], any_apart: bool) -> None:
@@ -177,7 +177,7 @@ class DDPEngine:
             self.complete("a backward outside a window")
 
     def _arrived(self, i: int) -> None:
-        if self.apart.after(i):
+        if self.penalties.after(i):
             return
         bucket = self._bucket_of[i]
         self._used[i] = 1
@@ -247,7 +247,7 @@ class DDPEngine:
         self._num_sent += 1
 
     def _tail(self, has_failed: bool) -> Tensor:
-        flags = [has_failed, bool(self.apart.parts), *(bucket.has_late_parts for bucket in self.buckets)]
+        flags = [has_failed, bool(self.penalties.parts), *(bucket.has_late_parts for bucket in self.buckets)]
         return torch.cat([torch.tensor(flags), self._used])
 
     def _sum(self, flat: Tensor) -> Any:
@@ -263,7 +263,7 @@ class DDPEngine:
     def _collect(self, place: str) -> None:
         agreement = self.world.agreement
         self._wait(f"{place}, summing gradients")
-        failed, apart, late, used = self.buckets[-1].tail.split([1, 1, len(self.buckets), len(self.params)])
+        failed, penalties, late, used = self.buckets[-1].tail.split([1, 1, len(self.buckets), len(self.params)])
         if failed.item():
             self._drop()
             raise RankError(
@@ -278,18 +278,18 @@ class DDPEngine:
             for bucket, part in zip(late_buckets, parts, strict=True):
                 bucket.flat[: len(part)] += part
         self._set_gradients(used.tolist())
-        if apart.item():
-            self._add_apart(place)
+        if penalties.item():
+            self._add_penalties(place)
         self._forget()
 
-    def _add_apart(self, place: str) -> None:
+    def _add_penalties(self, place: str) -> None:
         """Adds what ranks have kept apart: once where it is the same on all of them."""
-        own, agreement = self.apart.take(), self.world.agreement
+        own, agreement = self.penalties.take(), self.world.agreement
         keys = agreement.gather([sorted(key) for key in own], f"{place}, naming parameters that backward came to alone")
         for key in dict.fromkeys(tuple(each) for keys_of_rank in keys for each in keys_of_rank):
-            self._add_alike(key, own.get(frozenset(key), {}), place)
+            self._add_penalty(key, own.get(frozenset(key), {}), place)
 
-    def _add_alike(self, key: tuple[int, ...], own: Mapping[int, Tensor], place: str) -> None:
+    def _add_penalty(self, key: tuple[int, ...], own: Mapping[int, Tensor], place: str) -> None:
         size, agreement = self.world.axis("dp").size, self.world.agreement
         buckets = [bucket for bucket in self.buckets if any(i in bucket.members for i in key)]
         parts = [bucket.packed({i: own.get(i) for i in bucket.members}) for bucket in buckets]
@@ -299,8 +299,8 @@ class DDPEngine:
         for bucket, part, total in zip(buckets, parts, sums, strict=True):
             whole = bucket.views_of(total)
             for i, view in bucket.views_of(part).items():
-                apart = (size * view - whole[i]).norm() > tolerance(view.dtype) * whole[i].norm()
-                differs = differs or bool(apart)
+                penalties = (size * view - whole[i]).norm() > tolerance(view.dtype) * whole[i].norm()
+                differs = differs or bool(penalties)
         found = agreement.sum({"differs": float(differs)}, f"{place}, comparing them")
         for bucket, total in zip(buckets, sums, strict=True):
             for i, view in bucket.views_of(total).items():

@@ -22,8 +22,8 @@ class ScalarGradients:
         counts: whether this one does; of ranks with the same data the first.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], apart: PenaltyGradients, num_ranks: int, *, counts: bool):
-        self._params, self._apart, self._num_ranks, self._counts = params, apart, num_ranks, float(counts)
+    def __init__(self, params: Sequence[nn.Parameter], penalties: PenaltyGradients, num_ranks: int, *, counts: bool):
+        self._params, self._penalties, self._num_ranks, self._counts = params, penalties, num_ranks, float(counts)
 
     def entries(self) -> dict[str, Tensor]:
         """For the exchange, none without such parameters: ``whole``, this rank's gradients as float64 [n, 2], real and imaginary part; and
@@ -42,7 +42,7 @@ class ScalarGradients:
 
     def _wire_of_parts(self) -> Tensor:
         parts: dict[int, Tensor] = {}
-        for kept in self._apart.take().values():
+        for kept in self._penalties.take().values():
             for i, part in kept.items():
                 add_to_part(parts, i, part)
         rows = torch.zeros(len(self._params), 4, dtype=torch.float64)

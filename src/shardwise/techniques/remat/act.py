@@ -30,7 +30,7 @@ from shardwise.model.pytrees import leaves_of
 from shardwise.recipe import Recipe
 from shardwise.techniques.edges import gather_parts
 from shardwise.techniques.remat.operators import keep_policy
-from shardwise.techniques.remat.recomputation_check import are_alike, digest_of_result
+from shardwise.techniques.remat.recomputation_check import digest_of_result, same_output
 from shardwise.techniques.technique import Act
 from shardwise.world import World, is_generator, snapshot
 
@@ -176,7 +176,7 @@ class _Runs:
             try:
                 gather_parts(self.module)
                 output = run(*args, **kwargs)
-                if self.is_checked and not are_alike(self.digest, digest_of_result(output)):
+                if self.is_checked and not same_output(self.digest, digest_of_result(output)):
                     raise RuntimeError("the two runs gave different results")
                 return output
             except (torch.OutOfMemoryError, ShardwiseError, StopRecomputation):

@@ -9,7 +9,7 @@ from torch import Tensor
 from shardwise._torch.autograd import unseen
 from shardwise.model.pytrees import leaves_of
 
-__all__ = ["are_alike", "digest_of_result"]
+__all__ = ["digest_of_result", "same_output"]
 
 
 def digest_of_result(output: Any) -> list[Tensor]:
@@ -30,7 +30,7 @@ def _tolerance(tensor: Tensor) -> Tensor:
     return torch.full((), size, dtype=torch.float64, device=tensor.device)
 
 
-def are_alike(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+def same_output(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
     """Whether two digests are of equal results, but for the order in which kernels add. What is not finite is the step's to tell."""
     with unseen():
         return len(first) == len(second) and all(
