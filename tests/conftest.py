@@ -23,7 +23,8 @@ PRELOAD = (
     "torch",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
-    "shardwise.verify",
+    "shardwise.verify.preload",
+    "shardwise.state.checkpoint",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "qwen3", "t5", "bert", "vit")),
 )
 
