@@ -1,0 +1,38 @@
+"""The comparison of a step with that of an older commit reads the benchmark's own table, and divides the right figures."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def tool():
+    sys.path.insert(0, str(ROOT / "tools"))
+    spec = importlib.util.spec_from_file_location("compare_steps", ROOT / "tools" / "compare_steps.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.path.remove(str(ROOT / "tools"))
+    return module
+
+
+def rank(plain, ours):
+    names = ("FSDP2 by hand, AdamW(fused=True)", "Shardwise, AdamW(fused=True)")
+    times = dict(zip(names, ([plain] * 4, [ours] * 4), strict=True))
+    return {"seconds": times, "cpu": {name: [2 * t for t in spent] for name, spent in times.items()}, "num_params": 10}
+
+
+def test_it_divides_by_plain_torch_and_then_by_the_older_commit(tool):
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import step
+
+    sys.path.remove(str(ROOT / "benchmarks"))
+    before = tool.ratios_of(step.table({"m": [rank(0.10, 0.11)]}))
+    now = tool.ratios_of(step.table({"m": [rank(0.20, 0.33)]}))
+    key = ("m (0.0 M)", "Shardwise, AdamW(fused=True)")
+    assert before[key] == pytest.approx((1.1, 1.1)) and now[key] == pytest.approx((1.65, 1.65))
+    (line,) = tool.table([before] * 3, [now] * 3).splitlines()[2:]
+    assert line == f"| {key[0]} | {key[1]} | 1.100 | 1.650 | 1.500 | 1.100 | 1.650 | 1.500 |"
