@@ -22,7 +22,7 @@ import shardwise as sw
 from shardwise.parallel import runtime_of
 from shardwise.state import save as save_module
 from shardwise.state import staging, writing
-from shardwise.state.file_layout import filing_of, parts_of
+from shardwise.state.file_layout import file_layout_of, parts_of
 
 
 def conv16():
@@ -102,9 +102,9 @@ def written_by(name, layout, block):
         with sw.init(layout, device="cpu") as world:
             model = sw.parallelize(plain(name, 1), world, sharding=EVERY)
             runtime = runtime_of(model)
-            filing = filing_of(runtime, max_shard_bytes=1 << 30)
+            file_layout = file_layout_of(runtime, max_shard_bytes=1 << 30)
             return [
-                [(part.tensor.name, part.stored) for part in parts_of(runtime, filing, rank)]
+                [(part.tensor.name, part.stored) for part in parts_of(runtime, file_layout, rank)]
                 for rank in range(world.size)
             ]
     finally:
