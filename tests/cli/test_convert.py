@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from stored_subjects import loaded
+from state.sources import loaded
 
 from shardwise.cli.main import main
 from shardwise.config.keymap import load_map, map_names, rules_of

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import models
 import torch
 from parallel.recompute import CountOps, bytes_kept
 from torch import Tensor, nn
-from zoo import CASES
 
 from shardwise import DDP, Compile, Precision, Prefetch, Remat, Sharding
 from shardwise._torch.fully_shard import unit_groups
@@ -342,7 +342,7 @@ DEVICE_KNOBS = [
 
 def see(layout: str, options: dict[str, Any], dtype: torch.dtype = torch.float64, case: str = "reference") -> Seen:
     """One window of two micro-batches on this rank of ``layout``. All ranks call it."""
-    chosen, before = CASES[case], _graphs_compiled()
+    chosen, before = models.get(case), _graphs_compiled()
     with init(layout, device="cpu", timeout_s=60) as world:
         torch.manual_seed(0)
         model = parallelize(chosen.build().to(dtype), world, **options)

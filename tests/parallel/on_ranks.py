@@ -6,22 +6,15 @@ import gc
 import warnings
 from pathlib import Path
 
-import matrix
-import parallel.constructors as make
+import models
 import torch
-from torch import Tensor, nn
-from zoo import CASES
+from layouts import LAYOUTS
+from parallel.values import whole
+from torch import nn
 
 from shardwise import Sharding
 from shardwise.parallel import parallelize, recipe_of, runtime_of
 from shardwise.world import init
-
-LAYOUTS = {name: matrix.LAYOUTS[name] for name in ("one", "ddp-2", "fsdp-2", "fsdp-4", "hsdp-2x2", "fsdp2-2x1")}
-
-
-def builder(name: str):
-    """A constructor of this folder or of the zoo, by name."""
-    return CASES[name].build if name in CASES else getattr(make, name)
 
 
 def shard(name: str, layout: str, *, how=None, seed: int = 0, precision=None, engine: str = "auto", unit: int = 0):
@@ -31,7 +24,7 @@ def shard(name: str, layout: str, *, how=None, seed: int = 0, precision=None, en
     with init(layout, device="cpu", seed=seed, timeout_s=30) as world, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.manual_seed(1000 + world.rank)
-        model, way = builder(name), how
+        model, way = models.get(name).build, how
         if how == "module":
             model, way = model(), None
         model = parallelize(model, world, init=way, precision=precision, sharding=Sharding(engine=engine, **keep))
@@ -49,65 +42,36 @@ def shard(name: str, layout: str, *, how=None, seed: int = 0, precision=None, en
         return held, notes, [str(w.message) for w in caught if "init" in str(w.message)], plain
 
 
-def whole(ranks_held: list[dict], shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """The full tensors, checked to be the same wherever two ranks hold the same piece, and to be complete."""
-    found = {}
-    for name, shape in shapes.items():
-        dtype = next((values.dtype for held in ranks_held for _, values in held[name]), torch.float32)
-        full, seen = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=torch.bool)
-        for held in ranks_held:
-            for index, values in held[name]:
-                again = seen[index]
-                assert torch.equal(full[index][again].nan_to_num(), values[again].nan_to_num()), (
-                    f"{name} differs by rank"
-                )
-                full[index] = values
-                seen[index] = True
-        assert seen.all(), f"{name} is not whole"
-        found[name] = full
-    return found
-
-
 def shapes_of(name: str) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of constructor ``name``."""
     from shardwise.parallel.init.sources import all_tensors
 
-    return {key: tuple(tensor.shape) for key, tensor in all_tensors(builder(name)()).items()}
+    return {key: tuple(tensor.shape) for key, tensor in all_tensors(models.get(name).build()).items()}
 
 
 def sharded(ranks, name: str, layout: str, **options):
-    """Runs :func:`shard` on the ranks of a layout of this table. Gives whole tensors and what the ranks said."""
+    """Runs :func:`shard` on the ranks of a layout. Gives whole tensors and what the ranks said."""
     text, count, engine = LAYOUTS[layout]
     answers = ranks.run(shard, count, name, text, engine=engine, timeout_s=60, **options)
     return whole([held for held, *_ in answers], shapes_of(name)), [rest for _, *rest in answers]
 
 
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    """Bit for bit, NaN included."""
-    return a.keys() == b.keys() and all(
-        a[n].dtype == b[n].dtype
-        and torch.equal(a[n].isnan(), b[n].isnan())
-        and torch.equal(a[n].nan_to_num(), b[n].nan_to_num())
-        for n in a
-    )
-
-
 def forward_of(name: str, layout: str, engine: str = "auto"):
-    """The output of a seeded model of the zoo, on this rank, for a batch that is the same on every rank."""
-    case = CASES.get(name)
+    """The output of a seeded model of the registry, on this rank, for a batch that is the same on every rank."""
+    case = models.get(name)
     with init(layout, device="cpu", timeout_s=30) as world:
         build = functools.partial(_double, name)
         model = parallelize(build, world, sharding=Sharding(engine=engine, min_unit_bytes=0))
-        batch = (
-            case.batch(torch.Generator().manual_seed(0), 0) if case else {"x": torch.ones(2, 4, dtype=torch.float64)}
-        )
-        output = case.forward(model, batch) if case else model(**batch)
+        if case.batch is None:
+            output = model(torch.ones(2, 4, dtype=torch.float64))
+        else:
+            output = case.forward(model, case.batch(torch.Generator().manual_seed(0), 0))
         output.sum().backward()
         return output.detach()
 
 
 def _double(name: str) -> nn.Module:
-    return builder(name)().double()
+    return models.get(name).build().double()
 
 
 def host_growth(layout: str, how: str) -> tuple[float, float]:

@@ -5,7 +5,7 @@ import copy
 import msgspec
 import pytest
 import torch
-from parallel.constructors import Kept
+from models.constructors import Kept
 from techniques.data.test_traps_sharding import BLOCKS, DDP, FSDP, Net, build, gradients, one_process
 from torch import nn
 

@@ -2,12 +2,14 @@
 
 import os
 
-import parallel.constructors as make
+import models
 import pytest
 import torch
 import torch.distributed as dist
-from parallel.on_ranks import LAYOUTS, builder, same, sharded
+from layouts import LAYOUTS, VALUES
+from parallel.on_ranks import sharded
 from parallel.test_tape import constructed
+from parallel.values import same
 from torch import nn
 
 from shardwise import Sharding
@@ -19,25 +21,27 @@ from shardwise.world import init
 MODELS = ["Awkward", "odd", "conv", "recurrent", "Kept", "weight_norm"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", VALUES)
 @pytest.mark.parametrize("name", MODELS)
 def test_rank_dependent_init(ranks, name, layout):
     """Every rank builds the module with numbers of its own; what all of them hold in the end are rank 0's."""
     if layout == "one" or name == "Awkward" or layout in ("fsdp-4", "ddp-2"):
         values, said = sharded(ranks, name, layout, how="module")
-        assert same(values, constructed(builder(name), seed=1000))
+        assert same(values, constructed(models.get(name).build, seed=1000))
         assert said[-1][0]["init"] == "rank0: values of the module given on rank 0"
 
 
 def test_a_callable_may_ask_for_rank_0(ranks):
     values, said = sharded(ranks, "Awkward", "hsdp-2x2", how="rank0")
-    assert same(values, constructed(make.Awkward, seed=1000))  # the constructor's own, under rank 0's seed
+    assert same(
+        values, constructed(models.get("Awkward").build, seed=1000)
+    )  # the constructor's own, under rank 0's seed
     assert said[1][0]["init"] == "rank0 (asked for)" and said[1][1] == []  # nothing to warn of
 
 
 def test_the_storage_dtype_asked_for(ranks):
     values, _ = sharded(ranks, "odd", "fsdp-2", how="module", precision="fp64")
-    want = constructed(builder("odd"), seed=1000)
+    want = constructed(models.get("odd").build, seed=1000)
     assert values["embed.weight"].dtype == torch.float64
     assert all(torch.equal(value, want[name].to(value.dtype)) for name, value in values.items())
 
@@ -63,7 +67,7 @@ def scatter_and_count(name: str, layout: str, engine: str, message_bytes: int | 
     values_module._MESSAGE_BYTES = message_bytes or kept[2]
     try:
         with init(layout, device="cpu", timeout_s=30) as world:
-            module = builder(name)()
+            module = models.get(name).build()
             keep = {} if engine == "ddp" else {"min_unit_bytes": 0}
             runtime = runtime_of(parallelize(module, world, sharding=Sharding(engine=engine, **keep)))
             others = {n: t.nbytes for n, t in runtime.local_tensors().items() if n not in runtime.recipe.params}

@@ -1,16 +1,19 @@
 """Seeded values: functions of (seed, name), the same under every layout."""
 
-import parallel.constructors as make
+import models
+import models.constructors as make
 import pytest
 import torch
-from parallel.on_ranks import LAYOUTS, forward_of, host_growth, same, sharded
+from layouts import LAYOUTS, VALUES
+from parallel.on_ranks import forward_of, host_growth, sharded
 from parallel.test_tape import replayed
+from parallel.values import same
 from torch import nn
 
 import shardwise as sw
 from shardwise.errors import PlanError, RankError
 
-OTHERS = [layout for layout in LAYOUTS if layout != "one"]
+OTHERS = [layout for layout in VALUES if layout != "one"]
 
 
 @pytest.mark.parametrize("layout", OTHERS)
@@ -27,7 +30,7 @@ def test_the_same_values_under_every_layout(ranks, name, layout):
 )
 def test_every_kind_of_constructor(ranks, name):
     values, said = sharded(ranks, name, "fsdp-4")
-    assert same(values, replayed(getattr(make, name)))
+    assert same(values, replayed(models.get(name).build))
     assert all("rank0" not in notes["init"] for notes, *_ in said)
 
 

@@ -4,6 +4,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
 from parallel.knobs import (
     DEVICE_KNOBS,
@@ -19,7 +20,6 @@ from parallel.knobs import (
     see,
     sums,
 )
-from zoo import CASES
 
 from shardwise import DDP, Compile, Precision, Remat, Sharding
 from shardwise.dialects.fsdp1 import from_fsdp1
@@ -38,7 +38,7 @@ ON_RANKS = [  # where a knob is seen on 2 ranks, the same on 4 is for the soak; 
 
 
 def compare(run, size: int, layout: str, options: dict, steps: int = 2, **more: Any) -> Report:
-    case = CASES["reference"]
+    case = models.get("reference")
     return verify(
         case.build,
         layout,
@@ -111,7 +111,7 @@ def test_a_strategy_holds_and_sends_what_it_promises(ranks, strategy, part, num_
     options = {"sharding": meant.sharding}
     compare(ranks.run, 4, meant.layout.replace("-1", str(4 // (2 if "HYBRID" in strategy else 1))), options)
     layout = {4: FSDP[4], 2: HSDP[4], 1: REPLICAS[4]}[part]
-    whole = sum(p.numel() * 8 for p in CASES["reference"].build().parameters())
+    whole = sum(p.numel() * 8 for p in models.get("reference").build().parameters())
     seen = ranks.run(see, 4, layout, options)
     exchanges = 2  # of the window, whatever is sharded
     for rank in seen:

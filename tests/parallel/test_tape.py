@@ -4,7 +4,8 @@ they are."""
 import functools
 import math
 
-import parallel.constructors as make
+import models.constructors as make
+import models.unreplayable as unreplayable
 import pytest
 import torch
 from torch import Tensor, nn
@@ -187,7 +188,7 @@ def test_building_and_replaying_leave_the_random_state_alone():
     "dtype", ["float32", "bfloat16", "float64", "complex64", "int64", "int32", "uint8", "int8", "bool"]
 )
 def test_what_nothing_writes_is_counted(dtype):
-    module, tape = build_on_meta(functools.partial(make.unwritten, dtype), 0)
+    module, tape = build_on_meta(functools.partial(unreplayable.unwritten, dtype), 0)
     tensor = all_tensors(module)["b.late"].detach()
     assert tape.num_unwritten(tensor, tape.values(tensor)) == 6  # of 12
     whole = all_tensors(module)["a.weight"].detach()
@@ -195,7 +196,7 @@ def test_what_nothing_writes_is_counted(dtype):
 
 
 def test_memory_of_the_legacy_constructor_is_not_taken_for_values():
-    module, tape = build_on_meta(make.unwritten_legacy, 0)
+    module, tape = build_on_meta(unreplayable.unwritten_legacy, 0)
     tensor = module.late.detach()
     assert tape.num_unwritten(tensor, tape.values(tensor)) == 12
 
@@ -214,13 +215,13 @@ def test_numbers_a_constructor_looks_at_are_its_own_where_none_is_drawn():
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
-        (make.from_numpy_random, "draws from numpy.random"),
-        (make.from_python_random, "draws from Python's random"),
-        (make.from_item, "cannot be built on meta"),
-        (make.from_item_of_nothing, "cannot be built on meta"),
-        (make.from_array, "cannot be built on meta"),
-        (make.from_meta_of_before, "values that meta does not keep"),
-        (make.from_own_generator, "draws from a generator of its own"),
+        (unreplayable.from_numpy_random, "draws from numpy.random"),
+        (unreplayable.from_python_random, "draws from Python's random"),
+        (unreplayable.from_item, "cannot be built on meta"),
+        (unreplayable.from_item_of_nothing, "cannot be built on meta"),
+        (unreplayable.from_array, "cannot be built on meta"),
+        (unreplayable.from_meta_of_before, "values that meta does not keep"),
+        (unreplayable.from_own_generator, "draws from a generator of its own"),
         (lambda: nn.Linear(2, 2).no_such_thing, "cannot be built on meta"),
     ],
 )
@@ -234,11 +235,11 @@ def test_numbers_that_come_from_nowhere_change_the_digest():
         module, tape = build_on_meta(build, seed)
         return tape.digest(all_tensors(module))
 
-    for build in (make.from_numpy_generator, make.from_listed_numbers):
+    for build in (unreplayable.from_numpy_generator, unreplayable.from_listed_numbers):
         assert digest(build) != digest(build)
-    for build in (make.standard, make.constants, make.with_a_real_draw, make.NanoGPT):
+    for build in (make.standard, make.constants, unreplayable.with_a_real_draw, make.NanoGPT):
         assert digest(build) == digest(build)
-    assert digest(make.with_a_real_draw) != digest(make.with_a_real_draw, seed=1)
+    assert digest(unreplayable.with_a_real_draw) != digest(unreplayable.with_a_real_draw, seed=1)
 
 
 # ---- size ------------------------------------------------------------------------------------------------------------

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from models.hugging_face import hf
 from parallel.test_tape import assert_like_the_constructor, constructed, replayed
-from subjects import unlike
-from zoo import hf
+from parallel.values import unlike
 
 _BASE = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 48}
 _TEXT = {**_BASE, "vocab_size": 97, "pad_token_id": 0}

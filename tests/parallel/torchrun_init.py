@@ -12,7 +12,7 @@ from pathlib import Path
 if os.environ.get("PYTHONHASHSEED") != os.environ["RANK"]:
     os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": os.environ["RANK"]})
 
-import parallel.constructors as make
+import models
 import torch
 from torch import nn
 
@@ -51,7 +51,7 @@ with sw.init("dp_shard=2", device="cpu", timeout_s=20) as world, warnings.catch_
     warnings.simplefilter("always")
     torch.manual_seed(world.rank)
     for name in names:
-        model = sw.parallelize(getattr(make, name), world)
+        model = sw.parallelize(models.get(name).build, world)
         told.append(next(note.why for note in sw.recipe_of(model).notes if note.name == "init"))
         found[name] = sw.full_state_dict(model)
     told += [str(warning.message) for warning in caught if str(warning.message).startswith("init: ")]

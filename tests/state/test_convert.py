@@ -22,7 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from state.good_sources import Good, make_good
-from stored_subjects import loaded, same_bytes
+from state.sources import loaded, same_bytes
 
 from shardwise.config.keymap import load_map, rules_of
 from shardwise.errors import CheckpointError, ConfigError, RankError, UnsupportedError, VerifyError

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from state.good_sources import Good, make_good
 from state.runs import EVERY, Drops, equal, make
+from state.sources import loaded, same_bytes
 from state.test_checkpoint_average import averaged
-from stored_subjects import loaded, same_bytes
 
 import shardwise as sw
 from shardwise.cli import main as cli

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from stored_subjects import Runs, loaded, same_bytes
+from state.sources import Runs, loaded, same_bytes
 from torch import nn
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldProperties
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat

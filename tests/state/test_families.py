@@ -4,18 +4,14 @@ import json
 import warnings
 from pathlib import Path
 
+import models
 import pytest
 import torch
-from families import FAMILIES
 from safetensors.torch import load_file, save_file
-from zoo import CASES
 
 import shardwise as sw
 
-STOCK = {
-    **{name: CASES[name] for name in ("llama", "gpt2", "qwen3", "t5", "bert", "vit")},
-    **{name: family.case for name, family in FAMILIES.items()},
-}
+STOCK = models.select("transformers")
 SAMPLE = ("llama", "t5", "mixtral", "wav2vec2")
 
 

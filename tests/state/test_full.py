@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from models.zoo import ConvNet, Odd
 from safetensors.torch import load_file
 from state.layouts import LAYOUTS
 from torch import nn
-from zoo import ConvNet, Odd
 
 import shardwise as sw
 from shardwise.state import check_dtypes, save_weights, weights_bytes

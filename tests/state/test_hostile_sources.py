@@ -14,7 +14,7 @@ import pytest
 from state.good_sources import Good, copied, make_good
 from state.mutant_files import no_values
 from state.mutants import KINDS
-from stored_subjects import loaded, same_bytes
+from state.sources import loaded, same_bytes
 
 from shardwise.errors import CheckpointError
 from shardwise.state.convert import Conversion, convert

@@ -6,10 +6,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from models.zoo import ConvNet, Odd
 from safetensors.torch import save_file
 from state.layouts import LAYOUTS
 from torch import nn
-from zoo import ConvNet, Odd
 
 import shardwise as sw
 from shardwise.parallel import runtime_of

@@ -5,10 +5,10 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from models.zoo import ConvNet, Odd
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from zoo import ConvNet, Odd
 
 import shardwise as sw
 from shardwise.state.convert import Conversion, convert

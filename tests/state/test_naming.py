@@ -4,18 +4,19 @@ import json
 import warnings
 from pathlib import Path
 
+import models
 import pytest
 import torch
-from families import FAMILIES
+from models.batches import VOCAB
+from models.zoo import Odd
 from safetensors.torch import load_file
 from torch import nn
-from zoo import CASES, VOCAB, Odd
 
 import shardwise as sw
 from shardwise.parallel import runtime_of
 
 EVERY = sw.Sharding(min_unit_bytes=0)
-STOCK = {"llama": CASES["llama"], "mixtral": FAMILIES["mixtral"].case}
+STOCK = {name: models.get(name) for name in ("llama", "mixtral")}
 
 
 class Weighted(nn.Module):
@@ -49,7 +50,7 @@ class Wrapped(nn.Module):
 
     def __init__(self, attribute):
         super().__init__()
-        self.add_module(attribute, CASES["llama"].build())
+        self.add_module(attribute, models.get("llama").build())
         self.head = nn.Linear(VOCAB, 2)
 
 
@@ -149,7 +150,7 @@ def test_a_task_takes_its_models_names_and_those_of_its_own(alone, tmp_path, nam
 
 def test_a_checkpoint_of_a_task_is_the_directory_of_its_model_too(alone, tmp_path):
     inner = task("llama").model
-    batch = CASES["llama"].windows(1, 1)[0]
+    batch = models.get("llama").windows(1, 1)[0]
     model = sw.parallelize(task("llama"), alone, sharding=EVERY)
     step = sw.TrainStep(model, torch.optim.AdamW(model.parameters()), loss=None, count=lambda batch: 1)
     step(batch)
@@ -184,7 +185,7 @@ def test_where_the_loss_and_the_model_would_share_a_name_all_keep_their_canonica
 @pytest.mark.parametrize(("attribute", "rename"), [("model", ()), ("backbone", [(r"^", "backbone.")])])
 def test_a_wrapper_of_the_users_own_keeps_its_names_and_takes_its_models_directory(alone, tmp_path, attribute, rename):
     torch.manual_seed(4)
-    inner = CASES["llama"].build()
+    inner = models.get("llama").build()
     inner.save_pretrained(tmp_path / "stock")
     model = sw.parallelize(Wrapped(attribute), alone, sharding=EVERY)
     report = sw.load_weights(model, tmp_path / "stock", strict=False, rename=rename)

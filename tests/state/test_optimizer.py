@@ -5,12 +5,13 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from models.batches import VOCAB
+from models.zoo import ConvNet, Odd
 from state.layouts import LAYOUTS, TRIPS
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from zoo import VOCAB, ConvNet, Odd
 
 import shardwise as sw
 from shardwise.model.tensors import like_parameter

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from disks import mounted
+from models.zoo import ConvNet, Odd
 from safetensors.torch import load_file
 from state.layouts import LAYOUTS, TRIPS
 from torch import nn
-from zoo import ConvNet, Odd
 
 import shardwise as sw
 from shardwise.parallel import runtime_of
@@ -292,7 +292,7 @@ KILLED = """
     import shardwise as sw
     from shardwise.state import writing
     sys.path.insert(0, {tests!r})
-    from zoo import Odd
+    from models.zoo import Odd
 
     def main():
         with sw.init("dp_shard=2", device="cpu", timeout_s=20) as world:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from stored_subjects import Runs, loaded, same_bytes
+from state.sources import Runs, loaded, same_bytes
 from torch import nn
 
 from shardwise.errors import CheckpointError

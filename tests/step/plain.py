@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from zoo import CASES
 
 import shardwise as sw
 
@@ -105,6 +104,6 @@ def assert_close(got: dict[str, Tensor | None], wanted: dict[str, Tensor | None]
 
 
 __all__ = [
-    "CASES", "ENGINES", "Net", "assert_close", "batch", "build", "gradients", "mine", "plain_backward", "shard", "sum_loss",
+    "ENGINES", "Net", "assert_close", "batch", "build", "gradients", "mine", "plain_backward", "shard", "sum_loss",
     "values", "whole",
 ]  # fmt: skip

@@ -7,22 +7,22 @@ import math
 import warnings
 from dataclasses import replace
 
+import models
 import pytest
-from families import FAMILIES
-from handwritten.models import WRITTEN, gpt
-from packages import PACKAGES
-from subjects import PARITY_LAYOUTS, Subject, unlike
+from layouts import FOREIGN
+from models.written import gpt
+from parallel.values import constructed, unlike, value_faults, values_of
+from verify.held import compare
 
-SUBJECTS = {**FAMILIES, **PACKAGES, **WRITTEN}
 SAMPLE = ("nanogpt", "basic-resnet", "lstm", "plain-unet", "sparse-moe", "tcn")  # that take a second or two
 
 pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture
-def subject(request) -> Subject:
+def model(request) -> models.Model:
     """A model by name; one whose package is not there fails, since a skip would not be seen."""
-    found = SUBJECTS[request.param]
+    found = models.get(request.param)
     if found.package:
         try:
             importlib.metadata.version(found.package)
@@ -30,32 +30,32 @@ def subject(request) -> Subject:
             pytest.fail(f"{found.package} is not installed: pip install torch==2.13.0 {found.package}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its own code
-        found.case.build()
+        found.build()
     return found
 
 
 def _each(names):
-    return pytest.mark.parametrize("subject", list(names), indirect=True)
+    return pytest.mark.parametrize("model", list(names), indirect=True)
 
 
 @_each(SAMPLE)
-def test_model_equals_one_process(ranks, subject):
-    subject.compare(ranks.run, "fsdp-2")
+def test_model_equals_one_process(ranks, model):
+    compare(model, ranks.run, "fsdp-2")
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("layout", PARITY_LAYOUTS)
-@_each(SUBJECTS)
-def test_model_equals_one_process_under_every_layout(ranks, subject, layout):
-    subject.compare(ranks.run, layout)
+@pytest.mark.parametrize("layout", FOREIGN)
+@_each(models.select("foreign"))
+def test_model_equals_one_process_under_every_layout(ranks, model, layout):
+    compare(model, ranks.run, layout)
 
 
 @pytest.mark.soak
-@_each(SUBJECTS)
-def test_model_starts_from_the_same_values_under_every_layout_and_they_are_the_constructors(ranks, subject):
-    how, faults = subject.value_faults(ranks.run)
+@_each(models.select("foreign"))
+def test_model_starts_from_the_same_values_under_every_layout_and_they_are_the_constructors(ranks, model):
+    how, faults = value_faults(model, ranks.run)
     assert faults == []
-    assert (how == "rank 0") == (subject.name in FALLS_BACK), how
+    assert (how == "rank 0") == (model.name in FALLS_BACK), how
 
 
 FALLS_BACK = {  # the callable cannot be replayed: why, as its warning says
@@ -64,11 +64,10 @@ FALLS_BACK = {  # the callable cannot be replayed: why, as its warning says
 
 
 def test_nanogpt_starts_as_its_script_says(ranks):
-    wide = WRITTEN["nanogpt"]
-    wide = replace(wide, case=replace(wide.case, build=_wide_gpt))
-    how, faults = wide.value_faults(ranks.run)
+    wide = replace(models.get("nanogpt"), build=_wide_gpt)
+    how, faults = value_faults(wide, ranks.run)
     assert how == "seeded" and faults == []
-    values, told = wide.values(ranks.run, "fsdp-2")
+    values, told = values_of(wide, ranks.run, "fsdp-2")
     assert told == []
     for name, value in values.items():
         if name.endswith("c_proj.weight"):
@@ -85,7 +84,7 @@ def _wide_gpt():
 
 
 def test_values_that_differ_from_the_constructors_are_told():
-    first, second = (FAMILIES["mistral"].constructed(seed) for seed in (0, 1))
+    first, second = (constructed(models.get("mistral").build, seed) for seed in (0, 1))
     assert unlike(first, first, second) == []
     name, table = "model.layers.0.self_attn.q_proj.weight", "model.rotary_emb.inv_freq"
     wrong = {**first, name: first[name] * 3.6, table: first[table] * 2}  # a Linear's own spread; a table left alone

@@ -5,11 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import models
 import pytest
 import torch
-from faults import FAULTS, run_with_fault
-from matrix import DEFAULT_UNIT, KINDS, LAYOUTS, Cell, all_cells, sample_cells
-from zoo import CASES
+from layouts import MATRIX
+from verify.faults import FAULTS, run_with_fault
+from verify.matrix import DEFAULT_UNIT, KINDS, Cell, all_cells, sample_cells
 
 from shardwise.errors import VerifyError
 
@@ -42,7 +43,7 @@ _IN_FP32 = ("reference", "odd", "conv", "llama")  # the others in soak
     ("case", "layout"),
     [
         pytest.param(case, layout, marks=() if case in _IN_FP32 and layout == _IN_TURN[i % 2] else pytest.mark.soak)
-        for i, case in enumerate(CASES)
+        for i, case in enumerate(models.select("matrix"))
         for layout in ("ddp-2", "fsdp-2", "hsdp-2x2")
     ],
 )
@@ -94,7 +95,7 @@ def test_the_same_test_turns_red_for_a_faulty_library_and_names_the_tensor(ranks
     faulty = functools.partial(_run_faulty, ranks, fault)
     with pytest.raises(VerifyError) as caught:
         _parity(ranks, cell, run=faulty)
-    module = CASES[case].build()
+    module = models.get(case).build()
     names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
     assert caught.value.name is not None and caught.value.name.split(" ")[0] in names
 
@@ -117,9 +118,9 @@ def _run_faulty(ranks, fault, function, num_ranks, *args):
 def test_the_sample_covers_every_pair():
     cells = list(sample_cells())
     kind_of = {layout: kind for kind, layouts in KINDS.items() for layout in layouts}
-    assert set(kind_of) == set(LAYOUTS)
+    assert set(kind_of) == set(MATRIX)
     values = [(c.case, kind_of[c.layout], c.layout, c.accumulate, c.clip, c.min_unit_bytes) for c in cells]
-    domains = [list(CASES), list(KINDS), list(LAYOUTS), [1, 3], [True, False], [0, DEFAULT_UNIT]]
+    domains = [list(models.select("matrix")), list(KINDS), list(MATRIX), [1, 3], [True, False], [0, DEFAULT_UNIT]]
     missing = [
         (a, b)
         for i in range(len(domains))

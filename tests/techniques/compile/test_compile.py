@@ -5,9 +5,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from matrix import Cell
 from parallel.recompute import LAYOUTS, assert_same, build, one_process, train
 from torch import nn
+from verify.matrix import Cell
 
 from shardwise import Compile, Remat, Sharding
 from shardwise.errors import ShardwiseError, UnsupportedError

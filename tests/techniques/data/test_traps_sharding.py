@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from parallel.on_ranks import builder
+from models.constructors import Rope
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -148,10 +148,10 @@ def t_meta_nonpersistent_buffer(layout: str):
     from shardwise.state import full_state_dict
 
     with init(layout, device="cpu", timeout_s=20) as world:
-        model = parallelize(builder("Rope"), world)
+        model = parallelize(Rope, world)
         saved = full_state_dict(model)
         with torch.device("meta"):
-            by_hand = builder("Rope")()
+            by_hand = Rope()
         by_hand = by_hand.to_empty(device="cpu")
         by_hand.inv_freq.fill_(7.7)  # what the memory held
         clean = by_hand.load_state_dict(saved) if world.is_main else None
@@ -160,7 +160,7 @@ def t_meta_nonpersistent_buffer(layout: str):
 
 @pytest.mark.parametrize("layout", [FSDP, DDP])
 def test_t_meta_nonpersistent_buffer(ranks, layout):
-    want = builder("Rope")().inv_freq
+    want = Rope().inv_freq
     for rank, (ours, clean, by_hand, saved) in enumerate(ranks.run(t_meta_nonpersistent_buffer, 2, layout)):
         assert torch.equal(ours, want) and not saved
         if rank == 0:

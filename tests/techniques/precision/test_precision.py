@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import models
 import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.func import functional_call
-from zoo import CASES
 
 from shardwise import Parallel, Precision, Sharding
 from shardwise.errors import ConfigError
@@ -43,11 +43,11 @@ def whole(tensor: Tensor) -> Tensor:
 
 def build(case: str) -> nn.Module:
     torch.manual_seed(0)
-    return CASES[case].build()
+    return models.get(case).build()
 
 
 def micro_batches(num: int, case: str = "reference") -> list[dict[str, Tensor]]:
-    return CASES[case].windows(1, num)[0]
+    return models.get(case).windows(1, num)[0]
 
 
 def on_ranks(
@@ -82,7 +82,7 @@ def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _loss(case: str, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    return CASES[case].loss(output, batch)
+    return models.get(case).loss(output, batch)
 
 
 def error_norm(grads: dict[str, Tensor], exact: dict[str, Tensor]) -> float:

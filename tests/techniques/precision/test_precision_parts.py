@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
+import models
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.func import functional_call
-from zoo import CASES
 
 from shardwise import Compile, Precision, Sharding
 from shardwise.errors import ConfigError, ShardwiseError, UnsupportedError
@@ -37,11 +37,11 @@ def bf16(**parts: str) -> Precision:
 
 def reference() -> nn.Module:
     torch.manual_seed(0)
-    return CASES["reference"].build()
+    return models.get("reference").build()
 
 
 def micro_batches(num: int) -> list[dict[str, Tensor]]:
-    return CASES["reference"].windows(1, num)[0]
+    return models.get("reference").windows(1, num)[0]
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from matrix import Cell
 from parallel.recompute import LAYOUTS, assert_same, build, kept_and_run, one_process, train
 from torch import nn
+from verify.matrix import Cell
 
 from shardwise import Precision, Remat, Sharding
 from shardwise.errors import PlanError, UnsupportedError

@@ -1,4 +1,4 @@
-"""The parity matrix: every model of the zoo under every layout, accumulation, clipping and unit size."""
+"""The parity matrix: every model tagged "matrix" under every layout, accumulation, clipping and unit size."""
 
 import functools
 import itertools
@@ -7,22 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from zoo import CASES
+import models
+from layouts import LAYOUTS, MATRIX
 
 from shardwise import Sharding
 from shardwise.verify import Report, verify
 from shardwise.world import World
 
-LAYOUTS = {  # name -> (layout, ranks, engine)
-    "one": ("dp_shard=1", 1, "auto"),
-    "ddp-2": ("dp_replicate=2", 2, "auto"),
-    "ddp-4": ("dp_replicate=4", 4, "auto"),
-    "fsdp-2": ("dp_shard=2", 2, "auto"),
-    "fsdp-4": ("dp_shard=4", 4, "auto"),
-    "hsdp-1x2": ("dp_replicate=1,dp_shard=2", 2, "fsdp2"),
-    "hsdp-2x2": ("dp_replicate=2,dp_shard=2", 4, "auto"),
-    "fsdp2-2x1": ("dp_replicate=2", 2, "fsdp2"),
-}
 ON_BOTH_AXES = ("hsdp-1x2",)
 """Where the mesh keeps its axis of one replica, which Shardwise leaves out: FSDP2's code for replicas, on two ranks."""
 DEFAULT_UNIT = 16 << 20
@@ -44,7 +35,7 @@ class Cell:
 
     def run(self, run: Callable[..., Any], **changes: Any) -> Report:
         """Compares this cell; ``run`` is a pool's. Raises VerifyError."""
-        case = CASES[self.case]
+        case = models.get(self.case)
         layout, num_ranks, engine = LAYOUTS[self.layout]
         options = {
             "batches": case.windows(3, num_ranks * self.accumulate),
@@ -88,7 +79,7 @@ def _with_both_axes(function: Callable[..., Any], *args: Any) -> Any:
 
 def all_cells() -> Iterator[Cell]:
     """The whole matrix."""
-    for cell in itertools.product(CASES, LAYOUTS, (1, 3), (True, False), (0, DEFAULT_UNIT)):
+    for cell in itertools.product(models.select("matrix"), MATRIX, (1, 3), (True, False), (0, DEFAULT_UNIT)):
         yield Cell(*cell)
 
 
@@ -102,7 +93,7 @@ KINDS = {  # of techniques; layouts of one kind differ in how many ranks an axis
 def sample_cells() -> Iterator[Cell]:
     """Every model with one layout of each kind (all of them: :func:`all_cells`), with the other choices dealt so that every pair
     of values of any two occurs."""
-    for i, case in enumerate(CASES):
+    for i, case in enumerate(models.select("matrix")):
         for j, layouts in enumerate(KINDS.values()):
             k = (i + 3 * j + i // 3) % 8
             layout = layouts[i % len(layouts)]

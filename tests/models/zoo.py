@@ -1,72 +1,13 @@
-"""Models for parity tests, each with what makes it hard; all built by top-level functions, so that ranks can build them."""
+"""Modules of the parity matrix that are written here, each with what makes it hard."""
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.batches import VOCAB, class_loss, features, images, tokens
+from models.record import Model
 from shardwise.run.reference import ReferenceConfig, ReferenceModel
-from shardwise.step.loss import call, next_token_loss
-
-VOCAB = 19
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model, the batches it eats, and its loss contract."""
-
-    name: str
-    build: Callable[[], nn.Module]
-    batch: Callable[[torch.Generator, int], dict[str, Tensor]]  # (generator, index) -> micro-batch, unequal tokens
-    loss: Any = next_token_loss
-    count: Any = None
-    forward: Any = call
-
-    def windows(self, num_steps: int, num_micro: int, seed: int = 0) -> list[list[dict[str, Tensor]]]:
-        """``num_steps`` windows of ``num_micro`` micro-batches, for all ranks together."""
-        generator = torch.Generator().manual_seed(seed)
-        return [[self.batch(generator, i) for i in range(num_micro)] for _ in range(num_steps)]
-
-
-# ---- batches ----------------------------------------------------------------------------------------------------
-
-
-def tokens(generator: torch.Generator, index: int, batch: int = 2, length: int = 6) -> dict[str, Tensor]:
-    ids = torch.randint(0, VOCAB, (batch, length + 1), generator=generator)
-    labels = ids[:, 1:].clone()
-    labels[0, : index % length] = -100  # micro-batch 0 has all its tokens, the next ones fewer and fewer
-    return {"input_ids": ids[:, :-1].contiguous(), "labels": labels}
-
-
-def features(generator: torch.Generator, index: int) -> dict[str, Tensor]:
-    size = 2 + index % 3
-    x = torch.randn(size, 6, 8, generator=generator, dtype=torch.float64)
-    return {"x": x, "labels": torch.randint(0, 5, (size,), generator=generator)}
-
-
-def images(generator: torch.Generator, index: int) -> dict[str, Tensor]:
-    size = 2 + index % 3
-    x = torch.randn(size, 3, 8, 8, generator=generator, dtype=torch.float64)
-    return {"pixel_values": x, "labels": torch.randint(0, 5, (size,), generator=generator)}
-
-
-def pairs(generator: torch.Generator, index: int) -> dict[str, Tensor]:
-    """Source and target sequences for an encoder-decoder."""
-    target = tokens(generator, index)
-    source = torch.randint(0, VOCAB, (2, 5), generator=generator)
-    return {"input_ids": source, "decoder_input_ids": target["input_ids"], "labels": target["labels"]}
-
-
-def class_loss(output: Any, batch: dict[str, Tensor]) -> Tensor:
-    logits = output if isinstance(output, Tensor) else output.logits
-    return F.cross_entropy(logits, batch["labels"], reduction="sum")
-
-
-# ---- models -----------------------------------------------------------------------------------------------------
 
 
 def reference() -> nn.Module:
@@ -251,59 +192,23 @@ def halved_in_place(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return logits
 
 
-# ---- transformers -----------------------------------------------------------------------------------------------
+_own = functools.partial(Model, tags=("own", "matrix"))
 
-_SMALL = {"vocab_size": VOCAB, "num_hidden_layers": 3, "num_attention_heads": 2, "pad_token_id": 0}
-_TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
-
-
-def hf(config: str, model: str, **changes: Any) -> nn.Module:
-    """A tiny transformers model from its config, without dropout (its masks are not one process's), eager attention."""
-    import transformers
-
-    made = getattr(transformers, config)(attn_implementation="eager", **changes)
-    for name in list(vars(made)):
-        if "drop" in name and isinstance(getattr(made, name), float):
-            setattr(made, name, 0.0)
-    built = getattr(transformers, model)(made)
-    for part in built.modules():  # an encoder-decoder gives each half a configuration of its own
-        if hasattr(getattr(part, "config", None), "use_cache"):
-            part.config.use_cache = False
-    return built
-
-
-_LLAMA = {**_SMALL, **_TOKENS, "hidden_size": 12, "intermediate_size": 20, "num_key_value_heads": 1}
-_BERT = {"hidden_size": 12, "intermediate_size": 20, "max_position_embeddings": 16}
-_VIT = {"num_hidden_layers": 3, "num_attention_heads": 2, "hidden_size": 12, "intermediate_size": 20, "num_labels": 5}
-_T5 = {"vocab_size": VOCAB, "d_model": 12, "d_kv": 6, "d_ff": 20, "num_layers": 3, "num_heads": 2, "dropout_rate": 0.0}
-_GPT2 = {"vocab_size": VOCAB, "n_embd": 12, "n_layer": 3, "n_head": 2, "n_positions": 16, **_TOKENS}
-
-
-def _hf(config: str, model: str, **changes: Any) -> Callable[[], nn.Module]:
-    return functools.partial(hf, config, model, **changes)
-
-
-CASES = {
-    case.name: case
-    for case in (
-        Case("reference", reference, tokens),
-        Case("conv", ConvNet, images, loss=class_loss),
-        Case("recurrent", Recurrent, features, loss=class_loss),
-        Case("odd", Odd, tokens),
-        Case("branches", Branches, tokens),
-        Case("experts", ExpertModel, tokens),
-        Case("branch-first", BranchFirst, features, loss=class_loss),
-        Case("inplace", InPlace, tokens, forward=halved_in_place),
-        Case("llama", _hf("LlamaConfig", "LlamaForCausalLM", **_LLAMA), tokens),
-        Case("gpt2", _hf("GPT2Config", "GPT2LMHeadModel", **_GPT2), tokens),
-        Case("qwen3", _hf("Qwen3Config", "Qwen3ForCausalLM", **_LLAMA, head_dim=6), tokens),
-        Case("t5", _hf("T5Config", "T5ForConditionalGeneration", **_T5, **_TOKENS), pairs),
-        Case("bert", _hf("BertConfig", "BertForMaskedLM", **_SMALL, **_BERT), tokens),
-        Case(
-            "vit",
-            _hf("ViTConfig", "ViTForImageClassification", **_VIT, image_size=8, patch_size=4),
-            images,
-            loss=class_loss,
-        ),
-    )
-}
+MODELS = (
+    _own(name="reference", build=reference, batch=tokens, hard="the transformer of `shardwise train`"),
+    _own(name="conv", build=ConvNet, batch=images, loss=class_loss, hard="running statistics, layers that differ"),
+    _own(name="recurrent", build=Recurrent, batch=features, loss=class_loss, hard="flat weights, hidden state"),
+    _own(name="odd", build=Odd, batch=tokens, hard="ties, frozen, 0-dim, unused and seldom used parameters"),
+    _own(name="branches", build=Branches, batch=tokens, hard="a branch that depends on data, inside one unit"),
+    _own(name="experts", build=ExpertModel, batch=tokens, hard="experts that some ranks do not call"),
+    _own(
+        name="branch-first", build=BranchFirst, batch=features, loss=class_loss, hard="a branch before the first block"
+    ),
+    _own(
+        name="inplace",
+        build=InPlace,
+        batch=tokens,
+        forward=halved_in_place,
+        hard="work in place on what a unit returns",
+    ),
+)

@@ -1,15 +1,16 @@
-"""Modules by the way their constructors make values."""
+"""Modules by the way their constructors make values, all of which a recorded constructor can replay."""
 
 import copy
 import functools
 import math
-import random
 import types
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.init import trunc_normal_
+
+from models.record import Model
 
 D = 48
 
@@ -265,90 +266,6 @@ class Rates(nn.Module):
         self.wide = bool((steps > 0.2).any())
 
 
-# ---- what cannot be replayed ----------------------------------------------------------------------------------------
-
-
-def from_numpy_random():
-    return Holder(weight=nn.Parameter(torch.from_numpy(np.random.randn(6, 5)).float()))
-
-
-def from_python_random():
-    return Holder(weight=nn.Parameter(torch.full((6, 5), random.random())))
-
-
-def from_item():
-    return Holder(weight=nn.Parameter(torch.full((6, 5), torch.rand(3)[1].item())))
-
-
-def from_item_of_nothing():
-    return Holder(weight=nn.Parameter(torch.full((6, 5), torch.empty(3)[1].item())))
-
-
-def from_array():
-    return Holder(weight=nn.Parameter(torch.randn(6, 5)), rates=torch.linspace(0, 1, 3).numpy().tolist())
-
-
-def from_meta_of_before(given=torch.empty(6, 5, device="meta")):  # noqa: B008
-    return Holder(weight=nn.Parameter(given * 2))
-
-
-def from_own_generator():
-    generator = torch.Generator(device="cpu").manual_seed(7)
-    return Holder(weight=nn.Parameter(torch.randn(6, 5, generator=generator, device="cpu")))
-
-
-def from_numpy_generator():
-    return Holder(weight=nn.Parameter(torch.from_numpy(np.random.default_rng().normal(size=(6, 5))).float()))
-
-
-def from_listed_numbers():
-    numbers = np.random.default_rng().normal(size=(6, 5)).tolist()
-    return Holder(weight=nn.Parameter(torch.tensor(numbers)))
-
-
-def from_the_rank():
-    import os
-
-    return Holder(weight=nn.Parameter(torch.full((6, 5), float(os.environ.get("RANK", "0")))))
-
-
-def with_drawn_attributes():
-    """Numbers that no tensor holds, from all three sources."""
-    return Holder(
-        weight=nn.Parameter(torch.randn(6, 5)),
-        python=random.random(),
-        array=np.random.randn(3),
-        order=np.random.permutation(5).tolist(),
-    )
-
-
-def with_a_real_draw():
-    """A number looked at while building: the tape sees a constant."""
-    return Holder(weight=nn.Parameter(torch.full((6, 5), torch.rand(1, device="cpu").item())))
-
-
-# ---- what is never written ---------------------------------------------------------------------------------------------
-
-
-def unwritten(dtype: str = "float32"):
-    real = getattr(torch, dtype)
-    empty = torch.empty(4, 3, dtype=real)
-    empty[:2] = 1
-    return Holder(a=nn.Linear(2, 2), b=Holder(late=nn.Parameter(empty) if real.is_floating_point else empty))
-
-
-def unwritten_legacy():
-    return Holder(late=nn.Parameter(torch.Tensor(3, 4)))
-
-
-def unwritten_ints():
-    return unwritten("int64")
-
-
-def unwritten_flags():
-    return unwritten("bool")
-
-
 class Awkward(nn.Module):
     """Everything that is hard to scatter."""
 
@@ -377,3 +294,27 @@ class Awkward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a(x) + self.b(x)
+
+
+MODELS = tuple(
+    Model(name=made.__name__, build=made, tags=("constructor",), hard=(made.__doc__ or "").partition("\n")[0])
+    for made in (
+        NanoGPT,
+        Rope,
+        Copies,
+        Kept,
+        weight_norm,
+        gaussians,
+        constants,
+        standard,
+        initialisers,
+        further_initialisers,
+        OwnInit,
+        ByObject,
+        dtypes,
+        two_alike,
+        HalvedOnce,
+        Rates,
+        Awkward,
+    )
+)

@@ -1,0 +1,29 @@
+"""The registry of models that tests shard: a record each, found by name or by tags.
+
+A new model is a record in one of the files of this folder. Importing the registry imports no transformers and no other package: those are
+imported by the functions that build.
+"""
+
+from models import constructors, families, hugging_face, packages, unreplayable, written, zoo
+from models.record import Model
+
+__all__ = ["MODELS", "Model", "get", "select"]
+
+MODELS: dict[str, Model] = {}
+"""Name -> record."""
+
+for _source in (zoo, hugging_face, families, packages, written, constructors, unreplayable):
+    for _model in _source.MODELS:
+        if _model.name in MODELS:
+            raise ValueError(f"two models of the tests are called {_model.name}")
+        MODELS[_model.name] = _model
+
+
+def get(name: str) -> Model:
+    """The model of this name."""
+    return MODELS[name]
+
+
+def select(*tags: str) -> dict[str, Model]:
+    """Name -> model, of those with all of these tags."""
+    return {name: model for name, model in MODELS.items() if set(tags) <= set(model.tags)}
