@@ -5,7 +5,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from parallel.recompute import LAYOUTS, assert_same, build, one_process, train
+from layouts import LAYOUTS
+from techniques.remat.recompute import assert_same, build, one_process, train
 from torch import nn
 from verify.matrix import Cell
 
@@ -24,7 +25,7 @@ def on(ranks, layout: str, **options):
 
 
 # Each takes seconds to compile: every way of remat and every kind of technique once, the others in soak.
-_ONCE = {("fsdp-2", remat) for remat in (None, "full", "selective")} | {("ddp-2", None), ("one", "full")}
+_ONCE = {("fsdp-2", remat) for remat in (None, "full", "selective")} | {("ddp-2", None), ("one-fsdp2", "full")}
 _OTHERS = {("ddp-2", "full"), ("ddp-2", "selective"), ("ddp-4", "full"), ("fsdp-4", None)}
 
 

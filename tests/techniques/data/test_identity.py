@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from parallel.skips import MICRO, ORDERS, WIDTH, At, Stack, loss_of
+from models.stacks import WIDTH, Stack
+from techniques.data.skips import MICRO, ORDERS, At, loss_of
 from torch import Tensor, nn
 
 from shardwise import Sharding

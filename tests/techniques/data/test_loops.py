@@ -8,7 +8,8 @@ import warnings
 
 import pytest
 import torch
-from parallel.loops import LOOPS, TwoTowers
+from models.towers import TwoTowers
+from techniques.data.loops import LOOPS
 from torch import nn
 
 from shardwise import DDP

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from parallel.loops import TwoTowers
+from models.towers import TwoTowers
 from torch.distributed.fsdp import ShardingStrategy
 
 import shardwise as sw

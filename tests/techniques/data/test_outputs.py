@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from parallel.outputs import OF_MODELS, WRAP, batch, build, logits_of
+from techniques.data.outputs import OF_MODELS, WRAP, batch, build, logits_of
 from torch import Tensor, nn
 
 from shardwise import Sharding

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch._dynamo
 import torch._functorch.config
-from parallel.skips import ALL, BLOCKS, CASES, LOOPS, MICRO, ORDERS, STEPS, At, Stack, loss_of
+from models.stacks import BLOCKS, Stack
+from techniques.data.skips import ALL, CASES, LOOPS, MICRO, ORDERS, STEPS, At, loss_of
 from torch import Tensor, nn
 
 from shardwise import Compile, Prefetch, Remat, Sharding

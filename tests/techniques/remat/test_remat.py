@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from parallel.recompute import LAYOUTS, assert_same, build, kept_and_run, one_process, train
+from layouts import BLOCKS, LAYOUTS
+from techniques.remat.recompute import assert_same, build, kept_and_run, one_process, train
 from torch import nn
 from verify.matrix import Cell
 
@@ -26,7 +27,7 @@ def on(ranks, layout: str, **options):
     return ranks.run(train, count, text, engine, timeout_s=100, **options)
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("layout", BLOCKS)
 @pytest.mark.parametrize("way", list(WAYS))
 def test_gradients_with_dropout_are_one_processs(ranks, layout, way):
     if way in {"every-2", "by-name"} and layout not in {"fsdp-2", "ddp-4"}:
@@ -39,7 +40,7 @@ def test_gradients_with_dropout_are_one_processs(ranks, layout, way):
 RUNS = {"none": (1, 1, 1), "full": (2, 2, 2), "selective": (2, 2, 2), "every-2": (2, 1, 2), "by-name": (2, 1, 2)}
 
 
-@pytest.mark.parametrize("layout", ["one", "ddp-2", "fsdp-2"])
+@pytest.mark.parametrize("layout", ["one-fsdp2", "ddp-2", "fsdp-2"])
 @pytest.mark.parametrize("way", list(RUNS))
 def test_blocks_run_as_often_as_asked(ranks, layout, way):
     for answer in on(ranks, layout, remat=WAYS[way]):

@@ -6,7 +6,8 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from parallel.recompute import LAYOUTS, assert_same, batches, build, loss_of, one_process, train
+from layouts import LAYOUTS
+from techniques.remat.recompute import assert_same, batches, build, loss_of, one_process, train
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils.parametrizations import spectral_norm

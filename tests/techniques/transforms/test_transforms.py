@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from parallel.changes import Widen, widen
-from parallel.loops import TwoTowers
+from models.towers import TwoTowers
+from techniques.transforms.changes import Widen, widen
 
 import shardwise as sw
 from shardwise.run.config import load_config
@@ -75,7 +75,7 @@ def test_without_a_world_one_that_needs_it_is_refused_and_one_with_a_default_run
         (["wrapped", "widen"], "'wrapped' must come after 'widen'"),
         ([sw.Sharding()], "no transform is registered with the config Sharding"),
         ([build], "transforms=[build]\n  why: that function is not a transform"),
-        (["parallel.loops:two_forwards_two_backwards"], "that function is not a transform"),
+        (["techniques.data.loops:two_forwards_two_backwards"], "that function is not a transform"),
     ],
 )
 def test_a_failure_names_the_transform(transforms, text):
@@ -111,7 +111,7 @@ def test_a_transform_without_a_name_is_refused():
 
 def test_from_a_file_and_by_place(tmp_path):
     (tmp_path / "run.yaml").write_text(
-        "parallel:\n  transforms: [parallel.changes:wrapped, {name: widen, factor: 5}]\n"
+        "parallel:\n  transforms: [techniques.transforms.changes:wrapped, {name: widen, factor: 5}]\n"
     )
     given = load_config(str(tmp_path / "run.yaml"), []).config.parallel.transforms
     with pytest.raises(sw.ConfigError, match="must come after"):

@@ -1,23 +1,9 @@
 """Training loops that people write: what one micro-batch does with a model, a batch ``x`` and a divisor ``n``."""
 
 import torch
+from models.towers import TwoTowers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-
-class TwoTowers(nn.Module):
-    """Encoders called by themselves, a block whose loss is read from an attribute, a parameter used outside forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.image, self.text = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-        self.temperature, self.unused = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2))
-        self.aux = torch.zeros(())
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.text(x)
-        self.aux = y.pow(2).mean()
-        return y
 
 
 def two_forwards_two_backwards(model: nn.Module, x: Tensor, n: float) -> None:

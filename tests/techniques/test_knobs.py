@@ -6,7 +6,7 @@ from typing import Any
 
 import models
 import pytest
-from parallel.knobs import (
+from techniques.knobs import (
     DEVICE_KNOBS,
     FSDP,
     HSDP,
@@ -14,12 +14,11 @@ from parallel.knobs import (
     REPLICAS,
     DeviceKnob,
     Knob,
-    Seen,
     gathers,
     scatters,
-    see,
     sums,
 )
+from techniques.observed import Seen, see
 
 from shardwise import DDP, Compile, Precision, Remat, Sharding
 from shardwise.dialects.fsdp1 import from_fsdp1

@@ -1,10 +1,11 @@
-"""Models whose blocks run twice, one plain process that draws what the ranks draw, and what can be seen of a second run."""
+"""Blocks that run twice: one plain process that draws what the ranks draw, and what can be seen of a second run."""
 
 import contextlib
 from collections import Counter
 
 import torch
 import torch.nn.functional as F
+from models.recomputed import Model, Stack
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -17,58 +18,8 @@ from shardwise.step.window import window
 from shardwise.world import init
 from shardwise.world.rng import derive_seed, forked_rng
 
-LAYOUTS = {  # name -> (layout, ranks, engine)
-    "one": ("dp_shard=1", 1, "fsdp2"),
-    "ddp-2": ("dp_replicate=2", 2, "auto"),
-    "ddp-4": ("dp_replicate=4", 4, "auto"),
-    "fsdp-2": ("dp_shard=2", 2, "auto"),
-    "fsdp-4": ("dp_shard=4", 4, "auto"),
-}
 NUM_MICRO = 4
 SEED = 11
-
-
-class Block(nn.Module):
-    """Attention, dropout, keyword arguments, a tuple in and a tuple out; counts its runs."""
-
-    def __init__(self, dim: int):
-        super().__init__()
-        self.qkv, self.out, self.up = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
-        self.register_buffer("gain", torch.linspace(0.5, 1.5, dim))
-        self.runs = 0
-
-    def forward(self, x: Tensor, *, mask: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        if not torch.compiler.is_compiling():
-            self.runs += 1
-        q, k, v = (part[:, None] for part in self.qkv(x).chunk(3, -1))
-        q, k = q * rope[0] + rope[1], k * rope[0] + rope[1]
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[:, 0]
-        x = x + F.dropout(self.out(y), 0.3, self.training)
-        y = F.dropout(torch.tanh(self.up(x)) * self.gain.to(x.dtype), 0.2, self.training)
-        return x + y, y.square().sum()
-
-
-class Model(nn.Module):
-    """Blocks called with keywords; the second list is of experts that some tokens skip, so it is no unit."""
-
-    def __init__(self, dim: int = 8, num_blocks: int = 3):
-        super().__init__()
-        self.embed = nn.Embedding(13, dim)
-        self.blocks = nn.ModuleList(Block(dim) for _ in range(num_blocks))
-        self.experts = nn.ModuleList(nn.Linear(dim, dim) for _ in range(2))
-        self.head = nn.Linear(dim, 13)
-
-    def forward(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.embed(input_ids)
-        length = input_ids.shape[1]
-        mask = torch.ones(length, length, dtype=torch.bool).tril()
-        rope = (torch.linspace(0.5, 1, length)[:, None].to(x), torch.linspace(-1, 1, length)[:, None].to(x))
-        extra = x.new_zeros(())
-        for block in self.blocks:
-            x, more = block(x, mask=mask, rope=rope)
-            extra = extra + more
-        x = self.experts[int(input_ids[0, 0]) % 2](x)
-        return self.head(x), extra
 
 
 def build() -> Model:
@@ -131,28 +82,6 @@ def bytes_kept(found: list[int]):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield
-
-
-class Wide(nn.Module):
-    """A block of two linears with tanh between them, as in docs/remat.md."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
-
-    def forward(self, x):
-        return x + F.dropout(self.down(torch.tanh(self.up(x))), 0.2)
-
-
-class Stack(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Wide() for _ in range(4))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 def kept_and_run(remat) -> tuple[int, int]:
