@@ -95,9 +95,9 @@ def test_files_are_split_at_a_size_and_the_index_names_each_tensor_once(ranks, t
 
 
 def written_by(name, layout, block):
-    from shardwise.state import file_layout as filing_module
+    from shardwise.state import file_layout as file_layout_module
 
-    filing_module.BLOCK = block
+    file_layout_module.BLOCK = block
     try:
         with sw.init(layout, device="cpu") as world:
             model = sw.parallelize(plain(name, 1), world, sharding=EVERY)
@@ -108,7 +108,7 @@ def written_by(name, layout, block):
                 for rank in range(world.size)
             ]
     finally:
-        filing_module.BLOCK = 32 << 20
+        file_layout_module.BLOCK = 32 << 20
 
 
 @pytest.mark.parametrize("name", MODELS)
