@@ -1,4 +1,4 @@
-"""What all tests share: warm ranks that have the zoo's imports behind them."""
+"""What all tests share: warm ranks that have the imports of the parity matrix's models behind them."""
 
 import signal
 import sys

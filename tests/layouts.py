@@ -39,6 +39,7 @@ KINDS = (
     "fsdp-4",
     "hsdp-2x2",
 )  # each technique of data parallelism, and two numbers of shards
+RESHARDED = ("one", "ddp-2", "ddp-4", "fsdp-2", "fsdp-3", "fsdp-4", "hsdp-2x2")  # state goes between them
 RESUMED = ("one", "ddp-2", "ddp-4", "fsdp-2", "fsdp-4", "hsdp-2x2")  # a checkpoint resumed to the last bit
 BLOCKS = ("one-fsdp2", "ddp-2", "ddp-4", "fsdp-2", "fsdp-4")  # blocks that run again or are compiled
 

@@ -68,7 +68,7 @@ def _layout() -> dict[str, list[list[int]]]:
 
 def _units(run: Callable[..., list]) -> dict[str, list[int]]:
     """Setting -> bytes of gathered parameters after each event of one window of two micro-batches, on rank 0 of 2."""
-    from parallel.knobs import see
+    from techniques.observed import see
 
     from shardwise import Sharding
 
@@ -82,7 +82,7 @@ def _units(run: Callable[..., list]) -> dict[str, list[int]]:
 
 def _remat(run: Callable[..., list]) -> dict[str, dict[str, int]]:
     """Setting -> bytes that forward keeps for backward, and operators that backward runs, of four blocks of two linears with tanh."""
-    from parallel.recompute import kept_and_run
+    from techniques.remat.recompute import kept_and_run
 
     from shardwise import Remat
 
@@ -99,7 +99,8 @@ def _remat(run: Callable[..., list]) -> dict[str, dict[str, int]]:
 def _precision(run: Callable[..., list]) -> dict[str, dict[str, float]]:
     """Dtype -> where -> error of the gradient to the one in float64, relative."""
     import torch
-    from techniques.precision.test_precision import LAYOUTS, error_norm, on_ranks, one_process
+    from layouts import LAYOUTS
+    from techniques.precision.test_precision import error_norm, on_ranks, one_process
 
     exact = one_process(torch.float64, 4)
     size = sum(float(grad.double().pow(2).sum()) for grad in exact.values()) ** 0.5
@@ -107,8 +108,8 @@ def _precision(run: Callable[..., list]) -> dict[str, dict[str, float]]:
     dtypes = {"fp32": (torch.float32, 1.0), "bf16": (torch.bfloat16, 1.0), "fp16": (torch.float16, 1024.0)}
     for name, (dtype, scale) in dtypes.items():
         row = {"one plain process": error_norm(one_process(dtype, 4, scale), exact)}
-        for label, key in {"1 rank": "one", "2 replicas": "replicas-2", "4 shards": "fsdp-4"}.items():
-            layout, ranks = LAYOUTS[key]
+        for label, key in {"1 rank": "one", "2 replicas": "ddp-2", "4 shards": "fsdp-4"}.items():
+            layout, ranks, _ = LAYOUTS[key]
             row[label] = error_norm(run(on_ranks, ranks, layout, 4 // ranks, name, scale)[0], exact)
         found[name] = {label: error / size for label, error in row.items()}
     return found

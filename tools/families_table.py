@@ -16,11 +16,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / name) for name in ("src", "tests", "tools")]
 
-from families import FAMILIES  # noqa: E402
-from handwritten.models import WRITTEN  # noqa: E402
-from packages import PACKAGES  # noqa: E402
+import models  # noqa: E402
+from layouts import FOREIGN  # noqa: E402
+from models import Model  # noqa: E402
+from parallel.values import value_faults  # noqa: E402
 from stamp import stamped  # noqa: E402
-from subjects import PARITY_LAYOUTS, Subject  # noqa: E402
+from verify.held import compare  # noqa: E402
 
 from shardwise.errors import ShardwiseError  # noqa: E402
 from shardwise.testing import RankPool  # noqa: E402
@@ -57,18 +58,18 @@ class Section:
 
     title: str
     text: str
-    subjects: dict[str, Subject]
+    models: dict[str, Model]
     columns: tuple[str, ...]
 
-    def own_cells(self, subject: Subject) -> list[str]:
+    def own_cells(self, model: Model) -> list[str]:
         cells = {
-            "family": subject.name,
-            "model": subject.name,
-            "kind": subject.kind,
-            "package": f"{subject.package} {_version(subject.package)}",
-            "class": f"`{subject.model}`",
-            "file": f"`{_file_of(subject)}`",
-            "what makes it hard": subject.hard,
+            "family": model.name,
+            "model": model.name,
+            "kind": model.kind,
+            "package": f"{model.package} {_version(model.package)}",
+            "class": f"`{model.model}`",
+            "file": f"`{_file_of(model)}`",
+            "what makes it hard": model.hard,
         }
         return [cells[column] for column in self.columns]
 
@@ -77,10 +78,10 @@ def _version(package: str) -> str:
     return importlib.metadata.version(package) if package else ""
 
 
-def _file_of(subject: Subject) -> str:
+def _file_of(model: Model) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return Path(inspect.getfile(type(subject.case.build()))).name
+        return Path(inspect.getfile(type(model.build()))).name
 
 
 SECTIONS = (
@@ -88,26 +89,26 @@ SECTIONS = (
         "Packages",
         "Imported from what `pip install` brings, of packages that know nothing of Shardwise. \n"
         "iTransformer: its constructor draws from Python's `random`, hence rank 0's values.",
-        PACKAGES,
+        models.select("package"),
         ("model", "kind", "package", "class", "what makes it hard"),
     ),
     Section(
         "As users write them",
-        "Scripts in the folder `tests/handwritten`, as they are found in repositories and tutorials.",
-        WRITTEN,
+        "Scripts in the folder `tests/models/handwritten`, as they are found in repositories and tutorials.",
+        models.select("handwritten"),
         ("model", "kind", "file", "class", "what makes it hard"),
     ),
     Section(
         "Transformers",
         f"Families of transformers {_version('transformers')}. ALBERT has a single block, which is run three times.",
-        FAMILIES,
+        models.select("foreign", "transformers"),
         ("family", "kind", "class", "what makes it hard"),
     ),
 )
 
 
 def main() -> int:
-    everything = {name for section in SECTIONS for name in section.subjects}
+    everything = {name for section in SECTIONS for name in section.models}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", nargs="+", choices=sorted(everything), help="these only; the other rows are kept")
     names = set(parser.parse_args().case or everything)
@@ -115,8 +116,8 @@ def main() -> int:
     start = time.monotonic()
     with RankPool(preload=("torch", "torch.distributed.fsdp", "shardwise.verify", *_code(names))) as pool:
         for section in SECTIONS:
-            for name in (name for name in section.subjects if name in names):
-                row, faults = _measured(pool, section, section.subjects[name])
+            for name in (name for name in section.models if name in names):
+                row, faults = _measured(pool, section, section.models[name])
                 failures += faults
                 print(f"{row}  {time.monotonic() - start:.0f} s, {len(failures)} failed", flush=True)
                 _write(name, row)
@@ -128,23 +129,23 @@ def main() -> int:
     return 1 if failures else 0
 
 
-def _measured(pool: RankPool, section: Section, subject: Subject) -> tuple[str, list[str]]:
+def _measured(pool: RankPool, section: Section, model: Model) -> tuple[str, list[str]]:
     """A model's row, and what failed."""
-    cells, units, faults = _errors(pool, subject)
+    cells, units, faults = _errors(pool, model)
     try:
-        how, more = subject.value_faults(pool.run)
+        how, more = value_faults(model, pool.run)
     except ShardwiseError as error:
         how, more = f"**{type(error).__name__}**", [f"init: {error}"]
-    cells = [*section.own_cells(subject), units, *cells, "**wrong**" if more else how]
-    return f"| {' | '.join(cells)} |", [f"{subject.name}: {text}" for text in (*faults, *more)]
+    cells = [*section.own_cells(model), units, *cells, "**wrong**" if more else how]
+    return f"| {' | '.join(cells)} |", [f"{model.name}: {text}" for text in (*faults, *more)]
 
 
-def _errors(pool: RankPool, subject: Subject) -> tuple[list[str], str, list[str]]:
+def _errors(pool: RankPool, model: Model) -> tuple[list[str], str, list[str]]:
     """The cells of the layouts, the number of units, and what failed."""
     cells, faults, units = [], [], "-"
-    for layout in PARITY_LAYOUTS:
+    for layout in FOREIGN:
         try:
-            report = subject.compare(pool.run, layout)
+            report = compare(model, pool.run, layout)
         except (ShardwiseError, AssertionError) as error:
             faults.append(f"{layout}: {error}")
             cells.append(f"**{type(error).__name__}**")
@@ -152,7 +153,7 @@ def _errors(pool: RankPool, subject: Subject) -> tuple[list[str], str, list[str]
         worst = max(report.worst.values(), key=lambda difference: difference.err)
         cells.append(f"{worst.err:.1e}" + (f" ({worst.name})" if worst.err > 1e-12 else ""))
         units = str(report.num_units) if layout == "fsdp-2" else units
-    named = "" if subject.units == "auto" else f" ({', '.join(f'`{name}`' for name in subject.units)})"
+    named = "" if model.units == "auto" else f" ({', '.join(f'`{name}`' for name in model.units)})"
     return cells, units + named, faults
 
 
@@ -163,8 +164,8 @@ def _write(name: str, row: str) -> None:
     kept[name] = row
     parts = [HEAD]
     for section in SECTIONS:
-        head = [*section.columns, "units", *PARITY_LAYOUTS, "init"]
-        rows = [kept[name] for name in section.subjects if name in kept]
+        head = [*section.columns, "units", *FOREIGN, "init"]
+        rows = [kept[name] for name in section.models if name in kept]
         table = "\n".join(["| " + " | ".join(head) + " |", "|---" * len(head) + "|", *rows])
         parts.append(f"## {section.title}\n\n{section.text}\n\n{table}\n\n{len(rows)} models.\n")
     TABLE.write_text(stamped(PAGE, "\n".join(parts), kept=text), encoding="utf-8")
@@ -172,7 +173,7 @@ def _write(name: str, row: str) -> None:
 
 def _code(names: set[str]) -> list[str]:
     """The modules of the transformers' classes: imported once, not by every rank."""
-    chosen = [FAMILIES[name].model for name in names if name in FAMILIES]
+    chosen = [model.model for name, model in models.select("foreign", "transformers").items() if name in names]
     if not chosen:
         return []
     import transformers

@@ -12,9 +12,9 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / name) for name in ("src", "tests", "tools")]
 
 from conftest import PRELOAD  # noqa: E402
-from parallel.knobs import DEVICE_KNOBS, KNOBS  # noqa: E402
-from parallel.test_knobs import compare  # noqa: E402
 from stamp import stamped  # noqa: E402
+from techniques.knobs import DEVICE_KNOBS, KNOBS  # noqa: E402
+from techniques.test_knobs import compare  # noqa: E402
 
 from shardwise.testing import RankPool  # noqa: E402
 

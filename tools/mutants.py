@@ -170,14 +170,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "always-resharded",
         "reshard_after_forward=is_over_some or unit.reshard,",
         "reshard_after_forward=True,",
-        "'tests/parallel/test_knobs.py::test_a_knob_leaves_the_numbers_and_shows[0-2]'",
+        "'tests/techniques/test_knobs.py::test_a_knob_leaves_the_numbers_and_shows[0-2]'",
         "reshard_after_forward=False and reshard_every have no effect",
     ),
     Mutant(
         "memory-pinned-anyway",
         'CPUOffloadPolicy(pin_memory=said.pin_memory and world.device.type != "cpu")',
         'CPUOffloadPolicy(pin_memory=world.device.type != "cpu")',
-        "tests/parallel/test_knobs.py -k accelerator",
+        "tests/techniques/test_knobs.py -k accelerator",
         "pin_memory=False has no effect, and a host runs out of page-locked memory",
     ),
     Mutant(
@@ -212,7 +212,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "sync-option-ignored",
         'self.root.set_requires_gradient_sync(sync or bool(each))  # type: ignore[operator]\n        if each == "reduce_scatter":',
         'self.root.set_requires_gradient_sync(sync)  # type: ignore[operator]\n        if each == "reduce_scatter":',
-        "'tests/parallel/test_knobs.py::test_a_knob_leaves_the_numbers_and_shows[6-2]'",
+        "'tests/techniques/test_knobs.py::test_a_knob_leaves_the_numbers_and_shows[6-2]'",
         "sync_every_microbatch has no effect, and whole gradients stay in memory",
     ),
     Mutant(
@@ -241,14 +241,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "no-prefetch-in-forward",
         "self._prefetch(self.ahead.get(number, []), backward=False)",
         "self._prefetch([], backward=False)",
-        "'tests/parallel/test_knobs.py::test_a_knob_leaves_the_numbers_and_shows[9-2]'",
+        "'tests/techniques/test_knobs.py::test_a_knob_leaves_the_numbers_and_shows[9-2]'",
         "Prefetch(forward=1) has no effect",
     ),
     Mutant(
         "no-prefetch-in-backward",
         "self.behind.get(number, [] if upcoming is None else [upcoming])",
         "self.behind.get(number, [])",
-        "'tests/parallel/test_knobs.py::test_a_knob_leaves_the_numbers_and_shows[10-2]'",
+        "'tests/techniques/test_knobs.py::test_a_knob_leaves_the_numbers_and_shows[10-2]'",
         "backward gathers no unit ahead, and waits for each",
     ),
     Mutant(
@@ -319,7 +319,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "bucket-size-ignored",
         "if not groups or size >= cap_bytes or _kind(",
         "if not groups or _kind(",
-        "'tests/parallel/test_knobs.py::test_a_knob_leaves_the_numbers_and_shows[20-2]'",
+        "'tests/techniques/test_knobs.py::test_a_knob_leaves_the_numbers_and_shows[20-2]'",
         "bucket_cap_mb has no effect, and no gradient travels before the backward has ended",
     ),
     # ---- techniques: penalties and paddings --------------------------------------------------------------------------
@@ -969,7 +969,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "prefetch-of-itself",
         "ahead = tuple(names[at + 1 : at + 1 + plan.forward])",
         "ahead = tuple(names[max(at, 0) : max(at, 0) + plan.forward])",
-        "'tests/parallel/test_knobs.py::test_a_knob_leaves_the_numbers_and_shows[9-2]'",
+        "'tests/techniques/test_knobs.py::test_a_knob_leaves_the_numbers_and_shows[9-2]'",
         "each unit is gathered ahead of itself, which is too late",
     ),
     Mutant(

@@ -16,10 +16,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / name) for name in ("src", "tests", "tools")]
 
+import models  # noqa: E402
 from conftest import PRELOAD  # noqa: E402
-from matrix import LAYOUTS, all_cells, sample_cells  # noqa: E402
+from layouts import MATRIX  # noqa: E402
 from stamp import stamped  # noqa: E402
-from zoo import CASES  # noqa: E402
+from verify.matrix import all_cells, sample_cells  # noqa: E402
 
 from shardwise.errors import ShardwiseError  # noqa: E402
 from shardwise.testing import RankPool  # noqa: E402
@@ -42,7 +43,7 @@ _SAMPLE = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--case", choices=list(CASES), help="one model only; nothing is written")
+    parser.add_argument("--case", choices=list(models.select("matrix")), help="one model only; nothing is written")
     parser.add_argument("--sample", action="store_true", help="the cells that `make test` runs instead of all")
     given = parser.parse_args()
     only = given.case
@@ -64,9 +65,9 @@ def main() -> int:
                 worst[key] = float("inf")
             if i % 8 == 0 or i == len(cells):
                 print(f"{i}/{len(cells)} {cell} {time.monotonic() - start:.0f} s, {len(failures)} failed", flush=True)
-    rows = ["| model | " + " | ".join(LAYOUTS) + " |", "|---" * (len(LAYOUTS) + 1) + "|"]
+    rows = ["| model | " + " | ".join(MATRIX) + " |", "|---" * (len(MATRIX) + 1) + "|"]
     for case in dict.fromkeys(case for case, _ in worst):
-        rows.append(f"| {case} | " + " | ".join(f"{worst[case, layout]:.1e}" for layout in LAYOUTS) + " |")
+        rows.append(f"| {case} | " + " | ".join(f"{worst[case, layout]:.1e}" for layout in MATRIX) + " |")
     text = "\n".join(rows) + f"\n\n{len(cells)} comparisons, {len(failures)} failed.\n"
     print(text, *failures, sep="\n")
     if only is None:

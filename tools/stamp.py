@@ -36,14 +36,16 @@ def _src(*names: str) -> tuple[str, ...]:
 
 
 TRAINED = _src("_torch", "data", "layout.py", "model", "parallel", "recipe", "run", "step", "techniques", "world")
-KNOBS = ("tests/parallel/knobs.py", "tests/parallel/recompute.py", "tests/zoo.py")
+# A registered model may be any file of the folder.
+MODELS = ("tests/models", "tests/layouts.py")
+KNOBS = ("tests/techniques/knobs.py", "tests/techniques/observed.py", "tests/techniques/remat/recompute.py", *MODELS)
 PAGES = {
     page.path: page
     for page in (
         Page(
             "docs/parity-table.md",
             "python tools/parity_table.py",
-            (*TRAINED, *_src("verify"), "tests/matrix.py", "tests/zoo.py"),
+            (*TRAINED, *_src("verify"), "tests/verify/matrix.py", *MODELS),
         ),
         Page(
             "docs/knobs-table.md",
@@ -64,14 +66,9 @@ PAGES = {
             "python tools/families_table.py",
             (
                 *_src("model", "parallel", "recipe", "techniques"),
-                "tests/families.py",
-                "tests/packages.py",
-                "tests/handwritten",
-                "tests/subjects.py",
-                "tests/matrix.py",
-                "tests/parallel/constructors.py",
-                "tests/parallel/on_ranks.py",
-                "tests/zoo.py",
+                *MODELS,
+                "tests/verify/held.py",
+                "tests/parallel/values.py",
             ),
         ),
         Page(
@@ -89,7 +86,6 @@ PAGES = {
                 "tests/step/plain.py",
                 "tests/run/test_tokens.py",
                 "tests/state/test_changed_settings.py",
-                "tests/zoo.py",
             ),
         ),
         Page("docs/loss-table.md", "python tools/loss_table.py", (*_src("launch", "world"), "tests/world/losses.py")),

@@ -6,6 +6,7 @@ import warnings
 import msgspec
 import pytest
 import torch
+from layouts import every_layout
 from torch import nn
 
 import shardwise as sw
@@ -38,16 +39,13 @@ def _prove(config: RunConfig, most: int | None = None, seconds: float = math.inf
         train_proof.MOST_PARAMS, train_proof._LEAST_S = limit, least
 
 
-@pytest.mark.parametrize(
-    ("layout", "num_ranks"),
-    [("dp_shard=1", 1), ("dp_shard=2", 2), ("dp_replicate=2", 2), ("dp_replicate=2,dp_shard=2", 4)],
-)
-def test_every_rank_gets_one_small_number_and_where(ranks, layout, num_ranks):
-    first, *others = ranks.run(_prove, num_ranks, _config(layout))
+@every_layout("one", "fsdp-2", "ddp-2", "hsdp-2x2")
+def test_every_rank_gets_one_small_number_and_where(ranks, layout):
+    first, *others = ranks.run(_prove, layout.num_ranks, _config(layout.text))
     assert all(other == first for other in others)
     assert 0 <= first["largest"] < 1e-12
     assert first["name"] in first["text"] and f"{first['largest']:.1e}" in first["text"]
-    assert f"layout {layout} against one plain process" in first["text"]
+    assert f"layout {layout.text} against one plain process" in first["text"]
 
 
 def test_a_short_run_is_proved_in_its_time_and_says_what_was_left_out(ranks):

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from state.runs import RESHARDED, make, run
+from layouts import LAYOUTS
+from state.runs import make, run
 
 import shardwise as sw
 from shardwise.testing import RankPool
@@ -19,8 +20,8 @@ from shardwise.testing import RankPool
 __all__ = ["KEPT", "RUNS", "SAVED_AT", "UNTIL", "digests", "expected"]
 
 KEPT = Path(__file__).parent / "kept"
-RUNS = ("one", "fsdp-3", "hsdp")
-"""Names of layouts that a run was saved under."""
+RUNS = {"one": "one", "fsdp-3": "fsdp-3", "hsdp": "hsdp-2x2"}
+"""Folder of a run -> name of the layout that it was saved under."""
 SAVED_AT, UNTIL = 5, 9
 
 
@@ -78,7 +79,7 @@ def main() -> None:
             if folder.exists():
                 continue
             folder.mkdir(parents=True)
-            layout, size = RESHARDED["fsdp-2" if name == "export" else name]
+            layout, size, _ = LAYOUTS[RUNS.get(name, "fsdp-2")]
             found = ranks.run(_exported if name == "export" else _saved, size, layout, str(folder), timeout_s=100)
             (KEPT / f"{name}.json").write_text(json.dumps(found[0], indent=1) + "\n", encoding="utf-8")
 

@@ -11,20 +11,10 @@ from torch import nn
 
 import shardwise as sw
 
-__all__ = ["EXACT", "RESHARDED", "Average", "Drops", "close", "equal", "make", "run", "state"]
+__all__ = ["Average", "Drops", "close", "equal", "make", "run", "state"]
 
 VOCAB = 23
 EVERY = sw.Sharding(min_unit_bytes=0)
-RESHARDED = {  # name -> (layout, ranks): between which state has to go
-    "one": ("dp_shard=1", 1),
-    "ddp-2": ("dp_replicate=2", 2),
-    "ddp-4": ("dp_replicate=4", 4),
-    "fsdp-2": ("dp_shard=2", 2),
-    "fsdp-3": ("dp_shard=3", 3),
-    "fsdp-4": ("dp_shard=4", 4),
-    "hsdp": ("dp_replicate=2,dp_shard=2", 4),
-}
-EXACT = ("one", "ddp-2", "ddp-4", "fsdp-2", "fsdp-4", "hsdp")
 
 
 class DropBlock(nn.Module):

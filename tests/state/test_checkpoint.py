@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from layouts import LAYOUTS, RESHARDED, RESUMED
 from safetensors.torch import load_file
-from state.runs import EXACT, RESHARDED, close, equal, run
+from state.runs import close, equal, run
 
 import shardwise as sw
 
@@ -23,15 +24,15 @@ PAIRS = [
 
 @pytest.mark.parametrize(("first", "seconds"), PAIRS)
 def test_any_layout_resumes_what_any_other_saved(ranks, tmp_path, first, seconds):
-    layout, num_ranks = RESHARDED[first]
+    layout, num_ranks, _ = LAYOUTS[first]
     whole = ranks.run(run, num_ranks, layout, tmp_path, 5, (2,), async_save=False)[0]
     assert whole["began"] == 0
     at_two = ranks.run(run, num_ranks, layout, None, 2)[0]["last"]
-    for layout, num_ranks in (RESHARDED[second] for second in seconds):
+    for layout, num_ranks, _ in (LAYOUTS[second] for second in seconds):
         again, *others = ranks.run(run, num_ranks, layout, tmp_path, 5, async_save=False)
         assert again["began"] == 2
         assert [w.partition(" of steps")[0] for w in again["warnings"]] == (
-            ["random streams outside"] if num_ranks != RESHARDED[first][1] else []
+            ["random streams outside"] if num_ranks != LAYOUTS[first].num_ranks else []
         )
         assert all(other["warnings"] == [] for other in others)
         assert equal(again["first"], at_two)
@@ -52,12 +53,12 @@ def test_any_layout_resumes_what_any_other_saved(ranks, tmp_path, first, seconds
             id=f"{name}-{'async' if async_save else 'sync'}",
             marks=() if (number + async_save) % 2 else pytest.mark.soak,
         )
-        for number, name in enumerate(EXACT)
+        for number, name in enumerate(RESUMED)
         for async_save in (False, True)
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(ranks, tmp_path, name, async_save):
-    layout, num_ranks = RESHARDED[name]
+    layout, num_ranks, _ = LAYOUTS[name]
     options = {"dtype": torch.float32, "batch": (num_ranks, 1), "async_save": async_save}  # accumulation 1
     wholes = ranks.run(run, num_ranks, layout, None, 12, dtype=torch.float32, batch=(num_ranks, 1))
     halves = ranks.run(run, num_ranks, layout, tmp_path, 9, (3, 9), **options)

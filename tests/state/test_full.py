@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from layouts import KINDS, every_layout
 from models.zoo import ConvNet, Odd
 from safetensors.torch import load_file
-from state.layouts import LAYOUTS
 from torch import nn
 
 import shardwise as sw
@@ -30,10 +30,10 @@ def full(name, layout, trainable_only=False):
         return sw.full_state_dict(model, trainable_only=trainable_only)
 
 
-@pytest.mark.parametrize(("layout", "num_ranks"), LAYOUTS.values(), ids=LAYOUTS)
+@every_layout(*KINDS)
 @pytest.mark.parametrize("name", MODELS)
-def test_full_state_is_rank_0s_to_the_last_bit_and_nothing_elsewhere(ranks, name, layout, num_ranks):
-    first, *others = ranks.run(full, num_ranks, name, layout)
+def test_full_state_is_rank_0s_to_the_last_bit_and_nothing_elsewhere(ranks, name, layout):
+    first, *others = ranks.run(full, layout.num_ranks, name, layout.text)
     expected = build(name).state_dict()
     assert list(first) == list(expected)
     for key, value in expected.items():

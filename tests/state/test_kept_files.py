@@ -4,8 +4,9 @@ import shutil
 
 import pytest
 import torch
+from layouts import LAYOUTS
 from state.kept_files import KEPT, RUNS, SAVED_AT, UNTIL, digests, expected
-from state.runs import RESHARDED, make, run
+from state.runs import make, run
 
 import shardwise as sw
 from shardwise.cli.main import main
@@ -15,7 +16,7 @@ from shardwise.cli.main import main
 @pytest.mark.parametrize("kept", RUNS)
 def test_a_kept_checkpoint_resumes_under_another_layout(ranks, tmp_path, kept, layout):
     shutil.copytree(KEPT / kept, tmp_path / "run")
-    words, num_ranks = RESHARDED[layout]
+    words, num_ranks, _ = LAYOUTS[layout]
     found = ranks.run(run, num_ranks, words, tmp_path / "run", UNTIL, async_save=False)[0]
     told = expected(kept)
     assert found["began"] == SAVED_AT
@@ -57,10 +58,10 @@ def _read(layout: str, how: str) -> tuple:
         return sw.full_state_dict(model), sw.full_optimizer_state_dict(model, step.optim)
 
 
-@pytest.mark.parametrize("layout", ["one", "fsdp-2", "hsdp"])
+@pytest.mark.parametrize("layout", ["one", "fsdp-2", "hsdp-2x2"])
 @pytest.mark.parametrize("how", ["weights", "rounded", "whole.pt"])
 def test_a_kept_export_is_read(ranks, layout, how):
-    words, num_ranks = RESHARDED[layout]
+    words, num_ranks, _ = LAYOUTS[layout]
     model, optimizer = ranks.run(_read, num_ranks, words, how)[0]
     told = expected("export")
     if how == "rounded":

@@ -6,9 +6,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from layouts import KINDS, every_layout
 from models.zoo import ConvNet, Odd
 from safetensors.torch import save_file
-from state.layouts import LAYOUTS
 from torch import nn
 
 import shardwise as sw
@@ -74,26 +74,24 @@ def equal(state, expected):
 
 
 @pytest.mark.parametrize("init", [None, "load"])
-@pytest.mark.parametrize(("layout", "num_ranks"), LAYOUTS.values(), ids=LAYOUTS)
+@every_layout(*KINDS)
 @pytest.mark.parametrize("name", MODELS)
-def test_weights_in_a_directory_are_the_models_to_the_last_bit_under_every_layout(
-    ranks, tmp_path, name, layout, num_ranks, init
-):
+def test_weights_in_a_directory_are_the_models_to_the_last_bit_under_every_layout(ranks, tmp_path, name, layout, init):
     expected = write(tmp_path / "w", name)
-    answers = ranks.run(load, num_ranks, name, layout, str(tmp_path / "w"), init)
+    answers = ranks.run(load, layout.num_ranks, name, layout.text, str(tmp_path / "w"), init)
     equal(answers[0][1], expected)
     size = sum(t.numel() * t.itemsize for t in untied(expected, plain(name, 1)).values())
     for report, _ in answers:
         assert (report.missing, report.unexpected) == ((), ())
         assert report.num_tensors == len(untied(expected, plain(name, 1)))
-        if "dp_shard=1" in layout or layout == "dp_replicate=2":
+        if "dp_shard=1" in layout.text or layout.text == "dp_replicate=2":
             assert report.num_bytes == size
-    if "dp_replicate" not in layout:
+    if "dp_replicate" not in layout.text:
         model = plain(name, 1)
         whole = sum(b.numel() * b.itemsize for n, b in model.named_buffers() if n in expected)
         own = sum(report.num_bytes - whole for report, _ in answers)
         scalars = sum(p.itemsize for p in model.parameters() if p.dim() == 0)
-        assert own == size - whole + (num_ranks - 1) * scalars
+        assert own == size - whole + (layout.num_ranks - 1) * scalars
 
 
 def count_wire(name, source):
@@ -121,11 +119,11 @@ def load_from_rank0(name, layout, source, init=None, **options):
         return report, sw.full_state_dict(model)
 
 
-@pytest.mark.parametrize(("layout", "num_ranks"), LAYOUTS.values(), ids=LAYOUTS)
+@every_layout(*KINDS)
 @pytest.mark.parametrize("name", MODELS)
-def test_what_rank_0_alone_can_see_is_sent_to_the_others(ranks, tmp_path, name, layout, num_ranks):
+def test_what_rank_0_alone_can_see_is_sent_to_the_others(ranks, tmp_path, name, layout):
     expected = write(tmp_path / "w", name)
-    answers = ranks.run(load_from_rank0, num_ranks, name, layout, str(tmp_path / "w"))
+    answers = ranks.run(load_from_rank0, layout.num_ranks, name, layout.text, str(tmp_path / "w"))
     equal(answers[0][1], expected)
     assert all(report.num_tensors == answers[0][0].num_tensors for report, _ in answers)
 
@@ -522,11 +520,11 @@ def load_other_files(layout, folder):
             return str(error)
 
 
-@pytest.mark.parametrize(("layout", "num_ranks"), [("dp_replicate=2", 2), ("dp_replicate=2,dp_shard=2", 4)])
-def test_ranks_that_hold_the_same_and_read_other_values_are_told(ranks, tmp_path, layout, num_ranks):
-    for rank in range(num_ranks):
+@every_layout("ddp-2", "hsdp-2x2")
+def test_ranks_that_hold_the_same_and_read_other_values_are_told(ranks, tmp_path, layout):
+    for rank in range(layout.num_ranks):
         write(tmp_path / str(rank), "odd", seed=rank)
-    for told in ranks.run(load_other_files, num_ranks, layout, str(tmp_path)):
+    for told in ranks.run(load_other_files, layout.num_ranks, layout.text, str(tmp_path)):
         assert "different values under the same names" in told
 
 
@@ -832,9 +830,9 @@ def in_and_out(layout, folder):
         return all(torch.equal(state[name], again[name]) for name in state), list(state)
 
 
-@pytest.mark.parametrize(("layout", "num_ranks"), [("dp_shard=1", 1), ("dp_replicate=2", 2)])
-def test_one_element_with_a_wide_stride_goes_every_way(ranks, tmp_path, layout, num_ranks):
-    same, names = ranks.run(in_and_out, num_ranks, layout, str(tmp_path))[0]
+@every_layout("one", "ddp-2")
+def test_one_element_with_a_wide_stride_goes_every_way(ranks, tmp_path, layout):
+    same, names = ranks.run(in_and_out, layout.num_ranks, layout.text, str(tmp_path))[0]
     assert same and "scale" in names
 
 

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from layouts import every_layout
 from models.zoo import ConvNet, Odd
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,7 +15,6 @@ import shardwise as sw
 from shardwise.state.convert import Conversion, convert
 
 MODELS = {"odd": Odd, "conv": ConvNet}
-LAYOUTS = {"dp_shard=1": 1, "dp_replicate=2": 2, "dp_shard=4": 4}
 
 
 def plain(name: str, seed: int) -> nn.Module:
@@ -29,7 +29,7 @@ def load(name: str, layout: str, source: str) -> dict[str, torch.Tensor]:
         return sw.full_state_dict(model)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@every_layout("one", "ddp-2", "fsdp-4")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     "kind", ["torch", "dcp", "converted hf", "converted safetensors", "converted torch", "converted dcp"]
@@ -49,7 +49,7 @@ def test_a_sharded_model_loads_every_kind(ranks, tmp_path, kind, name, layout):
         convert(
             Conversion(source=tmp_path / "source.pt", dest=path, to=to, max_shard_bytes=None if path.suffix else 2000)
         )
-    found = ranks.run(load, LAYOUTS[layout], name, layout, str(path))[0]
+    found = ranks.run(load, layout.num_ranks, name, layout.text, str(path))[0]
     assert list(found) == list(state)
     for key, tensor in state.items():
         assert found[key].dtype == tensor.dtype and torch.equal(found[key], tensor), key

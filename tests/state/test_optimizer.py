@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from layouts import KINDS, LAYOUTS, TRIPS, every_layout
 from models.batches import VOCAB
 from models.zoo import ConvNet, Odd
-from state.layouts import LAYOUTS, TRIPS
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -85,7 +85,7 @@ def equal(a, b):
 @pytest.mark.parametrize("name", ["odd", "conv"])
 @pytest.mark.parametrize(("first", "seconds"), TRIPS)
 def test_state_goes_from_any_layout_to_any_other_to_the_last_bit(ranks, tmp_path, name, first, seconds):
-    layout, num_ranks = LAYOUTS[first]
+    layout, num_ranks, _ = LAYOUTS[first]
     saved, *others = ranks.run(train, num_ranks, name, layout, "adamw", (1, 2))
     assert all(other == ({}, {}) for other in others)
     moments = saved[1]["state"]
@@ -93,7 +93,7 @@ def test_state_goes_from_any_layout_to_any_other_to_the_last_bit(ranks, tmp_path
     assert all(float(values["exp_avg_sq"].abs().sum()) > 0 for values in moments.values() if float(values["step"]) > 1)
     torch.save(saved, tmp_path / "state.pt")
     from_file = torch.load(tmp_path / "state.pt", weights_only=True)
-    for layout, num_ranks in (LAYOUTS[second] for second in seconds):
+    for layout, num_ranks, _ in (LAYOUTS[second] for second in seconds):
         again = ranks.run(train, num_ranks, name, layout, "adamw", (), from_file)[0]
         assert equal(saved, again)
 
@@ -101,13 +101,13 @@ def test_state_goes_from_any_layout_to_any_other_to_the_last_bit(ranks, tmp_path
 @pytest.mark.parametrize(
     ("layout", "kind", "local"),
     [
-        pytest.param(layout, kind, local, marks=pytest.mark.soak if layout == "hsdp" and kind != "adamw" else ())
-        for layout in ("ddp-2", "fsdp-2", "hsdp")
+        pytest.param(layout, kind, local, marks=pytest.mark.soak if layout == "hsdp-2x2" and kind != "adamw" else ())
+        for layout in ("ddp-2", "fsdp-2", "hsdp-2x2")
         for kind, local in (*((kind, False) for kind in OPTIMIZERS), ("adamw", True))
     ],
 )
 def test_a_fresh_optimizer_goes_on_exactly_where_the_other_stood(ranks, layout, kind, local):
-    text, num_ranks = LAYOUTS[layout]
+    text, num_ranks, _ = LAYOUTS[layout]
     whole = ranks.run(train, num_ranks, "conv", text, kind, (1, 2, 3), None, local)[0]
     half = ranks.run(train, num_ranks, "conv", text, kind, (1, 2), None, local)[0]
     rest = ranks.run(train, num_ranks, "conv", text, kind, (3,), half, local)[0]
@@ -263,14 +263,13 @@ def read_whole(layout, write):
         return values, out.detach()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@every_layout(*KINDS)
 def test_gathered_parameters_are_whole_on_every_rank_and_shards_again_afterwards(ranks, layout):
-    text, num_ranks = LAYOUTS[layout]
     plain = build("odd")
-    for values, out in ranks.run(read_whole, num_ranks, text, False):
+    for values, out in ranks.run(read_whole, layout.num_ranks, layout.text, False):
         assert equal(values, {name: param.detach() for name, param in plain.named_parameters()})
         assert torch.equal(out, plain(torch.ones(2, 3, dtype=torch.long)))
-    assert ranks.run(read_whole, num_ranks, text, True) == ["frozen.weight"] * num_ranks
+    assert ranks.run(read_whole, layout.num_ranks, layout.text, True) == ["frozen.weight"] * layout.num_ranks
 
 
 # ---- FULL, SHARDED and LOCAL ------------------------------------------------------------------------------------------
@@ -293,10 +292,9 @@ def by_kind(layout, kind, state):
 
 
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@every_layout(*KINDS)
 def test_each_kind_of_state_dict_comes_back_to_the_last_bit(ranks, layout, kind):
-    text, num_ranks = LAYOUTS[layout]
-    assert equal(ranks.run(by_kind, num_ranks, text, kind, None)[0][1], dict(build("odd").state_dict()))
+    assert equal(ranks.run(by_kind, layout.num_ranks, layout.text, kind, None)[0][1], dict(build("odd").state_dict()))
 
 
 def test_bare_local_tensors_are_refused_under_another_topology_and_the_error_says_why(ranks):
@@ -338,7 +336,7 @@ def tensors_of_ones_own(layout):
 
 @pytest.mark.parametrize("layout", ["one", "fsdp-2"])
 def test_groups_and_states_are_copies_of_what_was_given(ranks, layout):
-    text, num_ranks = LAYOUTS[layout]
+    text, num_ranks, _ = LAYOUTS[layout]
     for same, lrs in ranks.run(tensors_of_ones_own, num_ranks, text):
         assert same and lrs == pytest.approx([0.1, 0.001])
 
@@ -378,7 +376,7 @@ def factored_and_back(layout):
 
 @pytest.mark.parametrize("layout", ["one", "ddp-2"])
 def test_state_of_a_shape_of_its_own_goes_out_and_in_where_parameters_are_whole(ranks, layout):
-    text, num_ranks = LAYOUTS[layout]
+    text, num_ranks, _ = LAYOUTS[layout]
     assert ranks.run(factored_and_back, num_ranks, text) == [True] * num_ranks
 
 

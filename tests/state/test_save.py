@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from disks import mounted
+from layouts import KINDS, LAYOUTS, TRIPS, every_layout
 from models.zoo import ConvNet, Odd
 from safetensors.torch import load_file
-from state.layouts import LAYOUTS, TRIPS
 from torch import nn
 
 import shardwise as sw
@@ -67,13 +67,13 @@ def load(name, layout, source):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("first", "seconds"), TRIPS)
 def test_weights_go_from_any_layout_to_any_other_to_the_last_bit(ranks, tmp_path, name, first, seconds):
-    layout, num_ranks = LAYOUTS[first]
+    layout, num_ranks, _ = LAYOUTS[first]
     paths = ranks.run(save, num_ranks, name, layout, str(tmp_path / "w"), max_shard_bytes=700)
     assert {path.name for path in paths} == {"model.safetensors.index.json"}
     expected = plain(name, 1).state_dict()
     found = stored(tmp_path / "w")
     assert all(torch.equal(found[n], expected[n]) and found[n].dtype == expected[n].dtype for n in found)
-    for layout, num_ranks in (LAYOUTS[second] for second in seconds):
+    for layout, num_ranks, _ in (LAYOUTS[second] for second in seconds):
         state = ranks.run(load, num_ranks, name, layout, str(tmp_path / "w"))[0]
         assert list(state) == list(expected)
         assert all(torch.equal(state[n], value) and state[n].dtype == value.dtype for n, value in expected.items())
@@ -112,20 +112,19 @@ def written_by(name, layout, block):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@every_layout(*KINDS)
 def test_every_element_is_written_once_and_what_several_hold_is_shared_among_them(ranks, name, layout):
-    text, num_ranks = LAYOUTS[layout]
-    plans = ranks.run(written_by, num_ranks, name, text, 64)
+    plans = ranks.run(written_by, layout.num_ranks, name, layout.text, 64)
     assert all(plan == plans[0] for plan in plans)
     times = {n: torch.zeros(t.shape, dtype=torch.int64) for n, t in plain(name, 1).state_dict().items()}
-    counts = [0] * num_ranks
+    counts = [0] * layout.num_ranks
     for rank, parts in enumerate(plans[0]):
         for tensor, box in parts:
             times[tensor][tuple(slice(a, a + n) for a, n in zip(*box, strict=True))] += 1
             counts[rank] += box.numel
     stored_names = {tensor for parts in plans[0] for tensor, _ in parts}
     assert all(bool((times[n] == 1).all()) for n in stored_names)
-    assert layout not in ("ddp-2", "hsdp") or max(counts) < 2.2 * min(counts), counts
+    assert layout not in (LAYOUTS["ddp-2"], LAYOUTS["hsdp-2x2"]) or max(counts) < 2.2 * min(counts), counts
 
 
 def counting() -> nn.Module:
@@ -157,7 +156,7 @@ def saved_in_blocks(layout: str, root: Path, block: int) -> None:
 
 @pytest.mark.parametrize("layout", ["one", "ddp-2", "fsdp-2"])
 def test_each_block_of_a_tensor_is_written_with_its_own_values(ranks, tmp_path, layout):
-    text, num_ranks = LAYOUTS[layout]
+    text, num_ranks, _ = LAYOUTS[layout]
     ranks.run(saved_in_blocks, num_ranks, text, tmp_path, 64)  # the weights have 5 and 6 of them
     expected = counting().state_dict()
     checkpoint = tmp_path / "run" / "step-00000000"

@@ -10,12 +10,6 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 
-ENGINES = {  # name -> (layout, keyword arguments of parallelize)
-    "ddp": ("dp_replicate=2", {}),
-    "fsdp2": ("dp_shard=2", {}),
-    "hsdp": ("dp_replicate=2,dp_shard=2", {}),
-}
-
 
 class Net(nn.Module):
     """Three blocks and what is awkward: a tie, a 0-dim parameter, rows that two or four ranks cannot share evenly."""
@@ -104,6 +98,6 @@ def assert_close(got: dict[str, Tensor | None], wanted: dict[str, Tensor | None]
 
 
 __all__ = [
-    "ENGINES", "Net", "assert_close", "batch", "build", "gradients", "mine", "plain_backward", "shard", "sum_loss",
+    "Net", "assert_close", "batch", "build", "gradients", "mine", "plain_backward", "shard", "sum_loss",
     "values", "whole",
 ]  # fmt: skip

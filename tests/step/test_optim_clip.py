@@ -5,18 +5,14 @@ import time
 
 import pytest
 import torch
+from layouts import every_layout
 from step.plain import assert_close, batch, build, gradients, mine, plain_backward, shard, sum_loss, values
 
 import shardwise as sw
 from shardwise.errors import ConfigError, NonFiniteError, RankError, UnsupportedError
 
-LAYOUTS = [  # (layout, engine, ranks): rows that do not divide evenly, replicas, a 0-dim parameter, a tie
-    ("dp_replicate=2", None, 2),
-    ("dp_replicate=2", "fsdp2", 2),
-    ("dp_shard=4", None, 4),
-    ("dp_replicate=2,dp_shard=2", None, 4),
-    ("dp_shard=1", "fsdp2", 1),
-]
+# Rows that do not divide evenly, replicas, a 0-dim parameter, a tie.
+MESHES = ("ddp-2", "fsdp2-2x1", "fsdp-4", "hsdp-2x2", "one-fsdp2")
 
 
 def _backward(world, model):
@@ -35,12 +31,12 @@ def _clipped(layout, engine, norm_type, max_norm):
 
 @pytest.mark.parametrize("max_norm", [1e-2, math.inf], ids=["clips", "measures"])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
-@pytest.mark.parametrize(("layout", "engine", "size"), LAYOUTS)
-def test_norm_and_clipped_gradients(ranks, layout, engine, size, norm_type, max_norm):
+@every_layout(*MESHES)
+def test_norm_and_clipped_gradients(ranks, layout, norm_type, max_norm):
     plain = build()
     plain_backward(plain, [batch(i) for i in range(4)])
     wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type=norm_type)
-    for norm, grads in ranks.run(_clipped, size, layout, engine, norm_type, max_norm):
+    for norm, grads in ranks.run(_clipped, layout.num_ranks, layout.text, layout.engine, norm_type, max_norm):
         assert norm.dtype == torch.float64 and norm.dim() == 0
         assert float(norm) == pytest.approx(float(wanted), rel=1e-12)
         assert_close(grads, {n: p.grad for n, p in plain.named_parameters()})
@@ -55,12 +51,12 @@ def _clamped(layout, engine, value):
         return gradients(model), world.agreement.num_exchanges - before
 
 
-@pytest.mark.parametrize(("layout", "engine", "size"), LAYOUTS)
-def test_clamped_gradients(ranks, layout, engine, size):
+@every_layout(*MESHES)
+def test_clamped_gradients(ranks, layout):
     plain = build()
     plain_backward(plain, [batch(i) for i in range(4)])
     torch.nn.utils.clip_grad_value_(plain.parameters(), 1e-3)
-    for grads, num_exchanges in ranks.run(_clamped, size, layout, engine, 1e-3):
+    for grads, num_exchanges in ranks.run(_clamped, layout.num_ranks, layout.text, layout.engine, 1e-3):
         assert_close(grads, {n: p.grad for n, p in plain.named_parameters()})
         assert num_exchanges == 0
 
@@ -101,9 +97,9 @@ def _same_norm_as_a_step(layout, engine):
         return norm, step(mine([batch(i) for i in range(4)], world)).grad_norm
 
 
-@pytest.mark.parametrize(("layout", "engine", "size"), LAYOUTS)
-def test_an_own_loop_measures_the_norm_of_a_step(ranks, layout, engine, size):
-    for norm, step_norm in ranks.run(_same_norm_as_a_step, size, layout, engine):
+@every_layout(*MESHES)
+def test_an_own_loop_measures_the_norm_of_a_step(ranks, layout):
+    for norm, step_norm in ranks.run(_same_norm_as_a_step, layout.num_ranks, layout.text, layout.engine):
         assert norm == pytest.approx(step_norm, rel=1e-15)
 
 
@@ -183,14 +179,14 @@ def _clipped_steps(layout, engine):
     return done
 
 
-@pytest.mark.parametrize(("layout", "engine", "size"), [LAYOUTS[0], LAYOUTS[3]])
-def test_steps_with_every_kind_of_clipping(ranks, layout, engine, size):
+@every_layout("ddp-2", "hsdp-2x2")
+def test_steps_with_every_kind_of_clipping(ranks, layout):
     plain = [_plain_steps(**clip) for clip in CLIPS]
     bare = _plain_steps()
     assert all(
         float((tensors["embed.weight"] - bare[1]["embed.weight"]).abs().max()) > 1e-4 for _, tensors in plain[:-1]
     )
-    for done in ranks.run(_clipped_steps, size, layout, engine):
+    for done in ranks.run(_clipped_steps, layout.num_ranks, layout.text, layout.engine):
         for (norms, tensors), (wanted_norms, wanted) in zip(done, plain, strict=True):
             assert norms == pytest.approx(wanted_norms, rel=1e-12)
             assert_close(tensors, wanted)

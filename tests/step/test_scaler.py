@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from layouts import every_layout
 from step.plain import batch, build, sum_loss
 from torch import Tensor, nn
 
@@ -12,11 +13,6 @@ import shardwise as sw
 from shardwise.parallel import runtime_of
 from shardwise.step.scale import LossScale
 
-LAYOUTS = [
-    pytest.param("dp_shard=1", 1, id="one"),
-    pytest.param("dp_shard=2", 2, id="fsdp-2"),
-    pytest.param("dp_replicate=2,dp_shard=2", 4, id="hsdp-2x2", marks=pytest.mark.soak),
-]
 BLOCKS = sw.Sharding(min_unit_bytes=0)
 
 
@@ -57,11 +53,13 @@ def scaled_by(layout: str, scale: float) -> tuple:
         return max(seen[:2]), [(out.loss, out.grad_norm, out.loss_scale) for out in outs], values(step.model)
 
 
-@pytest.mark.parametrize(("layout", "size"), [*LAYOUTS, pytest.param("dp_replicate=2", 2, id="replicas-2")])
-def test_a_scale_shows_in_backward_and_nowhere_else(ranks, layout, size):
+@every_layout("one", "fsdp-2", "hsdp-2x2", "ddp-2", soak=("hsdp-2x2",))
+def test_a_scale_shows_in_backward_and_nowhere_else(ranks, layout):
     """In fp32 a power of two changes no digit: norm, clipping and parameters are bit-equal, so it is unscaled before the clip."""
     for (low, few, plain), (high, many, scaled) in zip(
-        ranks.run(scaled_by, size, layout, 1.0), ranks.run(scaled_by, size, layout, 1024.0), strict=True
+        ranks.run(scaled_by, layout.num_ranks, layout.text, 1.0),
+        ranks.run(scaled_by, layout.num_ranks, layout.text, 1024.0),
+        strict=True,
     ):
         assert high == 1024 * low > 0
         assert [out[:2] for out in few] == [out[:2] for out in many] and few[0][1] > 0.05
@@ -162,9 +160,9 @@ def one_overflow(layout: str) -> tuple:
         return told, kept, rates, seen, (step.num_steps, step.num_skipped), step.scaler.get_scale()
 
 
-@pytest.mark.parametrize(("layout", "size"), LAYOUTS)
-def test_an_overflow_on_one_rank_is_skipped_on_all(ranks, layout, size):
-    found = ranks.run(one_overflow, size, layout)
+@every_layout("one", "fsdp-2", "hsdp-2x2", soak=("hsdp-2x2",))
+def test_an_overflow_on_one_rank_is_skipped_on_all(ranks, layout):
+    found = ranks.run(one_overflow, layout.num_ranks, layout.text)
     for told, kept, rates, seen, counts, scale in found:
         assert [entry[:3] for entry in told] == [(1, False, 65536.0), (2, True, 65536.0), (3, False, 32768.0)]
         assert not torch.tensor(told[1][3]).isfinite() and told[0][3] < 1e3
@@ -224,11 +222,13 @@ def own_step(layout: str, weights: list[float]) -> tuple:
         return [(not out.skipped, out.grad_norm) for out in outs], values(step.model)
 
 
-@pytest.mark.parametrize(("layout", "size"), LAYOUTS[:2])
-def test_a_loop_of_ones_own_is_the_step(ranks, layout, size):
+@every_layout("one", "fsdp-2")
+def test_a_loop_of_ones_own_is_the_step(ranks, layout):
     weights = [1e-3, 4.0, 2e-3]
     for (told, found), (steps, expected) in zip(
-        ranks.run(own_loop, size, layout, weights), ranks.run(own_step, size, layout, weights), strict=True
+        ranks.run(own_loop, layout.num_ranks, layout.text, weights),
+        ranks.run(own_step, layout.num_ranks, layout.text, weights),
+        strict=True,
     ):
         assert [scale for _, scale, _ in told] == [65536.0, 32768.0, 32768.0]
         assert [finite for finite, _, _ in told] == [finite for finite, _ in steps] == [True, False, True]

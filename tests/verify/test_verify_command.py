@@ -109,7 +109,7 @@ def test_layouts_are_refused_before_anything_starts(model_file, layout):
     assert done.returncode in (1, 2) and "fix:" in done.stderr and "comparing" not in done.stdout
 
 
-@pytest.mark.soak  # by the function tests/parallel/test_knobs.py compares them
+@pytest.mark.soak  # by the function tests/techniques/test_knobs.py compares them
 def test_techniques_are_compared_too(model_file):
     words = ("--parallel.remat=full", "--parallel.sharding.units=[layers.1]")
     done = _verify(f"{model_file}:build", "--steps=1", *words, cwd=model_file.parent)

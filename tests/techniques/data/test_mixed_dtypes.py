@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import pytest
 import torch
+from layouts import every_layout
 from torch import Tensor, nn
 
 import shardwise as sw
@@ -14,12 +15,6 @@ from shardwise.parallel import recipe_of, runtime_of
 from shardwise.recipe import dtype_groups
 from shardwise.verify.sharded import CountCollectives, share_of
 
-LAYOUTS = [
-    pytest.param("dp_shard=1", 1, {"engine": "fsdp2"}, id="one"),
-    pytest.param("dp_replicate=2", 2, {}, id="replicas-2"),
-    pytest.param("dp_shard=2", 2, {}, id="fsdp-2"),
-    pytest.param("dp_replicate=2,dp_shard=2", 4, {}, id="hsdp-2x2", marks=pytest.mark.soak),
-]
 DTYPES = {"base": torch.bfloat16, "low": torch.float32, "wide": torch.float64, "short": torch.bfloat16}
 
 
@@ -116,17 +111,19 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: whole(param.grad) for name, param in found if param.grad is not None}
 
 
-@pytest.mark.parametrize(("layout", "size", "how"), LAYOUTS)
-def test_each_parameter_keeps_its_dtype_and_its_numbers(ranks, layout, size, how):
+@every_layout("one-fsdp2", "ddp-2", "fsdp-2", "hsdp-2x2", soak=("hsdp-2x2",))
+def test_each_parameter_keeps_its_dtype_and_its_numbers(ranks, layout):
     grads, params = plain()
-    for found, values, saw, groups, counts in ranks.run(trained, size, layout, how):
+    for found, values, saw, groups, counts in ranks.run(
+        trained, layout.num_ranks, layout.text, {"engine": layout.engine}
+    ):
         assert saw == DTYPES
         assert found.keys() == grads.keys() and values.keys() == params.keys()
         for name, grad in grads.items():
             assert found[name].dtype == grad.dtype and torch.equal(found[name], grad), name
         for name, param in params.items():
             assert values[name].dtype == param.dtype and torch.equal(values[name], param), name
-        if layout == "dp_shard=2":  # frozen bf16 beside bf16, so three groups in a block: a reduction each
+        if layout.text == "dp_shard=2":  # frozen bf16 beside bf16, so three groups in a block: a reduction each
             assert groups == [3, 3, 3, 1] and counts["_reduce_scatter_base"] == 10
     assert any(
         not torch.equal(param, before) for param, before in zip(params.values(), build().parameters(), strict=True)

@@ -9,6 +9,7 @@ import models
 import msgspec
 import pytest
 import torch
+from layouts import KINDS, LAYOUTS, RankLayout, every_layout
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.func import functional_call
@@ -22,15 +23,7 @@ from shardwise.techniques.precision.options import precision_of
 from shardwise.verify.sharded import share_of
 from shardwise.world import init
 
-LAYOUTS = {
-    "one": ("dp_shard=1", 1),
-    "replicas-2": ("dp_replicate=2", 2),
-    "fsdp-2": ("dp_shard=2", 2),
-    "fsdp-4": ("dp_shard=4", 4),
-    "hsdp-2x2": ("dp_replicate=2,dp_shard=2", 4),
-}
-ON_LAYOUTS = [pytest.param(*given, id=name) for name, given in LAYOUTS.items()]
-FEW = [pytest.param(*LAYOUTS[name], id=name) for name in ("one", "fsdp-2")]  # what does not depend on the sums
+FEW = ("one", "fsdp-2")  # what does not depend on the sums
 BLOCKS = Sharding(min_unit_bytes=0)
 
 
@@ -91,9 +84,9 @@ def error_norm(grads: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize(("layout", "size"), ON_LAYOUTS)
-def test_bf16_gradients_are_as_good_as_one_process_has_them(ranks, layout, size, accumulate):
-    _be_as_good_as_one_process(ranks, layout, size, accumulate, "reference")
+@every_layout(*KINDS)
+def test_bf16_gradients_are_as_good_as_one_process_has_them(ranks, layout, accumulate):
+    _be_as_good_as_one_process(ranks, layout, accumulate, "reference")
 
 
 _OTHERS = ("experts", "branches", "inplace", "llama", "gpt2", "qwen3", "vit")
@@ -105,29 +98,29 @@ _OTHERS = ("experts", "branches", "inplace", "llama", "gpt2", "qwen3", "vit")
     [
         pytest.param(case, name, marks=() if (i + j) % 3 == 0 and i < 5 else pytest.mark.soak)
         for i, case in enumerate(_OTHERS)
-        for j, name in enumerate(("replicas-2", "fsdp-2", "hsdp-2x2"))
+        for j, name in enumerate(("ddp-2", "fsdp-2", "hsdp-2x2"))
     ],
 )
 def test_bf16_gradients_of_other_models_are_as_good_too(ranks, case, name):
-    _be_as_good_as_one_process(ranks, *LAYOUTS[name], 3, case)
+    _be_as_good_as_one_process(ranks, LAYOUTS[name], 3, case)
 
 
-def _be_as_good_as_one_process(ranks, layout: str, size: int, accumulate: int, case: str) -> None:
-    num = size * accumulate
+def _be_as_good_as_one_process(ranks, layout: RankLayout, accumulate: int, case: str) -> None:
+    num = layout.num_ranks * accumulate
     exact, plain = (one_process(dtype, num, case=case) for dtype in (torch.float64, torch.bfloat16))
     noise = error_norm(plain, exact)
     assert noise > 0
-    for found in ranks.run(on_ranks, size, layout, accumulate, "bf16", 1.0, case):
+    for found in ranks.run(on_ranks, layout.num_ranks, layout.text, accumulate, "bf16", 1.0, case):
         assert error_norm(found, exact) <= 1.02 * noise
 
 
-@pytest.mark.parametrize(("layout", "size"), ON_LAYOUTS)
-def test_fp16_gradients_are_as_good_as_one_process_has_them(ranks, layout, size):
+@every_layout(*KINDS)
+def test_fp16_gradients_are_as_good_as_one_process_has_them(ranks, layout):
     """Scaled, and nearer to the exact ones than bf16's."""
-    exact, plain = one_process(torch.float64, size), one_process(torch.float16, size, 1024.0)
+    exact, plain = one_process(torch.float64, layout.num_ranks), one_process(torch.float16, layout.num_ranks, 1024.0)
     noise = error_norm(plain, exact)
-    assert 0 < noise < 0.5 * error_norm(one_process(torch.bfloat16, size), exact)
-    for found in ranks.run(on_ranks, size, layout, 1, "fp16", 1024.0):
+    assert 0 < noise < 0.5 * error_norm(one_process(torch.bfloat16, layout.num_ranks), exact)
+    for found in ranks.run(on_ranks, layout.num_ranks, layout.text, 1, "fp16", 1024.0):
         assert error_norm(found, exact) <= 1.02 * noise
 
 
@@ -165,13 +158,13 @@ def gradient_of_scale(layout: str, accumulate: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize(("layout", "size"), ON_LAYOUTS)
-def test_gradients_are_summed_in_fp32(ranks, layout, size, accumulate):
+@every_layout(*KINDS)
+def test_gradients_are_summed_in_fp32(ranks, layout, accumulate):
     """In bf16, 256 + 1 is 256."""
-    for grads in ranks.run(gradient_of_scale, size, layout, accumulate):
+    for grads in ranks.run(gradient_of_scale, layout.num_ranks, layout.text, accumulate):
         for grad in grads:
             assert grad.dtype == torch.float32
-            assert torch.equal(grad, torch.full((4,), 255.0 + size * accumulate))
+            assert torch.equal(grad, torch.full((4,), 255.0 + layout.num_ranks * accumulate))
 
 
 # ---- inputs and outputs --------------------------------------------------------------------------------------------
@@ -230,9 +223,9 @@ class Mixed(nn.Module):
         return {"out": x, "index": x.argmax()}
 
 
-@pytest.mark.parametrize(("layout", "size"), FEW)
-def test_positions_reach_the_units_exact(ranks, layout, size):
-    for saw, tables, num_units in ranks.run(positions, size, layout):
+@every_layout(*FEW)
+def test_positions_reach_the_units_exact(ranks, layout):
+    for saw, tables, num_units in ranks.run(positions, layout.num_ranks, layout.text):
         assert num_units == 4
         for position, mask, weight in saw:
             assert torch.equal(position, torch.arange(4096.0)) and torch.equal(mask, torch.full((4,), 1.0 / 3))
@@ -258,16 +251,16 @@ def dtypes(layout: str, precision: Precision) -> tuple:
         ({"cast_inputs": "none", "output": "bfloat16"}, (torch.float32, torch.bfloat16)),
     ],
 )
-@pytest.mark.parametrize(("layout", "size"), FEW)
-def test_inputs_and_outputs_are_cast_as_asked(ranks, layout, size, how, seen):
+@every_layout(*FEW)
+def test_inputs_and_outputs_are_cast_as_asked(ranks, layout, how, seen):
     precision = Precision(storage="float32", compute="bfloat16", reduce="float32", **how)
-    for found in ranks.run(dtypes, size, layout, precision):
+    for found in ranks.run(dtypes, layout.num_ranks, layout.text, precision):
         assert found == (*seen, torch.int64)
 
 
-@pytest.mark.parametrize(("layout", "size"), FEW)
-def test_an_output_is_cast_where_nothing_else_is(ranks, layout, size):
-    for found in ranks.run(dtypes, size, layout, Precision(output="float64")):
+@every_layout(*FEW)
+def test_an_output_is_cast_where_nothing_else_is(ranks, layout):
+    for found in ranks.run(dtypes, layout.num_ranks, layout.text, Precision(output="float64")):
         assert found == (torch.float32, torch.float64, torch.int64)
 
 
@@ -333,10 +326,10 @@ def stored(layout: str, storage: str) -> dict[str, set[torch.dtype]]:
 
 
 @pytest.mark.parametrize("storage", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("layout", "size"), FEW)
-def test_what_is_stored_has_the_storage_dtype_and_buffers_stay_fp32(ranks, layout, size, storage):
+@every_layout(*FEW)
+def test_what_is_stored_has_the_storage_dtype_and_buffers_stay_fp32(ranks, layout, storage):
     dtype = getattr(torch, storage)
-    for found in ranks.run(stored, size, layout, storage):
+    for found in ranks.run(stored, layout.num_ranks, layout.text, storage):
         assert found == {"params": {dtype}, "moments": {dtype}, "buffers": {torch.float32}}
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from layouts import KINDS, every_layout
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.func import functional_call
@@ -20,13 +21,6 @@ from shardwise.step.window import window
 from shardwise.verify.sharded import CountCollectives, share_of
 from shardwise.world import init
 
-LAYOUTS = [
-    pytest.param("dp_shard=1", 1, id="one"),
-    pytest.param("dp_replicate=2", 2, id="replicas-2"),
-    pytest.param("dp_shard=2", 2, id="fsdp-2"),
-    pytest.param("dp_shard=4", 4, id="fsdp-4", marks=pytest.mark.soak),
-    pytest.param("dp_replicate=2,dp_shard=2", 4, id="hsdp-2x2", marks=pytest.mark.soak),
-]
 BLOCKS = Sharding(min_unit_bytes=0)
 PARTS = {"RMSNorm": "fp32", "head": "fp32"}
 
@@ -102,19 +96,24 @@ def error_norm(grads: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     return sum(float((grads[name].double() - exact[name]).pow(2).sum()) for name in exact) ** 0.5
 
 
-@pytest.mark.parametrize(("layout", "size"), LAYOUTS)
-def test_parts_compute_in_their_own_precision(ranks, layout, size):
-    exact, mine = plain(torch.float64, 2 * size), plain(torch.bfloat16, 2 * size, ("norm", "head"))
+@every_layout(*KINDS, soak=("fsdp-4", "hsdp-2x2"))
+def test_parts_compute_in_their_own_precision(ranks, layout):
+    exact, mine = (
+        plain(torch.float64, 2 * layout.num_ranks),
+        plain(torch.bfloat16, 2 * layout.num_ranks, ("norm", "head")),
+    )
     noise, b, f = error_norm(mine, exact), torch.bfloat16, torch.float32
     assert noise > 0
-    for grads, saw, logits, groups, reductions, tables, text in ranks.run(on_ranks, size, layout, PARTS, {}):
+    for grads, saw, logits, groups, reductions, tables, text in ranks.run(
+        on_ranks, layout.num_ranks, layout.text, PARTS, {}
+    ):
         assert error_norm(grads, exact) <= 1.02 * noise
-        if size == 1:
+        if layout.num_ranks == 1:
             assert all(torch.equal(grads[name], mine[name]) for name in mine)
         assert saw["blocks.1.ffn_norm"] == saw["norm"] == (f, f, b) and saw["blocks.1.ffn.up"] == (b, b, b)
         assert saw["head"] == (f, f, b) and logits == f  # handed out as the head made them
         assert groups == 8 and (
-            layout != "dp_shard=2" or reductions == 8
+            layout.text != "dp_shard=2" or reductions == 8
         )  # two in each unit: three blocks and the root
         assert tables == {torch.float32}
         assert "fp32, named by 'RMSNorm'" in text and "precision: 1 module (head)" in text
