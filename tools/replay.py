@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BASE", "EXPLAINED", "MOVED", "differences", "main"]
+__all__ = ["BASE", "EXPLAINED", "MODULES", "MOVED", "differences", "main"]
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = "beaa2d5c7"
@@ -37,6 +37,15 @@ SCENES = {
     "errors": "replay_public.py",
 }
 """Scene -> the program that records it."""
+
+MODULES = {
+    "zoo": ("models.zoo", "models.hugging_face"),
+    "families": ("models.families", "models.other_families"),
+    "handwritten.models": ("models.written",),
+    "packages": ("models.packages",),
+    "parallel.constructors": ("models.constructors", "models.unreplayable", "models.awkward"),
+}
+"""Module of the tests of an older commit that has models -> the modules that have them now."""
 
 
 def _recipe_of_today(fact: Any) -> Any:

@@ -8,8 +8,10 @@ differs from run to run by nature (times, tokens, paths) is left out of files by
 """
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
+import importlib
 import inspect
 import json
 import sys
@@ -17,10 +19,12 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from replay import MODULES
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -56,27 +60,38 @@ class Dropped(nn.Module):
         return self.head(self.frozen(x))
 
 
+def modules_of(name: str) -> list[ModuleType]:
+    """The module ``name`` of an older tree's tests, or those of this tree's that have its models now."""
+    try:
+        return [importlib.import_module(name)]
+    except ModuleNotFoundError:
+        return [importlib.import_module(now) for now in MODULES[name]]
+
+
 def all_cases() -> dict[str, Any]:
     """Every model of the tests that can be built here: objects with ``build windows loss count forward``."""
-    import families
-    import handwritten.models
-    import packages
-    import zoo
-
-    cases = dict(zoo.CASES)
-    cases["dropped"] = zoo.Case("dropped", Dropped, zoo.tokens)
-    for subjects in (families.FAMILIES, handwritten.models.WRITTEN, packages.PACKAGES):
-        cases |= {name: subject.case for name, subject in subjects.items()}
+    cases: dict[str, Any] = {}
+    for name in ("zoo", "families", "handwritten.models", "packages"):
+        for module in modules_of(name):
+            cases |= _cases_in(module)
+    cases["dropped"] = dataclasses.replace(cases["reference"], name="dropped", build=Dropped)
     return cases
+
+
+def _cases_in(module: ModuleType) -> dict[str, Any]:
+    """Name -> model, of a table of records, or of one of the tables that an older tree has."""
+    if hasattr(module, "MODELS"):
+        return {model.name: model for model in module.MODELS}
+    tables = [getattr(module, name, {}) for name in ("CASES", "FAMILIES", "WRITTEN", "PACKAGES")]
+    return {name: getattr(model, "case", model) for table in tables for name, model in table.items()}
 
 
 def all_builders() -> dict[str, Callable[[], nn.Module]]:
     """Functions that build a model: those of all cases, and the odd constructors that the tests of initialisation have."""
-    import parallel.constructors as constructors
-
     builders = {name: case.build for name, case in all_cases().items()}
-    for name, made in sorted(vars(constructors).items()):
-        if name[0] == "_" or getattr(made, "__module__", "") != constructors.__name__ or not callable(made):
+    made_in = [(module, *pair) for module in modules_of("parallel.constructors") for pair in vars(module).items()]
+    for module, name, made in sorted(made_in, key=lambda found: found[1]):
+        if name[0] == "_" or getattr(made, "__module__", "") != module.__name__ or not callable(made):
             continue
         parameters = inspect.signature(made).parameters.values()
         if any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
