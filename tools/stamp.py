@@ -84,6 +84,7 @@ PAGES = {
                 "src/shardwise",
                 "tests/mistakes",
                 "tests/step/plain.py",
+                *MODELS,
                 "tests/run/test_tokens.py",
                 "tests/state/test_changed_settings.py",
             ),

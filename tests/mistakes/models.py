@@ -15,7 +15,7 @@ from mistakes.toys import (
     sum_loss,
     values,
 )
-from step.plain import Net
+from models.tied import Tied
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -259,7 +259,7 @@ class TieLost(Mistake):
 
     def ours(self):
         with sw.init("dp_shard=-1", device="cpu") as world:
-            model = sharded(world, lambda: Net().double())  # a callable is built on meta
+            model = sharded(world, lambda: Tied().double())  # a callable is built on meta
             step = sw.TrainStep(model, sgd(model), loss=sum_loss)
             step([batch(i) for i in range(world.rank, 2, world.size)])
             return values(model)

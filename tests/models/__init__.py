@@ -4,7 +4,24 @@ A new model is a record in one of the files of this folder. Importing the regist
 imported by the functions that build.
 """
 
-from models import awkward, constructors, families, hugging_face, other_families, packages, unreplayable, written, zoo
+from models import (
+    awkward,
+    constructors,
+    drops,
+    families,
+    hugging_face,
+    other_families,
+    packages,
+    recomputed,
+    shared_layer,
+    stacks,
+    tempered,
+    tied,
+    towers,
+    unreplayable,
+    written,
+    zoo,
+)
 from models.record import Model
 
 __all__ = ["MODELS", "Model", "get", "select"]
@@ -12,7 +29,12 @@ __all__ = ["MODELS", "Model", "get", "select"]
 MODELS: dict[str, Model] = {}
 """Name -> record."""
 
-for _source in (zoo, hugging_face, families, other_families, packages, written, constructors, unreplayable, awkward):
+_SOURCES = (
+    *(zoo, hugging_face, families, other_families, packages, written, constructors, unreplayable, awkward),
+    *(tied, tempered, shared_layer, stacks, towers, recomputed, drops),
+)
+
+for _source in _SOURCES:
     for _model in _source.MODELS:
         if _model.name in MODELS:
             raise ValueError(f"two models of the tests are called {_model.name}")

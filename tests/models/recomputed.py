@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.record import Model
+
 
 class Block(nn.Module):
     """Attention, dropout, keyword arguments, a tuple in and a tuple out; counts its runs."""
@@ -25,7 +27,7 @@ class Block(nn.Module):
         return x + y, y.square().sum()
 
 
-class Model(nn.Module):
+class Attentive(nn.Module):
     """Blocks called with keywords; the second list is of experts that some tokens skip, so it is no unit."""
 
     def __init__(self, dim: int = 8, num_blocks: int = 3):
@@ -48,6 +50,11 @@ class Model(nn.Module):
         return self.head(x), extra
 
 
+def build() -> Attentive:
+    torch.manual_seed(5)
+    return Attentive().double()
+
+
 class Wide(nn.Module):
     """A block of two linears with tanh between them, as in docs/remat.md."""
 
@@ -68,3 +75,13 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
+
+
+MODELS = (
+    Model(
+        name="attentive",
+        build=build,
+        tags=("own",),
+        hard="dropout, keyword arguments and tuples, experts that some batches skip",
+    ),
+)

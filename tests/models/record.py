@@ -1,5 +1,6 @@
 """What a test needs of a model: how to build it, its batches, its loss."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.step.loss import call, next_token_loss
 
-__all__ = ["Model"]
+__all__ = ["Model", "numbered"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,3 +49,12 @@ class Model:
         assert self.batch is not None, f"{self.name} is only built"
         generator = torch.Generator().manual_seed(seed)
         return [[self.batch(generator, i) for i in range(num_micro)] for _ in range(num_steps)]
+
+
+def numbered(make: Callable[[int], dict[str, Tensor]]) -> Callable[[torch.Generator, int], dict[str, Tensor]]:
+    """``Model.batch`` of a function that makes micro-batches by their number alone."""
+    return functools.partial(_numbered, make)
+
+
+def _numbered(make: Callable[[int], dict[str, Tensor]], generator: torch.Generator, index: int) -> dict[str, Tensor]:
+    return make(index)

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from models.record import Model
+
 
 class TwoTowers(nn.Module):
     """Encoders called by themselves, a block whose loss is read from an attribute, a parameter used outside forward."""
@@ -17,3 +19,13 @@ class TwoTowers(nn.Module):
         y = self.text(x)
         self.aux = y.pow(2).mean()
         return y
+
+
+MODELS = (
+    Model(
+        name="two-towers",
+        build=TwoTowers,
+        tags=("own",),
+        hard="parts called by themselves, a parameter used outside of forward",
+    ),
+)

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 import torch
 from models.constructors import Kept
-from techniques.data.test_traps_sharding import BLOCKS, DDP, FSDP, Net, build, gradients, one_process
+from models.shared_layer import Net, build
+from techniques.data.test_traps_sharding import BLOCKS, DDP, FSDP, gradients, one_process
 from torch import nn
 
 from shardwise import Precision, Remat, Sharding

@@ -7,43 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from models.drops import VOCAB, Drops
 from torch import nn
 
 import shardwise as sw
 
-__all__ = ["Average", "Drops", "close", "equal", "make", "run", "state"]
+__all__ = ["Average", "close", "equal", "make", "run", "state"]
 
-VOCAB = 23
 EVERY = sw.Sharding(min_unit_bytes=0)
-
-
-class DropBlock(nn.Module):
-    def __init__(self, dim: int):
-        super().__init__()
-        self.lin, self.drop = nn.Linear(dim, dim), nn.Dropout(0.2)
-        self.gate = nn.Parameter(torch.tensor(0.7))  # 0-dim
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.gate * self.drop(torch.tanh(self.lin(x)))
-
-
-class Drops(nn.Module):
-    """Uneven dims, tied embeddings, a buffer of another dtype, dropout."""
-
-    def __init__(self, dim: int = 7):
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, dim)
-        self.blocks = nn.ModuleList(DropBlock(dim) for _ in range(3))
-        self.norm = nn.LayerNorm(dim)
-        self.head = nn.Linear(dim, VOCAB, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("table", torch.arange(5, dtype=torch.int32))
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
 
 
 class Texts:

@@ -130,7 +130,8 @@ def test_which_checkpoints_stay(ranks, tmp_path, options, expected):
 
 
 def other_seed(layout, root, seed, until):
-    from state.runs import EVERY, Drops, Texts
+    from models.drops import Drops
+    from state.runs import EVERY, Texts
 
     with sw.init(layout, device="cpu", seed=seed) as world:
         torch.manual_seed(0)
@@ -165,7 +166,8 @@ def told_of_a_seed(layout, root, seed, until):
 
 
 def own_loop(layout, root, stops, until):
-    from state.runs import EVERY, Drops, Texts
+    from models.drops import Drops
+    from state.runs import EVERY, Texts
     from state.test_changed_settings import OwnLoop
 
     with sw.init(layout, device="cpu", seed=3) as world:
@@ -201,7 +203,8 @@ def test_random_numbers_of_a_loop_of_ones_own_go_on_where_it_was_saved(ranks, tm
 
 
 def saved_without_a_loader(root):
-    from state.runs import EVERY, Drops, Texts
+    from models.drops import Drops
+    from state.runs import EVERY, Texts
 
     with sw.init("dp_shard=2", device="cpu") as world:
         model = sw.parallelize(Drops(), world, sharding=EVERY)

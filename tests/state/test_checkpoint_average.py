@@ -6,8 +6,9 @@ import warnings
 
 import pytest
 import torch
+from models.drops import Drops
 from safetensors.torch import load_file
-from state.runs import EVERY, Drops, Texts, equal, make, state
+from state.runs import EVERY, Texts, equal, make, state
 
 import shardwise as sw
 from shardwise.cli import main as cli

@@ -5,7 +5,8 @@ import time
 from pathlib import Path
 
 import numpy as np
-from state.runs import EVERY, Drops, make
+from models.drops import Drops
+from state.runs import EVERY, make
 
 import shardwise as sw
 from shardwise.state.checkpoint import writer

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from state.runs import EVERY, Average, Drops, Texts, equal, make, run, state
+from models.drops import Drops
+from state.runs import EVERY, Average, Texts, equal, make, run, state
 from torch import nn
 
 import shardwise as sw

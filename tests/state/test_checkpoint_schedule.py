@@ -5,7 +5,8 @@ import random
 
 import pytest
 import torch
-from state.runs import EVERY, Drops, Texts, equal, state
+from models.drops import Drops
+from state.runs import EVERY, Texts, equal, state
 from torch.optim import lr_scheduler
 
 import shardwise as sw

@@ -9,9 +9,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from models.drops import Drops
 from safetensors.torch import load_file
 from state.good_sources import Good, make_good
-from state.runs import EVERY, Drops, equal, make
+from state.runs import EVERY, equal, make
 from state.sources import loaded, same_bytes
 from state.test_checkpoint_average import averaged
 

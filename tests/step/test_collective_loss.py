@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from step.plain import Net, batch, mine, plain_backward, shard, sum_loss
+from models.tied import Tied
+from step.plain import batch, mine, plain_backward, shard, sum_loss
 
 import shardwise as sw
 from shardwise.data.batch import MicroBatch
@@ -10,7 +11,7 @@ from shardwise.data.batch import MicroBatch
 
 def build_teacher():
     torch.manual_seed(9)
-    return Net().double().requires_grad_(False).eval()
+    return Tied().double().requires_grad_(False).eval()
 
 
 def distilled(teacher):
@@ -48,7 +49,7 @@ def train(kind):
 
 def build_student():
     torch.manual_seed(3)
-    return Net().double()
+    return Tied().double()
 
 
 def train_plainly(kind):

@@ -5,7 +5,8 @@ from unittest import mock
 
 import pytest
 import torch
-from step.plain import Net, batch, mine, plain_backward, shard, sum_loss
+from models.tied import Tied
+from step.plain import batch, mine, plain_backward, shard, sum_loss
 from torch import nn
 
 import shardwise as sw
@@ -15,7 +16,7 @@ from shardwise.errors import RankError
 POLICIES = ["rank0", "mean"]
 
 
-class Written(Net):
+class Written(Tied):
     """Writes buffers of awkward kinds in each forward: what came last, so ranks differ."""
 
     def __init__(self):

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from step.plain import Net, batch, mine, shard, sum_loss, values
+from models.tied import Tied
+from step.plain import batch, mine, shard, sum_loss, values
 from torch import nn
 
 import shardwise as sw
@@ -83,7 +84,7 @@ class Output:
     logits: torch.Tensor
 
 
-class Recording(Net):
+class Recording(Tied):
     def forward(self, input_ids):
         return Output(super().forward(input_ids))
 

@@ -4,7 +4,8 @@ import warnings
 
 import pytest
 import torch
-from step.plain import Net, assert_close, batch, build, gradients, mine, plain_backward, shard, sum_loss, values
+from models.tied import Tied
+from step.plain import assert_close, batch, build, gradients, mine, plain_backward, shard, sum_loss, values
 from torch import nn
 
 import shardwise as sw
@@ -61,7 +62,7 @@ def test_nan_on_one_rank_names_that_rank_and_the_first_parameter(ranks, layout, 
         assert "the loss of rank 1 is not finite" in text and 'on_nonfinite="skip"' in text
 
 
-class Normed(Net):
+class Normed(Tied):
     """With running statistics, which a forward on NaN would spoil."""
 
     def __init__(self):

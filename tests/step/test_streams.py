@@ -7,7 +7,8 @@ import random
 import numpy as np
 import pytest
 import torch
-from step.plain import Net, batch, mine, sum_loss
+from models.tied import Tied
+from step.plain import batch, mine, sum_loss
 
 import shardwise as sw
 from shardwise.parallel import runtime_of
@@ -16,7 +17,7 @@ from shardwise.world import forked_streams
 SOURCES = ["python", "numpy", "torch.Generator", "numpy.Generator", "RandomState", "random.Random"]
 
 
-class Drawing(Net):
+class Drawing(Tied):
     """Scales by a number from ``source``, with a generator of its own where that is one."""
 
     def __init__(self, source):

@@ -5,7 +5,8 @@ import warnings
 
 import pytest
 import torch
-from step.plain import Net, assert_close, batch, build, gradients, mine, plain_backward, shard, sum_loss, values
+from models.tied import Tied
+from step.plain import assert_close, batch, build, gradients, mine, plain_backward, shard, sum_loss, values
 from torch import nn
 
 import shardwise as sw
@@ -32,7 +33,7 @@ class Samples:
         return {"input_ids": ids, "attention_mask": mask}
 
 
-class Counting(Net):
+class Counting(Tied):
     """With running statistics and a counter: a padding must leave no trace in them."""
 
     def __init__(self):

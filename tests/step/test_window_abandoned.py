@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from step.plain import Net, assert_close, batch, build, gradients, mine, plain_backward, shard, sum_loss
+from models.tied import Tied
+from step.plain import assert_close, batch, build, gradients, mine, plain_backward, shard, sum_loss
 
 import shardwise as sw
 from shardwise.data.batch import MicroBatch
@@ -73,7 +74,7 @@ def test_the_window_after_an_exception_is_exact(ranks, layout, engine, where, at
         assert_close(found, {n: p.grad for n, p in model.named_parameters()})
 
 
-class Counting(Net):
+class Counting(Tied):
     """With a buffer that every forward writes."""
 
     def __init__(self):

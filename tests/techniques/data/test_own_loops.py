@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from models.tempered import Tempered, batch, build
 from torch import Tensor, nn
 
 import shardwise as sw
@@ -21,34 +22,8 @@ WHERE = [("dp_shard=2", None), ("dp_shard=2", 0), ("dp_replicate=2", None)]
 HSDP = ("dp_replicate=2,dp_shard=2", 0)
 
 
-class Net(nn.Module):
-    """Its temperature belongs to the loss, which uses it outside of the forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.head = nn.Linear(4, 5)
-        self.temperature = nn.Parameter(torch.tensor(0.3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.head(x)
-
-
-def build() -> Net:
-    torch.manual_seed(4)
-    return Net().double()
-
-
-def sharded(world, unit: int | None) -> Net:
+def sharded(world, unit: int | None) -> Tempered:
     return parallelize(build(), world, sharding=None if unit is None else Sharding(min_unit_bytes=unit))
-
-
-def batch(index: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(index)
-    x = torch.randn(2 + index % 3, 4, generator=generator, dtype=torch.float64)
-    return {"x": x, "labels": torch.randint(0, 5, (len(x),), generator=generator)}
 
 
 def count(given) -> int:
@@ -571,7 +546,7 @@ class Fails(torch.autograd.Function):
         raise MemoryError("as on a device")
 
 
-class Breaks(Net):
+class Breaks(Tempered):
     """Fails in its backward, in its forward, or by Ctrl-C, as `how` says."""
 
     how = ""

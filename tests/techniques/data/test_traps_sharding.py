@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models.constructors import Rope
+from models.shared_layer import Block, Net, build
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -22,41 +23,6 @@ from shardwise.world import World, init
 
 BLOCKS = Sharding(min_unit_bytes=0)
 DDP, FSDP = "dp_replicate=2", "dp_shard=2"
-
-
-class Block(nn.Module):
-    def __init__(self, dim: int = 4):
-        super().__init__()
-        self.inner, self.out = nn.Linear(dim, dim), nn.Linear(dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.out(torch.tanh(self.inner(x)))
-
-
-class Net(nn.Module):
-    """Tied ends, a list of blocks, parameters that are used sometimes or never."""
-
-    def __init__(self, dim: int = 4):
-        super().__init__()
-        self.embed = nn.Embedding(7, dim)
-        self.blocks = nn.ModuleList([Block(dim) for _ in range(3)])
-        self.blocks[2].inner = self.blocks[0].inner  # shared by two blocks
-        self.head = nn.Linear(dim, 7, bias=False)
-        self.head.weight = self.embed.weight
-        self.sometimes, self.never = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.ones(dim))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        if int(ids[0]) == 0:
-            x = x * self.sometimes
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def build() -> nn.Module:
-    torch.manual_seed(3)
-    return Net().double()
 
 
 def batch(rank: int) -> dict[str, Tensor]:

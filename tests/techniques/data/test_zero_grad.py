@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from techniques.data.test_own_loops import HSDP, WHERE, Net, assert_equal, batch, build, count, loss_of, sharded, whole
+from models.tempered import Tempered, batch, build
+from techniques.data.test_own_loops import HSDP, WHERE, assert_equal, count, loss_of, sharded, whole
 from torch import Tensor, nn
 
 from shardwise.errors import UsageError
@@ -36,7 +37,7 @@ def one_process_loop(place: str) -> list[dict[str, Tensor | None]]:
     return found
 
 
-def loss(model: Net, given: dict[str, Tensor], step: int) -> Tensor:
+def loss(model: Tempered, given: dict[str, Tensor], step: int) -> Tensor:
     if step < STEPS - 1:
         return loss_of(model, given)
     features: list[Tensor] = []

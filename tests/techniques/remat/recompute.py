@@ -5,7 +5,7 @@ from collections import Counter
 
 import torch
 import torch.nn.functional as F
-from models.recomputed import Model, Stack
+from models.recomputed import Stack, build
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -20,11 +20,6 @@ from shardwise.world.rng import derive_seed, forked_rng
 
 NUM_MICRO = 4
 SEED = 11
-
-
-def build() -> Model:
-    torch.manual_seed(5)
-    return Model().double()
 
 
 def batches() -> list[dict[str, Tensor]]:
