@@ -38,6 +38,12 @@ def test_an_unexplained_difference_fails_and_an_explained_one_does_not(tool, mon
     assert "1 differences, 1 of them explained" in capsys.readouterr().out
 
 
+def test_models_that_moved_are_where_replay_looks_for_them(tool):
+    tests = TOOLS.parent / "tests"
+    named = {name for names in tool("replay").MODULES.values() for name in names}
+    assert [name for name in named if not (tests / f"{name.replace('.', '/')}.py").exists()] == []
+
+
 def test_errors_of_any_process_are_written_down(tmp_path):
     program = "import subprocess, sys, shardwise.errors as e\ne.LayoutError('g', why='w', fix='f')\n"
     program += "if len(sys.argv) < 2: subprocess.run([sys.executable, '-c', sys.orig_argv[2], 'again'], check=True)\n"
