@@ -133,7 +133,7 @@ def _unsharded():
 
 def test_calls_that_need_a_sharded_module_say_so():
     for text in _unsharded():
-        assert "a Net that was not sharded" in text and "sw.parallelize(model, world)" in text
+        assert "a Tied that was not sharded" in text and "sw.parallelize(model, world)" in text
 
 
 @pytest.mark.parametrize("call", ["step", "window", "describe"])
