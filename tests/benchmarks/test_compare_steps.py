@@ -9,14 +9,19 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def loaded(folder: str, name: str):
+    """The program at ``folder/name.py``, under a name that no room of the tests has."""
+    sys.path.insert(0, str(ROOT / folder))
+    spec = importlib.util.spec_from_file_location(f"{folder}_{name}", ROOT / folder / f"{name}.py")
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.path.remove(str(ROOT / folder))
+    return module
+
+
 @pytest.fixture(scope="module")
 def tool():
-    sys.path.insert(0, str(ROOT / "tools"))
-    spec = importlib.util.spec_from_file_location("compare_steps", ROOT / "tools" / "compare_steps.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.path.remove(str(ROOT / "tools"))
-    return module
+    return loaded("tools", "compare_steps")
 
 
 def rank(plain, ours):
@@ -26,10 +31,7 @@ def rank(plain, ours):
 
 
 def test_it_divides_by_plain_torch_and_then_by_the_older_commit(tool):
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    import step
-
-    sys.path.remove(str(ROOT / "benchmarks"))
+    step = loaded("benchmarks", "step")
     before = tool.ratios_of(step.table({"m": [rank(0.10, 0.11)]}))
     now = tool.ratios_of(step.table({"m": [rank(0.20, 0.33)]}))
     key = ("m (0.0 M)", "Shardwise, AdamW(fused=True)")
