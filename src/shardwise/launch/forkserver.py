@@ -3,9 +3,8 @@
 Run as ``python -m shardwise.launch --serve CONNECTION PARENT``: a file descriptor and a process id. Requests over
 CONNECTION, and their answers:
 
-* A :class:`Preload`, first. Answer: ``("ready", output, "")`` or ``("unfit", output, why)``: whether this process may
-be
-  forked.
+* A :class:`Preload`, first. Answer: ``("ready", output, "")``, or ``("unfit", output, why)`` where this process may not
+  be forked.
 * An environment and a number of descriptors; the descriptors follow the request. Answer: ``("started", process id)`` or
   ``("failed", why)``.
 * The process id of a rank that has ended. Answer: ``("ended", process id, exit code)``; the id is free from then on.
