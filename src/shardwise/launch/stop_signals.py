@@ -7,8 +7,7 @@ no handlers, nothing is set.
 * In the launcher: :class:`FirstStop` sends one stop request on to its ranks, :class:`Forwarded` every signal,
   :func:`terminable` ends the code that runs inside it in order.
 * In a rank: ``world/signals.py`` turns a signal into a request that all ranks agree on; ``world/termination.py`` names
-a
-  lost peer before SIGTERM ends the process.
+  a lost peer before SIGTERM ends the process.
 """
 
 import contextlib

@@ -68,8 +68,8 @@ _MAY_HOLD = (
 
 def tensors_within(value: Any) -> tuple[list[Tensor], bool]:
     """Tensors in the attributes and containers of objects that :func:`map_leaves` treats as leaves, and whether those
-    are
-    all: a closure, a generator or a module may make others later, and an object without attributes hides its own."""
+    are all: a closure, a generator or a module may make others later, and an object without attributes hides its own.
+    """
     found: list[Tensor] = []
     seen: set[int] = set()
     todo = [leaf for leaf in leaves_of(value) if not isinstance(leaf, (Tensor, *_PLAIN, *_PLAIN_TORCH))]
