@@ -29,7 +29,7 @@ _EXAMPLE = '"dp_shard=4" or "dp_replicate=2,dp_shard=-1"'
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of the mesh axes, every one at least 1. Build one with :func:`layout_of`.
+    """How many ranks each mesh axis has; every degree is at least 1. Build one with :func:`layout_of`.
 
     Example:
         >>> layout = Layout(dp_replicate=2, dp_shard=2)

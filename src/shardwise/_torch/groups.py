@@ -12,7 +12,8 @@ def default_store() -> dist.Store:
 
 
 def group_timeout_s(device: torch.device) -> float | None:
-    """Timeout in seconds of collectives of the default group; None where this torch, or the backend, does not tell."""
+    """Timeout in seconds of collectives of the default group; None if this torch, or the backend, does not report
+    it."""
     try:
         return float(dist.group.WORLD._get_backend(device).options._timeout.total_seconds())  # type: ignore[union-attr]
     except (AttributeError, RuntimeError):

@@ -31,7 +31,7 @@ class Crossed:
         """The ranks that will not come to the collective that blocks this rank, and cannot continue without it: they
         wait in an exchange, have left, or reduce where this rank gathers.
 
-        A rank counts only after it has written another beat with the same state: a beat is older than the state it
+        Returned only once all of them have written another beat with the same state: a beat is older than the state it
         describes, and the beat of a process that was stopped, or holds the interpreter's lock, is an old one. A rank
         that waits in an exchange which this rank has passed (it has come to ``exchanges`` of them) is only late: all
         ranks have come there.
