@@ -1,4 +1,4 @@
-"""Shardwise: any PyTorch model, any layout, the same training.
+"""Shardwise shards any PyTorch module for data-parallel training: DDP, FSDP2 and HSDP.
 
     import torch, shardwise as sw
 
@@ -9,13 +9,13 @@
     for window in sw.Loader(dataset, world, global_batch=64, micro_batch=4):
         out = step(window)
 
-Names are loaded when first used, so that importing the package costs milliseconds.
+Names are imported when first used, so that importing the package takes milliseconds.
 """
 
 from importlib import import_module
 from sys import modules
 
-# As type checkers read it; to import typing takes longer than all else here, in which Ctrl-C is a traceback.
+# For type checkers. Importing typing takes longer than everything else here, and Ctrl-C during it prints a traceback.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -194,7 +194,7 @@ def __getattr__(name: str) -> "Any":
 
 
 def _unknown_torch(error: ImportError) -> Exception:
-    """The error for a torch in which a private name that is used is not there."""
+    """The error for a torch version that lacks a private name which Shardwise uses."""
     from shardwise.errors import UnsupportedError
 
     return UnsupportedError(

@@ -1,6 +1,6 @@
-"""Every error Shardwise raises on purpose, in one tree.
+"""Every error Shardwise raises on purpose, in one class hierarchy.
 
-A message has three parts and, where there is one, the canonical name of the module or parameter it is about::
+A message has three parts. If it is about one module or parameter, it also has that canonical name::
 
     LayoutError: dp_shard=3 on 4 ranks
       why: the degrees multiply to 3, and every rank needs a place
@@ -9,7 +9,7 @@ A message has three parts and, where there is one, the canonical name of the mod
 Each leaf also inherits the standard exception a Python user would expect to catch (``ValueError``,
 ``RuntimeError``, ...). All of them can be pickled, because ranks send them to each other.
 
-To add one: subclass :class:`ShardwiseError` and the standard type; ``docs/errors.md`` is generated from the code,
+To add one, subclass :class:`ShardwiseError` and the standard type. ``docs/errors.md`` is generated from the code,
 and the build fails for a call that leaves ``given``, ``why`` or ``fix`` empty.
 """
 
@@ -42,7 +42,7 @@ class ShardwiseError(Exception):
         name: canonical name of the module or parameter concerned, if there is one.
 
     Attributes:
-        shown_by: another process ("rank 0") that shows the same error whole; None: whoever has it shows it.
+        shown_by: another process ("rank 0") that prints the same error in full; None: this process prints it.
     """
 
     shown_by: str | None = None
@@ -56,8 +56,8 @@ class ShardwiseError(Exception):
         return f"{where}{self.given}\n  why: {self.why}\n  fix: {self.fix}"
 
     def in_a_line(self) -> str:
-        """What it is, for a process that leaves the rest to :attr:`shown_by`."""
-        # Of a rank it is known that it has the same error. Another process may not: why it cannot work is said here too.
+        """The error in one line, for a process that leaves the full text to :attr:`shown_by`."""
+        # Another rank is known to have the same error. Another kind of process may not have it, so the reason is added.
         reason = "" if str(self.shown_by).startswith("rank ") else f": {str(self.why).partition(chr(10))[0]}"
         return f"{type(self).__name__}: {self.given}{reason} (shown by {self.shown_by})"
 
@@ -67,7 +67,7 @@ class ShardwiseError(Exception):
 
 @contextlib.contextmanager
 def errors_about(name: str) -> Iterator[None]:
-    """Within, errors of ours that name nothing are about ``name``."""
+    """Context manager: a ShardwiseError raised inside that has no name yet gets ``name``."""
     try:
         yield
     except ShardwiseError as error:
@@ -87,23 +87,23 @@ class ConfigError(ShardwiseError, ValueError):
 
 
 class LayoutError(ConfigError):
-    """A layout cannot be laid over the ranks there are."""
+    """The layout does not fit the number of ranks."""
 
 
 class PlanError(ShardwiseError, ValueError):
-    """A recipe cannot be made for, or does not belong to, this module."""
+    """No recipe can be made for this module, or the recipe belongs to another module."""
 
 
 class UnsupportedError(ShardwiseError, NotImplementedError):
-    """A combination Shardwise refuses because it would not be right."""
+    """A combination that Shardwise refuses because it would not work correctly."""
 
 
 class UsageError(ShardwiseError, RuntimeError):
-    """Calls in an order that would train silently wrong (stale optimizer, sharded twice, direct unit call)."""
+    """Calls in an order that would silently train wrong (stale optimizer, sharded twice, direct unit call)."""
 
 
 class RankError(ShardwiseError, RuntimeError):
-    """A peer was lost, stopped answering, or disagrees. ``.ranks`` names the ranks concerned."""
+    """Another rank was lost, does not answer, or disagrees. ``.ranks`` names the ranks concerned."""
 
     def __init__(self, given: str, *, why: str, fix: str, name: str | None = None, ranks: tuple[int, ...] = ()):
         super().__init__(given, why=why, fix=fix, name=name)
@@ -119,7 +119,7 @@ class NonFiniteError(ShardwiseError, ArithmeticError):
 
 
 class CheckpointError(ShardwiseError, OSError):
-    """Stored weights or a checkpoint cannot be read or written whole."""
+    """Stored weights or a checkpoint cannot be read or written completely."""
 
 
 class VerifyError(ShardwiseError, AssertionError):
@@ -127,13 +127,13 @@ class VerifyError(ShardwiseError, AssertionError):
 
 
 class Stopped(SystemExit):
-    """A run that was asked to stop has saved and ends, on every rank: no fault, so none of the errors above.
+    """Ends a run, on every rank, that was asked to stop and has saved. Not a fault, so not one of the errors above.
 
-    Nobody needs to catch it: Python ends with exit status :attr:`CODE`, which asks whoever started the program to start it
-    again.
+    No caller needs to catch it: Python ends with exit status :attr:`CODE`, which asks whatever started the program to
+    start it again.
 
     Args:
-        reason: who asked, in words ("SIGTERM").
+        reason: who asked, as text ("SIGTERM").
         step: windows trained before the checkpoint.
         checkpoint: where it is.
     """

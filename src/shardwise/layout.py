@@ -1,10 +1,10 @@
-"""Layouts: how many ranks each mesh axis has, and where every rank stands, as pure data.
+"""Layouts: how many ranks each mesh axis has, and the mesh coordinates of every rank, as plain data without torch.
 
 A layout is a grid. Its axes, outer to inner, are ``pp, dp_replicate, dp_shard, cp, tp``; rank 0 is the first cell and
-the innermost axis moves fastest, so ``rank = ravel(coordinates)``. Derived axes join mesh axes for one purpose:
-``dp`` (who reads other data), ``fsdp`` (over whom parameters are sharded), ``loss`` (over whom loss and tokens are
-summed). ``dp_shard=node`` stands for the number of ranks of a node. Nothing here imports torch;
-:mod:`shardwise.world` turns a layout into process groups.
+the innermost axis moves fastest, so ``rank = ravel(coordinates)``. A derived axis joins mesh axes for one purpose:
+``dp`` (ranks that read different data), ``fsdp`` (ranks over which parameters are sharded), ``loss`` (ranks over which
+loss and tokens are summed). ``dp_shard=node`` stands for the number of ranks of a node. :mod:`shardwise.world` turns a
+layout into process groups.
 """
 
 import difflib
@@ -29,7 +29,7 @@ _EXAMPLE = '"dp_shard=4" or "dp_replicate=2,dp_shard=-1"'
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of the mesh axes, every one at least 1. Build one with :func:`layout_of`.
+    """How many ranks each mesh axis has; every degree is at least 1. Build one with :func:`layout_of`.
 
     Example:
         >>> layout = Layout(dp_replicate=2, dp_shard=2)
@@ -58,7 +58,7 @@ class Layout:
         return math.prod(self.degrees[a] for a in mesh_axes(axis))
 
     def coord(self, rank: int) -> "Coord":
-        """Where ``rank`` stands."""
+        """The mesh coordinates of ``rank``."""
         if not 0 <= rank < self.size:
             raise LayoutError(
                 f"rank {rank} of layout {self}",
@@ -71,7 +71,7 @@ class Layout:
         return Coord(self, rank, tuple(indices[axis] for axis in AXES))
 
     def rank_at(self, indices: Mapping[str, int]) -> int:
-        """The rank at these mesh coordinates; an axis left out counts as 0."""
+        """The rank at these mesh coordinates; an axis that is left out counts as 0."""
         rank = 0
         for axis in AXES:
             rank = rank * self.degrees[axis] + indices.get(axis, 0)
@@ -86,7 +86,7 @@ class Layout:
         return tuple(self.rank_at(cell) for cell in cells)
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """All groups of ``axis``, each in axis order; together they hold every rank once."""
+        """All groups of ranks along ``axis``, each in axis order; every rank is in exactly one of them."""
         found: list[tuple[int, ...]] = []
         seen: set[int] = set()
         for rank in range(self.size):
@@ -102,14 +102,14 @@ class Layout:
 
 @dataclass(frozen=True)
 class Coord:
-    """One rank's place in a layout."""
+    """The mesh coordinates of one rank in a layout."""
 
     layout: Layout
     rank: int
     indices: tuple[int, ...]  # along AXES
 
     def index(self, axis: str) -> int:
-        """Index along a mesh or derived axis."""
+        """Index of the rank along a mesh or derived axis."""
         index = 0
         for name in mesh_axes(axis):
             index = index * self.layout.degrees[name] + self.indices[AXES.index(name)]
@@ -121,7 +121,7 @@ class Coord:
 
 
 def mesh_axes(axis: str) -> tuple[str, ...]:
-    """The mesh axes a mesh or derived axis is made of, outer to inner."""
+    """The mesh axes that a mesh or derived axis consists of, outer to inner."""
     if axis in AXES:
         return (axis,)
     if axis in DERIVED_AXES:
@@ -135,18 +135,19 @@ def layout_of(
     ranks_per_node: int | Callable[[], int] | None = None,
     axes: Collection[str] = AXES,
 ) -> Layout:
-    """The layout ``value`` means on ``num_ranks`` ranks: parsed, ``-1`` inferred, refused if it cannot work.
+    """The :class:`Layout` that ``value`` means on ``num_ranks`` ranks: parsed, ``-1`` inferred, refused if impossible.
 
     Args:
         value: ``"dp_shard=-1,dp_replicate=2"``, a mapping of degrees, or a :class:`Layout`.
         num_ranks: how many ranks there are.
-        ranks_per_node: what ``dp_shard=node`` stands for, or a function that finds it, called for such a layout alone.
-        axes: those that something is laid over; a degree above 1 of another is refused.
+        ranks_per_node: what ``dp_shard=node`` stands for, or a function that returns it, called only for such a layout.
+        axes: the axes that some technique uses; a degree above 1 on any other axis is refused.
 
     Raises:
-        LayoutError: unknown axis, degree 0, two ``-1``, ``node`` where a node's ranks are not known or do not divide
-            ``num_ranks``, or degrees that do not multiply to ``num_ranks``; the message names the nearest layouts that work.
-        UnsupportedError: an axis that is none of ``axes``.
+        LayoutError: unknown axis, degree 0, two ``-1``, ``node`` where the ranks of a node are not known or do not
+            divide ``num_ranks``, or degrees that do not multiply to ``num_ranks``; the message names the nearest
+            layouts that work.
+        UnsupportedError: an axis that is not in ``axes``.
     """
     degrees: dict[str, int | str] = dict(value.degrees) if isinstance(value, Layout) else parse_layout(value)
     text = str(value) if isinstance(value, str | Layout) else ",".join(f"{a}={d}" for a, d in degrees.items())
@@ -166,11 +167,11 @@ def layout_of(
 
 
 def parse_layout(value: str | Mapping[str, int | str]) -> dict[str, int | str]:
-    """Degrees as written, ``-1`` and ``node`` kept.
+    """Degree of each axis as written; ``-1`` and ``node`` are kept.
 
     Raises:
-        LayoutError: not ``axis=degree`` pairs, unknown axis, an axis given twice, degree 0 or below -1, ``node`` for another
-            axis than ``dp_shard``.
+        LayoutError: not ``axis=degree`` pairs, unknown axis, an axis given twice, degree 0 or below -1, ``node`` for an
+            axis other than ``dp_shard``.
     """
     pairs = list(_pairs(value)) if isinstance(value, str) else list(value.items())
     degrees: dict[str, int | str] = {}
@@ -257,7 +258,8 @@ def _infer(degrees: dict[str, int], num_ranks: int, given: str) -> dict[str, int
 
 
 def _nearest(degrees: dict[str, int], num_ranks: int) -> list[Layout]:
-    """Up to three layouts of ``num_ranks`` ranks closest to the degrees asked for: data-parallel ones change, the others stay where they can."""
+    """Up to three layouts of ``num_ranks`` ranks closest to the requested degrees; data-parallel degrees change first,
+    the others stay if they can."""
 
     def distance(layout: Layout) -> float:
         asked = (abs(math.log(layout.degrees[a] / max(d, 1))) for a, d in degrees.items() if a not in others and d > 0)

@@ -1,1 +1,1 @@
-"""Private names of torch, a file for each subject. Nothing else in the package touches such names."""
+"""The private names of torch that Shardwise uses, one file per subject. No other room touches such names."""

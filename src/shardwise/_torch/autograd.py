@@ -1,4 +1,4 @@
-"""What autograd does now: the backward that runs, hooks on tensors, modes, checkpoints that run again."""
+"""State of autograd: the running backward, hooks on tensors, function modes, recomputing checkpoints."""
 
 import traceback
 from collections.abc import Callable
@@ -24,22 +24,23 @@ __all__ = [
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Calls ``call`` when the backward that is running ends. Only from within one."""
+    """Calls ``call`` when the running backward ends. May only be called from inside a backward."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def is_accumulated(param: Tensor) -> bool:
-    """Whether the backward that is running adds to ``param.grad``; ``torch.autograd.grad`` does not. Only from within one."""
+    """Whether the running backward accumulates into ``param.grad``; ``torch.autograd.grad`` does not. Only valid inside
+    a backward."""
     try:
         return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(param).node)
-    except RuntimeError as error:  # how torch answers for a leaf that autograd.grad was asked for
+    except RuntimeError as error:  # what torch raises for a leaf that is an input of autograd.grad
         if "autograd.grad()" not in str(error):
             raise
         return False
 
 
 def checkpointed(error: BaseException) -> Any:
-    """The function that ``torch.utils.checkpoint`` ran again when ``error`` was found; None: it was not found there."""
+    """The function that ``torch.utils.checkpoint`` was recomputing when ``error`` was raised; None if it was not."""
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         again = getattr(frame.f_locals.get("frame"), "recompute_fn", None)
         if again is not None:
@@ -48,12 +49,12 @@ def checkpointed(error: BaseException) -> Any:
 
 
 def num_hooks(tensor: Tensor) -> tuple[int, int]:
-    """How many hooks ``register_hook`` and ``register_post_accumulate_grad_hook`` have put on ``tensor``."""
+    """Number of hooks on ``tensor`` by ``register_hook`` and by ``register_post_accumulate_grad_hook``."""
     return len(tensor._backward_hooks or ()), len(tensor._post_accumulate_grad_hooks or ())
 
 
 def share_hooks(tensor: Tensor, other: Tensor) -> None:
-    """Puts the hooks of ``tensor`` on ``other`` as well. They are one collection: handles remove them from both."""
+    """Puts the hooks of ``tensor`` on ``other`` too. Both share one collection, so a handle removes from both."""
     on_tensor, after = num_hooks(tensor)
     if on_tensor:
         other._backward_hooks = tensor._backward_hooks
@@ -62,5 +63,5 @@ def share_hooks(tensor: Tensor, other: Tensor) -> None:
 
 
 def function_modes() -> list[Any]:
-    """The modes that see every call of torch now, outermost first."""
+    """The active ``TorchFunctionMode`` stack, outermost first."""
     return torch.overrides._get_current_function_mode_stack()

@@ -1,4 +1,4 @@
-"""DTensors: the piece of a rank, Python numbers read from one, DTensors over memory that is there."""
+"""DTensors: the local piece of a rank, Python numbers read from a DTensor, DTensors over existing memory."""
 
 import functools
 from collections.abc import Callable
@@ -16,10 +16,10 @@ __all__ = ["cut_like", "forget_meshes", "local_tensor", "on_scalar_read"]
 
 
 def cut_like(local: Tensor, other: DTensor) -> DTensor:
-    """``local`` as this rank's part of a tensor that is cut as ``other`` is, over the same memory, wherever it is.
+    """A DTensor with the mesh and placements of ``other``, whose local piece is ``local``: same memory, same device.
 
-    ``DTensor.from_local`` moves it to the device of the mesh: of a parameter that is offloaded, state would come to the device, where
-    the optimizer does not step.
+    ``DTensor.from_local`` would move ``local`` to the device of the mesh. For an offloaded parameter, optimizer state
+    would then be on the accelerator, where the optimizer does not step.
     """
     meta = TensorMeta(other.shape, other.stride(), local.dtype)
     return DTensor(
@@ -28,9 +28,9 @@ def cut_like(local: Tensor, other: DTensor) -> DTensor:
 
 
 def forget_meshes() -> None:
-    """Forgets what torch keeps of results of operators on DTensors. It takes meshes of the same ranks for one, so results in a new
-    world would lie on a mesh of the one before, whose groups are gone."""
-    # As torch.distributed.tensor.debug does it, whose import brings the compiler along: a second of every rank's start.
+    """Clears torch's cache of sharding results of DTensor operators. Its keys take meshes over the same ranks as equal,
+    so results in a new world would be on a mesh of the previous world, whose process groups no longer exist."""
+    # torch.distributed.tensor.debug does this too, but importing it imports the compiler: a second of each rank's start
     with suppress(AttributeError):
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
     with suppress(AttributeError):
@@ -38,17 +38,20 @@ def forget_meshes() -> None:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's piece of a DTensor, without the autograd work of ``to_local``; any other tensor as it is."""
+    """This rank's local piece of a DTensor, without the autograd work of ``to_local``; any other tensor unchanged."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
-_on_scalar_read = WeakIdKeyDictionary()  # root of a mesh -> what is called
+_on_scalar_read = WeakIdKeyDictionary()  # root of a mesh -> the function to call
 
 
 def on_scalar_read(mesh: DeviceMesh, call: Callable[[DTensor], None]) -> None:
-    """Before a Python number is taken from a DTensor over ``mesh``, or a part of that mesh, calls ``call`` with the DTensor:
-    ``item()``, ``float()``, ``bool()``, a scalar argument of an operator, which torch takes from this rank's piece; a format,
-    ``tolist()``, ``numpy()``, of which its errors do not say what to do. DTensors over other meshes are read as before."""
+    """Calls ``call`` with a DTensor before a Python number is taken from it, if it is over ``mesh`` or a part of it.
+
+    Covers ``item()``, ``float()``, ``bool()`` and a scalar argument of an operator, which torch reads from this rank's
+    piece; also formatting, ``tolist()`` and ``numpy()``, whose own errors do not say what to do. DTensors over other
+    meshes are read as before.
+    """
     handlers, read = DTensor._op_dispatcher._custom_op_handlers, torch.ops.aten._local_scalar_dense.default
     if not _on_scalar_read:
         handlers[read] = _scalar_reader(handlers.get(read))

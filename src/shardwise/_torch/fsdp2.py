@@ -1,8 +1,9 @@
-"""FSDP2's units without FSDP2's own hooks: a unit gathers, frees and reduces its parameters when it is told to.
+"""FSDP2's parameter groups without FSDP2's module hooks: units all-gather, free and reduce-scatter when called.
 
-``fully_shard`` makes the groups of parameters (shards, buffers, streams, collectives), and puts hooks on modules that decide
-when each of them works. Those hooks look at what a forward returns and at what ran most recently, which differs by rank where
-ranks run other code; :mod:`shardwise.techniques.data.unit_order` decides instead, and calls the methods here.
+``fully_shard`` makes the parameter groups (shards, buffers, streams, collectives) and registers module hooks that
+decide when each group works. Those hooks depend on what a forward returns and on what ran most recently, which differs
+by rank where ranks run different code. :mod:`shardwise.techniques.data.unit_order` decides instead, and calls the
+methods here.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,13 +20,16 @@ __all__ = ["Unit", "in_backward", "take_over", "when_interrupted"]
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a node of a backward now."""
+    """Whether this thread is running a node of a backward."""
     return torch._C._current_graph_task_id() != -1
 
 
 def take_over(root: nn.Module) -> None:
-    """Removes the hooks by which the units of ``root`` gather, free and reduce by themselves, and those by which ``state_dict()``
-    frees what is gathered: one rank that looks would leave the others waiting for it in backward. Parameters have memory."""
+    """Removes the FSDP2 hooks by which the units of ``root`` gather, free and reduce by themselves.
+
+    Also removes the hooks by which ``state_dict()`` frees gathered parameters: if one rank called it, the others would
+    wait for that rank in backward. The parameters must have memory already.
+    """
     states = {id(state): state for module in root.modules() if (state := _state(module)) is not None}
     _state(root)._lazy_init()
     for state in states.values():
@@ -38,7 +42,8 @@ def take_over(root: nn.Module) -> None:
 
 
 def when_interrupted(module: nn.Module, call: Callable[[], None]) -> None:
-    """From now on ``call`` is called when a call of ``module`` ends by what is no Exception (Ctrl-C): torch runs no hooks then."""
+    """Makes ``call`` run when a call of ``module`` ends by something that is not an Exception (Ctrl-C): torch runs no
+    hooks then."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -53,10 +58,10 @@ def when_interrupted(module: nn.Module, call: Callable[[], None]) -> None:
 
 
 class Unit:
-    """What is gathered and reduced together: one or several modules, entered by their forwards.
+    """An FSDP2 unit: one or several modules whose parameters are all-gathered and reduce-scattered together.
 
     Attributes:
-        name: of the unit in the recipe.
+        name: its name in the recipe.
         modules: in the order of the recipe.
     """
 
@@ -81,7 +86,7 @@ class Unit:
         return all(group.is_sharded for group in self.groups)
 
     def prepare(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Of the root, before a forward: streams wait for what wrote the shards, and inputs go to the device."""
+        """Called on the root before a forward: streams wait for writes to the shards, inputs move to the device."""
         args, kwargs = self._state._root_pre_forward(module, args, kwargs)
         self._state._state_ctx.iter_forward_root = None
         return args, kwargs
@@ -89,8 +94,9 @@ class Unit:
     # ---- parameters ------------------------------------------------------------------------------------------
 
     def gather(self, *, backward: bool = False) -> None:
-        """Makes the parameters whole, unless they are, and shows them on the modules. All ranks of the unit's mesh call it."""
-        with torch.inference_mode(False):  # what an evaluation gathers first, training uses again
+        """All-gathers the parameters unless they are gathered, and sets them on the modules. All ranks of the unit's
+        mesh call it."""
+        with torch.inference_mode(False):  # training later uses what an evaluation gathered
             for group in self.groups:
                 group._training_state = TrainingState.PRE_BACKWARD if backward else TrainingState.FORWARD
                 group.unshard(group.unshard_async_op)
@@ -98,7 +104,7 @@ class Unit:
         self.show_whole()
 
     def prefetch(self, *, backward: bool) -> None:
-        """Starts gathering; :meth:`gather` waits for it. All ranks of the unit's mesh call it."""
+        """Starts the all-gather; :meth:`gather` waits for it. All ranks of the unit's mesh call it."""
         state = TrainingState.PRE_BACKWARD if backward else TrainingState.FORWARD
         with torch.inference_mode(False):
             for group in reversed(self.groups) if backward else self.groups:
@@ -106,14 +112,14 @@ class Unit:
                     group.unshard(group.unshard_async_op)
 
     def drop_prefetched(self) -> None:
-        """Forgets what was gathered ahead and not used: by the next forward the shards may have changed."""
+        """Discards an all-gather that was started and not used: by the next forward the shards may have changed."""
         for group in self.groups:
             found, group._all_gather_result = group._all_gather_result, None
             if found is not None and found.all_gather_work is not None:
                 found.all_gather_work.wait()
 
     def leave_forward(self) -> None:
-        """Frees the parameters as ``reshard_after_forward`` says; the modules show their shards either way."""
+        """Frees the gathered parameters as ``reshard_after_forward`` says; the modules hold their shards either way."""
         for group in self.groups:
             group._training_state = TrainingState.FORWARD
             group.reshard()
@@ -127,17 +133,17 @@ class Unit:
         self.show_shards()
 
     def show_whole(self) -> None:
-        """The modules hold the gathered parameters."""
+        """Sets the gathered parameters on the modules."""
         for param in self._params():
             param._setattr_on_modules(param._unsharded_param)
 
     def show_shards(self) -> None:
-        """The modules hold the parameters that the user knows; what is gathered stays."""
+        """Sets the sharded parameters, which the user knows, on the modules; gathered memory is kept."""
         for param in self._params():
             param._setattr_on_modules(param.sharded_param)
 
     def lend(self, module: nn.Module) -> None:
-        """Shows the gathered parameters of one module until its forward has run, if they are still there."""
+        """Sets the gathered parameters on one module until its forward has run, if they are still gathered."""
         mine = [param for param in self._params() if self.is_gathered and _holds(param, module)]
         if not mine:
             return
@@ -152,14 +158,18 @@ class Unit:
         handle = module.register_forward_hook(take_back, always_call=True)
 
     def version(self) -> int:
-        """A number that grows with every write to the shards: an operation on a DTensor counts in its own version, one on what it
-        holds in that tensor's. Lists of DTensors (``torch._foreach_mul_``) and ``.data`` count in neither."""
+        """A number that grows with every in-place write to the shards.
+
+        An operation on a DTensor counts in the DTensor's version, one on its local tensor in that tensor's. Operations
+        on lists of DTensors (``torch._foreach_mul_``) and writes through ``.data`` count in neither.
+        """
         shards = (param.sharded_param for param in self._params())
         both = (tensor for shard in shards for tensor in (shard, shard._local_tensor))
         return sum(tensor._version for tensor in both if not tensor.is_inference())
 
     def moved(self) -> Tensor | None:
-        """The shard of a gathered parameter that no longer lies where it was gathered: a forward has given it other memory."""
+        """The shard of a gathered parameter that is no longer in the all-gather output: a forward gave it other
+        memory."""
         for param in self._params():
             outputs = param.all_gather_outputs
             whole = getattr(param, "_unsharded_param", None)
@@ -170,8 +180,8 @@ class Unit:
     # ---- gradients -------------------------------------------------------------------------------------------
 
     def hook_gradients(self, make: Callable[[], Callable[[Tensor], None]]) -> None:
-        """Puts a hook on each gathered parameter that is trained and has none, called after a gradient was added to it. The hook
-        must keep nothing alive: it is held in C++, where a cycle is never freed."""
+        """Registers a post-accumulate-grad hook on each gathered, trained parameter that has none yet. The hook must
+        keep nothing alive: it is held in C++, where a reference cycle is never freed."""
         for param in self._params():
             whole = param._unsharded_param
             if whole.requires_grad and id(whole) not in self._hooked:
@@ -179,7 +189,7 @@ class Unit:
                 self._hooked.add(id(whole))
 
     def hook_before_gradients(self, hook: Callable[[Tensor], Tensor | None]) -> None:
-        """The same for a hook that is given each gradient before it is added, and may return another."""
+        """Registers a hook that receives each gradient before it is accumulated, and may return another one."""
         for param in self._params():
             whole = getattr(param, "_unsharded_param", None)
             if whole is not None and whole.requires_grad and id(whole) not in self._hooked_before:
@@ -187,41 +197,41 @@ class Unit:
                 self._hooked_before.add(id(whole))
 
     def positions_with_gradient(self) -> list[int]:
-        """Which parameters (numbers in the order of :meth:`shards`) have a gradient that was not reduced. After reduction FSDP2
-        can no longer tell 'used, zero' from 'not used'."""
+        """Indices (in the order of :meth:`shards`) of the parameters that have an unreduced gradient. After the
+        reduce-scatter FSDP2 can no longer distinguish 'used, zero' from 'not used'."""
         return [i for i, param in enumerate(self._params()) if _whole_gradient(param) is not None]
 
     @property
     def reduces(self) -> bool:
-        """Whether gradients are summed over the ranks now, and not accumulated."""
+        """Whether a backward reduces gradients over the ranks, rather than accumulating them locally."""
         return all(group.reduce_grads for group in self.groups)
 
     def reduce(self) -> None:
-        """Sums gradients over the ranks, zeros where this one has none, or accumulates them; then frees the parameters."""
+        """Reduce-scatters gradients (zeros where this rank has none) or accumulates them; then frees the parameters."""
         for group in reversed(self.groups):
             if group.reduce_grads:
                 _fill_unused(group)
                 _agree_on_dtype(group)
             elif not any(hasattr(param, "_unsharded_param") for param in group.fsdp_params):
-                continue  # never gathered yet, so without gradients; where sums are of another dtype, FSDP2 would ask for them
+                continue  # never gathered, so it has no gradients; with another reduce dtype FSDP2 would look for them
             group.post_backward()
             group._training_state = TrainingState.IDLE
         if all(group.reshard_after_backward for group in self.groups):
             self.show_shards()
 
     def end_backward(self) -> None:
-        """Waits for the sums of this backward."""
+        """Waits for the reduce-scatters of this backward."""
         for group in self.groups:
             group._training_state = TrainingState.IDLE
             group.finalize_backward()
 
     def keep_whole(self, keep: bool) -> None:
-        """Whether a backward leaves the parameters gathered."""
+        """Sets whether a backward leaves the parameters gathered."""
         for group in self.groups:
             group.reshard_after_backward = not keep
 
     def release_buffers(self) -> None:
-        """Of the root, at the end of a forward or a backward: buffers of collectives that have run."""
+        """Called on the root at the end of a forward or a backward: releases buffers of finished collectives."""
         shared = self._state._comm_ctx
         if (gathered := shared.all_gather_state) is not None:
             shared.all_gather_copy_in_stream.wait_event(gathered.event)
@@ -232,7 +242,7 @@ class Unit:
                 self._state._device_handle.current_stream().wait_event(state.event)
 
     def drop_gradients(self) -> None:
-        """Forgets gradients that were accumulated and not summed."""
+        """Discards gradients that were accumulated and not reduced."""
         for group in self.groups:
             group._partial_reduce_output = None
         for param in self._params():
@@ -266,8 +276,11 @@ def _whole_gradient(param: Any) -> Tensor | None:
 
 
 def _agree_on_dtype(group: Any) -> None:
-    """Gradients of earlier micro-batches are kept in the dtype they are reduced in, and FSDP2 refuses to reduce them beside
-    those of the last one alone, or the zeros of a parameter that was not used, in the dtype of compute."""
+    """Converts accumulated gradients of a group to one dtype before the reduction.
+
+    Gradients of earlier micro-batches are kept in the reduce dtype. FSDP2 refuses to reduce them together with
+    gradients of only the last micro-batch, or zeros of an unused parameter, which are in the compute dtype.
+    """
     params = [param for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
     if all(param.unsharded_accumulated_grad is None for param in params):
         return
@@ -278,8 +291,8 @@ def _agree_on_dtype(group: Any) -> None:
 
 
 def _fill_unused(group: Any) -> None:
-    """Zeros for a parameter that this rank did not use, so that ranks reduce the same tensors. FSDP2 can make them itself from torch
-    2.13 on (``set_reduce_scatter_unused_params``)."""
+    """Sets zero gradients for parameters that this rank did not use, so that all ranks reduce the same tensors. From
+    torch 2.13 on FSDP2 can do this itself (``set_reduce_scatter_unused_params``)."""
     for param in group.fsdp_params:
         whole = getattr(param, "_unsharded_param", None)
         if (

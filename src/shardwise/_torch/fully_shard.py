@@ -1,4 +1,4 @@
-"""What ``fully_shard`` makes of a unit: its groups of parameters, and what it was given."""
+"""What ``fully_shard`` makes of a unit: its parameter groups, and the options it was called with."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ __all__ = [
 
 
 class _Chunks:
-    """The pieces that ``torch.chunk`` cuts a tensor into, and empty ones after them, each made when it is asked for."""
+    """A lazy ``torch.chunk``: a sequence of its pieces followed by empty ones, each made when it is indexed."""
 
     def __init__(self, tensor: Tensor, num_chunks: int, dim: int):
         self._tensor, self._dim, self._num = tensor, dim, num_chunks
@@ -44,8 +44,8 @@ class _Chunks:
 
 @contextlib.contextmanager
 def lazy_chunks() -> Iterator[None]:
-    """Within: ``fully_shard`` makes the two pieces of a parameter that it looks at, and not one for every rank (on 8192
-    ranks and 127 units they took four minutes)."""
+    """Context manager: ``fully_shard`` makes only the two chunks of a parameter that it reads, not one per rank (at
+    8192 ranks and 127 units that took four minutes)."""
     whole = _fsdp_param._chunk_with_empty
     _fsdp_param._chunk_with_empty = _Chunks  # type: ignore[assignment]
     try:
@@ -56,9 +56,10 @@ def lazy_chunks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def parameter_groups(groups: list[tuple[list[Tensor], Any]], after_forward: DeviceMesh | None) -> Iterator[None]:
-    """Within: ``fully_shard`` puts the parameters of one unit into these groups, each with a precision policy of its own.
-    FSDP2 makes several by itself, for parameters on several meshes, but a group has one dtype of what is trained. They are
-    resharded over the last dim of ``after_forward``; None: as ``fully_shard`` was asked."""
+    """Context manager: ``fully_shard`` puts the parameters of one unit into these groups, each with its own mixed
+    precision policy. FSDP2 makes several groups by itself for parameters on several meshes, but a group has one dtype
+    of trained parameters. Groups reshard after forward over the last dim of ``after_forward``; None: as ``fully_shard``
+    was called."""
     whole = _fully_shard._init_param_group
 
     def each(state: Any, params: list[Tensor], *args: Any, **kwargs: Any) -> None:
@@ -78,14 +79,14 @@ def parameter_groups(groups: list[tuple[list[Tensor], Any]], after_forward: Devi
 
 
 def unit_groups(module: nn.Module) -> list[Any]:
-    """FSDP2's parameter groups of one unit: the objects that gather and reduce."""
+    """The ``FSDPParamGroup`` objects of one unit, which all-gather and reduce-scatter."""
     if not isinstance(module, FSDPModule):
         return []
     return list(module._get_fsdp_state()._fsdp_param_groups)
 
 
 def unit_reshard(module: nn.Module) -> bool | int:
-    """``reshard_after_forward`` of one unit, as ``fully_shard`` was given it."""
+    """``reshard_after_forward`` of one unit, as it was passed to ``fully_shard``."""
     group = unit_groups(module)[0]
     if group.post_forward_mesh_info is None:
         return False
@@ -94,14 +95,14 @@ def unit_reshard(module: nn.Module) -> bool | int:
 
 
 def unit_policies(module: nn.Module) -> tuple[Any, Any]:
-    """The ``mp_policy`` and the ``offload_policy`` of one unit, as ``fully_shard`` was given them."""
+    """The ``mp_policy`` and the ``offload_policy`` of one unit, as they were passed to ``fully_shard``."""
     group = unit_groups(module)[0]
     return group.mp_policy, group.offload_policy
 
 
 def reset_iteration(module: nn.Module) -> None:
-    """Forgets what a forward or backward of a unit tree left half done; before the first forward there is nothing, and
-    torch's own ``reset_iter_state``, which came with 2.13, fails."""
+    """Resets a tree of units after an unfinished forward or backward. Before the first forward there is nothing to
+    reset, and torch's own ``reset_iter_state`` (new in 2.13) fails."""
     state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
     if state is None or not state._is_root:
         return
@@ -124,7 +125,7 @@ def reset_iteration(module: nn.Module) -> None:
 
 
 def take_reductions(shared: Any) -> list[Any]:
-    """The reductions of which a root keeps buffers, which it keeps no longer."""
+    """The reductions whose buffers a root still holds; removes them from the root."""
     if not hasattr(shared, "reduce_scatter_states"):  # before torch 2.12 there was one at most
         found, shared.reduce_scatter_state = [shared.reduce_scatter_state], None
     else:
@@ -152,8 +153,8 @@ def _reset_group(group: Any, wait: Callable[[Any], None]) -> None:
 
 
 def gathered_parameters(module: nn.Module) -> Iterator[tuple[Tensor, nn.Parameter]]:
-    """``(whole, sharded)`` of the parameters of a unit's module: while the unit is gathered, FSDP2 has put the first in
-    the place of the second."""
+    """``(gathered, sharded)`` of each parameter of a unit's module: while the unit is gathered, FSDP2 has put the first
+    in the place of the second."""
     for group in unit_groups(module):
         for param in group.fsdp_params:
             whole = getattr(param, "_unsharded_param", None)

@@ -1,4 +1,4 @@
-"""What is only known while ``torch.compile`` makes a graph, and what a graph keeps for backward."""
+"""Hooks into ``torch.compile`` while it traces a graph, and what a graph saves for backward."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,27 +16,27 @@ changed_in_graphs: set[type] = set()
 """Classes of modules in which :func:`look_in_graph` has seen a marked tensor change."""
 
 
-_made_in_graphs = WeakIdKeyDictionary()  # what stands for a tensor while a graph is made -> its version
+_made_in_graphs = WeakIdKeyDictionary()  # fake tensor that stands for a tensor during tracing -> its version
 
 
 def mark_in_graph(tensor: Tensor) -> None:
-    """In code that is being compiled: :func:`look_in_graph` will tell whether ``tensor`` was changed in place since. Neither leaves
-    anything in the graph."""
+    """In code that is being compiled: notes the version of ``tensor``, so that :func:`look_in_graph` can see in-place
+    changes. Neither function adds anything to the graph."""
     from torch._dynamo.comptime import comptime  # takes a second to import
 
     comptime(_note_made)
 
 
 def look_in_graph(module: nn.Module, tensor: Tensor) -> None:
-    """Remembers the class of ``module`` if ``tensor``, marked before, was changed; without a guard on ``module``: blocks that are
-    alike go on sharing one graph."""
+    """Records the class of ``module`` if ``tensor``, marked before, was changed in place. Adds no guard on ``module``,
+    so that equal blocks still share one graph."""
     from torch._dynamo.comptime import comptime
 
     comptime(_note_change)
 
 
 def _note_made(context: Any) -> None:
-    """Reads the local variables of its caller; a function with variables of its own is not taken."""
+    """Reads the local variables of its caller; a closure is not accepted by ``comptime``."""
     made = context.get_local("tensor").as_fake()
     _made_in_graphs[made] = made._version
 
@@ -49,10 +49,11 @@ def _note_change(context: Any) -> None:
 
 @contextlib.contextmanager
 def memory_budget(budget: float) -> Iterator[None]:
-    """Within: graphs that are compiled keep this part of their activations for backward, and every random number.
+    """Context manager: compiled graphs save this fraction of their activations for backward, and all random draws.
 
-    torch counts ``bernoulli``, of which dropout is made, among what may be run again, where it draws anew: with a budget below
-    1 gradients belonged to other dropout masks, without an error. A budget of exactly 0 keeps nothing whatever is banned.
+    torch counts ``bernoulli``, which dropout uses, among the operators it may recompute, and recomputing draws again:
+    with a budget below 1, gradients belonged to other dropout masks, without an error. A budget of exactly 0 saves
+    nothing, even what is marked to be saved.
     """
     from torch._functorch import config, partitioners
 

@@ -1,8 +1,8 @@
-"""Kinds of modules, and changing every tensor of one."""
+"""Kinds of modules, and functions that change every tensor of a module."""
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable.replicate import DDP as DDPModule  # noqa: N811 - a class: replicate() puts it over a module's own
+from torch.distributed._composable.replicate import DDP as DDPModule  # noqa: N811 - replicate() adds it to the class
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.nn.utils.parametrizations import _SpectralNorm
@@ -12,8 +12,8 @@ __all__ = ["BatchNormBase", "DDPModule", "cast_floating", "is_spectral_norm", "m
 
 
 def materialise(module: nn.Module, device: torch.device, *, cut: torch.device) -> None:
-    """Gives memory to what is still on meta of a sharded module: on ``cut`` to shards, on ``device`` to the rest. Unlike
-    ``to_empty`` it leaves real tensors alone, so that tied buffers stay tied."""
+    """Allocates the tensors of a sharded module that are still on meta: shards on device ``cut``, the rest on
+    ``device``. Unlike ``to_empty`` it leaves real tensors alone, so that tied buffers stay tied."""
 
     def make(tensor: Tensor) -> Tensor:
         if tensor.device.type != "meta":
@@ -24,7 +24,7 @@ def materialise(module: nn.Module, device: torch.device, *, cut: torch.device) -
 
 
 def cast_floating(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """``module.to(dtype)`` that keeps imaginary parts: complex tensors get the complex dtype of that precision."""
+    """``module.to(dtype)`` that keeps imaginary parts: complex tensors get the matching complex dtype."""
     if not any(tensor.is_complex() for tensor in (*module.parameters(), *module.buffers())):
         return module.to(dtype)
 

@@ -1,4 +1,4 @@
-"""Operators: which there are, what they are made of, and those over lists of tensors."""
+"""Operators of torch: their names, whether they decompose, and ``_foreach`` operators over lists of tensors."""
 
 from typing import Any
 
@@ -9,7 +9,8 @@ __all__ = ["foreach_norms", "foreach_scale", "is_taken_apart", "looked_at_on_met
 
 
 def looked_at_on_meta(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The tensor on meta whose values ``op`` is about to take away (``.item()``, ``bool()``, ``.tolist()``, ``.cpu()``), if any."""
+    """The meta tensor whose values ``op`` is about to read (``.item()``, ``bool()``, ``.tolist()``, ``.cpu()``), if
+    any."""
     leaves = op is torch.ops.aten._local_scalar_dense.default or (
         op is torch.ops.aten._to_copy.default and torch.device(kwargs.get("device") or "meta").type == "cpu"
     )
@@ -27,11 +28,11 @@ def foreach_scale(tensors: list[Tensor], factor: float) -> None:
 
 
 def operator_names() -> list[str]:
-    """The names of torch's own operators, without overloads."""
+    """The names of torch's own (``aten``) operators, without overloads."""
     names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
     return sorted(name.removeprefix("aten::") for name in names)
 
 
 def is_taken_apart(operator: Any) -> bool:
-    """Whether autograd and what stands below it see other operators in the place of this one."""
+    """Whether autograd and lower dispatch keys see other operators in place of this one (it decomposes)."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")

@@ -1,6 +1,8 @@
-"""Whether the private names of torch that are used here are there: where one is missing, torch has changed, and nothing is tried with it.
+"""Checks that the private names of torch that are used here exist. If one is missing, torch has changed, and
+:mod:`shardwise.verify.torch_check` tries nothing with it.
 
-A name is an attribute of a module or class, or, of what only objects have, a word in the source of the module that makes them.
+A name is an attribute of a module or class. For attributes that only instances have, it is a word in the source of the
+module that makes them.
 """
 
 import importlib
@@ -16,9 +18,9 @@ class Probe:
 
     Attributes:
         place: a module, or ``module:Class``.
-        attributes: of it.
-        words: in the source of the module: attributes that its objects have.
-        without: what is done where they are missing; "": nothing can be.
+        attributes: attributes that it must have.
+        words: words in the source of the module: attributes of its instances.
+        without: what is done where they are missing; "": there is no substitute.
     """
 
     place: str
@@ -27,7 +29,7 @@ class Probe:
     without: str = ""
 
     def missing(self) -> list[str]:
-        """Those that are not there."""
+        """The names that do not exist in this torch."""
         module, _, name = self.place.partition(":")
         try:
             found = importlib.import_module(module)
@@ -89,7 +91,7 @@ PROBES = (
         words=("_unsharded_param", "_module_info", "unsharded_accumulated_grad"),
     ),
     Probe(f"{_FSDP}._fsdp_param:FSDPParam", ("_setattr_on_modules", "to_accumulated_grad_if_needed")),
-    # Of a reset without reset_iter_state, before torch 2.13.
+    # For a reset without reset_iter_state, before torch 2.13.
     Probe(f"{_FSDP}._fsdp_state", words=("_modules_to_run_forward",), without="FSDPModule.reset_iter_state"),
     Probe(
         f"{_FSDP}._fsdp_param_group:FSDPParamGroup",
@@ -101,5 +103,5 @@ PROBES = (
 
 
 def missing() -> list[str]:
-    """Names that are not there and without which nothing can be done, each with its place."""
+    """Names that do not exist in this torch and have no substitute, each with its place."""
     return [name for probe in PROBES if not probe.without for name in probe.missing()]

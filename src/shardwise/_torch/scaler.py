@@ -1,4 +1,4 @@
-"""What a ``GradScaler`` knows of an optimizer."""
+"""What a ``GradScaler`` records about an optimizer."""
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -7,7 +7,7 @@ __all__ = ["is_unscaled", "tell_scaler"]
 
 
 def tell_scaler(scaler: torch.amp.GradScaler, optim: torch.optim.Optimizer, *, found_inf: bool) -> None:
-    """Leaves ``scaler`` as its ``unscale_(optim)`` would: for gradients that were divided, and looked at, by other means."""
+    """Leaves ``scaler`` as its ``unscale_(optim)`` would, for gradients that were divided and checked by other code."""
     scale, _ = scaler._check_scale_growth_tracker("unscale_")
     state = scaler._per_optimizer_states[id(optim)]
     state["found_inf_per_device"] = {scale.device: torch.full_like(scale, float(found_inf))}

@@ -1,4 +1,4 @@
-"""Which versions of torch the whole suite ran on."""
+"""The torch versions on which the whole test suite ran."""
 
 import torch
 
@@ -8,6 +8,7 @@ TESTED = ((2, 13),)
 
 
 def is_newer() -> bool:
-    """Whether this torch is newer than every one that the suite ran on: private names that are used may be there and mean another thing."""
+    """Whether this torch is newer than every tested one: private names that are used may exist and mean another
+    thing."""
     major, minor, *_ = torch.__version__.split(".")
     return (int(major), int(minor)) > max(TESTED)

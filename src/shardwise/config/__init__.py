@@ -1,4 +1,4 @@
-"""What a user may choose: the base of option records, and the strict reader of files. Torch-free."""
+"""Option records and the strict reader of configuration files. Torch-free."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy, so that the command line's top-level help pays for none of it.
+    # Lazy, so that the command line's top-level help imports none of it.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

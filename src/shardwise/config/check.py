@@ -1,7 +1,7 @@
-"""Check one value against its declared type, and say in plain words what was expected.
+"""Check one value against its declared type, and describe what was expected as text.
 
-msgspec decides whether a value fits; this file owns the words. The same check serves a value from a file, from an
-override and from Python code, so all three give the same sentence and differ only in ``where``.
+msgspec decides whether a value fits; this file writes the messages. The same check is used for a value from a file,
+from an override and from Python code, so all three give the same message and differ only in ``where``.
 """
 
 import math
@@ -17,12 +17,12 @@ __all__ = ["checked", "describe_type", "describe_value", "doc_of", "struct_in"]
 
 
 def checked(value: Any, hint: Any, *, where: str, key: str) -> Any:
-    """``value`` as the type ``hint`` wants it (lists become tuples, whole floats ints), or a :class:`ConfigError`.
+    """``value`` converted to the type ``hint`` (lists become tuples, whole floats ints), or a :class:`ConfigError`.
 
     Args:
-        value: what was given.
+        value: the value.
         hint: the field's type, with its ``Annotated`` limits.
-        where: what was given and where, for the message (``train.steps = 'many' (run.yaml:7)``).
+        where: the value and where it was given, for the message (``train.steps = 'many' (run.yaml:7)``).
         key: the key alone, for the example in the fix (``steps``).
     """
     if isinstance(value, float) and not math.isfinite(value):
@@ -43,7 +43,7 @@ def checked(value: Any, hint: Any, *, where: str, key: str) -> Any:
 
 
 def describe_type(hint: Any) -> str:
-    """A type in plain words: ``a whole number >= 1, or null``."""
+    """A type as text: ``a whole number >= 1, or null``."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return describe_type(args[0]) + _limits(args[1:])
@@ -63,7 +63,7 @@ def describe_type(hint: Any) -> str:
 
 
 def describe_value(value: Any, *, within: str = "") -> str:
-    """What a value is, in plain words. ``within`` is msgspec's message, used to point inside a list."""
+    """A value as text. ``within`` is msgspec's message, used to point at an element of a list."""
     if isinstance(value, list | tuple) and "$[" in within:
         index = int(within.rpartition("$[")[2].partition("]")[0])
         return f"{describe_value(value[index])} at place {index + 1} of the list"
@@ -97,7 +97,7 @@ def struct_in(hint: Any) -> type[msgspec.Struct] | None:
 
 
 def _whole(value: Any, hint: Any) -> Any:
-    """YAML's ``1e3`` is a float; where a whole number is wanted and no float will do, it means 1000."""
+    """``value`` as int if it is a whole float and ``hint`` takes int but not float: YAML's ``1e3`` is a float."""
     if isinstance(value, float) and value.is_integer() and int in _leaves(hint) and float not in _leaves(hint):
         return int(value)
     return value

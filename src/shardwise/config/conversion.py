@@ -1,6 +1,6 @@
-"""What ``shardwise convert`` is asked to do, checked whole when it is said; and what the name of a file says of its kind.
+"""The options of ``shardwise convert``, checked when the record is built, and the file kind that an ending stands for.
 
-Torch-free: a mistake is told before torch is imported.
+Torch-free: a mistake is reported before torch is imported.
 """
 
 import difflib
@@ -22,28 +22,29 @@ FOREIGN = {
     ".gguf": "GGUF", ".ggml": "GGML", ".onnx": "ONNX", ".npz": "NumPy", ".npy": "NumPy", ".h5": "HDF5", ".hdf5": "HDF5",
     ".keras": "Keras", ".msgpack": "Flax", ".pb": "TensorFlow", ".tflite": "TensorFlow Lite",
 }  # fmt: skip
-"""Endings of files that hold weights elsewhere, and are neither read nor written here."""
+"""Endings of weights files of other libraries, which are neither read nor written here."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """What is to be done.
+    """One conversion: source, destination, and what changes on the way.
 
     Attributes:
         source: file or directory.
         dest: file, or for ``hf``, ``dcp`` and ``shardwise`` a directory.
-        to: ``hf``, ``safetensors``, ``torch``, ``dcp`` or ``shardwise`` (a checkpoint of weights); empty: what the ending of ``dest`` says, else ``hf``.
-        dtype: for floating-point tensors, as a word (``bf16``) or torch's; None: as they are.
+        to: ``hf``, ``safetensors``, ``torch``, ``dcp`` or ``shardwise`` (a checkpoint of weights); empty: the kind of
+            the ending of ``dest``, else ``hf``.
+        dtype: for floating-point tensors, as a word (``bf16``) or torch's name; None: unchanged.
         keep: regular expressions of names that keep their dtype.
-        max_shard_bytes: size of a file at most, where there may be several; None: 5 GiB.
-        rules: of a key map.
-        config: the model's configuration, if it is not beside the source.
-        verify: whether every tensor is compared with the source, before the result is moved to its place.
-        fresh: whether an earlier attempt is thrown away.
-        overwrite: whether what stands at ``dest`` is replaced.
+        max_shard_bytes: largest size of a file, in bytes, where there may be several; None: 5 GiB.
+        rules: rules of a key map.
+        config: the model's configuration, if it is not next to the source.
+        verify: whether every tensor is compared with the source before the result is moved to its place.
+        fresh: whether an earlier attempt is discarded.
+        overwrite: whether an existing ``dest`` is replaced.
 
     Raises:
-        ConfigError: words that are not known, that contradict each other, or that would have no effect.
+        ConfigError: unknown words, options that contradict each other, or that would have no effect.
     """
 
     source: Path
@@ -78,7 +79,7 @@ class Conversion:
 
     @property
     def is_file(self) -> bool:
-        """Whether the result is one file, else a directory."""
+        """Whether the result is one file; otherwise it is a directory."""
         return self.to in FILES
 
     def _check_kind(self) -> None:
@@ -118,7 +119,7 @@ class Conversion:
 
 
 def _kind_by_name(dest: Path) -> str:
-    """The kind that an ending stands for; without one, or with one that means nothing (``llama-3.1``), a directory."""
+    """The kind for the ending of ``dest``; a directory if it has none or an unknown one (``llama-3.1``)."""
     ending = dest.suffix
     if ending in ENDINGS:
         return ENDINGS[ending]

@@ -1,4 +1,4 @@
-"""The words for a dtype that options take. Torch-free."""
+"""The words for a dtype that options accept. Torch-free."""
 
 __all__ = ["DTYPE_WORDS"]
 
@@ -14,4 +14,4 @@ DTYPE_WORDS = {
     "bf16": "bfloat16",
     "fp64": "float64",
 }
-"""The words accepted for a dtype, and torch's name for each."""
+"""Each accepted word, and torch's name for that dtype."""

@@ -1,4 +1,5 @@
-"""Options that torch has and Shardwise does not: each record says in ``foreign`` what is written in their place. Torch-free."""
+"""torch options that Shardwise does not have: a record lists in ``foreign`` what to write in place of each.
+Torch-free."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,18 +10,18 @@ from shardwise.config.suggest import did_you_mean
 __all__ = ["Instead", "Place", "instead_of", "why_and_fix"]
 
 Place = Literal["python", "file", "override"]
-"""Where an option was written, and so how the one in its place is shown."""
+"""Where an option was written, which decides how its replacement is shown."""
 
 
 @dataclass(frozen=True)
 class Instead:
-    """What is written in the place of an option of torch.
+    """What to write in place of an option of torch.
 
     Attributes:
         text: what Shardwise does, with ``{}`` where the option stands.
-        python: the option in Python.
-        key: the option in a file, from its section on; "": nothing is written there.
-        value: of that key, as YAML.
+        python: the replacement in Python.
+        key: the replacement in a file, from its section on; "": nothing is written there.
+        value: the value of that key, as YAML.
     """
 
     text: str
@@ -29,7 +30,7 @@ class Instead:
     value: str = ""
 
     def shown(self, place: Place) -> str:
-        """The fix of an error."""
+        """The replacement as the ``fix`` of an error."""
         if place == "python":
             return self.text.format(self.python)
         if not self.key:
@@ -38,14 +39,14 @@ class Instead:
 
 
 def instead_of(record: type, key: str, place: Place) -> str | None:
-    """What is written in the place of torch's option ``key`` of ``record``, by the record's own ``foreign``; None: torch has no such
+    """The fix for torch's option ``key`` given to ``record``, from the record's ``foreign``; None: torch has no such
     option."""
     found = getattr(record, "foreign", {}).get(key)
     return found.shown(place) if isinstance(found, Instead) else found
 
 
 def why_and_fix(record: type, key: str, known: Sequence[str]) -> tuple[str, str]:
-    """The parts of an error about a key that a record, built in Python, does not have."""
+    """``why`` and ``fix`` of an error about a key that a record, built in Python, does not have."""
     name, fix = record.__name__, instead_of(record, key, "python")
     if fix is not None:
         return f"torch has this option, and {name} does not", fix

@@ -1,8 +1,8 @@
-"""Key maps: what a tensor is called elsewhere, as a list of rules. Torch-free.
+"""Key maps: rules that rename tensors between the names of two libraries. Torch-free.
 
-A map is YAML: a list of ``{from: <regular expression>, to: <replacement>}``, tried in order; the first that matches a whole
-name renames it. ``permute`` reorders rows where two conventions of rotary embeddings meet, ``drop: true`` leaves a tensor
-out. Maps that many need lie in ``maps/`` beside this file, under their names.
+A map is YAML: a list of ``{from: <regular expression>, to: <replacement>}``, tried in order; the first that matches a
+whole name renames it. ``permute`` reorders rows between two conventions of rotary embeddings; ``drop: true`` leaves a
+tensor out. Maps that are often needed are in ``maps/`` next to this file, under their names.
 """
 
 import re
@@ -22,7 +22,7 @@ _KEYS = ("from", "to", "permute", "heads", "drop")
 
 
 class Rule(Options, frozen=True, kw_only=True):
-    """One rule of a map; ``pattern`` is ``from`` there, a word that Python keeps to itself."""
+    """One rule of a key map. ``pattern`` is ``from`` in YAML, which is a reserved word in Python."""
 
     pattern: Annotated[str, doc("a regular expression that matches the whole name")]
     to: Annotated[str | None, doc(r"the new name; \1 is what the first pair of brackets matched")] = None
@@ -60,15 +60,15 @@ class Rule(Options, frozen=True, kw_only=True):
 
 
 def map_names() -> list[str]:
-    """The maps that come with the package."""
+    """The names of the maps that come with the package."""
     return sorted(path.stem for path in _HOME.glob("*.yaml"))
 
 
 def load_map(name: str | Path) -> tuple[Rule, ...]:
-    """The rules of a map by its name, or of a YAML file.
+    """The rules of a map, by its name or from a YAML file.
 
     Raises:
-        ConfigError: no such map, or a rule that cannot be.
+        ConfigError: no such map, or an invalid rule.
     """
     path = _HOME / f"{name}.yaml" if str(name) in map_names() else Path(name)
     try:

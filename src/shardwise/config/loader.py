@@ -1,8 +1,8 @@
 """Load a configuration strictly: a file or a function, then overrides, then every value checked against its record.
 
-Layers, weakest first: the defaults, the file (or function), the overrides. A key nobody reads is an error that
-suggests the right one; a value of the wrong type is an error with file, line and dotted path. What is loaded remembers
-where each value came from.
+Layers, weakest first: the defaults, the file (or function), the overrides. An unknown key is an error that suggests the
+right one; a value of the wrong type is an error with file, line and dotted path. The result records where each value
+came from.
 
 >>> class Train(Options, frozen=True, kw_only=True):
 ...     steps: int = 500
@@ -37,7 +37,7 @@ _OVERRIDE = re.compile(r"(?:--)?([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded(Generic[C]):
-    """A configuration, and for each dotted path of a value where it came from.
+    """A configuration, and the origin of the value at each dotted path.
 
     Origins read ``default``, ``run.yaml:12``, ``pkg.mod:fn`` or ``override --train.steps``.
     """
@@ -47,17 +47,17 @@ class Loaded(Generic[C]):
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str], cls: type[C]) -> Loaded[C]:
-    """Load, override and check a configuration.
+    """Loads a configuration, applies overrides and checks every value.
 
     Args:
         path: a .yaml, .yml, .toml or .json file, ``pkg.mod:fn`` (a function that returns a mapping or a ``cls``), or
             None for the defaults.
         overrides: ``--train.steps=20`` or ``train.steps=20``; the value is YAML 1.2 (``3e-4``, ``null``, ``[1, 2]``)
-            and replaces what was there.
+            and replaces the value of the file.
         cls: the record to build.
 
     Raises:
-        ConfigError: for anything that is missing, unknown, doubled, misspelled or of the wrong type.
+        ConfigError: for anything that is missing, unknown, given twice, misspelled or of the wrong type.
     """
     layer = _read(path, cls)
     for key, text in _split_overrides(overrides):
@@ -96,7 +96,7 @@ def _from_function(text: str, cls: type[C]) -> Layer:
 
 
 def _plain(value: Any) -> Any:
-    """Records and mappings as dictionaries; anything else stays, for the check of its key, which names the key."""
+    """Records and mappings as dictionaries; other values unchanged: the check of their key will name the key."""
     if isinstance(value, msgspec.Struct):
         return {key: _plain(getattr(value, key)) for key in value.__struct_fields__}
     if isinstance(value, Mapping):
@@ -105,7 +105,7 @@ def _plain(value: Any) -> Any:
 
 
 def _changed(record: msgspec.Struct) -> dict[str, Any]:
-    """A record as plain values, without those that equal the default, written or computed."""
+    """A record as plain values, without those that equal the (written or computed) default."""
     computed = record.computed() if isinstance(record, Options) else {}
     found: dict[str, Any] = {}
     for key in record.__struct_fields__:
@@ -150,7 +150,7 @@ def _split_overrides(overrides: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _apply_override(layer: Layer, key: str, text: str, cls: type[msgspec.Struct]) -> None:
-    """Set one dotted key in ``layer``, making the mappings on its way."""
+    """Set one dotted key in ``layer``, creating the mappings above it."""
     keys, origin = tuple(key.split(".")), f"override --{key}"
     _refuse_unknown_override(key, text, keys, cls)
     place = layer.values
@@ -175,11 +175,11 @@ def _apply_override(layer: Layer, key: str, text: str, cls: type[msgspec.Struct]
 
 
 def _refuse_unknown_override(key: str, text: str, keys: Keys, cls: type[msgspec.Struct]) -> None:
-    """An unknown key is told against all dotted keys there are: ``--steps`` finds ``train.steps``."""
+    """Raises ConfigError for an unknown key, compared with all dotted keys: ``--steps`` finds ``train.steps``."""
     record: type[msgspec.Struct] | None = cls
     for depth, part in enumerate(keys):
         if record is None:
-            return  # inside a free mapping such as model.args, or told by the type check
+            return  # inside a free mapping such as model.args, or reported by the type check
         hints = hints_of(record)
         if part not in hints:
             told = instead_of(record, part, "override")
@@ -195,7 +195,7 @@ def _refuse_unknown_override(key: str, text: str, keys: Keys, cls: type[msgspec.
 
 
 def _near_key(keys: Keys, depth: int, beside: list[str], cls: type[msgspec.Struct]) -> str | None:
-    """The key probably meant: one beside the unknown part, else one of that name anywhere."""
+    """The key probably meant: one next to the unknown part, else one of that name anywhere."""
     values = dotted_keys(cls)
     same = [key for key in values if key.rpartition(".")[2] == keys[-1]] if len(keys) == 1 else []
     near = closest(keys[depth], beside)
@@ -205,7 +205,7 @@ def _near_key(keys: Keys, depth: int, beside: list[str], cls: type[msgspec.Struc
 
 
 def dotted_keys(cls: type[msgspec.Struct], prefix: str = "") -> list[str]:
-    """Every key of a configuration that holds a value, as overrides name them."""
+    """Every key of a configuration that holds a value, as dotted overrides name them."""
     found: list[str] = []
     for key, hint in hints_of(cls).items():
         inner = struct_in(hint)
@@ -215,7 +215,7 @@ def dotted_keys(cls: type[msgspec.Struct], prefix: str = "") -> list[str]:
 
 
 def _build(cls: type[C], values: Mapping[str, Any], path: Keys, layer: Layer, origins: dict[str, str]) -> C:
-    """Build one record from plain values, checking key by key so that each error knows its line."""
+    """Build one record from plain values, checking each key, so that an error can name the key's line."""
     hints = hints_of(cls)
     for key in values:
         if key not in hints:
@@ -240,7 +240,7 @@ def _build(cls: type[C], values: Mapping[str, Any], path: Keys, layer: Layer, or
 
 
 def _is_section(hint: Any) -> bool:
-    """Whether a field is a record and nothing else, as the sections are."""
+    """Whether a field's type is a record and nothing else, as for sections."""
     bare = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     return isinstance(bare, type) and issubclass(bare, msgspec.Struct)
 
@@ -266,7 +266,7 @@ def _unknown_key(key: str, value: object, known: list[str], path: Keys, layer: L
 
 
 def _located(error: ShardwiseError, keys: list[str], path: Keys, layer: Layer) -> ShardwiseError:
-    """Add to a record's own complaint the lines of the keys it speaks of."""
+    """Adds to an error that a record raised the lines of the keys it mentions."""
     mentioned = []
     for full, origin in layer.origins.items():
         names = [".".join(full), *([full[-1]] if full[:-1] == path and full[-1] in keys else [])]
@@ -279,7 +279,7 @@ def _located(error: ShardwiseError, keys: list[str], path: Keys, layer: Layer) -
 
 
 def _origin(layer: Layer, path: Keys) -> str:
-    """Where a path was written; where only a mapping around it was (an inline table), that."""
+    """Where a path was written, or, if only a mapping around it was (an inline table), where that was."""
     while path and path not in layer.origins:
         path = path[:-1]
     return layer.origins.get(path, "unknown place")

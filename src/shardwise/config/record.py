@@ -1,4 +1,4 @@
-"""The base of all option records, and what is known of their fields. Torch-free."""
+"""``Options``, the base of all option records, and helpers that read its fields. Torch-free."""
 
 import typing
 from functools import cache
@@ -26,13 +26,13 @@ def hints_of(cls: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def default_of(cls: type[msgspec.Struct], key: str) -> Any:
-    """The default value of one field (a fresh one, where it is a container)."""
+    """The default value of one field (a new object, where it is a container)."""
     field = next(field for field in msgspec.structs.fields(cls) if field.name == key)
     return field.default_factory() if field.default is msgspec.NODEFAULT else field.default
 
 
 class _Checked(type(msgspec.Struct)):  # type: ignore[misc]
-    """Tells a keyword that a record does not have as any other mistake in it."""
+    """Metaclass of :class:`Options`: an unknown keyword raises ConfigError, like any other mistake in a record."""
 
     def __call__(cls, *args: Any, **given: Any) -> Any:
         known = cls.__struct_fields__
@@ -44,12 +44,12 @@ class _Checked(type(msgspec.Struct)):  # type: ignore[misc]
 
 
 class Options(msgspec.Struct, metaclass=_Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all option records: every field is checked, and lists become tuples, when one is built."""
+    """Base class of all option records. Building one checks every field and turns lists into tuples."""
 
     functions: ClassVar[frozenset[str]] = (
         frozenset()
-    )  # fields that may also be a function, or a list with some, given from Python
-    patterns: ClassVar[frozenset[str]] = frozenset()  # fields that name modules, and so may hold classes
+    )  # fields that may also be a function, or a list that contains functions, when given from Python
+    patterns: ClassVar[frozenset[str]] = frozenset()  # fields that name modules, and therefore also accept classes
 
     def __post_init__(self) -> None:
         for key, hint in hints_of(type(self)).items():
@@ -63,10 +63,10 @@ class Options(msgspec.Struct, metaclass=_Checked, frozen=True, kw_only=True, for
         self.check()
 
     def check(self) -> None:
-        """Cross checks of a record's own fields. Raises :class:`ConfigError`."""
+        """Checks fields against each other. Subclasses override it and raise :class:`ConfigError`."""
 
     def computed(self) -> dict[tuple[str, str], Any]:
-        """Defaults that depend on other fields: (section, key) -> value. A record settles them in :meth:`check`."""
+        """Defaults that depend on other fields: (section, key) -> value. A record applies them in :meth:`check`."""
         return {}
 
 
@@ -76,7 +76,7 @@ def _holds_functions(value: Any) -> bool:
 
 
 def _with_class_names(value: Any) -> Any:
-    """``value`` with the dotted path in place of each class, which is how a pattern names it."""
+    """``value`` with each class replaced by its dotted path, which is how a pattern names it."""
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, list | tuple):

@@ -1,7 +1,7 @@
-"""Write a configuration as YAML: to keep it, to show where each value came from, and to explain every key.
+"""Write a configuration as YAML: to save it, to show where each value came from, and to explain every key.
 
 The text of :func:`dump_config` loads back to an equal configuration. It is written here rather than by a YAML library
-because each line carries a comment of its own, and help should not wait for the library.
+because each line has its own comment, and ``--help`` should not wait for the library.
 """
 
 import re
@@ -16,7 +16,7 @@ from shardwise.config.record import default_of, hints_of
 
 __all__ = ["config_help", "dump_config", "flow_text", "print_config"]
 
-# Words a YAML 1.1 reader would take for something else are quoted too, so that other tools read the same text.
+# Words that a YAML 1.1 reader would not read as text are quoted too, so that other tools read the same text.
 _NOT_TEXT = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
 _PLAIN = re.compile(r"(?:[A-Za-z_/]|\.{1,2}/)[\w/.=+-]*", re.ASCII)
 
@@ -55,7 +55,7 @@ def _help_lines(cls: type[msgspec.Struct], prefix: str, emit: Callable[[str], No
 
 
 def _lines(value: Any, path: tuple[str, ...] = ()) -> list[tuple[str, tuple[str, ...]]]:
-    """Each line of the YAML text, with the path it shows."""
+    """Each line of the YAML text, with the path of the key on it."""
     found: list[tuple[str, tuple[str, ...]]] = []
     items = (
         {key: getattr(value, key) for key in value.__struct_fields__} if isinstance(value, msgspec.Struct) else value
@@ -90,7 +90,7 @@ def _section_doc(cls: type[msgspec.Struct], path: tuple[str, ...]) -> str:
 
 
 def flow_text(value: Any) -> str:
-    """A value on one line."""
+    """A value as YAML on one line."""
     if isinstance(value, msgspec.Struct):
         value = msgspec.structs.asdict(value)
     if isinstance(value, dict):
@@ -114,7 +114,7 @@ def _number(value: float) -> str:
 
 
 def _text(text: str) -> str:
-    """A text, quoted unless every YAML reader would take it for this very text."""
+    """Text as YAML, quoted unless every YAML reader reads it as exactly this text."""
     if _PLAIN.fullmatch(text) and text.lower() not in _NOT_TEXT:
         return text
     return '"' + "".join(_escape(char) for char in text) + '"'

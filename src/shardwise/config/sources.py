@@ -1,7 +1,7 @@
-"""Read YAML, TOML and JSON into plain values, remembering the line of every key.
+"""Read YAML, TOML and JSON into plain values, recording the line of every key.
 
-One :class:`Layer` per source: nested dictionaries with text keys, and for each path of keys the words that say where
-it was written (``run.yaml:12``). Syntax errors carry line and column; duplicate keys are refused with both lines.
+One :class:`Layer` per source: nested dictionaries with text keys, and for each path of keys a text that says where it
+was written (``run.yaml:12``). Syntax errors carry line and column; duplicate keys are refused with both lines.
 YAML is 1.2: ``3e-4`` is a number, ``no`` is a text, ``010`` is ten; dates stay text; tags and merge keys are refused.
 """
 
@@ -24,7 +24,7 @@ Keys = tuple[str, ...]
 
 @dataclass(kw_only=True)
 class Layer:
-    """What one source says: nested values, and where each path of keys was written."""
+    """The content of one source: nested values, and where each path of keys was written."""
 
     values: dict[str, Any]
     origins: dict[Keys, str] = field(default_factory=dict)
@@ -34,7 +34,7 @@ def read_file(path: Path) -> Layer:
     """Read a configuration file by its extension.
 
     Raises:
-        ConfigError: when it is missing, of an unknown kind, not valid, or holds something other than a mapping.
+        ConfigError: it is missing, of an unknown kind, not valid, or does not hold a mapping.
     """
     if path.suffix.lower() not in EXTENSIONS:
         raise ConfigError(
@@ -58,14 +58,14 @@ def read_file(path: Path) -> Layer:
 
 
 def parse_yaml_value(text: str, where: str) -> Any:
-    """The value of one YAML scalar or flow collection (``3e-4``, ``[1, 2]``, ``{a: 1}``), as overrides use."""
+    """The value of one YAML scalar or flow collection (``3e-4``, ``[1, 2]``, ``{a: 1}``), as overrides use it."""
     values, _ = _read_yaml_node(text, where, line=False)
     return values
 
 
 def _read_yaml(text: str, file: str) -> Layer:
     values, origins = _read_yaml_node(text, file, line=True)
-    if values is None:  # an empty file says nothing
+    if values is None:  # an empty file sets nothing
         return Layer(values={})
     return Layer(values=_mapping(values, file), origins=origins)
 
@@ -116,7 +116,7 @@ def _broken(kind: str, file: str, place: str, problem: str, fix: str) -> ConfigE
 
 
 class _YamlReader:
-    """Turns composed YAML nodes into values, noting the line of each key."""
+    """Turns composed YAML nodes into values, recording the line of each key."""
 
     def __init__(self, file: str, line: bool):
         self.file, self.line = file, line
@@ -210,10 +210,10 @@ def _read_toml(text: str, file: str) -> Layer:
 
 
 def _toml_lines(text: str) -> Iterator[tuple[Keys, int]]:
-    """Where each key of a valid TOML text is written.
+    """The line at which each key of a valid TOML text is written.
 
     The standard parser keeps no lines, but a statement (a header, or a key with its value) is valid TOML by itself:
-    lines are collected until they parse, and what they hold was written at the first of them.
+    lines are collected until they parse, and the keys they hold get the number of the first of these lines.
     """
     table: Keys = ()
     start, pending = 1, ""
@@ -258,7 +258,7 @@ _JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]|[^\s{}\[\]:,"]+')
 
 
 def _json_origins(text: str, file: str) -> dict[Keys, str]:
-    """Where each key of a valid JSON text is written; the standard parser keeps no lines and lets duplicates pass."""
+    """The line of each key of a valid JSON text; the standard parser keeps no lines and accepts duplicate keys."""
     origins: dict[Keys, str] = {}
     stack: list[list[Any]] = []  # one [kind, key or index] per open object or list
     expect_key = False
@@ -291,4 +291,4 @@ EXTENSIONS: dict[str, Callable[[str, str], Layer]] = {
     ".toml": _read_toml,
     ".json": _read_json,
 }
-"""The kinds of file that are read."""
+"""The file endings that are read, and the function that reads each."""

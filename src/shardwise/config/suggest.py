@@ -1,6 +1,6 @@
 """Find the name a user probably meant.
 
-Kept free of heavy imports, because the command line asks for it before it knows what else it will need.
+No heavy imports: the command line uses it before it knows what else to import.
 """
 
 import difflib
@@ -10,9 +10,9 @@ __all__ = ["closest", "did_you_mean", "listing", "missing_blank"]
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
-    """The one of ``known`` most like ``word``, or None when nothing is near.
+    """The entry of ``known`` most similar to ``word``, or None if none is similar enough.
 
-    Case and ``-``/``_`` do not count, and for dotted names the last part counts on its own: ``steps`` finds
+    Case and ``-``/``_`` are ignored, and for dotted names the last part is also compared alone: ``steps`` finds
     ``train.steps``.
     """
     names = list(known)
@@ -26,7 +26,7 @@ def closest(word: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, known: Sequence[str], *, what: str) -> str:
-    """The ``fix`` part of an error about an unknown name: the near one if there is one, and all there are.
+    """The ``fix`` part of an error about an unknown name: the most similar name, if any, and all names that exist.
 
     Args:
         word: what was written.
@@ -39,13 +39,13 @@ def did_you_mean(word: str, known: Sequence[str], *, what: str) -> str:
 
 
 def missing_blank(key: str, value: object) -> str:
-    """The hint about ``{dim:32}``, which YAML reads as the one key ``dim:32`` without a value; else nothing."""
+    """A hint for ``{dim:32}``, which YAML reads as the one key ``dim:32`` without a value; else an empty text."""
     name, colon, rest = key.partition(":")
     return f"YAML wants a blank after the colon: write '{name}: {rest}'" if colon and value is None else ""
 
 
 def listing(names: Iterable[str]) -> str:
-    """Names for a sentence: ``a, b, c``, or ``(none)``; of very many, the first and how many more."""
+    """Names as text: ``a, b, c``, or ``(none)``; of more than 20, the first 16 and how many more."""
     known = list(names)
     more = f" and {len(known) - 16} more" if len(known) > 20 else ""
     return (", ".join(known[:16] if more else known) or "(none)") + more

@@ -1,8 +1,8 @@
 """Functions named by text: ``pkg.mod:fn`` or ``path/to/file.py:fn``.
 
-Two verbs. :func:`check_target` looks at the file without running it, so that a missing file, module or function is
-told before any process starts and without importing torch. :func:`load_target` imports it. Modules are looked for in
-the working directory too, as ``python -m`` does; a file may import its neighbours.
+:func:`check_target` parses the file without running it, so that a missing file, module or function is reported before
+any process starts and without importing torch. :func:`load_target` imports it. Modules are also searched in the working
+directory, as ``python -m`` does; a file may import modules from its own directory.
 
 >>> looks_like_target("json:loads"), looks_like_target("run.yaml")
 (True, False)
@@ -35,22 +35,22 @@ def looks_like_target(text: str) -> bool:
 
 
 def check_target(text: str, *, what: str = "target", origin: str = "", bare: bool = False) -> None:
-    """Refuse a target whose file, module or function is certainly missing. Runs none of its code.
+    """Raises ConfigError if the file, module or function of a target is certainly missing. Runs none of its code.
 
     Args:
         text: ``pkg.mod:fn`` or ``path/to/file.py:fn``.
-        what: what it was given as, for the message (``model.build``).
+        what: the option that names it, for the message (``model.build``).
         origin: where it was given (``run.yaml:3``), for the message.
-        bare: it is called without arguments: the message lists only what can be.
+        bare: it will be called without arguments, so the message lists only functions that can be.
 
     Raises:
-        ConfigError: naming the part that is missing, and names like it.
+        ConfigError: naming the part that is missing, and similar names.
     """
     given = f"{what}={text!r}" + (f" ({origin})" if origin else "")
     place, name = _split(text, given)
     file = _existing(place, name, given) if place.endswith(".py") else _module_file(place, given)
     if file is None or file.suffix != ".py" or not file.is_file():
-        return  # built in, compiled or zipped: only importing tells
+        return  # built in, compiled or zipped: only an import can tell
     try:
         tree = ast.parse(file.read_bytes(), filename=str(file))
     except SyntaxError as error:
@@ -65,14 +65,14 @@ def check_target(text: str, *, what: str = "target", origin: str = "", bare: boo
 
 
 def load_target(text: str, *, what: str = "target") -> Any:
-    """Import and return what a target names.
+    """Imports and returns what a target names.
 
     Args:
         text: ``pkg.mod:fn`` or ``path/to/file.py:fn``.
-        what: what it was given as, for the message.
+        what: the option that names it, for the message.
 
     Raises:
-        ConfigError: when the file, the module or the name is missing. An error inside the imported code is passed on.
+        ConfigError: the file, the module or the name is missing. An error inside the imported code is passed on.
     """
     check_target(text, what=what)
     given = f"{what}={text!r}"
@@ -138,7 +138,7 @@ def _module_file(place: str, given: str) -> Path | None:
 
 
 def _by_other_finders(name: str) -> ModuleSpec | None:
-    """Frozen and editable-installed top-level modules, which the path finder does not see."""
+    """The spec of a frozen or editable-installed top-level module, which ``PathFinder`` does not find."""
     try:
         return importlib.util.find_spec(name)
     except ValueError:  # a module such as __main__ that has no spec
@@ -163,15 +163,15 @@ def _modules_in(folder: Path) -> list[Path]:
 
 
 def _missing_name(given: str, name: str, place: str, names: Sequence[str], defined: Sequence[str]) -> ConfigError:
-    """``names`` are all there are, to find the one that was meant; ``defined``, what may be meant at all, is listed."""
+    """``names``: all that exist, searched for the one that was meant; ``defined``: those to list in the message."""
     near = closest(name, defined) or closest(name, [known for known in names if not known.startswith("_")])
     hint = f"did you mean '{near}'? " if near else ""
     return ConfigError(given, why=f"{place} has no '{name}'", fix=f"{hint}it has: {listing(defined)}")
 
 
 def _defined(tree: ast.Module, *, bare: bool = False) -> list[str]:
-    """Functions and classes that a module itself defines; with ``bare``, those that can be called without arguments, as far as the
-    source tells."""
+    """Functions and classes that a module itself defines; with ``bare``, only those that can be called without
+    arguments, as far as the source shows."""
     found = []
     for node in tree.body:
         if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
@@ -182,7 +182,7 @@ def _defined(tree: ast.Module, *, bare: bool = False) -> list[str]:
 
 
 def _is_bare(node: ast.FunctionDef | ast.ClassDef) -> bool:
-    """Whether it can be called without arguments; of a class, whether it can be a module at all."""
+    """Whether it can be called without arguments; for a class also whether it has a base, as an ``nn.Module`` must."""
     if isinstance(node, ast.FunctionDef):
         return not _num_required(node)
     inits = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
@@ -196,7 +196,7 @@ def _num_required(function: ast.FunctionDef) -> int:
 
 
 def _names_in(tree: ast.Module) -> tuple[list[str], bool]:
-    """Names a module binds at its top level, functions and classes first, and whether those are surely all."""
+    """Names a module binds at its top level, functions and classes first, and whether the list is surely complete."""
     made: list[str] = []
     other: list[str] = []
     certain = True
@@ -209,7 +209,7 @@ def _names_in(tree: ast.Module) -> tuple[list[str], bool]:
         elif isinstance(node, ast.Name):
             other.append(node.id)
             certain &= node.id not in ("globals", "exec", "setattr")
-    # Names bound inside functions are counted too: that can only let a wrong name through to the import, which tells.
+    # Names bound inside functions are counted too: at worst a wrong name is accepted here, and the import reports it.
     return [*dict.fromkeys(made + other)], certain and "__getattr__" not in made
 
 

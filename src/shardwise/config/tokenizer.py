@@ -1,4 +1,4 @@
-"""Where a tokenizer is: the files of a model directory that belong to it, and the one that is read."""
+"""Tokenizers: the files of a model directory that belong to one, and the file that is read."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from shardwise.errors import ConfigError
 __all__ = ["BYTES_MEANT", "TOKENIZER_FILES", "is_tokens", "tokenizer_files", "tokenizer_path"]
 
 BYTES_MEANT = "bytes"
-"""The value of ``data.tokenizer`` that says that tokens are the bytes of a text."""
+"""The value of ``data.tokenizer`` for which the tokens are the bytes of a text."""
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
@@ -17,7 +17,7 @@ TOKENIZER_FILES = (
 
 
 def is_tokens(path: str | None) -> bool:
-    """Whether a data file holds tokens, and not a text."""
+    """Whether a data file holds tokens rather than text, by its ending."""
     return path is not None and path.endswith((".npy", ".bin"))
 
 
@@ -27,7 +27,7 @@ def tokenizer_files(folder: str | Path) -> list[Path]:
 
 
 def tokenizer_path(given: str | None) -> Path | None:
-    """The file of a tokenizer that ``data.tokenizer`` names, itself or the directory it is in; None where tokens are bytes.
+    """The tokenizer file that ``data.tokenizer`` names (itself or its directory); None where tokens are bytes.
 
     Raises:
         ConfigError: there is no such file, or the directory has none.

@@ -1,1 +1,1 @@
-"""Options of other libraries in Shardwise's words, one file each."""
+"""Translates the options of other libraries into Shardwise's, one file per library."""

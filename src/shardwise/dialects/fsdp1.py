@@ -1,4 +1,4 @@
-"""FSDP1's options in our words: what each of its strategies means, and which of its options have no meaning any more.
+"""Translates FSDP1's options: what each of its strategies means here, and which of its options have no counterpart.
 
 The mapping of strategies is torch's own advice for FSDP2: a 1-D mesh for the full strategies, a 2-D one for the hybrid
 ones, ``reshard_after_forward`` off where only gradients and optimizer state are sharded.
@@ -31,7 +31,7 @@ _FILES = ("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT")
 _MIN_NUM_PARAMS = 100_000
 _USUAL = {"use_orig_params": None, "sync_module_states": True, "limit_all_gathers": True}
 _NO_COUNTERPART = "FSDP2 has no counterpart: parameters are always the model's own, of equal values"
-_WRITTEN = {  # state_dict_type -> what is written instead; the default, whole weights, is what save_weights writes
+_WRITTEN = {  # state_dict_type -> what is written instead; the default, full weights, is what save_weights writes
     "SHARDED_STATE_DICT": "what is called decides: checkpoints of sw.CheckpointManager are sharded, and readable under "
     "every layout; sw.save_weights and sw.full_state_dict write whole tensors",
     "LOCAL_STATE_DICT": "flattened local pieces are FSDP1's alone: in checkpoints of sw.CheckpointManager each rank writes what it "
@@ -56,17 +56,17 @@ def from_fsdp1(
     sync_module_states: bool = True,
     limit_all_gathers: bool = True,
 ) -> Parallel:
-    """The layout and options that mean what FSDP1 (or Accelerate, or oumi) is given in these words.
+    """The layout and options that correspond to these options of FSDP1 (or of Accelerate, or oumi).
 
-    ``layout`` of what it returns is for ``sw.init``, ``options()`` are the keyword arguments of ``sw.parallelize``. Every field of
-    oumi's ``FSDPParams`` is taken by its name and with its default, but for ``enable_fsdp``.
+    Pass ``layout`` of the result to ``sw.init``, and ``**options()`` to ``sw.parallelize``. Every field of oumi's
+    ``FSDPParams`` is accepted by its name, with its default except for ``enable_fsdp``.
 
     Args:
         sharding_strategy: FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, HYBRID_SHARD_ZERO2 or NO_SHARD, or torch's enum.
-        enable_fsdp: False: plain data parallelism (DDP), and no other option counts. oumi's default is False; here it is
-            True, as FSDP1 is what the function is called for.
+        enable_fsdp: False: plain data parallelism (DDP), and no other option counts. oumi's default is False; here it
+            is True, as FSDP1 is what the function is called for.
         ranks_per_node: for the hybrid ones, which shard within a node and replicate across nodes; None: as many as the
-            launcher says, ``dp_shard=node``.
+            launcher reports, ``dp_shard=node``.
         cpu_offload: keep shards in host memory.
         backward_prefetch: BACKWARD_PRE, BACKWARD_POST, or NO_PREFETCH (also None), or torch's enum.
         forward_prefetch: gather one unit ahead in forward.
@@ -76,16 +76,16 @@ def from_fsdp1(
         transformer_layer_cls: for TRANSFORMER_BASED_WRAP: class names with commas, a class, or several; None = what the
             model lists in ``_no_split_modules``, as Accelerate reads it.
         mixed_precision: None (also "no"), "bf16" or "fp16".
-        state_dict_type: FULL_STATE_DICT, SHARDED_STATE_DICT or LOCAL_STATE_DICT, or torch's enum: what is written depends on
-            what is called, so all but the default are warned about.
-        use_orig_params, sync_module_states, limit_all_gathers: have no counterpart; another value than the default is
-            warned about.
+        state_dict_type: FULL_STATE_DICT, SHARDED_STATE_DICT or LOCAL_STATE_DICT, or torch's enum. Here the function
+            that you call decides what is written, so all but the default raise a warning.
+        use_orig_params, sync_module_states, limit_all_gathers: have no counterpart; another value than the default
+            raises a warning.
 
     Raises:
         ConfigError: a word that FSDP1 does not have, or a switch that is neither True nor False.
 
     Warns:
-        UserWarning: for each option whose meaning changes or goes.
+        UserWarning: for each option whose meaning changes, or that has none here.
 
     Example:
         >>> from_fsdp1("HYBRID_SHARD").layout
@@ -118,7 +118,7 @@ def from_fsdp1(
 
 @dataclass(frozen=True)
 class _Said:
-    """FSDP1's options, each a known word."""
+    """FSDP1's options, each checked to be a known word."""
 
     is_enabled: bool
     strategy: str
@@ -162,7 +162,7 @@ class _Said:
         )
 
     def changes(self) -> Iterator[tuple[str, str]]:
-        """What was given and means something else here, or nothing: ``(given, why)``."""
+        """``(given, why)`` for each option that means something else here, or nothing."""
         if not self.is_enabled:
             yield from self._unused_by_ddp()
             return
@@ -188,7 +188,7 @@ class _Said:
         yield from self._changes_of_ddp() if self.is_ddp else self._changes_of_fsdp2()
 
     def _unused_by_ddp(self) -> Iterator[tuple[str, str]]:
-        """With ``enable_fsdp=False``: all that was given for FSDP1, besides its defaults."""
+        """With ``enable_fsdp=False``: every option of FSDP1 that was given and is not the default."""
         given = {
             "sharding_strategy": (self.strategy, "FULL_SHARD"),
             "ranks_per_node": (self.ranks_per_node, None),
@@ -238,7 +238,7 @@ def _switch(key: str, given: Any) -> bool:
 
 
 def _word(key: str, given: Any, known: Collection[str]) -> str:
-    """The word itself, or the name of the enum's member."""
+    """The word itself, or the name of the enum member."""
     word = given.name if isinstance(given, Enum) else given
     if not isinstance(word, str) or word not in known:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Starts, watches and ends the ranks of one machine."""
+"""Starts the ranks of one machine, watches them, and ends them."""
 
 from shardwise.launch.devices import default_nproc, is_cpu
 from shardwise.launch.events import report_failure, send_event

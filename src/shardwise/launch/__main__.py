@@ -1,5 +1,5 @@
-"""Entry point of a rank, ``python -m shardwise.launch CONTROL EVENTS PARENT``, see :mod:`shardwise.launch.child`; and of what
-ranks are forked from, ``python -m shardwise.launch --serve CONNECTION PARENT``, see :mod:`shardwise.launch.forkserver`."""
+"""Entry point of a rank, ``python -m shardwise.launch CONTROL EVENTS PARENT`` (:mod:`shardwise.launch.child`), and of
+the fork server, ``python -m shardwise.launch --serve CONNECTION PARENT`` (:mod:`shardwise.launch.forkserver`)."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""What each rank started by ``launch_local`` runs: load the target, call it, report how it ended.
+"""The process of a rank started by ``launch_local``: load the target, call it, report how it ended.
 
-Run as ``python -m shardwise.launch CONTROL EVENTS PARENT``: two file descriptors and a process id. The job comes
-in over CONTROL as a pickle, the result or the failure goes back the same way; the rank itself prints no traceback, so
-that the parent can show the one that matters, once.
+Run as ``python -m shardwise.launch CONTROL EVENTS PARENT``: two file descriptors and a process id. The job is received
+over CONTROL as a pickle, and the result or the failure is sent back the same way. The rank itself prints no traceback,
+so that the parent can show the one that matters, once.
 """
 
 import contextlib
@@ -28,18 +28,18 @@ from shardwise.launch.process import die_with_parent
 __all__ = ["DUMP_SIGNAL", "Job", "load_target", "main"]
 
 DUMP_SIGNAL = signal.SIGUSR2
-"""A rank that gets this signal writes the stack of every thread to stderr and goes on."""
+"""On this signal a rank writes the stack of every thread to stderr and continues."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a rank is asked to do.
+    """The job that the launcher sends to a rank.
 
     Args:
         target: "pkg.mod:fn" or "path.py:fn".
         args: pickled arguments; unpickled once ``path`` is set.
         path: ``sys.path`` of the parent.
-        pythonpath: the user's own PYTHONPATH; the one this process was started with had to find this package.
+        pythonpath: the user's own PYTHONPATH; this process was started with one extended by the path of this package.
     """
 
     target: str
@@ -49,7 +49,7 @@ class Job:
 
 
 def main(argv: list[str]) -> int:
-    """Serves one job; the exit status is 0 when a result was sent, that of ``Stopped`` when the job stopped in order."""
+    """Serves one job. The exit status is 0 when a result was sent, ``Stopped.CODE`` when the job stopped in order."""
     control, events, parent = (int(word) for word in argv)
     die_with_parent(parent)
     for descriptor in (control, events):
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
     for stream in (sys.stdout, sys.stderr):
-        # Line by line: the parent shows a line when it is written, and has it if this rank is killed.
+        # Line-buffered: the parent shows a line when it is written, and has received it if this rank is killed.
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     connection, lock = Connection(control), threading.Lock()
 
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
 
     open_report(report)
     kind, answer = _run(connection.recv())
-    # Without a parent there is nobody to tell, and this process is about to be killed.
+    # Without a parent there is no reader, and this process is about to be killed.
     with lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
         connection.send((kind, answer))
     return {"result": 0, "quit": 0, "stopped": Stopped.CODE}.get(kind, 1)
@@ -91,7 +91,7 @@ def _run(job: Job) -> tuple[str, bytes | Failure | Stopped]:
 
 
 def load_target(target: str) -> Callable[..., object]:
-    """The function a target names.
+    """The function that a target names.
 
     Raises:
         ConfigError: the module, the file or the function does not exist; similar names are shown.
@@ -103,14 +103,15 @@ def load_target(target: str) -> Callable[..., object]:
             raise ConfigError(f"target {target!r}", why=f"there is no file {path}", fix="check the path")
         spec = importlib.util.spec_from_file_location(path.stem, path)
         module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
-        # Registered, so that what it defines can be pickled.
+        # Registered in sys.modules, so that objects of its classes can be pickled.
         sys.modules.setdefault(path.stem, module)
         spec.loader.exec_module(module)  # type: ignore[union-attr]
     else:
         try:
             module = importlib.import_module(place)
         except ModuleNotFoundError as error:
-            # Only a module that is itself missing is the user's typing; one it imports is a fault of that module.
+            # Only a missing target module is a typing mistake of the user; a missing import inside it is that module's
+            # fault.
             if error.name is None or not (place + ".").startswith(error.name + "."):
                 raise
             raise ConfigError(

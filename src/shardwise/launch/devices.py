@@ -1,4 +1,4 @@
-"""What a machine has for ranks: how many to start when nobody says, and on what they compute."""
+"""The devices of this machine for ranks: how many ranks to start by default, and whether they compute on the CPU."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ _MAX_CPU_RANKS = 2
 
 
 def default_nproc(device: str = "auto") -> int:
-    """All visible accelerators, else ``min(2, cores)`` ranks on the CPU.
+    """Default number of ranks: one per visible accelerator, else ``min(2, cores)`` on the CPU.
 
     torch is imported only on a machine that has an accelerator's device file, to count what this process may use.
 
@@ -32,7 +32,7 @@ def default_nproc(device: str = "auto") -> int:
 
 
 def is_cpu(device: str) -> bool:
-    """Whether ranks of ``device`` ("auto", "cpu" or "cuda") compute on the CPU here, and may be forked: CUDA may not."""
+    """Whether ranks of ``device`` ("auto", "cpu" or "cuda") compute on the CPU here and may be forked: CUDA may not."""
     return device == "cpu" or (device == "auto" and not _num_cuda())
 
 

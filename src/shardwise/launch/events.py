@@ -1,7 +1,7 @@
-"""Events from a rank to the process that launched it: one JSON object a line, on a pipe of its own.
+"""Events from a rank to the process that launched it: one JSON object per line, on their own pipe.
 
-They carry what a display or a log needs while the job runs (step, loss, memory); results and errors do not travel here.
-What does travel beside them is a rank's last word, :func:`report_failure`, for code that has to end its process.
+They carry what a display or a log needs while the job runs (step, loss, memory). Results and errors are sent elsewhere;
+:func:`report_failure` sends the last error of a rank, for code that has to end its process.
 """
 
 import json
@@ -17,7 +17,7 @@ _report: Callable[[BaseException], None] | None = None
 
 
 def open_channel(descriptor: int) -> None:
-    """Makes ``descriptor`` the channel of this process; called once, before the rank's own code."""
+    """Makes ``descriptor`` the event pipe of this process; called once, before the rank's own code."""
     global _channel
     _channel = descriptor
 
@@ -29,16 +29,16 @@ def send_event(event: Mapping[str, object]) -> bool:
         event: JSON data (numbers, strings, lists, mappings); tensors and arrays are not, pass ``.item()``.
 
     Returns:
-        False where nobody listens: this process was not started by ``launch_local``, or its parent is gone.
+        False where there is no reader: this process was not started by ``launch_local``, or its parent has ended.
 
     Raises:
-        TypeError: the event is not JSON data; also raised where nobody listens, so that it is found early.
+        TypeError: the event is not JSON data; also raised where there is no reader, so that the mistake is found early.
     """
     data = json.dumps(dict(event)).encode() + b"\n"
     if _channel is None:
         return False
     try:
-        # One event at a time: a long line is written in several pieces.
+        # The lock keeps events apart: a long line is written in several pieces.
         with _lock:
             while data:
                 data = data[os.write(_channel, data) :]
@@ -48,20 +48,20 @@ def send_event(event: Mapping[str, object]) -> bool:
 
 
 def open_report(report: Callable[[BaseException], None]) -> None:
-    """Makes ``report`` the way to tell the process that started this one about an error; called once per process."""
+    """Registers ``report`` as the function that sends an error to the process that started this one; called once."""
     global _report
     _report = report
 
 
 def report_failure(error: BaseException) -> bool:
-    """Tells the process that started this one that it is about to end with ``error``; from any thread.
+    """Reports to the process that started this one that it is about to end with ``error``; from any thread.
 
     For a thread that ends its process because the main thread cannot (it hangs in a collective): an exit code alone
     would not say why. An error that the main thread raises is reported without this.
 
     Returns:
-        False where nobody listens: this process was not started by ``launch_local`` or a test pool, or its parent is
-        gone.
+        False where there is no reader: this process was not started by ``launch_local`` or a test pool, or its parent
+        has ended.
     """
     if _report is None:
         return False

@@ -1,8 +1,8 @@
-"""What went wrong on a rank, and which of several failures is the cause of the others.
+"""Describes what went wrong on a rank, and finds which of several failures caused the others.
 
-When one rank fails, its peers fail too: a collective loses its partner. Reports arrive within milliseconds of each
-other and in any order, so the first one is not always the cause. :func:`root_cause` sorts them: a rank killed by a
-signal or failing on its own comes before one that aborted in a collective, and both before one that lost a peer.
+When one rank fails, its peers fail too: their collectives lose a partner. Reports arrive within milliseconds of each
+other and in any order, so the first one is not always the cause. :func:`root_cause` sorts them: first a rank that was
+killed by a signal or failed by itself, then one that aborted in a collective, last one that lost a peer.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ __all__ = [
     "signal_name",
 ]
 
-# What gloo, NCCL and torch's stores say when the other end is gone: an echo of a failure, seldom the cause.
+# Messages of gloo, NCCL and torch's stores when the other end is gone: usually an effect of a failure, not the cause.
 _LOST_PEER = (
     "connection closed by peer",
     "connection reset by peer",
@@ -51,18 +51,18 @@ _FIX_LOST = "a peer left or did not answer in time: look for a rank that took an
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """One rank's end.
+    """How one rank failed.
 
     Args:
         rank: the rank that failed.
         what: one line, without the rank ("was killed by signal 9 (SIGKILL)", "raised ValueError: no such file").
-        detail: the traceback, or what the rank last wrote; may be empty.
+        detail: the traceback, or the last lines that the rank wrote; may be empty.
         weight: 0 for a failure of its own, larger the more likely it is that a peer caused it.
         error: the pickled exception, or None where it cannot be pickled or there is none.
         fix: what the user can do.
-        reported: the rank said this itself and its process was in order when it did.
+        reported: the rank reported this itself, while its process was in order.
         hung: the rank did not answer in time.
-        shared: no rank's own; those of which it is true are named together.
+        shared: not the fault of one rank; all ranks with this failure are named together.
     """
 
     rank: int
@@ -90,8 +90,8 @@ def describe_exit(rank: int, code: int, *, detail: str = "", finished: bool = Fa
     Args:
         rank: the rank.
         code: its exit code; below 0 it is a signal.
-        detail: what it last wrote.
-        finished: it had returned its result, so what failed came after (exit handlers, the end of threads).
+        detail: the last lines that it wrote.
+        finished: it had returned its result, so the failure happened later (exit handlers, the end of threads).
     """
     if code == -signal.SIGABRT:
         return Failure(
@@ -118,7 +118,7 @@ def describe_exit(rank: int, code: int, *, detail: str = "", finished: bool = Fa
 
 
 def failure_of_server(rank: int, server: int, code: int | None) -> Failure:
-    """The end of a rank that has ended only because the process it was forked from has; ``code`` is that one's, as of a rank."""
+    """The failure of a rank that ended only because its fork server ended; ``code``: exit code of the server."""
     how = "has ended"
     if code is not None:
         how = describe_exit(rank, code).what if code < 0 else f"exited with code {code}"
@@ -132,8 +132,8 @@ def failure_of_server(rank: int, server: int, code: int | None) -> Failure:
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:
-    """Describes an exception raised on ``rank``, with its traceback, so that it can travel to another process; that of
-    ``sys.exit(0)`` as the end that it is.
+    """Describes an exception raised on ``rank``, with its traceback, so that it can be sent to another process. That of
+    ``sys.exit(0)`` is described as an exit.
 
     The first frame, which is the caller's own ``try``, is left out.
     """
@@ -158,7 +158,7 @@ def failure_of(rank: int, error: BaseException) -> Failure:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether ``error`` is what a collective or a store says when its other end is gone."""
+    """Whether ``error`` is what a collective or a store raises when its other end is gone."""
     text = str(error).lower()
     return isinstance(error, (ConnectionError, RuntimeError)) and any(sign in text for sign in _LOST_PEER)
 
@@ -171,7 +171,7 @@ def _weight(error: BaseException, text: str) -> int:
 
 
 def _dump(error: BaseException) -> bytes | None:
-    # An exception may hold anything (open files, locks); one that cannot travel is described by its text instead.
+    # An exception may hold anything (open files, locks); one that cannot be pickled is described by its text instead.
     with contextlib.suppress(Exception):
         data = pickle.dumps(error)
         pickle.loads(data)
@@ -190,7 +190,7 @@ def load_error(failure: Failure) -> BaseException | None:
 
 
 def named_by(failure: Failure) -> set[int]:
-    """Other ranks that the rank has said are the cause."""
+    """Other ranks that the failed rank named as the cause."""
     error = load_error(failure)
     return set(error.ranks) - {failure.rank} if isinstance(error, RankError) else set()
 
@@ -201,12 +201,12 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
 
 
 def rank_error(failure: Failure, *, others: Iterable[int] = (), alike: Iterable[int] = ()) -> RankError:
-    """The error raised in the parent; ``__cause__`` is the rank's own exception where that could be rebuilt.
+    """The RankError raised in the parent; ``__cause__`` is the rank's own exception where that could be rebuilt.
 
     Args:
         failure: the root cause.
-        others: ranks that failed as well; named, not shown.
-        alike: ranks of which the same is true (stopped, late); they are in ``.ranks`` with that of ``failure``.
+        others: ranks that failed as well; named, their errors are not shown.
+        alike: ranks with the same failure (stopped, late); they are in ``.ranks`` with the rank of ``failure``.
     """
     ranks = tuple(sorted({failure.rank, *alike}))
     why = failure.detail or "its process ended without reporting an error"

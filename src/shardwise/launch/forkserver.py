@@ -1,16 +1,17 @@
-"""The process that imports what the ranks of one machine need, once, and is forked for each of them.
+"""The fork server: a process that imports what the ranks of one machine need, once, and is forked for each rank.
 
-Run as ``python -m shardwise.launch --serve CONNECTION PARENT``: a file descriptor and a process id. What goes over CONNECTION:
+Run as ``python -m shardwise.launch --serve CONNECTION PARENT``: a file descriptor and a process id. Requests over
+CONNECTION, and their answers:
 
-=====================================  =========================================================================================
-a :class:`Preload`, first              ``("ready", output, "")`` or ``("unfit", output, why)``: whether this process may be forked
-an environment, number of descriptors  ``("started", process id)`` or ``("failed", why)``; the descriptors follow what is sent
-a process id, of a rank that has ended  ``("ended", process id, exit code)``: the id is free from then on
-(nothing)                              ``("ended", process id, exit code)``, whenever a rank has, if the preload asks for it
-=====================================  =========================================================================================
+* A :class:`Preload`, first. Answer: ``("ready", output, "")``, or ``("unfit", output, why)`` where this process may not
+  be forked.
+* An environment and a number of descriptors; the descriptors follow the request. Answer: ``("started", process id)`` or
+  ``("failed", why)``.
+* The process id of a rank that has ended. Answer: ``("ended", process id, exit code)``; the id is free from then on.
+* Without a request, if the preload asks for it: ``("ended", process id, exit code)`` whenever a rank ends.
 
-multiprocessing has a server like it; this one's children are ranks with streams, a group and an end of their own: those of a run, as
-:mod:`shardwise.launch.child` serves them, and the warm ones of a test pool, :mod:`shardwise.testing.worker`.
+multiprocessing has a similar server. The children of this one are ranks, each with its own streams, process group and
+exit: those of a run (:mod:`shardwise.launch.child`) and the warm ones of a test pool (:mod:`shardwise.testing.worker`).
 """
 
 import contextlib
@@ -34,19 +35,21 @@ from shardwise.launch.stop_signals import blocked_at_start
 
 __all__ = ["Preload", "main", "send_descriptors"]
 
-# Sent to whole jobs, and meant for the ranks, which may have something to save: without this process they would end.
+# Sent to whole jobs, and meant for the ranks, which may have something to save. If the server ended, the ranks would
+# too.
 _FOR_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preload:
-    """What comes first.
+    """The first message to the fork server: what to import and what a rank runs.
 
     Args:
-        modules: to be imported.
+        modules: modules to import.
         path: ``sys.path`` of the parent, where the ranks would find them.
-        runs: what a rank runs, as ``pkg.mod:fn``; it is given a list of words: numbers of its descriptors, and this process's id.
-        tells_ends: the end of a rank is reported when it comes (on Linux alone), not when it is asked for.
+        runs: what a rank runs, as ``pkg.mod:fn``; it receives a list of words: the numbers of its descriptors, and the
+            server's process id.
+        tells_ends: whether the server reports the end of a rank when it happens (Linux only), or only when asked.
     """
 
     modules: tuple[str, ...]
@@ -56,11 +59,11 @@ class Preload:
 
 
 def main(argv: list[str]) -> int:
-    """Returns in the ranks, with their exit status: they end as any interpreter does. The server ends by itself."""
+    """Runs the server. Returns only in forked ranks, with their exit status; the server itself calls ``os._exit``."""
     connection, parent = Connection(int(argv[0])), int(argv[1])
     die_with_parent(parent)
     os.set_inheritable(connection.fileno(), False)
-    # Blocked, not ignored: what comes for a rank before it is ready for it is kept.
+    # Blocked, not ignored: a signal that arrives before a rank is ready for it is kept.
     signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_RANKS)
     given, rank_argv = dict(os.environ), None
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
@@ -68,14 +71,14 @@ def main(argv: list[str]) -> int:
         _prepare(connection, preload)
         rank_argv = _serve(connection, given, tells_ends=preload.tells_ends)
     if rank_argv is None:
-        os._exit(0)  # nothing here is worth the time that torch takes to leave
+        os._exit(0)  # nothing here needs the cleanup that torch does at a normal exit, which takes time
     sys.argv[1:] = rank_argv
     module, _, name = preload.runs.partition(":")
     return getattr(sys.modules[module], name)(rank_argv)
 
 
 def _prepare(connection: Connection, preload: Preload) -> None:
-    """Imports the modules, and says whether a fork would have all that they have started, and what they have printed."""
+    """Imports the modules and answers whether a fork would work (one thread only), with what the imports printed."""
     captured = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 - closed below
     for place, file in enumerate(captured, start=1):
         os.dup2(file.fileno(), place)
@@ -88,10 +91,10 @@ def _prepare(connection: Connection, preload: Preload) -> None:
             os.close(os.pidfd_open(os.getpid()))  # Linux before 5.3 has none
         if (count := _num_threads()) > 1:
             why = f"{count} threads run after the imports, and a fork would have one of them"
-    except Exception:  # a rank that imports them for itself says what is wrong
+    except Exception:  # a rank that does these imports itself reports what is wrong
         why = traceback.format_exc()
     gc.collect()
-    gc.freeze()  # the collector would touch, and so copy, every page that the ranks share
+    gc.freeze()  # the garbage collector would otherwise touch, and so copy, every page that the ranks share
     _flush()
     output = []
     for file in captured:
@@ -109,15 +112,15 @@ def _num_threads() -> int:
 
 
 def _flush() -> None:
-    """What is left in a buffer would be written by every rank."""
+    """Flushes all output buffers: every forked rank would write what is left in one."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     ctypes.CDLL(None).fflush(None)
 
 
 def _serve(connection: Connection, given: Mapping[str, str], *, tells_ends: bool) -> list[str]:
-    """Forks a rank whenever one is asked for, until the connection ends. Returns in each rank, with its words."""
-    alive: dict[int, int] = {}  # of each rank that runs, a descriptor that can be waited for -> its process id
+    """Forks a rank for each request, until the connection ends. Returns only in a rank, with its arguments."""
+    alive: dict[int, int] = {}  # pidfd of each running rank, which can be waited for -> its process id
     while True:
         for ready in wait([connection, *alive]):
             if isinstance(ready, int):
@@ -138,11 +141,11 @@ def _serve(connection: Connection, given: Mapping[str, str], *, tells_ends: bool
 def _fork(
     connection: Connection, env: Mapping[str, str], count: int, given: Mapping[str, str], alive: dict[int, int] | None
 ) -> list[str] | None:
-    """The next rank: its words; None in the server, where the rank is in ``alive`` from then on, if its end is to be told."""
+    """Forks one rank. In the rank returns its arguments; in the server None, after adding the rank to ``alive``."""
     descriptors = _receive_descriptors(connection, count)
     server, pid = os.getpid(), None
     try:
-        if len(descriptors) < count:  # the system leaves out those for which there is no room
+        if len(descriptors) < count:  # the system drops descriptors for which this process has no room
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         pid = os.fork()
         if pid and alive is not None:
@@ -162,7 +165,8 @@ def _fork(
 
 
 def send_descriptors(connection: Connection, descriptors: Sequence[int]) -> None:
-    """Sends copies of file descriptors, all at once: what has no room is left out there, and what follows is understood."""
+    """Sends copies of file descriptors in one message. The receiver drops those it has no room for; the stream stays
+    valid."""
     with _socket_of(connection) as sender:
         socket.send_fds(sender, [b"+"], descriptors)
 
@@ -174,7 +178,7 @@ def _receive_descriptors(connection: Connection, count: int) -> list[int]:
 
 @contextlib.contextmanager
 def _socket_of(connection: Connection) -> Iterator[socket.socket]:
-    """The connection itself, not a copy, for which there may be no room."""
+    """The connection as a socket, not a copy of it, for which there may be no free descriptor."""
     found = socket.socket(fileno=connection.fileno())
     try:
         yield found
@@ -183,12 +187,12 @@ def _socket_of(connection: Connection) -> Iterator[socket.socket]:
 
 
 def _watched(pid: int) -> int:
-    """A descriptor that tells when the new rank has ended.
+    """A pidfd for the new rank, which becomes readable when the rank has ended.
 
     Raises:
-        OSError: there are too many; the rank has been ended.
+        OSError: no free descriptor; the rank has been killed.
     """
-    # Said by the rank too: whoever comes first, from here on it has a group, which its children will be in.
+    # The rank does this too: whichever is first, from here on the rank has a process group, which its children inherit.
     with contextlib.suppress(PermissionError, ProcessLookupError):
         os.setpgid(pid, pid)
     try:
@@ -207,13 +211,15 @@ def _become_a_rank(connection: Connection, outputs: list[int], env: Mapping[str,
         os.close(descriptor)
     os.environ.update(env)
     if "numpy.random" in sys.modules:
-        # As Python does for its own generator: no two ranks draw the same by accident.
+        # Python reseeds its own generator after a fork; this does it for numpy, so that ranks do not draw equal
+        # numbers.
         sys.modules["numpy.random"].seed()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, set(_FOR_RANKS) - blocked_at_start())
 
 
 def _exit_code(pid: int) -> int:
-    """Below 0: a signal. The process stays a zombie, so that its id is nobody else's for as long as it may be signalled."""
+    """The exit code of an ended rank, below 0 for a signal. It stays a zombie, so that its id is not reused while it
+    may still be signalled."""
     end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert end is not None
     return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status

@@ -1,8 +1,8 @@
-"""Outlives the launching process just long enough to end its ranks, and their own children, when it was killed.
+"""A guard process that kills the ranks and their children if the launching process was killed.
 
-Run as a script, by path, with nothing but the standard library. It reads process groups from stdin, one number a
-line. The end of stdin means that the parent is gone: every group still listed is killed. "-12" takes group 12 off the
-list. A parent that ends in order takes all groups off first.
+Run as a script, by path, with only the standard library. It reads process groups from stdin, one number per line. The
+end of stdin means that the parent is gone: every group still listed is killed. "-12" takes group 12 off the list. A
+parent that ends in order takes all groups off first.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Reads until the end of stdin, then kills what is on the list."""
+    """Reads process groups until the end of stdin, then kills those still on the list."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()

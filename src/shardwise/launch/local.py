@@ -1,10 +1,10 @@
-"""Starts the ranks of one machine, watches them, and ends them: all of them, always.
+"""Starts the ranks of one machine, watches them, and always ends all of them.
 
     results = launch_local("my_package.job:main", nproc=2, args=("config.yaml",))
 
-The parent reads what every rank writes and passes it on with the rank before each line. When a rank fails the others
-are ended, and the failure that caused the rest is raised. However the parent ends (return, exception, Ctrl-C, SIGTERM,
-even SIGKILL), no rank and no child of a rank outlives it.
+The parent reads what every rank writes and prints it with the rank before each line. When a rank fails, the others are
+ended, and the failure that caused the rest is raised. However the parent ends (return, exception, Ctrl-C, SIGTERM, even
+SIGKILL), no rank and no child of a rank outlives it.
 """
 
 import os
@@ -28,7 +28,7 @@ from shardwise.launch.stop_signals import FirstStop, Forwarded, terminable
 __all__ = ["launch_local"]
 
 CHOSE_THREADS = "SHARDWISE_SET_OMP_NUM_THREADS"
-"""The variable that says to ranks that OMP_NUM_THREADS=1 is the launcher's choice, and not the user's."""
+"""Environment variable that shows ranks that OMP_NUM_THREADS=1 is the launcher's choice, and not the user's."""
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", CHOSE_THREADS: "1"}
 _TICK_S = 0.05
@@ -52,40 +52,40 @@ def launch_local(
     passes_on: Sequence[int] = (),
     preload: Sequence[str] = (),
 ) -> list:
-    """Runs ``target(*args)`` in ``nproc`` fresh processes and returns their results in rank order.
+    """Runs ``target(*args)`` in ``nproc`` new processes (ranks) and returns their results in rank order.
 
     Each rank has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, unless you set them,
-    OMP_NUM_THREADS=1 and TORCH_CPP_LOG_LEVEL=ERROR. Arguments and results are pickled, events are JSON. Call it from the main
-    thread if SIGTERM to this process shall end the ranks in order; from other threads they are killed instead.
+    OMP_NUM_THREADS=1 and TORCH_CPP_LOG_LEVEL=ERROR. Arguments and results are pickled, events are JSON. Call it from
+    the main thread if SIGTERM to this process shall end the ranks in order; from other threads they are killed instead.
 
     Args:
         target: "pkg.mod:fn" or "path/to/file.py:fn".
         nproc: number of ranks.
         args: positional arguments of the function, the same on every rank.
         env: variables on top of this process's own; MASTER_ADDR and MASTER_PORT given here are used as they are.
-        on_event: called with ``(rank, event)`` for each ``send_event``, and with ``(0, {"kind": "interrupted"})`` after Ctrl-C, before
-            the ranks are sent SIGTERM.
+        on_event: called with ``(rank, event)`` for each ``send_event``, and with ``(0, {"kind": "interrupted"})`` after
+            Ctrl-C, before the ranks are sent SIGTERM.
         on_line: called with ``(rank, "stdout" | "stderr", line)``; by default lines are printed as "[rank 1] line".
         grace_s: seconds between SIGTERM and SIGKILL when ranks have to be ended.
         timeout_s: seconds after which the ranks are ended; None: no limit.
         stopped_s: seconds after which a rank that is stopped (SIGSTOP) counts as failed.
-        notice_s: SIGTERM, SIGUSR1 or SIGHUP to this process is passed on to the ranks (not to their children), which then have
-            this many seconds to stop in order, as those with a ``CheckpointManager`` do; a second SIGTERM ends them. None:
-            SIGTERM and SIGHUP end the ranks.
-        passes_on: signals that are passed on to the ranks each time they come, and end nothing: ``(signal.SIGUSR1,)``, with
-            ``CheckpointManager(sigusr1="save")``. A rank has them blocked until its manager is made, and ignores
-            them after it.
-        preload: modules to import once, in a process that is then forked for each rank, instead of once in each: "torch"
-            takes seconds. For ranks on the CPU; where a module starts threads when it is imported, which a fork would lack,
-            cannot be imported, or on systems other than Linux, each rank imports for itself, as without this. The parent
-            of a forked rank (``os.getppid()``) is that process, not this one; and all ranks iterate over sets in the same
-            order, where ranks that are started for themselves do so only with a PYTHONHASHSEED.
+        notice_s: SIGTERM, SIGUSR1 or SIGHUP to this process is sent on to the ranks (not to their children), which then
+            have this many seconds to stop in order, as those with a ``CheckpointManager`` do; a second SIGTERM ends
+            them. None: SIGTERM and SIGHUP end the ranks.
+        passes_on: signals that are sent on to the ranks each time they arrive, and end nothing: ``(signal.SIGUSR1,)``
+            with ``CheckpointManager(sigusr1="save")``. A rank has them blocked until its manager is made, and ignores
+            them after the manager is closed.
+        preload: modules to import once, in a process that is then forked for each rank, instead of once in each:
+            "torch" takes seconds. For ranks on the CPU. If a module starts threads when it is imported (a fork would
+            lack them) or cannot be imported, or the system is not Linux, each rank imports for itself, as without this
+            option. The parent of a forked rank (``os.getppid()``) is that process, not this one. All forked ranks
+            iterate over sets in the same order; ranks that are started separately do so only with a PYTHONHASHSEED.
 
     Raises:
         RankError: a rank failed; ``.ranks`` names it, the text holds its traceback.
         ShardwiseError: a rank raised one; it is raised again here, with its rank and traceback as a note.
-        ConfigError: ``target`` or ``nproc`` cannot be meant.
-        KeyboardInterrupt, SystemExit(143): Ctrl-C or SIGTERM came (129: SIGHUP, 138: SIGUSR1); the ranks have ended.
+        ConfigError: ``target`` or ``nproc`` is invalid.
+        KeyboardInterrupt, SystemExit(143): Ctrl-C or SIGTERM (129: SIGHUP, 138: SIGUSR1); the ranks have ended.
         Stopped: every rank has stopped in order, and saved.
     """
     _check(target, nproc)
@@ -103,7 +103,7 @@ def launch_local(
     ):
         base = {
             **({} if "OMP_NUM_THREADS" in {**os.environ, **(env or {})} else _ONE_THREAD),
-            # Warnings of torch's C++ code: where ranks are ended they are stacks of the store that is gone with rank 0.
+            # Silences warnings of torch's C++ code: when ranks are ended, these are stacks of a store lost with rank 0.
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             **os.environ,
             "MASTER_ADDR": "127.0.0.1",
@@ -112,7 +112,7 @@ def launch_local(
             **forwarded.env,
         }
         watch = _Watch(guard, grace_s, timeout_s, stopped_s)
-        ranks.callback(watch.close)  # before the server ends, with which they would
+        ranks.callback(watch.close)  # before the server ends, which would end the ranks
 
         def overdue() -> None:
             if stop.number is not None:
@@ -145,8 +145,9 @@ def launch_local(
 def _starter(
     stack: ExitStack, modules: Sequence[str], env: Mapping[str, str], callbacks: Callbacks, overdue: Callable[[], None]
 ) -> Starter:
-    """A server that is forked for each rank, which ``stack`` ends; where there is nothing to import or none can be forked,
-    what starts interpreters. While it waits it calls ``overdue``, which raises when that is no longer wanted."""
+    """What starts the ranks: a fork server with ``modules`` imported, which ``stack`` ends; or, without modules or
+    where it cannot be forked, new interpreters. While it waits for the imports it calls ``overdue``, which raises to
+    give up."""
     if modules and sys.platform == "linux":
         with ExitStack() as attempt:
             server = attempt.enter_context(ForkServer(modules, env))
@@ -162,7 +163,7 @@ def _starter(
 
 
 class _Watch:
-    """The loop that reads, notices ends, and ends the rest."""
+    """The launcher's loop: reads output of the ranks, notices how they end, and ends the rest."""
 
     def __init__(self, guard: Guard, grace_s: float, timeout_s: float | None, stopped_s: float):
         self.ranks: list[RankProcess] = []
@@ -172,7 +173,7 @@ class _Watch:
         self._started = time.monotonic()
 
     def add(self, rank: RankProcess) -> None:
-        """Takes over a started rank and lets it begin."""
+        """Takes over a started rank and sends it its job."""
         self.ranks.append(rank)
         self._guard.add(rank.pid)
         for descriptor in rank.streams():
@@ -180,7 +181,7 @@ class _Watch:
         rank.begin()
 
     def run(self, stop: FirstStop, notice_s: float | None, forwarded: Forwarded) -> None:
-        """Until every rank has ended by itself, or the first failure is understood, or the time after a notice is over."""
+        """Runs until every rank has ended, the first failure is understood, or the time after a stop signal is over."""
         failed_at: float | None = None
         sent_at: float | None = None
         while self._alive():
@@ -197,7 +198,7 @@ class _Watch:
                 raise SystemExit(128 + (stop.number or 0))
             if failed_at is None and (self._look() or any(rank.failure for rank in self.ranks)):
                 failed_at = now
-            # A moment for the others to report: the first to be heard is not always the one that caused it.
+            # Gives the others a moment to report: the first reported failure is not always the cause.
             if failed_at is not None and (self.blamed or now - failed_at > _SETTLE_S):
                 self._explain()
                 return
@@ -223,7 +224,7 @@ class _Watch:
     def _settle(self) -> None:
         for rank in self.ranks:
             if rank.poll() and rank.failure is None and (rank.code or rank.result is None):
-                # Its report may still be in the pipe; without one, how it ended is all there is.
+                # Its report may still be in the pipe; without one, only its exit code is known.
                 for descriptor in rank.streams():
                     self._drain_one(rank, descriptor)
                 rank.settle()
@@ -240,14 +241,14 @@ class _Watch:
             self._selector.unregister(descriptor)
 
     def _drain(self) -> None:
-        # A pipe ends when its last writer does; one kept open by a process that left the rank's session is given up.
+        # A pipe ends when its last writer closes it; one held open by a process outside the rank's session is given up.
         deadline = time.monotonic() + _DRAIN_S
         while self._selector.get_map() and time.monotonic() < deadline:
             self._turn()
-        self._settle()  # the last rank's pipes may have ended before it did, and then no turn came after its end
+        self._settle()  # the last rank's pipes may end before its process does, and then no turn follows its end
 
     def _look(self) -> bool:
-        """Notices what no exit tells: a stopped rank, and the time limit."""
+        """Checks for failures without an exit: a stopped rank, and the time limit."""
         running = [rank for rank in self.ranks if not rank.poll()]
         stopped = [rank for rank in running if rank.stopped_for() > self._stopped_s]
         if stopped:
@@ -257,8 +258,8 @@ class _Watch:
         return bool(self.blamed)
 
     def _explain(self) -> None:
-        """Lets ranks that still run show where they are, when none failed on its own account: those that others wait for, if they have
-        said so."""
+        """If no rank failed by itself, lets running ranks print their stacks; if failures name ranks as the cause, only
+        those."""
         failures = [rank.failure for rank in self.ranks if rank.failure is not None]
         if any(not failure.weight for failure in failures):
             return
@@ -271,18 +272,18 @@ class _Watch:
             self._turn()
 
     def close(self) -> None:
-        """Ends whatever still runs: SIGTERM, ``grace_s`` to leave in order, SIGKILL."""
+        """Ends all running ranks: SIGTERM, ``grace_s`` seconds to leave in order, SIGKILL."""
         blamed = {rank: rank.failure for rank in self.ranks}
         try:
             self._end(signal.SIGTERM, self._grace_s)
         finally:
-            # A second Ctrl-C, or a callback that fails, comes here at once.
+            # A second Ctrl-C, or a callback that fails, leads here at once.
             for rank in self.ranks:
                 rank.signal(signal.SIGKILL)
             while self._alive():
                 time.sleep(0.01)
             for rank in self.ranks:
-                # What ended because we ended it is no failure.
+                # A rank that was ended by this method did not fail.
                 rank.failure = blamed[rank]
                 self._guard.remove(rank.pid)
                 rank.close()
@@ -323,7 +324,7 @@ def _print_line(rank: int, stream: str, line: str) -> None:
 
 
 def _ignore_event(rank: int, event: dict) -> None:
-    """Events nobody asked for are read and dropped, so that a rank never waits for a reader."""
+    """Reads and drops events when there is no callback, so that a rank never waits for a reader."""
 
 
 def _stopped(rank: int, pid: int, limit_s: float) -> Failure:
@@ -358,7 +359,7 @@ def _error(failures: list[Failure], blamed: list[Failure]) -> ShardwiseError:
     error = load_error(cause)
     if isinstance(error, ShardwiseError):
         error.add_note(f"raised on rank {cause.rank}:\n{cause.detail}")
-        error.shown_by = None  # ranks show nothing themselves here: whoever started them does
+        error.shown_by = None  # ranks show nothing themselves here: the process that started them does
         return error
     alike = blamed or [failure for failure in failures if failure.shared and cause.shared]
     return rank_error(cause, others=[failure.rank for failure in failures], alike=[failure.rank for failure in alike])

@@ -1,4 +1,4 @@
-"""A lock file that one process holds: the system lets go of it when that process ends, however it ends."""
+"""A lock file that one process holds; the system releases it when that process ends, however it ends."""
 
 import contextlib
 import fcntl
@@ -12,12 +12,13 @@ __all__ = ["LockAttempt", "release", "try_lock"]
 
 
 class LockAttempt(NamedTuple):
-    """What became of an attempt.
+    """The result of :func:`try_lock`.
 
     Attributes:
         held: the open file, which holds the lock until it is closed; None: another process has it.
-        owner: who that is, as text.
-        note: where the file system has no locks, which nobody can be kept out of: that, as text; the file is given to everybody.
+        owner: the process that has it, as text.
+        note: as text, that the file system has no locks, so that no other process can be kept out; every process gets
+            the file then.
     """
 
     held: TextIO | None
@@ -26,14 +27,15 @@ class LockAttempt(NamedTuple):
 
 
 def try_lock(path: Path, *, wait_s: float = 0.0) -> LockAttempt:
-    """Takes the lock, and leaves word of who has it.
+    """Takes the lock and writes this process's id and host into the file.
 
     Args:
-        path: the file, which is made if it is not there.
-        wait_s: how long to wait for a process that has it, in seconds: one that was killed has it until the system is done with it.
+        path: the file, which is created if it does not exist.
+        wait_s: how long to wait, in seconds, for a process that has it: a killed process has it until the system has
+            cleaned up.
 
     Raises:
-        OSError: the file cannot be made.
+        OSError: the file cannot be created.
     """
     held, note = path.open("a+", encoding="utf-8"), None
     try:
@@ -63,7 +65,7 @@ def _flock(held: TextIO, wait_s: float) -> None:
 
 
 def release(held: TextIO) -> None:
-    """Gives the lock back now. Closing the file would not while a child has it open too, as one that was forked does."""
+    """Releases the lock now. Closing alone would not if a child has the file open too, as a forked one does."""
     with contextlib.suppress(OSError):  # a file system without locks
         fcntl.flock(held, fcntl.LOCK_UN)
     held.close()

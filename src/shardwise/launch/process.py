@@ -1,4 +1,4 @@
-"""Small tools around operating-system processes: groups, states, death with the parent, a port that stays ours."""
+"""Tools for operating-system processes: groups, states, death with the parent, a reserved port."""
 
 import contextlib
 import ctypes
@@ -26,9 +26,9 @@ def free_port() -> int:
 def held_port() -> Iterator[int]:
     """Reserves a TCP port for a rendezvous of child processes for as long as the context lasts.
 
-    The socket is bound, never listens, and has SO_REUSEADDR: the system gives the port to nobody else, while a child
-    that sets SO_REUSEADDR too (torch's TCPStore does) may listen on it. So it cannot be taken between choosing the
-    port and using it.
+    The socket is bound, never listens, and has SO_REUSEADDR: the system gives the port to no other program, while a
+    child that sets SO_REUSEADDR too (torch's TCPStore does) may listen on it. So the port cannot be taken between
+    choosing it and using it.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -44,7 +44,7 @@ def die_with_parent(parent: int) -> None:
     """
     if not sys.platform.startswith("linux"):
         return
-    # A libc without prctl leaves the portable ways (the end of a pipe), which every caller has as well.
+    # Without prctl in libc the portable ways remain (the end of a pipe), which every caller has as well.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
@@ -52,13 +52,13 @@ def die_with_parent(parent: int) -> None:
 
 
 def kill_group(pid: int, number: int = signal.SIGKILL, *, alone: bool = True) -> None:
-    """Sends a signal to a process and its group (its own children included). One that is gone already is fine.
+    """Sends a signal to a process and its group (its own children included). A process that is gone is no error.
 
     Args:
-        pid: of the process that leads the group.
+        pid: id of the process that leads the group.
         number: the signal.
         alone: also signal the process itself, which has no group until it called setsid. False once it was waited
-            for, because its id is then free for others.
+            for, because its id may then be reused.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
@@ -71,18 +71,18 @@ def kill_group(pid: int, number: int = signal.SIGKILL, *, alone: bool = True) ->
 def is_stopped(pid: int) -> bool:
     """Whether a process was stopped by a signal (state T of /proc/<pid>/stat); False where there is no /proc.
 
-    One that a debugger holds (state t) is not: whoever attached it knows.
+    A process held by a debugger (state t) does not count: whoever attached the debugger knows.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False
-    # The name in brackets may itself hold brackets and blanks: the state follows the last one.
+    # The name in brackets may itself contain brackets and blanks: the state follows the last bracket.
     return text.rpartition(")")[2].split()[:1] == ["T"]
 
 
 class Guard:
-    """The process that ends the ranks should this one be killed; see :mod:`shardwise.launch.guard`."""
+    """Runs the process that kills the ranks should this one be killed; see :mod:`shardwise.launch.guard`."""
 
     def __enter__(self) -> "Guard":
         self._process = subprocess.Popen(
@@ -108,7 +108,7 @@ class Guard:
         self._say(-group)
 
     def _say(self, number: int) -> None:
-        # Somebody may have killed the guard itself; the ranks then still have the system's own parent-death signal.
+        # The guard itself may have been killed; the ranks then still have the system's own parent-death signal.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(f"{number}\n".encode())  # type: ignore[union-attr]
             self._process.stdin.flush()  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""The parent's handle of one rank: its process, what it writes, what it reports."""
+"""The parent's handle of one rank: its process, its output, its result or failure."""
 
 import json
 import os
@@ -25,23 +25,23 @@ _STACK_BEGINS = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+ .*\(most recent
 
 @dataclass(frozen=True)
 class Callbacks:
-    """Where lines ``(rank, "stdout" | "stderr", line)`` and events ``(rank, event)`` go."""
+    """Functions that receive lines ``(rank, "stdout" | "stderr", line)`` and events ``(rank, event)``."""
 
     on_line: Callable[[int, str, str], None]
     on_event: Callable[[int, dict], None]
 
 
 class RankProcess:
-    """One started rank. ``streams`` maps a file descriptor to the method that reads it; all of them are non-blocking
-    in effect, because the launcher calls them only when there is something to read.
+    """One started rank. ``streams`` lists the file descriptors to read; reading never blocks, because the launcher
+    calls ``read`` only when there is something to read.
     """
 
     def __init__(self, rank: int, job: Job, env: Mapping[str, str], callbacks: Callbacks, starter: Starter):
         self.rank, self._callbacks = rank, callbacks
         self.result: bytes | None = None
         self.failure: Failure | None = None
-        self.quit: Failure | None = None  # it called sys.exit(0): a failure where peers have failed for want of it
-        self.stopped: Stopped | None = None  # it was asked to, and has saved
+        self.quit: Failure | None = None  # it called sys.exit(0): a failure if its peers failed because it was missing
+        self.stopped: Stopped | None = None  # it was asked to stop, and has saved
         self.code: int | None = None
         self._stopped_since: float | None = None
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
@@ -57,7 +57,7 @@ class RankProcess:
         finally:
             control.close()
             os.close(events)
-        self._stack: list[str] = []  # lines of one that has not shown a frame yet
+        self._stack: list[str] = []  # lines of a stack that has not shown a frame yet
         self._partial = {"stdout": b"", "stderr": b"", "event": b""}
         self._open = {
             self._process.stdout.fileno(): "stdout",
@@ -73,18 +73,18 @@ class RankProcess:
         return self._process.pid
 
     def begin(self) -> None:
-        """Sends the job; a rank that is gone already is found by :meth:`poll`."""
+        """Sends the job; if the rank has ended already, :meth:`poll` will find that."""
         try:
             self._control.send(self._job)
         except (BrokenPipeError, ConnectionResetError):
             self._open.pop(self._control.fileno(), None)
 
     def streams(self) -> list[int]:
-        """File descriptors that may still bring something."""
+        """File descriptors that may still deliver data."""
         return list(self._open)
 
     def read(self, descriptor: int) -> None:
-        """Takes in what ``descriptor`` has, and passes on whole lines and events."""
+        """Reads what ``descriptor`` has, and passes whole lines and events to the callbacks."""
         kind = self._open.get(descriptor)
         if kind is None:
             return
@@ -96,7 +96,7 @@ class RankProcess:
             del self._open[descriptor]
         *lines, rest = (self._partial[kind] + data).split(b"\n")
         if rest and (not data or (len(rest) >= _CHUNK and kind != "event")):
-            # The end, or a line that never ends (a progress bar): pass on what there is.
+            # At the end, or in a line without an end (a progress bar): pass on what was received.
             lines, rest = [*lines, rest], b""
         self._partial[kind] = rest
         for line in lines:
@@ -107,7 +107,7 @@ class RankProcess:
             try:
                 event = json.loads(line)
             except ValueError:
-                # A rank killed in the middle of a line; the end of the rank is what gets reported.
+                # A rank killed in the middle of a line; how the rank ended is reported instead.
                 return
             self._callbacks.on_event(self.rank, event)
             return
@@ -120,8 +120,8 @@ class RankProcess:
             self._callbacks.on_line(self.rank, kind, whole)
 
     def _without_empty_stack(self, line: str) -> list[str]:
-        """What to pass on at a line of stderr: the stack of a thread only from its first frame on. One that has none, as in a
-        rank that is ending, says nothing."""
+        """The lines to pass on for one line of stderr. The header of a thread's stack is held back until its first
+        frame; a stack without frames, as in a rank that is ending, is dropped."""
         if line.strip() == "<no Python frame>" and self._stack:
             self._stack = []
             return []
@@ -147,14 +147,14 @@ class RankProcess:
             self.failure = answer
 
     def poll(self) -> bool:
-        """Whether the process has ended; at that moment its children are killed and its last output is read."""
+        """Whether the process has ended. When it first finds that, it kills the rank's children."""
         if self.code is None and self._process.poll() is not None:
             self.code = self._process.returncode
             kill_group(self.pid, alone=False)
         return self.code is not None
 
     def settle(self) -> None:
-        """Called once it has ended and has been read to the end: turns a silent end into a failure."""
+        """Called once the rank has ended and its output was read completely: turns a silent end into a failure."""
         if self.stopped is not None and self.code == Stopped.CODE:
             return
         if self.failure is None and (self.result is None or self.code):
@@ -167,7 +167,7 @@ class RankProcess:
             )
 
     def stopped_for(self) -> float:
-        """Seconds for which the process has been seen stopped (SIGSTOP); 0 for one that runs."""
+        """Seconds for which the process has been seen stopped (SIGSTOP); 0 if it runs."""
         if not is_stopped(self.pid):
             self._stopped_since = None
             return 0.0
@@ -181,7 +181,7 @@ class RankProcess:
         self.tell(DUMP_SIGNAL)
 
     def tell(self, number: int) -> None:
-        """Sends a signal to the rank alone: its children do not know what to make of it, and it needs them to go on."""
+        """Sends a signal to the rank alone: its children may not handle it, and the rank needs them to continue."""
         if not self.poll():
             self._process.send_signal(number)
 
@@ -191,7 +191,7 @@ class RankProcess:
             kill_group(self.pid, number)
 
     def close(self) -> None:
-        """Gives back the file descriptors; the process has ended."""
+        """Closes the file descriptors; the process has ended."""
         self._open.clear()
         self._control.close()
         os.close(self._events)

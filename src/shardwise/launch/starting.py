@@ -1,4 +1,4 @@
-"""How the process of a rank comes to be: as an interpreter of its own, or as a fork of one that has imported torch."""
+"""Starts the process of a rank: as a new interpreter, or as a fork of one that has imported torch."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ _END_S = 1.0
 
 
 class Started(Protocol):
-    """The process of a rank, which leads a group of its own: what is used of ``subprocess.Popen``."""
+    """The process of a rank, which leads its own process group: the used subset of ``subprocess.Popen``."""
 
     pid: int
     returncode: Any
@@ -32,20 +32,20 @@ class Started(Protocol):
     stderr: Any
 
     def poll(self) -> int | None:
-        """Its exit code (below 0: a signal), which is in ``returncode`` from then on; None while it runs."""
+        """Its exit code (below 0: a signal), also kept in ``returncode``; None while it runs."""
 
     def send_signal(self, number: int, /) -> None:
         """Sends a signal to the process alone."""
 
 
 class Starter(Protocol):
-    """What starts ranks."""
+    """Something that starts ranks: :class:`Interpreters` or :class:`ForkServer`."""
 
     def start(self, rank: int, env: Mapping[str, str], control: int, events: int) -> Started:
-        """Starts one, with that environment and copies of the two file descriptors."""
+        """Starts one rank with that environment and copies of the two file descriptors."""
 
     def orphaned(self, pid: int) -> tuple[int, int | None] | None:
-        """Of a rank that has ended only because the process it was forked from has: the id and the exit code of that one."""
+        """For a rank that ended only because its fork server did: process id and exit code of the server; else None."""
 
 
 class Interpreters:
@@ -59,17 +59,17 @@ class Interpreters:
 
 
 class ForkServer:
-    """Starts one interpreter, which imports ``modules`` and is forked for each rank: a context manager that ends it, and with
-    it the ranks that still run.
+    """Starts one interpreter that imports ``modules`` and is forked for each rank. A context manager: its exit ends the
+    server, and with it the ranks that still run.
 
     Args:
-        modules: what is imported.
-        env: what the ranks' environments have in common, as some of it is read at import.
+        modules: modules to import.
+        env: the variables that the ranks' environments have in common, as some are read at import.
         options: ``runs`` and ``tells_ends`` of :class:`~shardwise.launch.forkserver.Preload`.
 
     Attributes:
         output: what the imports wrote to stdout and to stderr.
-        why: it cannot be forked; "" while that is not known.
+        why: the reason why it cannot be forked; "" while that is not known.
     """
 
     def __init__(self, modules: Sequence[str], env: Mapping[str, str], **options: Any):
@@ -83,7 +83,7 @@ class ForkServer:
         self._connection, theirs = Pipe()
         self._process = _interpreter(self._env, "--serve", theirs.fileno(), output=subprocess.DEVNULL)
         theirs.close()
-        with contextlib.suppress(OSError):  # it has ended, and is found not to be ready
+        with contextlib.suppress(OSError):  # it has ended; is_ready will find that
             self._connection.send(self._preload)
         return self
 
@@ -94,11 +94,11 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Process id, and id of a group of its own."""
+        """Process id, and id of its own process group."""
         return self._process.pid
 
     def is_ready(self, wait_s: float) -> bool | None:
-        """Whether it can be forked; None: the imports have not ended within ``wait_s``."""
+        """Whether it can be forked; None: the imports have not ended within ``wait_s`` seconds."""
         try:
             if not self._has_message(wait_s):
                 return None
@@ -132,10 +132,11 @@ class ForkServer:
             return _Forked(self, pid, *readers)
 
     def fork(self, env: Mapping[str, str], descriptors: Sequence[int]) -> int:
-        """Forks a rank with that environment and copies of ``descriptors``, of which the last two are its stdout and stderr: its process id.
+        """Forks a rank with that environment and copies of ``descriptors``, of which the last two are its stdout and
+        stderr. Returns its process id.
 
         Raises:
-            OSError: there was no room, or no server.
+            OSError: no room (memory, processes, open files), or no server.
         """
         answer: Any
         try:
@@ -149,7 +150,7 @@ class ForkServer:
         return answer
 
     def reap(self, pid: int) -> int:
-        """Waits for a rank that has ended or was killed, whose end is not told: its exit code, below 0 a signal."""
+        """Waits for a rank that has ended or was killed, if the server does not report ends: its exit code."""
         self._connection.send(pid)
         for _ in range(round(_ANSWER_S / _TICK_S)):
             if self._codes.get(pid) is None and self._has_message(_TICK_S):
@@ -163,7 +164,7 @@ class ForkServer:
         return self._process.poll() is None
 
     def code_of(self, pid: int) -> int | None:
-        """The exit code of a rank, None while it runs. Without their server ranks do not live: the system kills them."""
+        """The exit code of a rank, None while it runs. If the server has ended, the system has killed its ranks."""
         try:
             while pid not in self._codes and self._has_message(0.0):
                 self._note(self._connection.recv())
@@ -180,7 +181,7 @@ class ForkServer:
         return self.pid, self._process.returncode
 
     def _answer(self) -> tuple[str, Any]:
-        """To a request for a rank, of which the words on others that have ended do not say anything."""
+        """The answer to a request for a rank; messages about other ranks that have ended are noted on the way."""
         for _ in range(round(_ANSWER_S / _TICK_S)):
             if self._has_message(_TICK_S):
                 message = self._connection.recv()
@@ -197,7 +198,7 @@ class ForkServer:
         if self._connection.poll(wait_s):
             return True
         if is_stopped(self.pid):
-            os.kill(self.pid, signal.SIGCONT)  # nobody is helped by ends that are not told
+            os.kill(self.pid, signal.SIGCONT)  # a stopped server would not report ends
         return False
 
 
@@ -218,7 +219,8 @@ class _Forked:
 
 
 def _interpreter(env: Mapping[str, str], *words: str | int, output: int) -> subprocess.Popen:
-    """``python -m shardwise.launch WORD ... PID``, of which the numbers are descriptors; with this package where it is found."""
+    """Runs ``python -m shardwise.launch WORD ... PID`` (numbers among the words are descriptors), with this package on
+    the path."""
     return subprocess.Popen(
         [sys.executable, "-m", "shardwise.launch", *map(str, words), str(os.getpid())],
         env={**env, "PYTHONPATH": os.pathsep.join(filter(None, [_PACKAGE_ROOT, env.get("PYTHONPATH")]))},
@@ -226,6 +228,6 @@ def _interpreter(env: Mapping[str, str], *words: str | int, output: int) -> subp
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
-        # A session of its own: Ctrl-C is the parent's to handle, and a signal reaches the children too.
+        # A session of its own: the parent handles Ctrl-C, and a signal to the group also reaches the children.
         start_new_session=True,
     )

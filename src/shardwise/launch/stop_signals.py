@@ -1,12 +1,13 @@
-"""Signals that ask a run to stop: which they are, who may handle them, and what the process that started the ranks does.
+"""Signals that ask a run to stop: which they are, who may handle them, and how the launcher handles them.
 
-Every handler of one is set here or in terms of what is here (:func:`handling`, :func:`may_be_replaced`), so one rule holds for all: a
-handler of the application's own is left alone, and off the main thread, where Python allows no handlers, nothing is set.
+Every handler of such a signal is set here or with functions of this file (:func:`handling`, :func:`may_be_replaced`),
+so one rule holds for all: an application's own handler is left alone, and outside the main thread, where Python allows
+no handlers, nothing is set.
 
-* The launcher: :class:`FirstStop` passes one request on to its ranks, :class:`Forwarded` each signal that comes, :func:`terminable` ends
-  in order what it runs.
-* A rank: ``world/signals.py`` makes a request of a signal, which all ranks agree on; ``world/termination.py`` names a lost peer
-  before SIGTERM ends the process.
+* In the launcher: :class:`FirstStop` sends one stop request on to its ranks, :class:`Forwarded` every signal,
+  :func:`terminable` ends the code that runs inside it in order.
+* In a rank: ``world/signals.py`` turns a signal into a request that all ranks agree on; ``world/termination.py`` names
+  a lost peer before SIGTERM ends the process.
 """
 
 import contextlib
@@ -35,14 +36,14 @@ __all__ = [
 ]
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""What schedulers send some time before they end a job, and a terminal (or ssh) that is closed."""
+"""Signals that schedulers send some time before they end a job, and a closed terminal (or ssh) sends."""
 
 BLOCKED_AT_START = "SHARDWISE_SIGNALS_BLOCKED_AT_START"
-"""The variable with the numbers of the signals that a rank starts with blocked: what comes before it is ready is kept for it."""
+"""Environment variable with the signals that a rank starts with blocked; they are kept until it is ready for them."""
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
-_REPEATED_S = 2.0  # `timeout` and some schedulers signal a process and its group: one request that comes twice
+_REPEATED_S = 2.0  # `timeout` and some schedulers signal a process and its group: one request that arrives twice
 
 Handler = Callable[[int, FrameType | None], Any]
 
@@ -53,13 +54,13 @@ _that_only_end: list[Handler] = []
 
 
 def only_ends_process(handler: Handler) -> Handler:
-    """Declares that ``handler`` does nothing but end the process: another may take its place for a while."""
+    """Declares that ``handler`` only ends the process, so that another handler may replace it for a while."""
     _that_only_end.append(handler)
     return handler
 
 
 def may_be_replaced(handler: Any) -> bool:
-    """Whether a handler is the system's, or one that only ends the process; not one of the application's."""
+    """Whether a handler is the system's, or one that only ends the process; not an application's own."""
     return handler is signal.SIG_DFL or handler in _that_only_end
 
 
@@ -67,9 +68,10 @@ def may_be_replaced(handler: Any) -> bool:
 def handling(
     signals: Iterable[int], handler: Handler, *, replaces: Callable[[Any], bool] = lambda there: there is signal.SIG_DFL
 ) -> Iterator[dict[int, Any]]:
-    """Within, ``handler`` handles those of ``signals`` whose present handler ``replaces`` accepts; yields what was there, by number.
+    """Context manager: ``handler`` handles those of ``signals`` whose current handler ``replaces`` accepts. Yields the
+    previous handlers, by signal number.
 
-    Off the main thread none are. One that something else has replaced meanwhile stays replaced.
+    Does nothing outside the main thread. A handler that something else has replaced meanwhile is not restored.
     """
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
@@ -79,7 +81,7 @@ def handling(
     try:
         yield before
     finally:
-        # What was left open may be ended in another thread.
+        # A context that was left open may be closed in another thread.
         if threading.current_thread() is threading.main_thread():
             for number, there in before.items():
                 if signal.getsignal(number) == handler:
@@ -90,13 +92,13 @@ def handling(
 
 
 class RepeatedSigterm:
-    """Whether SIGTERM was sent a second time, and is not the echo of one request."""
+    """Detects a second SIGTERM that is not the echo of one request."""
 
     def __init__(self) -> None:
         self._first: float | None = None
 
     def is_there(self, number: int) -> bool:
-        """Called with each signal that comes: whether this one means "now"."""
+        """Called with each signal that arrives: whether this one means "stop now"."""
         if number != signal.SIGTERM:
             return False
         now = time.monotonic()
@@ -106,28 +108,28 @@ class RepeatedSigterm:
 
 @only_ends_process
 def leave(number: int, frame: FrameType | None) -> None:
-    """The handler that :func:`terminable` sets."""
+    """The signal handler that :func:`terminable` sets: raises SystemExit(128 + number)."""
     silence_closed_terminal(number)
     raise SystemExit(128 + number)
 
 
 def silence_closed_terminal(number: int) -> None:
-    """For the handler of a signal: after SIGHUP of a terminal that is gone, what is written goes nowhere, instead of being an
-    error in whoever writes while there is something to save."""
+    """For a signal handler: after SIGHUP of a closed terminal, output is discarded. Writing would otherwise raise an
+    error while there may be something to save."""
     if number != signal.SIGHUP:
         return
     for descriptor in (1, 2):
         try:
             os.tcgetpgrp(descriptor)
         except OSError as error:
-            if error.errno == errno.EIO:  # and not a file or a pipe
+            if error.errno == errno.EIO:  # a terminal that is gone, not a file or a pipe
                 os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), descriptor)
 
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """Turns SIGTERM into SystemExit(143) for a while, and SIGHUP into SystemExit(129), so that ``finally`` and ``with`` blocks run on
-    the way out. One that is ignored (``nohup``) stays so."""
+    """Context manager: SIGTERM raises SystemExit(143), and SIGHUP SystemExit(129), so that ``finally`` and ``with``
+    blocks run. A signal that is ignored (``nohup``) stays ignored."""
     with handling(_ENDING, leave):
         yield
 
@@ -136,11 +138,11 @@ def terminable() -> Iterator[None]:
 
 
 class FirstStop:
-    """The first of :data:`STOP_SIGNALS` that comes within :meth:`handled`, for the ranks to be sent it; SIGTERM again raises
-    SystemExit(143).
+    """Records the first of :data:`STOP_SIGNALS` received within :meth:`handled`, to be sent on to the ranks. A second
+    SIGTERM raises SystemExit(143).
 
     Attributes:
-        number: the signal that came; None: none did.
+        number: the signal received; None: none.
     """
 
     def __init__(self) -> None:
@@ -160,10 +162,10 @@ class FirstStop:
 
 
 class Forwarded:
-    """Each of ``signals`` that comes within :meth:`handled` is counted, to be sent on to the ranks, and ends nothing here.
+    """Records each of ``signals`` received within :meth:`handled`, to be sent on to the ranks; it ends nothing here.
 
     Attributes:
-        pending: those that came since :meth:`take`.
+        pending: those received since :meth:`take`.
     """
 
     def __init__(self, signals: Iterable[int]):
@@ -180,13 +182,13 @@ class Forwarded:
 
     @property
     def env(self) -> dict[str, str]:
-        """What ranks are given, so that these signals do not end them before they are ready."""
+        """Environment variables for the ranks, so that these signals do not end them before they are ready."""
         return {BLOCKED_AT_START: " ".join(str(int(number)) for number in self.signals)} if self.signals else {}
 
     @contextlib.contextmanager
     def blocked(self) -> Iterator[None]:
-        """Within, the signals are blocked in this thread, and in the processes that it starts from their beginning to where they
-        unblock them."""
+        """Context manager: the signals are blocked in this thread, and in the processes it starts, from their beginning
+        until they unblock them."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
         try:
             yield
@@ -194,12 +196,12 @@ class Forwarded:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def take(self) -> list[int]:
-        """What is pending, once."""
+        """Returns the pending signals and clears them."""
         taken, self.pending = self.pending, []
         return taken
 
 
 def blocked_at_start() -> set[int]:
-    """The signals that a launcher has started this process with blocked; none in a thread that has unblocked them already."""
+    """The signals that a launcher started this process with blocked; empty in a thread that has unblocked them."""
     named = {int(number) for number in os.environ.get(BLOCKED_AT_START, "").split()}
     return named & set(signal.pthread_sigmask(signal.SIG_BLOCK, ())) if named else named

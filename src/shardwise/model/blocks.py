@@ -1,4 +1,4 @@
-"""Outermost lists of blocks: the repeated parts of a model, by its structure alone."""
+"""Finds the outermost block lists of a model (its repeated layers) from its structure alone."""
 
 from collections.abc import Mapping
 
@@ -19,8 +19,8 @@ def find_block_lists(root: nn.Module, run: Mapping[str, int] | None = None) -> t
 
     Args:
         root: any module, on any device.
-        run: module name -> when an example entered it first; blocks and lists stand in that order then, those that it did not
-            enter last.
+        run: module name -> position in the order in which an example first entered the modules. Blocks and lists are
+            then sorted by it, those that it did not enter last.
     """
     found: Found = []
     _find(unwrap_module(root), "", found, set())
@@ -33,7 +33,7 @@ def find_block_lists(root: nn.Module, run: Mapping[str, int] | None = None) -> t
 
 
 def has_no_forward(module: nn.Module) -> bool:
-    """Whether ``module`` cannot be called: a plain list, a holder of parameters."""
+    """Whether ``module`` has no forward: a plain list, or a holder of parameters."""
     return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 
@@ -44,7 +44,8 @@ def _find(module: nn.Module, name: str, found: Found, seen: set[int]) -> None:
     seen.add(id(module))
     children = [(f"{name}.{key}" if name else key, child) for key, child in canonical_children(module)]
     if isinstance(module, _CONTAINERS):
-        # Of a list of lists the parts that are called. A ModuleDict of embeddings, blocks and a norm has its blocks in a list.
+        # Of a list of lists the modules that are called. A ModuleDict of embeddings, blocks and a norm has its blocks
+        # in a list inside it.
         is_list = isinstance(module, nn.ModuleList)
         blocks = [block for full, child in children for block in (_called(full, child) if is_list else [(full, child)])]
         blocks = [(full, child) for full, child in blocks if _has_parameters(child) and id(child) not in seen]
@@ -58,7 +59,8 @@ def _find(module: nn.Module, name: str, found: Found, seen: set[int]) -> None:
 
 
 def _called(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """What a loop over a list calls: of an element that is a plain list (a norm, attention, a feed-forward), what is in it."""
+    """The modules that a loop over a list calls: if ``module`` is itself a plain list (a norm, attention, a
+    feed-forward), its elements."""
     if not isinstance(module, nn.ModuleList) or not has_no_forward(module):
         return [(name, module)]
     return [block for key, child in canonical_children(module) for block in _called(f"{name}.{key}", child)]

@@ -1,4 +1,4 @@
-"""Canonical names: a tensor's name in the user's unsharded, unwrapped module, whatever wraps it now."""
+"""Canonical names: the name of a tensor in the user's unsharded module, without the wrappers around it."""
 
 import traceback
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ __all__ = [
     "unwrap_module",
 ]
 
-# Attribute under which a wrapper of torch's keeps what it wraps, by class name: torch.compile, activation checkpointing,
-# DDP. By class and not by text: a user's own module may well be called "module".
+# The attribute under which a wrapper class of torch keeps the wrapped module: torch.compile, activation checkpointing,
+# DDP. Looked up by class, not by attribute name: a user's own module may well be called "module".
 _WRAPPERS = {
     "OptimizedModule": "_orig_mod",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
@@ -26,27 +26,27 @@ _WRAPPERS = {
 
 
 def inner_module(module: nn.Module) -> nn.Module | None:
-    """What a wrapper wraps; None for a module that is not a wrapper."""
+    """The module that a wrapper wraps; None for a module that is not a wrapper."""
     kind = type(module)
     return module._modules.get(_WRAPPERS.get(kind.__name__, "")) if kind.__module__.startswith("torch.") else None
 
 
 def unwrap_module(module: nn.Module) -> nn.Module:
-    """The user's module inside a compile or activation-checkpointing wrapper."""
+    """The user's module inside any torch.compile, activation checkpointing or DDP wrappers."""
     while (inner := inner_module(module)) is not None:
         module = inner
     return module
 
 
 def canonical_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """``(attribute, child)`` of the direct children, wrappers around them left out; each child once per attribute."""
+    """``(attribute, child)`` of the direct children, without wrappers around them; a child once per attribute."""
     for name, child in module._modules.items():
         if child is not None:
             yield name, unwrap_module(child)
 
 
 def canonical_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module under its canonical name, wrappers left out, each (name, module) pair once per name."""
+    """Every module under its canonical name, without wrappers; each (name, module) pair once per name."""
 
     def walk(module: nn.Module, prefix: str, above: tuple[int, ...]) -> Iterator[tuple[str, nn.Module]]:
         module = unwrap_module(module)
@@ -84,8 +84,8 @@ def canonical_name(root: nn.Module, name: str) -> str:
 
 
 def module_of_error(root: nn.Module, error: BaseException) -> str | None:
-    """Canonical name of the module below ``root`` whose own code ``error`` came out of; None if there is none, or it is
-    the root."""
+    """Canonical name of the module below ``root`` in whose own code ``error`` was raised; None if there is none, or it
+    is the root."""
     names = {id(module): name for name, module in canonical_modules(root)}
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     found = (names.get(id(frame.f_locals.get("self"))) for frame in reversed(frames))

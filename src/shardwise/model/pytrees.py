@@ -1,4 +1,4 @@
-"""What tensors are handed about in, as inputs and outputs: tuples, lists, mappings, whatever torch's pytree knows, and dataclasses."""
+"""Walks the containers in which modules pass tensors: tuples, lists, mappings, torch's pytrees, and dataclasses."""
 
 import copy
 import dataclasses
@@ -16,17 +16,17 @@ from shardwise._torch.pytrees import tree_flatten, tree_unflatten
 
 __all__ = ["leaves_of", "map_leaves", "tensors_within"]
 
-_MOST = 2000  # objects looked at in one output
+_MOST = 2000  # objects inspected in one output, at most
 
 
 def map_leaves(call: Callable[[Any], Any], value: Any) -> Any:
-    """torch's ``tree_map`` that also looks into dataclasses, as FSDP2 does: one that would change is copied."""
+    """torch's ``tree_map`` that also maps the fields of dataclasses, as FSDP2 does; a changed dataclass is copied."""
     leaves, spec = tree_flatten(value)
     return tree_unflatten([_map_leaf(call, leaf) for leaf in leaves], spec)
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """What :func:`map_leaves` would call, in order."""
+    """The leaves on which :func:`map_leaves` would call its function, in order."""
     found: list[Any] = []
 
     def note(leaf: Any) -> Any:
@@ -48,9 +48,9 @@ def _map_leaf(call: Callable[[Any], Any], leaf: Any) -> Any:
             changed[field.name] = new
     if not changed:
         return leaf
-    leaf = copy.copy(leaf)  # and not dataclasses.replace, which would run __init__ again
+    leaf = copy.copy(leaf)  # not dataclasses.replace, which would run __init__ again
     for name, new in changed.items():
-        object.__setattr__(leaf, name, new)  # also of a frozen one
+        object.__setattr__(leaf, name, new)  # works for a frozen dataclass too
     return leaf
 
 
@@ -67,8 +67,9 @@ _MAY_HOLD = (
 
 
 def tensors_within(value: Any) -> tuple[list[Tensor], bool]:
-    """Tensors held by objects that :func:`map_leaves` hands on as they are, in their attributes and containers, and whether that
-    is all of them: a closure, a generator or a module may make others later, and an object without attributes hides its own."""
+    """Tensors in the attributes and containers of objects that :func:`map_leaves` treats as leaves, and whether those
+    are all: a closure, a generator or a module may make others later, and an object without attributes hides its own.
+    """
     found: list[Tensor] = []
     seen: set[int] = set()
     todo = [leaf for leaf in leaves_of(value) if not isinstance(leaf, (Tensor, *_PLAIN, *_PLAIN_TORCH))]
@@ -92,7 +93,7 @@ def tensors_within(value: Any) -> tuple[list[Tensor], bool]:
 
 
 def _attributes(item: Any) -> list[Any] | None:
-    """What an object holds, by attribute; None where that cannot be told."""
+    """The values of an object's attributes; None if it has none that can be read."""
     slots: Iterable[str] = (name for cls in type(item).__mro__ for name in _as_names(vars(cls).get("__slots__", ())))
     held = [getattr(item, name) for name in slots if hasattr(item, name)]
     attributes = getattr(item, "__dict__", None)

@@ -16,12 +16,12 @@ __all__ = ["dtype_name", "dtype_of", "is_pretrained", "read_anatomy", "refuse_la
 
 
 def read_anatomy(module: nn.Module, *, example: Mapping[str, Tensor] | None = None) -> Anatomy:
-    """What ``module`` is made of. Nothing of it is changed; no rank needs to be anywhere.
+    """The structure of ``module`` as an Anatomy. Does not change the module, and needs no process group.
 
     Args:
         module: any module; parameters may be on meta.
-        example: one micro-batch (``str -> Tensor``), run once without gradients to see in which order blocks are entered; None:
-            the order of their lists.
+        example: one micro-batch (``str -> Tensor``), run once without gradients to see in which order blocks are
+            entered; None: the order of their lists.
 
     Raises:
         UnsupportedError: a lazy parameter that has no shape yet.
@@ -88,14 +88,14 @@ def _tensors(root: nn.Module, kind: str) -> dict[str, TensorFact]:
 
 
 def is_pretrained(model: nn.Module) -> bool:
-    """Whether ``model`` is one of transformers' own. Told by name: transformers need not be there."""
+    """Whether ``model`` is a transformers PreTrainedModel. Checked by name: transformers need not be installed."""
     return any(
         cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.") for cls in type(model).__mro__
     )
 
 
 def user_class(module: nn.Module) -> type:
-    """The class the user wrote, below those that FSDP2 and ``torch.nn.utils.parametrize`` put over it."""
+    """The class that the user wrote, below those that FSDP2 and ``torch.nn.utils.parametrize`` put on top of it."""
     mro = type(module).__mro__
     cls = mro[2] if len(mro) > 2 and mro[1].__name__ == "FSDPModule" else mro[0]
     return cls.__mro__[1] if is_parametrized(module) and cls.__name__.startswith("Parametrized") else cls
@@ -109,7 +109,7 @@ def _module_aliases(root: nn.Module) -> dict[str, str]:
 
 
 def _entered(module: nn.Module, example: Mapping[str, Tensor]) -> dict[str, int]:
-    """Module name -> place in the order in which a run of ``example`` entered them first."""
+    """Module name -> position in the order in which a run of ``example`` first entered the modules."""
     entered: dict[str, int] = {}
 
     def note(name: str) -> None:

@@ -1,4 +1,4 @@
-"""A module's tensors by canonical name: reading them, moving them to meta, making them anew; ties are kept throughout."""
+"""A module's tensors by canonical name: reading them, moving them to meta, replacing them; ties are always kept."""
 
 import functools
 import types
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def tensors_of(module: nn.Module, kind: str) -> dict[str, Tensor]:
-    """Canonical name -> parameter (``kind="_parameters"``) or buffer (``"_buffers"``), each tensor under its first name."""
+    """Canonical name -> parameter (kind ``"_parameters"``) or buffer (``"_buffers"``); each under its first name."""
     found: dict[int, tuple[str, Tensor]] = {}
     for name, owner, attr in canonical_tensors(module, kind):
         tensor = getattr(owner, kind)[attr]
@@ -40,8 +40,8 @@ def tensors_of(module: nn.Module, kind: str) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Hidden:
-    """A tensor that is neither a parameter nor a buffer, yet used: an attribute, or an element of a list, dict or plain
-    object that is one. ``put`` sets another in its place."""
+    """A tensor that a module uses but has not registered as parameter or buffer: an attribute, or an element of a list,
+    dict or plain object that is an attribute. ``put`` replaces it."""
 
     name: str
     tensor: Tensor
@@ -49,7 +49,7 @@ class Hidden:
 
 
 def hidden_tensors(module: nn.Module) -> Iterator[Hidden]:
-    """All of them, under names such as ``blocks.0.tables.cos``; one that is registered as well comes up here too."""
+    """All of them in ``module``, named like ``blocks.0.tables.cos``; one that is also registered is included."""
     seen: set[int] = set()
     for prefix, owner in canonical_modules(module):
         for attr in [attr for attr in vars(owner) if attr not in _OF_MODULES and not attr.startswith("_shardwise")]:
@@ -69,13 +69,13 @@ def _hidden_in(name: str, value: Any, put: Callable[[Any], None], seen: set[int]
     seen.add(id(value))
     if isinstance(value, dict):
         for i, (key, item) in enumerate(list(value.items())):
-            text = str(i) if " at 0x" in str(key) else key  # an address is no name: it is another one in each process
+            text = str(i) if " at 0x" in str(key) else key  # an address is no name: it differs in each process
             yield from _hidden_in(f"{name}.{text}", item, functools.partial(value.__setitem__, key), seen, depth - 1)
     elif isinstance(value, list):
         for i, item in enumerate(value):
             yield from _hidden_in(f"{name}.{i}", item, functools.partial(value.__setitem__, i), seen, depth - 1)
     elif isinstance(value, tuple):
-        parts = list(value)  # shared by its elements: each is put beside those put before
+        parts = list(value)  # shared by the elements' put functions, so that each keeps what the others have put
         for i, item in enumerate(value):
             put_part = functools.partial(_put_in_tuple, type(value), parts, put, i)
             yield from _hidden_in(f"{name}.{i}", item, put_part, seen, depth - 1)
@@ -92,7 +92,7 @@ def _put_in_tuple(kind: type, parts: list[Any], put: Callable[[Any], None], inde
 
 
 def _is_users(value: Any) -> bool:
-    """Whether ``value`` is a plain object of the user's that may keep tensors."""
+    """Whether ``value`` is a plain object of the user's own class that may hold tensors."""
     if isinstance(value, nn.Module | type | types.ModuleType | types.FunctionType | types.MethodType):
         return False
     return hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in {
@@ -103,11 +103,11 @@ def _is_users(value: Any) -> bool:
 
 
 def loose_tensors(module: nn.Module, registered: Iterable[Tensor] | None = None) -> dict[str, Tensor]:
-    """Name -> tensor of the hidden ones that are not registered anywhere, each under its first name.
+    """Name -> tensor of the hidden tensors that are registered nowhere, each under its first name.
 
     Args:
-        module: where to look.
-        registered: its parameters and buffers, if they are known; None: they are looked for.
+        module: where to search.
+        registered: its parameters and buffers, if they are known; None: they are searched too.
     """
     if registered is None:
         registered = [t for kind in ("_parameters", "_buffers") for t in tensors_of(module, kind).values()]
@@ -120,8 +120,8 @@ def loose_tensors(module: nn.Module, registered: Iterable[Tensor] | None = None)
 
 
 def unregistered_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Name -> trainable parameter that lies, by itself or in a module, in a list, tuple or dict of a module: ``parameters()`` has none of
-    them. What an attribute other than those hides was hidden on purpose."""
+    """Name -> trainable parameter in a list, tuple or dict of a module, directly or inside a module there, which
+    ``parameters()`` therefore does not return. Parameters hidden in any other attribute are hidden on purpose."""
     known = {id(param) for param in tensors_of(module, "_parameters").values()}
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for prefix, owner in canonical_modules(module):
@@ -144,7 +144,7 @@ def _parameters_in(name: str, value: Any, depth: int = 3) -> Iterator[tuple[str,
 
 
 def follow_parameters(module: nn.Module, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-    """Puts the parameters of ``after`` where lists or attributes of the user's still hold those of ``before``."""
+    """Replaces parameters of ``before`` by those of ``after`` where the user's lists or attributes still hold them."""
     moved = {id(tensor): after[name] for name, tensor in before.items() if after[name] is not tensor}
     for hidden in list(hidden_tensors(module)):
         if id(hidden.tensor) in moved:
@@ -152,15 +152,15 @@ def follow_parameters(module: nn.Module, before: Mapping[str, Tensor], after: Ma
 
 
 def give_memory(module: nn.Module, device: torch.device, *, without: Collection[Tensor] = ()) -> None:
-    """Memory on ``device`` for every tensor that is on meta, except those in ``without``; moves real ones there. Ties and,
-    where it can be, identities are kept."""
+    """Allocates memory on ``device`` for every meta tensor, except those in ``without``; moves real ones there. Ties
+    are kept, and so are tensor objects where possible."""
     skipped = {id(tensor) for tensor in without}
 
     def make(tensor: Tensor) -> Tensor:
         if id(tensor) in skipped:
             return tensor
         if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-            tensor = tensor.contiguous()  # expanded: it cannot be written in place
+            tensor = tensor.contiguous()  # an expanded tensor cannot be written in place
         if tensor.device == device:
             return tensor
         return torch.empty_like(tensor, device=device) if tensor.device.type == "meta" else tensor.to(device)
@@ -169,10 +169,10 @@ def give_memory(module: nn.Module, device: torch.device, *, without: Collection[
 
 
 def replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
-    """Puts ``make(tensor)`` in the place of every parameter, buffer and plain tensor attribute, unless it is the same
-    object; tied ones are made once and stay tied."""
+    """Replaces every parameter, buffer and plain tensor attribute by ``make(tensor)``, unless that is the same object.
+    ``make`` runs once for tied tensors, which stay tied."""
     made: dict[int, Any] = {}
-    kept: list[Tensor] = []  # alive until the end, so that no identity is used twice
+    kept: list[Tensor] = []  # alive until the end, so that no id() is used twice
 
     def new(tensor: Tensor) -> Any:
         if id(tensor) not in made:
@@ -180,10 +180,10 @@ def replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None
             if isinstance(tensor, nn.Parameter) and value is not tensor:
                 value = value.detach()
                 value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-                value.__dict__.update(vars(tensor))  # marks a library left on a parameter, such as "no weight decay"
+                value.__dict__.update(vars(tensor))  # attributes that a library set on it, such as "no weight decay"
                 share_hooks(tensor, value)
-            # A module under two names comes up twice: what was put into it at first is not made anew, or it would leave
-            # the tensors tied to it behind.
+            # A module with two names is visited twice. What was put into it the first time is not made again, or the
+            # tensors tied to it would keep the old one.
             made[id(tensor)] = made[id(value)] = value
             kept.extend((tensor, value))
         return made[id(tensor)]
@@ -196,7 +196,7 @@ def replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None
 
 
 def like_parameter(value: Any, param: nn.Parameter) -> Any:
-    """A tensor that is shaped like the shard of ``param`` as a DTensor like it, over the same memory; else ``value``."""
+    """``value`` as a DTensor like ``param``, over the same memory, if it has the shape of its shard; else ``value``."""
     if not isinstance(param, DTensor) or not isinstance(value, Tensor) or value.shape != local_tensor(param).shape:
         return value
     if value.dim() == 0:
@@ -205,12 +205,12 @@ def like_parameter(value: Any, param: nn.Parameter) -> Any:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor in row-major order, flat: its own memory where it lies so, else that of a copy."""
+    """The bytes of a tensor in row-major order, flat: a view if the tensor is contiguous, else of a copy."""
     tensor = tensor.detach().contiguous()
-    # Not reshape: a view of one element keeps a stride above 1, of which torch makes no bytes.
+    # Not reshape: a view of one element keeps a stride above 1, and torch cannot view that as bytes.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def to_meta(module: nn.Module) -> None:
-    """Drops all values of ``module``, keeping shapes, dtypes, ties and marks."""
+    """Moves ``module`` to meta: drops all values, keeps shapes, dtypes, ties and attributes of parameters."""
     replace_tensors(module, lambda tensor: torch.empty_like(tensor, device="meta"))

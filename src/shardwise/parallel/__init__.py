@@ -1,4 +1,4 @@
-"""Techniques that shard a module, and the composer that applies them in order."""
+"""``sw.init`` and ``sw.parallelize``: apply the techniques to a module in order; the run-time object of the result."""
 
 from shardwise.model.tensors import bytes_of
 from shardwise.parallel.compose import apply_recipe, describe, parallelize, recipe_of, shard, world_of

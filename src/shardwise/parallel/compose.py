@@ -1,7 +1,8 @@
-"""``sw.parallelize``: from any module and a world to the same module, sharded. The one place that knows the order.
+"""``sw.parallelize``: from any module and a world to the same module, sharded. The only place that knows the order.
 
-Build (on meta, or on rank 0) and let techniques change the structure -> read the anatomy -> make the recipe -> agree that all ranks
-made the same -> apply it -> write the values. Everything that can be refused is refused before the first byte is moved.
+Build (on meta, or on rank 0) and let techniques change the structure -> read the anatomy -> make the recipe -> check
+that all ranks made the same -> apply it -> write the values. Everything that can be refused is refused before the first
+byte is moved.
 """
 
 import inspect
@@ -53,20 +54,21 @@ def parallelize(
     init: str | None = None,
     **options: Any,
 ) -> M:
-    """Shards a module over the ranks of ``world`` and gives it back: the same object, names and methods; under FSDP2 its class
-    becomes a subclass of what it was.
+    """Shards a module over the ranks of ``world`` and returns it: the same object, names and methods.
 
-    All ranks must call it, with the same arguments. Build the optimizer afterwards.
+    Under FSDP2 its class becomes a subclass of its original class. All ranks must call it, with the same arguments.
+    Build the optimizer afterwards.
 
     Args:
-        model: a callable that builds the module (built on meta: no rank ever holds it whole), or a module.
+        model: a callable that builds the module (built on meta: no rank ever holds all of it), or a module.
         world: from :func:`shardwise.init`.
-        example: one micro-batch, run once to see in which order blocks are entered: neighbours in it are merged into units. Without
-            it they are taken in the order of their lists, and gathered in the one in which the model first runs.
+        example: one micro-batch, run once to see in which order blocks are entered: neighbours in that order are merged
+            into units. Without it, merging uses the order of their lists, and gathering the order in which the model
+            first runs.
         init: ``"seeded"``: values are functions of (world.seed, name), made by each rank for itself, the same under
-            every layout; default for a callable. ``"rank0"``: rank 0's values, scattered; default for a module, and what
-            seeded falls back to where a constructor cannot be recorded (the recipe's notes say why). ``"load"``: memory only;
-            :func:`~shardwise.load_weights` brings the values, and what it does not bring is seeded then.
+            every layout; default for a callable. ``"rank0"``: rank 0's values, scattered; default for a module, and the
+            fallback of seeded where a constructor cannot be recorded (the recipe's notes say why). ``"load"``: memory
+            only; :func:`~shardwise.load_weights` loads the values, and what it does not load is seeded then.
         options: those of the techniques.
 
     Warns:
@@ -74,10 +76,11 @@ def parallelize(
             ``Precision(cast_inputs="units")`` casts them, by name.
 
     Raises:
-        ConfigError: an option that is neither a word for it nor its record, or that there is not.
+        ConfigError: an option that does not exist, or whose value is neither a word for it nor its record.
         UsageError: the module is sharded or wrapped already, or is on meta without a callable to build it.
         PlanError: options that name no module, or a tensor that nothing initialises.
-        UnsupportedError: a module that cannot be sharded safely, by name; a torch that does not do what is relied on.
+        UnsupportedError: a module that cannot be sharded safely, by name; a torch that does not do what Shardwise
+            relies on.
         RankError: ranks whose modules or options differ.
 
     Example:
@@ -88,7 +91,7 @@ def parallelize(
 
 
 def _say_options(function: Callable[..., Any]) -> None:
-    """Puts the options of all techniques into a function's signature and docstring, where it has ``options``."""
+    """Puts the options of all techniques into a function's signature and docstring, in place of ``options``."""
     options = [option for technique in TECHNIQUES for option in technique.options]
     signature = inspect.signature(function)
     named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -117,20 +120,20 @@ def shard(
     example: Mapping[str, Tensor] | None = None,
     is_prepared: bool = False,
 ) -> Any:
-    """:func:`parallelize` with options as one record.
+    """:func:`parallelize` with its options as one record.
 
     Args:
-        model: as :func:`parallelize` takes it.
-        world: the same.
+        model: as in :func:`parallelize`.
+        world: as in :func:`parallelize`.
         parallel: a ``Parallel``; its layout is not read: the world has it.
-        init: the same; None: what ``parallel`` says.
-        example: the same.
+        init: as in :func:`parallelize`; None: the value in ``parallel``.
+        example: as in :func:`parallelize`.
         is_prepared: the techniques have changed the structure of the module already.
     """
     check_torch(world)
     given = parallel.options()
     for technique in TECHNIQUES:
-        technique.settled(given)  # what it refuses is refused before the module is built
+        technique.settled(given)  # raises for invalid options before the module is built
     module, source = build_with_source(
         model if is_prepared else _with_prepared(model, parallel, world), world, init or parallel.init
     )
@@ -170,7 +173,7 @@ def _warn_of_unregistered(module: nn.Module) -> None:
 
 
 def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
-    """Carries out ``recipe`` on ``module``, in place: shards it and gives its tensors memory. Values are not written.
+    """Applies ``recipe`` to ``module``, in place: shards it and allocates its tensors. Values are not written.
 
     Raises:
         PlanError: the recipe was made for another module or another layout.
@@ -214,17 +217,17 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
 
 
 def describe(model: nn.Module) -> str:
-    """The recipe of a sharded module as a table, with the reason of every choice. No rank needs to call it with others."""
+    """The recipe of a sharded module as a table, with the reason of every choice. Any rank may call it alone."""
     return fold.describe(recipe_of(model))
 
 
 def recipe_of(model: nn.Module) -> Recipe:
-    """The recipe that ``model`` was sharded by."""
+    """The recipe by which ``model`` was sharded."""
     return runtime_of(model).recipe
 
 
 def world_of(model: nn.Module) -> World:
-    """The world that ``model`` was sharded over."""
+    """The world over which ``model`` was sharded."""
     return runtime_of(model).world
 
 
@@ -283,7 +286,7 @@ def _refuse_wrapped(module: nn.Module) -> None:
 
 
 def _first_difference(anatomy: Anatomy, recipe: Recipe) -> str | None:
-    """The first parameter or buffer that the recipe and the module do not have alike."""
+    """The first parameter or buffer that differs between the recipe and the module."""
 
     def facts(tensors: Mapping[str, Any]) -> dict[str, Any]:
         return {n: (t.shape, t.dtype, getattr(t, "trainable", None), t.aliases) for n, t in tensors.items()}
@@ -308,8 +311,8 @@ def _agree_on_recipe(module: nn.Module, recipe: Recipe, world: World) -> None:
         facts |= {f"{kind} {name}: {field}": value for name, entry in entries.items() for field, value in entry.items()}
     for edit in edits:
         facts.setdefault(f"{edit['technique']} of {edit['module']}", []).append([edit["action"], edit["args"]])
-    facts |= {"notes": notes, "fingerprint": facts.pop("fingerprint")}  # last: it says only that something differs
-    # Values and gradients travel in this order. A constructor that iterates over a set makes another one in each process.
+    facts |= {"notes": notes, "fingerprint": facts.pop("fingerprint")}  # last: it shows only that something differs
+    # Values and gradients are sent in this order. A constructor that iterates over a set differs in each process.
     facts["the order of tensors"] = list(all_tensors(module))
     agree_on(
         world.agreement,
@@ -320,7 +323,7 @@ def _agree_on_recipe(module: nn.Module, recipe: Recipe, world: World) -> None:
 
 
 def _with_prepared(model: Any, parallel: Any, world: World) -> Any:
-    """``model`` with what the techniques change in its structure; a callable stays one, so that it is built on meta."""
+    """``model`` with its structure changed by the techniques; a callable stays one, so that it is built on meta."""
     if isinstance(model, nn.Module):
         return prepared(model, parallel, world, world.device)
     return (lambda: prepared(model(), parallel, world, world.device)) if callable(model) else model

@@ -1,4 +1,4 @@
-"""What a module may hold that would go silently wrong once it is sharded, refused before anything is moved."""
+"""Refuses, before anything is moved, what a module may hold that would train wrongly once it is sharded."""
 
 import weakref
 from typing import Any
@@ -28,11 +28,11 @@ _WHOLE = 'keep parameters whole on every rank: sw.init("dp_replicate=-1")'
 
 
 def refuse_unfit_parts(module: nn.Module, recipe: Recipe, world: World) -> None:
-    """Raises UnsupportedError for hooks on parameters that would not fire, or would see a part only, and for embeddings
-    that write their own weight in forward."""
+    """Raises UnsupportedError for hooks on parameters that would not run, or would see only a part of the gradient, and
+    for embeddings that write their own weight in forward."""
     for name, param in tensors_of(module, "_parameters").items():
         on_tensor, after = num_hooks(param)
-        if after and world.size > 1 and is_parallelized(param):  # the hook is our own, of the other model
+        if after and world.size > 1 and is_parallelized(param):  # Shardwise's own hook, of the other model
             raise part_of_another(name)
         if (on_tensor or after) and recipe.params[name].cuts:
             raise UnsupportedError(
@@ -69,7 +69,7 @@ def refuse_unfit_parts(module: nn.Module, recipe: Recipe, world: World) -> None:
 
 
 def part_of_another(name: str) -> UsageError:
-    """The error for parameter ``name`` of a module, which another model that was sharded before has too."""
+    """The error for parameter ``name`` of a module that shares it with another model, sharded before."""
     return UsageError(
         "a part of a model that was parallelized already",
         why="that model cuts this parameter or sums its gradients over the ranks, and a second one would do so again",
@@ -80,8 +80,8 @@ def part_of_another(name: str) -> UsageError:
 
 
 def refuse_loose_partial(runtime: Runtime) -> None:
-    """From now on a forward that records gradients outside of windows raises UsageError, where ranks along an axis have parts of
-    gradients: those are summed at the end of a window, and nowhere else."""
+    """Makes forwards that record gradients outside of windows raise UsageError, if ranks along an axis hold parts of
+    gradients: those are summed only at the end of a window."""
     partial = weakref.ref(runtime)
 
     def check(_module: nn.Module, _args: Any) -> None:
@@ -100,8 +100,8 @@ def refuse_loose_partial(runtime: Runtime) -> None:
 
 
 def refuse_whole_values(module: nn.Module) -> None:
-    """From now on ``module.load_state_dict`` of whole tensors raises UsageError where it has shards. torch's own words for it
-    are a line per parameter, after the buffers have been written."""
+    """Makes ``module.load_state_dict`` of full tensors raise UsageError where the module has shards. torch's own
+    message would be a line per parameter, after the buffers have been written."""
 
     def check(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, param in module.named_parameters(prefix=prefix.removesuffix("."), remove_duplicate=False):
@@ -118,8 +118,9 @@ def refuse_whole_values(module: nn.Module) -> None:
 
 
 def refuse_numbers_of_parts(world: World) -> None:
-    """From now on a Python number read from a DTensor over the ranks of ``world`` raises UsageError, unless each rank has the
-    whole value. torch gives the number of this rank's part: a norm that is too small, another step size on each rank."""
+    """Makes reading a Python number from a DTensor over the ranks of ``world`` raise UsageError, unless each rank has
+    the full value. torch returns the number of this rank's part: a norm that is too small, another step size on each
+    rank."""
     on_scalar_read(world.mesh, _refuse_part)
 
 

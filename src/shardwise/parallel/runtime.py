@@ -1,4 +1,4 @@
-"""The one run-time object that hangs on a sharded module: its recipe, its world, and handles on the engine."""
+"""The run-time object of a sharded module: its recipe, its world, and its data-parallel engine."""
 
 import contextlib
 import copy
@@ -35,67 +35,69 @@ ZeroGrad = Callable[[Mapping[int, Any], bool], None]
 
 
 class Engine(Protocol):
-    """What a data-parallel engine (DDP, FSDP2) can do while training.
+    """What a data-parallel engine (DDP, FSDP2) does during training.
 
     Attributes:
-        apart: gradients that came to whole parameters and to nothing that the model computed.
-        has_own: torch.autograd.grad has given gradients of this rank alone, and none were summed since.
+        penalties: gradients that reached unsharded parameters and nothing that the model computed.
+        has_own: torch.autograd.grad has returned gradients of this rank alone, and none were summed since.
     """
 
     penalties: PenaltyGradients
     has_own: bool
 
     def set_sync(self, sync: bool | None) -> None:
-        """Whether the next backward's gradients are summed over the ranks: False: not yet; True: they are when
-        :meth:`complete` is called; None: when each backward ends, as outside of windows."""
+        """Sets when the next backward's gradients are summed over the ranks. False: not yet; True: they are final after
+        :meth:`complete`; None: when each backward ends, as outside of windows."""
 
     def set_padding(self, padding: bool) -> None:
-        """Whether gradients of the next backwards count as 0: of a micro-batch that is only there so that ranks have equally many."""
+        """Sets whether gradients of the next backwards count as 0: of a micro-batch that exists only as padding."""
 
     def tell_sums(self, call: Callable[[], None]) -> None:
-        """``call`` is called after each backward outside of windows and ``accumulate``, when its gradients are sums."""
+        """Registers ``call``, called after each backward outside of windows and ``accumulate``, when its gradients are
+        summed."""
 
     def complete(self, place: str) -> None:
-        """After the last backward of a window: its gradients are final on return. ``place`` is for messages."""
+        """Called after the last backward of a window: its gradients are final on return. ``place`` is for messages."""
 
     def used(self) -> Tensor | None:
-        """uint8 flag per trainable parameter, in the order of ``Runtime.trainable``: got a gradient on this rank since
-        :meth:`begin`. None where the engine leaves gradients of unused parameters None by itself."""
+        """uint8 flag per trainable parameter, in the order of ``Runtime.trainable``: it got a gradient on this rank
+        since :meth:`begin`. None if the engine itself leaves gradients of unused parameters None."""
 
     def entered(self) -> list[str]:
-        """Modules of units entered since :meth:`begin`, in order: the same on every rank, or collectives cross."""
+        """Units entered since :meth:`begin`, in order: they must be the same on every rank, or collectives mismatch."""
 
     def waits(self) -> bool:
-        """Whether gradients of this rank alone wait to be summed, outside of windows."""
+        """Whether gradients of this rank alone are waiting to be summed, outside of windows."""
 
     def holds(self) -> bool:
-        """Whether there are gradients of this window, or of ``accumulate``, that ``.grad`` does not show."""
+        """Whether there are gradients of this window, or of ``accumulate``, that are not in ``.grad``."""
 
     def begin(self) -> None:
-        """A window starts."""
+        """Called when a window starts."""
 
     def end(self) -> None:
-        """It has ended: ranks have exchanged what :meth:`used` and :meth:`entered` say. A backward until then belongs to it, also one
-        after :meth:`complete`."""
+        """Called when a window has ended: ranks have exchanged the results of :meth:`used` and :meth:`entered`. A
+        backward until then belongs to the window, even after :meth:`complete`."""
 
     def explain(self, error: BaseException) -> ShardwiseError | None:
-        """An error of torch's own in our words, where we know what it comes from; else None."""
+        """The ShardwiseError for an error of torch, if its cause is known; else None."""
 
     def abandon(self) -> None:
-        """A window ended in an exception: forget what it left half done."""
+        """Called when a window ended in an exception: forgets its unfinished work."""
 
     def drop_gathered(self) -> None:
-        """Shards are about to be written: copies of whole parameters that a forward has left must not be used again."""
+        """Called before shards are written: gathered parameters left by a forward must not be used again."""
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
-        """Within: the modules hold whole parameters, and forwards gather nothing. All ranks enter and leave it together."""
+        """Context manager: the modules hold full parameters, and forwards gather nothing. All ranks enter and leave it
+        together."""
 
 
 class Pending(Protocol):
-    """Where the values of a model come from that is waiting to be loaded, as far as loading does not bring them."""
+    """The source of values of a model that waits to be loaded, for the tensors that loading does not bring."""
 
     def write_rest(self, runtime: "Runtime", local: Mapping[str, Tensor]) -> None:
-        """Writes those tensors: canonical name -> this rank's part of it."""
+        """Writes these tensors: canonical name -> this rank's part of it."""
 
 
 class Runtime:
@@ -113,33 +115,33 @@ class Runtime:
         self.replicated = [n for n in self.trainable if cut_engine and recipe.params[n].shape == ()]
         self.step = 0  # optimizer steps begun: part of every random stream's name
         self.in_window = False
-        self.is_checked = False  # the module was compared with the one that was sharded, since the last optimizer step
+        self.is_checked = False  # the module was compared with its snapshot since the last optimizer step
         self.has_loose_sums: bool | None = (
             False  # a backward outside of windows has summed gradients; None: the user was warned
         )
-        self.paddings: list[bool] = []  # of micro-batches that were counted, and are run by ``accumulate``
-        # Called before gradients are cleared, with the parameters (by identity), and whether gradients become None.
+        self.paddings: list[bool] = []  # of the counted micro-batches that ``accumulate`` runs
+        # Called before gradients are cleared, with the parameters (by id), and whether gradients become None.
         self.on_zero_grad: ZeroGrad = _nothing
         self.labels_seen: Tensor | None = torch.zeros(3)  # how labels compare with inputs so far; None: enough was seen
-        # Digests of windows that were equal on all ranks; None: some was not, or the warning was given.
+        # Digests of windows that were equal on all ranks; None: one was not, or the warning was given.
         self.same_data: list[int] | None = []
-        # Of the last window of a loop of the user's own: a ``step.token_count.TokenCount``; None: there was none; False: the user was warned.
+        # Of the last window of a user's own loop: a ``step.token_count.TokenCount``; None: none; False: warning given.
         self.last_count: object = None
         self.holds_stepped_gradients = False  # an optimizer has stepped with gradients that nothing has cleared since
         self.reads_loader = False  # the last window came from a Loader
-        self.loop_warnings: set[str] = set()  # of the loop's own steps that were given
+        self.loop_warnings: set[str] = set()  # warnings about the user's own loop that were given
         self.accumulates = False  # a micro-batch of ``accumulate`` has run that is not the last
-        self.num_gathered = 0  # times that somebody is within ``sw.gathered``
-        # Mesh axis -> parameters of which each rank along it has a part of the gradient: summed over it at the end of a window.
+        self.num_gathered = 0  # number of open ``sw.gathered`` contexts
+        # Mesh axis -> parameters of which each rank along it has a part of the gradient: summed at the end of a window.
         self.partial: dict[str, list[str]] = {}
         self.explainers: list[Callable[[BaseException], ShardwiseError | None]] = []  # of techniques
-        self.pending: Pending | None = None  # who knows the values that loading will not bring
+        self.pending: Pending | None = None  # source of the values that loading will not bring
         self.loaded_from: Path | None = None  # the model directory that its weights came from
-        # The file of the tokenizer that it is trained with; False: it is trained without one; None: that of where its weights came from.
+        # The tokenizer file it is trained with; False: trained without one; None: that of the directory of its weights.
         self.tokenizer: Path | Literal[False] | None = None
         engine.tell_sums(functools.partial(_note_loose_sums, weakref.ref(self)))
         self._structure = ModuleSnapshot(module, num_ranks=world.size)
-        self.half_loaded: set[str] = set()  # tensors that a load which failed had begun to write
+        self.half_loaded: set[str] = set()  # tensors that a failed load had begun to write
         self._withheld: ShardwiseError | None = None
 
     def leave_window(self) -> None:
@@ -148,7 +150,7 @@ class Runtime:
     # ---- tensors ---------------------------------------------------------------------------------------------
 
     def local_tensors(self) -> dict[str, Tensor]:
-        """Name -> what this rank stores: local shards of parameters, whole buffers, whole plain tensor attributes."""
+        """Name -> what this rank stores: local shards of parameters, full buffers, full plain tensor attributes."""
         found = {name: local_tensor(param).detach() for name, param in self.parameters.items()}
         buffers = tensors_of(self.module, "_buffers")
         registered = (*self.parameters.values(), *buffers.values())
@@ -161,7 +163,7 @@ class Runtime:
         return local_tensor(self.parameters[name]).detach()
 
     def pieces(self, name: str, tensor: Tensor, coord: Coord | None = None) -> tuple[Slice, ...]:
-        """The pieces of ``name`` held at ``coord`` (None: by this rank); one whole piece for what is not a parameter."""
+        """The pieces of ``name`` held at ``coord`` (None: by this rank); one full piece if it is not a parameter."""
         if name in self.recipe.params:
             return self.view.extents(name) if coord is None else extents(self.recipe.params[name], coord)
         zeros = (0,) * tensor.dim()
@@ -173,7 +175,7 @@ class Runtime:
         return [(piece, local if len(pieces) == 1 else local[piece.local_index]) for piece in pieces]
 
     def owned(self, name: str, local: Tensor) -> list[Tensor]:
-        """The pieces of ``local`` that this rank counts when something is summed over the whole parameter: those of
+        """The pieces of ``local`` that this rank counts when something is summed over the full parameter: those of
         which it is the first owner. Views."""
         slices, holders = self.view.extents(name), self.view.owners(name)
         mine = [piece for piece, ranks in zip(slices, holders, strict=True) if ranks[0] == self.world.rank]
@@ -186,7 +188,8 @@ class Runtime:
         return {name: local_tensor(grad) for name, p in self.parameters.items() if (grad := p.grad) is not None}
 
     def sum_partial(self, place: str) -> None:
-        """Sums the gradients of :attr:`partial` over their axes, once; those of a window alone must be there. ``place`` is for messages."""
+        """Sums the gradients of :attr:`partial` over their axes, once; ``.grad`` must hold only this window's
+        gradients. ``place`` is for messages."""
         for name, names in self.partial.items():
             axis = self.world.axis(name)
             grads = [local_tensor(grad) for each in names if (grad := self.parameters[each].grad) is not None]
@@ -197,7 +200,7 @@ class Runtime:
 
     @functools.cached_property
     def generators(self) -> dict[str, Any]:
-        """Name -> random generator that a module keeps as an attribute; looked for once, when the first window begins."""
+        """Name -> random generator that a module keeps as an attribute; searched once, when the first window begins."""
         found: dict[int, tuple[str, Any]] = {}
         for prefix, module in canonical_modules(self.module):
             for attr, value in module.__dict__.items():
@@ -208,25 +211,25 @@ class Runtime:
     # ---- checks ----------------------------------------------------------------------------------------------
 
     def explain(self, error: BaseException) -> ShardwiseError | None:
-        """An error of torch's own in our words, where we know what it comes from; else None."""
+        """The ShardwiseError for an error of torch, if its cause is known; else None."""
         return next(
             (known for ask in (*self.explainers, self.engine.explain) if (known := ask(error)) is not None), None
         )
 
     def withhold(self, error: ShardwiseError) -> None:
-        """Until :meth:`release`, the model's forward raises ``error``, and so does :meth:`check_values`."""
+        """Makes the model's forward, and :meth:`check_values`, raise ``error`` until :meth:`release` is called."""
         if self._withheld is None:
             self._guard = self.module.register_forward_pre_hook(lambda *_: self.check_values(), prepend=True)
         self._withheld = error
 
     def release(self) -> None:
-        """The model has its values: it may be used."""
+        """Called when the model has its values: it may be used."""
         if self._withheld is not None:
             self._guard.remove()
         self._withheld = None
 
     def check_values(self) -> None:
-        """Raises what :meth:`withhold` was given, if the model has no values to be used."""
+        """Raises the error passed to :meth:`withhold`, if the model has no values yet."""
         if self._withheld is not None:
             raise copy.copy(self._withheld)
 
@@ -245,14 +248,14 @@ def _nothing(_params: Mapping[int, Any], _set_to_none: bool) -> None:
 
 
 def _note_loose_sums(told: "weakref.ref[Runtime]") -> None:
-    """A backward outside of windows has summed gradients over the ranks."""
+    """Notes that a backward outside of windows has summed gradients over the ranks."""
     runtime = told()
     if runtime is not None and runtime.has_loose_sums is False and runtime.world.axis("dp").size > 1:
         runtime.has_loose_sums = True
 
 
 def attach(module: nn.Module, runtime: Runtime) -> None:
-    """Hangs ``runtime`` on ``module``."""
+    """Stores ``runtime`` on ``module``."""
     module.__dict__[_KEY] = runtime
     _in_use.add(runtime)
     module.__dict__["__deepcopy__"] = refuse_deepcopy
@@ -306,7 +309,7 @@ def norm_power_sum(tensors: Iterable[Tensor], norm_type: float) -> Any:
         groups.setdefault(real.dtype, []).append(real)
     total = torch.zeros((), dtype=torch.float64)
     for dtype, group in groups.items():
-        # A power above 2 leaves the range of float32 soon: gradients times a loss scale of 65536, to the 8th.
+        # A power above 2 soon exceeds float32: gradients times a loss scale of 65536, to the 8th.
         is_plain = norm_type in (1.0, 2.0) or math.isinf(norm_type)
         wide = torch.float32 if is_plain and dtype != torch.float64 else torch.float64
         norms = foreach_norms(group, norm_type, wide).double().cpu()

@@ -1,4 +1,4 @@
-"""Catches what no longer fits a sharded module: an optimizer that was built before, a module that was changed after."""
+"""Detects what no longer fits a sharded module: an optimizer built before sharding, a module changed after it."""
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -24,7 +24,7 @@ _installed = False
 
 
 def mark_stale(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-    """Remembers which parameter objects sharding replaced; any optimizer that steps one of them raises UsageError."""
+    """Marks the parameter objects that sharding replaced; any optimizer that steps one of them raises UsageError."""
     global _installed
     for name, tensor in before.items():
         if after.get(name) is not tensor:
@@ -49,7 +49,7 @@ def refuse_stale(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def refuse_deepcopy(_memo: Any) -> NoReturn:
-    """Stands in for ``__deepcopy__`` of a sharded module."""
+    """Replaces ``__deepcopy__`` of a sharded module: raises UnsupportedError."""
     raise UnsupportedError(
         "deepcopy of a sharded module",
         why="hooks, shards and process groups belong to the one module, so a copy would train silently wrong",
@@ -60,16 +60,16 @@ def refuse_deepcopy(_memo: Any) -> NoReturn:
 
 
 class ModuleSnapshot:
-    """The modules and parameters a sharded module was made of, and whether it still is.
+    """The modules and parameters that a sharded module consisted of, to check that they have not changed.
 
-    The usual answer compares identities, some tens of microseconds for hundreds of modules. Only where they differ are the
-    names looked up, and the whole parameters that FSDP2 puts in the place of its shards are told from foreign ones.
+    The check usually compares only ids, some tens of microseconds for hundreds of modules. Only if they differ are
+    names looked up, and the full parameters that FSDP2 puts in place of its shards distinguished from foreign ones.
     """
 
     def __init__(self, root: nn.Module, *, num_ranks: int):
         self._root, self._num_ranks = root, num_ranks
         self._modules = [child for _, child in canonical_modules(root)]
-        self._children, self._params = self._now()  # kept alive, so that no identity is used twice
+        self._children, self._params = self._now()  # kept alive, so that no id is used twice
         self._child_ids, self._param_ids = list(map(id, self._children)), list(map(id, self._params))
         self._real = [param for param in self._params if param is not None]
         self._trained = list(map(_REQUIRES_GRAD, self._real))
@@ -77,9 +77,9 @@ class ModuleSnapshot:
         self._named = {name: (param, param.requires_grad) for name, param in _named_parameters(root)}
 
     def check(self) -> None:
-        """Raises UsageError if a module or parameter was added, removed, replaced, frozen, unfrozen, or brought to another
-        dtype since: FSDP2 and DDP would go on without it, and the replicas would drift apart. Or if a hook was put on a
-        parameter where it is not called, or sees a part of the gradient only."""
+        """Raises UsageError if a module or parameter was added, removed, replaced, frozen, unfrozen, or cast to another
+        dtype since: FSDP2 and DDP would continue without it, and the replicas would drift apart. Also if a hook was
+        registered on a parameter where it is not called, or sees only a part of the gradient."""
         if list(map(_DTYPE, self._real)) != self._dtypes:
             raise self._other_dtype()
         if list(map(num_hooks, self._real)) != self._hooks:

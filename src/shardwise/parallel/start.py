@@ -1,4 +1,4 @@
-"""``sw.init``: the world of a run, on the axes that techniques use."""
+"""``sw.init``: the world of a run, with the mesh axes that techniques use."""
 
 from collections.abc import Mapping
 
@@ -20,29 +20,30 @@ def init(
     timeout_s: float | None = None,
     seed: int = 0,
 ) -> World:
-    """Joins this process to its peers and lays them out. Every rank must call it, with the same arguments.
+    """Starts or joins the process group and lays its ranks out on a mesh.
 
-    Who the peers are comes from an existing process group, else the environment of torchrun, else that of a SLURM
-    step, else there is one rank: a real process group of one, so that one process takes the same code path as many.
-    A group of torch's backend ``"fake"`` has no peers: one process sees what a rank of any number of them would hold,
-    and is agreed with as if they gave what it gives.
+    Every rank must call it, with the same arguments. The ranks come from an existing process group, else the
+    environment of torchrun, else that of a SLURM step. Otherwise there is one rank, with a real process group, so that
+    one process takes the same code path as many. With torch's backend ``"fake"`` there are no peers: one process sees
+    what a rank among any number of them would hold, and exchanges work as if the others had sent what this rank sends.
 
     Args:
         layout: degrees of the mesh axes, such as ``"dp_shard=4"`` or ``"dp_replicate=2,dp_shard=-1"``;
             ``"dp_replicate=-1,dp_shard=node"`` shards within each node and replicates across nodes.
         device: ``"cpu"``, ``"cuda"`` or a device; None = this rank's accelerator if there is one, else the CPU.
-        backend: torch backend string such as ``"gloo"`` or ``"cuda:nccl,cpu:gloo"``; None = the one that suits the
-            device, with gloo for CPU tensors beside it. ``TORCH_DISTRIBUTED_BACKEND`` overrides None. Of an existing group: the
-            one that it has, or an error.
-        timeout_s: seconds a collective may wait for a peer; None: 600. Of an existing group: the one that it has, or an error.
+        backend: torch backend string such as ``"gloo"`` or ``"cuda:nccl,cpu:gloo"``; None = the value of
+            ``TORCH_DISTRIBUTED_BACKEND``, else the one that suits the device, with gloo for CPU tensors. With an
+            existing group: the group's own backend, or an error.
+        timeout_s: seconds a collective may wait for a peer; None: 600. With an existing group: its own timeout, or an
+            error.
         seed: seed of every random stream of the run.
 
     Raises:
         LayoutError: the layout does not fit the number of ranks (raised before any process group starts).
-        UnsupportedError: an axis that no technique uses (the same).
-        ConfigError: an environment that contradicts itself, a device that is not there, a backend or timeout other than that of
-            the existing group.
-        RankError: ranks that were started with different layouts, seeds or package versions; no process that answers at
-            the address.
+        UnsupportedError: an axis that no technique uses (raised before any process group starts).
+        ConfigError: an environment that contradicts itself, a device that does not exist, a backend or timeout that
+            differs from the existing group's.
+        RankError: ranks that were started with different layouts, seeds or package versions; no process answers at the
+            address.
     """
     return init_world(layout, device=device, backend=backend, timeout_s=timeout_s, seed=seed, axes=AXES_IN_USE)

@@ -1,10 +1,10 @@
-"""What is looked at when an optimizer steps a sharded model, or its gradients are cleared: loops without windows have no other
-moment for it, and a window no other way to know.
+"""Checks made when an optimizer steps a sharded model, or its gradients are cleared: a loop without windows has no
+other moment for them, and a window cannot know these faults otherwise.
 
-Each fault lets the ranks drift apart, or trains something else, without an error: the module was changed after it was sharded
-(a replaced head, a block unfrozen), the optimizer holds a parameter whose gradient is not summed over the ranks (a loss's own), gradients
-of ``accumulate`` wait for the last micro-batch and are this rank's alone. And one is a warning, as it may be meant: a backward outside
-of windows sums gradients over the ranks where DDP averages.
+Each fault lets the ranks drift apart, or trains something else, without an error: the module was changed after it was
+sharded (a replaced head, a block unfrozen), the optimizer holds a parameter whose gradient is not summed over the ranks
+(a loss's own), gradients of ``accumulate`` wait for the last micro-batch and are this rank's alone. One case is only a
+warning, as it may be intended: a backward outside of windows sums gradients over the ranks where DDP averages.
 """
 
 import functools
@@ -32,7 +32,7 @@ _is_installed = False
 
 
 def watch_steps(runtime: Runtime) -> None:
-    """From now on every step of an optimizer on parameters of ``runtime``, and every ``zero_grad()``, is checked before it is taken."""
+    """Checks every optimizer step on parameters of ``runtime``, and every ``zero_grad()``, before it is done."""
     global _is_installed
     _watched.add(runtime)
     if not _is_installed:
@@ -44,7 +44,7 @@ def watch_steps(runtime: Runtime) -> None:
 
 
 def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Raises UsageError for a step that would go wrong; see the module's text."""
+    """Raises UsageError for a step that would train wrongly; see the module docstring."""
     held = _held(optimizer)
     stepped = _stepped(held)
     if not stepped:
@@ -65,7 +65,7 @@ def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _told_of(zero_grad: Callable[..., None], held_by: Callable[[Any], Mapping[int, Any]]) -> Callable[..., None]:
-    """``zero_grad`` of an optimizer or a module, which tells the sharded models whose gradients it clears."""
+    """Wraps ``zero_grad`` of an optimizer or a module: notifies the sharded models whose gradients it clears."""
 
     @torch.compiler.disable
     @functools.wraps(zero_grad)
@@ -81,7 +81,7 @@ def _told_of(zero_grad: Callable[..., None], held_by: Callable[[Any], Mapping[in
 
 
 def refuse_in_window(runtime: Runtime, what: str, fix: str) -> None:
-    """Raises UsageError if ``what``, which needs final gradients, comes inside a window of the model."""
+    """Raises UsageError if ``what``, which needs final gradients, is called inside a window of the model."""
     if runtime.in_window:
         raise UsageError(
             f"{what} inside a window",
@@ -91,7 +91,7 @@ def refuse_in_window(runtime: Runtime, what: str, fix: str) -> None:
 
 
 def refuse_unreduced(runtime: Runtime, what: str) -> None:
-    """Raises UsageError if ``what`` comes while gradients of ``accumulate`` wait for the last micro-batch."""
+    """Raises UsageError if ``what`` is called while gradients of ``accumulate`` wait for the last micro-batch."""
     if not runtime.accumulates:
         return
     if runtime.engine.waits():
@@ -104,7 +104,7 @@ def refuse_unreduced(runtime: Runtime, what: str) -> None:
 
 
 def refuse_unreduced_step(optimizer: torch.optim.Optimizer) -> None:
-    """The same for a step of ``optimizer`` that comes later, if it holds parameters of such a model."""
+    """:func:`refuse_unreduced` for a later step of ``optimizer``, for the models of which it holds parameters."""
     for runtime in stepped_by(optimizer):
         refuse_unreduced(runtime, f"{type(optimizer).__name__}.step()")
 
@@ -123,7 +123,7 @@ def _owned(module: nn.Module) -> dict[int, torch.Tensor]:
 
 
 def _stepped(held: Mapping[int, torch.Tensor]) -> list[Runtime]:
-    """Sharded models of which parameters are ``held``, by their identity."""
+    """Sharded models with a parameter in ``held`` (id -> parameter)."""
     return [r for r in list(_watched) if any(id(param) in held for param in r.parameters.values())]
 
 
@@ -141,8 +141,8 @@ def _refuse_strangers(optimizer: torch.optim.Optimizer, held: Mapping[int, torch
 
 
 def _count_write(runtime: Runtime, held: Mapping[int, torch.Tensor]) -> None:
-    """A step by lists of tensors, or a fused one, changes no version of a DTensor, and a backward of the forward before it would pass
-    for one of the same values."""
+    """Increments the version of stepped DTensors. A step over lists of tensors, or a fused one, does not, and a
+    backward of a forward from before the step would be taken for one with the same values."""
     for param in runtime.parameters.values():
         if id(param) in held and isinstance(param, DTensor) and param.grad is not None and not param.is_inference():
             increment_version(param)

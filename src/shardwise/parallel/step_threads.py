@@ -1,7 +1,7 @@
-"""An optimizer that steps on parameters in host memory takes the rank's part of the node's cores, whatever the launcher gave it.
+"""Gives an optimizer that steps on parameters in host memory the rank's share of the node's cores.
 
-A launcher gives each rank one thread (OMP_NUM_THREADS=1): enough where a device computes, and not for the step of offloaded parameters,
-which the CPU takes alone.
+A launcher gives each rank one thread (OMP_NUM_THREADS=1): enough where a device computes, and not for the step of
+offloaded parameters, which runs on the CPU alone.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ __all__ = ["HookedThreads", "threads_of_step"]
 
 @contextlib.contextmanager
 def threads_of_step(stepped: Iterable[Runtime]) -> Iterator[None]:
-    """Within, a step of the ``stepped`` models has its threads."""
+    """Context manager: a step of the ``stepped`` models uses its number of threads."""
     threads = HookedThreads()
     threads.begin(stepped)
     try:
@@ -27,20 +27,21 @@ def threads_of_step(stepped: Iterable[Runtime]) -> Iterator[None]:
 
 
 class HookedThreads:
-    """The same for a hook before a step and one after it. A step that raises has no hook after it: the next one ends it too."""
+    """:func:`threads_of_step` as a hook before a step and one after it. A step that raises does not run the second one:
+    the next step's does."""
 
     def __init__(self) -> None:
         self._is_raised = False
 
     def begin(self, stepped: Iterable[Runtime]) -> None:
-        """Raises the number of threads, where it is still the launcher's 1 and a model is offloaded."""
+        """Raises the number of threads, if it is still the launcher's 1 and a model is offloaded."""
         wanted = max((runtime.world.step_threads or 1 for runtime in stepped if runtime.offloads), default=1)
         if wanted > 1 and torch.get_num_threads() == 1:
             torch.set_num_threads(wanted)
             self._is_raised = True
 
     def end(self, *_: Any) -> None:
-        """As before."""
+        """Restores the number of threads."""
         if self._is_raised:
             torch.set_num_threads(1)
             self._is_raised = False

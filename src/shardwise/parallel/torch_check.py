@@ -1,4 +1,4 @@
-"""A torch that is newer than those the suite ran on is tried before it is trusted: once in a process, by rank 0, on the CPU."""
+"""Checks a torch that is newer than the tested ones before it is used: once per process, by rank 0, on the CPU."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from shardwise.world import World
 __all__ = ["RUNS", "check_torch"]
 
 RUNS = "SHARDWISE_TORCH_CHECK_RUNS"
-"""Environment variable of the processes that try it: they do not start others."""
+"""Environment variable of the processes that run the check: they do not start others."""
 
 _PROGRAM = "shardwise.verify.torch_check"
 _TIMEOUT_S = 300.0
@@ -30,15 +30,15 @@ _OF_LAUNCHERS = (
     "SLURM_",
     "CUDA_VISIBLE_DEVICES",
 )
-_outcome: list[str] = []  # of this process; "": it does as it did
+_outcome: list[str] = []  # of this process; "": torch behaves as expected
 
 
 def check_torch(world: World) -> None:
-    """Warns of a torch that is newer than the suite, if gathering order, unused parameters, identity of parameters and mixed dtypes are
-    as they were. All ranks must call it.
+    """Warns of a torch that is newer than the tested ones, if it passes a short check of gathering order, unused
+    parameters, identity of parameters and mixed dtypes. All ranks must call it.
 
     Raises:
-        UnsupportedError: one of them is not.
+        UnsupportedError: it does not pass.
     """
     if not is_newer() or RUNS in os.environ:
         return
@@ -60,7 +60,7 @@ def check_torch(world: World) -> None:
 
 
 def _try() -> str:
-    """What is not as it was, in words; "": all is."""
+    """What differs from the tested versions, as text; "": nothing."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(_OF_LAUNCHERS)}
     path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), env.get("PYTHONPATH")]))
     env |= {RUNS: "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

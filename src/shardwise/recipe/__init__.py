@@ -1,4 +1,4 @@
-"""The recipe: where every byte of a module is under a layout, as frozen data without torch."""
+"""The recipe: which bytes of which tensor each rank holds, as frozen data without torch."""
 
 from shardwise.recipe.check import check_param
 from shardwise.recipe.cuts import Slice, extents, local_shape, owners

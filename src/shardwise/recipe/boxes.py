@@ -1,4 +1,4 @@
-"""Boxes of a tensor: where they meet, and in which runs of bytes they lie in a file. Torch-free.
+"""Boxes (rectangular regions) of a tensor: intersections, and the byte runs they cover in a file. Torch-free.
 
 A box is ``(starts, sizes)``, in elements, one entry per dim.
 """
@@ -13,7 +13,7 @@ __all__ = ["Box", "blocks", "common", "index_of", "row_strides", "run_length", "
 
 
 class Box(NamedTuple):
-    """A part of a tensor: ``sizes`` elements per dim, from ``starts`` on."""
+    """A rectangular region of a tensor: ``sizes`` elements per dim, starting at ``starts``."""
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -23,17 +23,17 @@ class Box(NamedTuple):
         return math.prod(self.sizes)
 
     def within(self, outer: "Box") -> "Box":
-        """The same box, counted from the beginning of ``outer``."""
+        """The same box, relative to the start of ``outer``."""
         return Box(tuple(a - b for a, b in zip(self.starts, outer.starts, strict=True)), self.sizes)
 
 
 def whole(shape: tuple[int, ...]) -> Box:
-    """All of a tensor of ``shape``."""
+    """The box that covers a whole tensor of ``shape``."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def common(a: Box, b: Box) -> Box | None:
-    """What two boxes have in common; None if that is nothing."""
+    """The intersection of two boxes; None if it is empty."""
     starts = tuple(map(max, a.starts, b.starts))
     ends = (min(s + n, t + m) for s, n, t, m in zip(a.starts, a.sizes, b.starts, b.sizes, strict=True))
     sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
@@ -41,7 +41,7 @@ def common(a: Box, b: Box) -> Box | None:
 
 
 def index_of(box: Box) -> tuple[slice, ...]:
-    """Index of the box into a tensor."""
+    """The index that selects the box from a tensor."""
     return tuple(slice(start, start + size) for start, size in zip(*box, strict=True))
 
 
@@ -52,8 +52,8 @@ def row_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def runs(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """``(offset, length)``, in elements, of the stretches in which ``box`` lies in a row-major tensor of ``shape``, in the
-    order of the box's own elements; as long as they can be."""
+    """``(offset, length)``, in elements, of each contiguous run that ``box`` covers in a row-major tensor of ``shape``,
+    in the order of the box's own elements. Runs are as long as possible."""
     if not box.numel:
         return
     strides, inner, length = row_strides(shape), _dim_of_runs(box, shape), run_length(box, shape)
@@ -63,12 +63,12 @@ def runs(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
 
 def run_length(box: Box, shape: tuple[int, ...]) -> int:
-    """Length, in elements, of each of those stretches."""
+    """Length, in elements, of each run that :func:`runs` yields."""
     return math.prod(box.sizes[_dim_of_runs(box, shape) :])
 
 
 def _dim_of_runs(box: Box, shape: tuple[int, ...]) -> int:
-    """The dim along which a run goes; all of those after it are covered whole."""
+    """The dim along which a run extends; every later dim is covered completely."""
     dim = len(shape)
     while dim and box.sizes[dim - 1] == shape[dim - 1]:  # it continues in the next row
         dim -= 1
@@ -76,7 +76,7 @@ def _dim_of_runs(box: Box, shape: tuple[int, ...]) -> int:
 
 
 def blocks(box: Box, max_numel: int) -> Iterator[Box]:
-    """``box`` in pieces of at most ``max_numel`` elements (at least one), in the order of its elements."""
+    """Splits ``box`` into boxes of at most ``max_numel`` elements (at least one), in the order of its elements."""
     if box.numel <= max(max_numel, 1):
         if box.numel:
             yield box

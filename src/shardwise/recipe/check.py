@@ -1,4 +1,4 @@
-"""Refuses cuts that cannot be made, naming the parameter: each rule once, on pure data."""
+"""Refuses cuts of a parameter that are impossible, naming the parameter. Works on plain data."""
 
 from shardwise.errors import PlanError
 from shardwise.layout import AXES, DERIVED_AXES, Layout, mesh_axes
@@ -9,7 +9,7 @@ __all__ = ["check_param"]
 
 
 def check_param(name: str, param: Param, layout: Layout) -> None:
-    """Raises PlanError if a cut of ``param`` cannot be made on ``layout``."""
+    """Raises PlanError if a cut of ``param`` is impossible on ``layout``."""
     sizes = list(param.shape)
     seen: set[str] = set()
     for cut in param.cuts:

@@ -1,9 +1,9 @@
-"""Which bytes of a parameter a rank holds: :func:`extents`, and who else holds them: :func:`owners`.
+"""Which bytes of a parameter a rank holds (:func:`extents`), and which ranks hold the same ones (:func:`owners`).
 
-These two are the only home of that rule; init, norms, state, comparison and planning call them and nothing else.
-A dim is followed as a list of intervals of the full tensor, in the order in which they lie in the local tensor; each cut
-keeps a sub-range of that list. So a dim can be cut twice (by tp, then by fsdp), in several parts (fused q|k|v), unevenly,
-and with parts that neighbours hold whole.
+These two functions are the only place with that rule; init, norms, state, comparison and planning call them. A dim is
+represented as a list of intervals of the full tensor, in the order in which they lie in the local tensor; each cut
+keeps a sub-range of that list. So a dim can be cut twice (by tp, then by fsdp), in several parts (fused q|k|v),
+unevenly, and with parts that neighbouring ranks hold whole.
 """
 
 import itertools
@@ -22,7 +22,7 @@ Intervals = tuple[tuple[int, int], ...]  # (start in the full dim, length), in l
 
 @dataclass(frozen=True, order=True)
 class Slice:
-    """A box of the full tensor and where it lies in the local one; all in elements, one entry per dim."""
+    """A box of the full tensor and its position in the local tensor; all in elements, one entry per dim."""
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -30,21 +30,21 @@ class Slice:
 
     @property
     def box(self) -> Box:
-        """The box of the full tensor."""
+        """The box in the full tensor."""
         return Box(self.starts, self.sizes)
 
     @property
     def full_index(self) -> tuple[slice, ...]:
-        """Index into the full tensor."""
+        """The index that selects it from the full tensor."""
         return tuple(slice(a, a + n) for a, n in zip(self.starts, self.sizes, strict=True))
 
     @property
     def local_index(self) -> tuple[slice, ...]:
-        """Index into the local tensor."""
+        """The index that selects it from the local tensor."""
         return tuple(slice(a, a + n) for a, n in zip(self.local_starts, self.sizes, strict=True))
 
     def blocks(self, max_numel: int) -> Iterator["Slice"]:
-        """The same in pieces of at most ``max_numel`` elements (at least one), in the order of its elements."""
+        """Splits it into slices of at most ``max_numel`` elements (at least one), in the order of its elements."""
         for part in blocks(whole(self.sizes), max_numel):
             starts, local_starts = (
                 tuple(a + b for a, b in zip(place, part.starts, strict=True))
@@ -56,7 +56,7 @@ class Slice:
 def extents(param: Param, coord: Coord) -> tuple[Slice, ...]:
     """The pieces of ``param`` that the rank at ``coord`` holds, in local order; none if its shard is empty.
 
-    Over all ranks, and counting a piece once however many :func:`owners` it has, the pieces tile the tensor.
+    Over all ranks the pieces tile the tensor, if a piece with several :func:`owners` is counted once.
     """
     return _extents(param.shape, param.cuts, coord.layout, _cut_indices(param.cuts, coord))
 
@@ -73,7 +73,7 @@ def local_shape(param: Param, coord: Coord) -> tuple[int, ...]:
 
 
 def num_chunks(part: Part, degree: int) -> int:
-    """Into how many pieces ``part`` is cut over an axis of ``degree`` ranks."""
+    """The number of pieces into which ``part`` is cut over an axis of ``degree`` ranks."""
     return degree // part.replicas
 
 
@@ -134,8 +134,8 @@ def _sub_range(intervals: Intervals, low: int, high: int) -> list[tuple[int, int
 
 @lru_cache(maxsize=65536)
 def _owners(shape: tuple[int, ...], cuts: tuple[Cut, ...], coord: Coord, piece: Slice) -> tuple[int, ...]:
-    """Ranks whose extents hold ``piece``; only those that could are asked: the same index on every cut axis, or one
-    that shares a replicated part, and any index on the other axes."""
+    """Ranks whose extents hold ``piece``. Checks only ranks that can: those with the same index on every cut axis, or
+    with any index where a part is shared by neighbours, and with any index on the other axes."""
     layout = coord.layout
     options = {axis: tuple(range(layout.degrees[axis])) for axis in AXES}
     for cut in cuts:

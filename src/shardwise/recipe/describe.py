@@ -1,4 +1,4 @@
-"""A recipe as text: what is gathered when, what every rank holds, and why each choice was made."""
+"""A recipe as text: sharding units with sizes, what every rank holds, and the reason of each choice."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ __all__ = ["describe_recipe", "human_bytes"]
 
 
 def describe_recipe(recipe: Recipe, heading: Sequence[str] = ()) -> str:
-    """The ``heading`` of the techniques, a table of units with sizes and reasons, then every note. Plain text, stable."""
+    """The ``heading`` of the techniques, a table of units with sizes and reasons, then every note. Stable text."""
     layout = recipe.grid
     held = [recipe.at(rank).num_bytes() for rank in range(min(layout.size, 64))]
     full = sum(_param_bytes(recipe, name) for name in recipe.params)
@@ -40,7 +40,7 @@ def describe_recipe(recipe: Recipe, heading: Sequence[str] = ()) -> str:
 
 
 def _edits(recipe: Recipe) -> list[str]:
-    """A line for the modules that are changed alike for one reason."""
+    """One line for each group of modules that one technique changes for the same reason."""
     groups: dict[tuple[str, str], list[Edit]] = {}
     for edit in recipe.edits:
         groups.setdefault((edit.technique, edit.why), []).append(edit)

@@ -1,4 +1,4 @@
-"""A recipe while it is made: each technique's rule reads it and adds to it."""
+"""A recipe under construction: the rule of each technique reads it and adds to it."""
 
 import hashlib
 from collections.abc import Callable
@@ -15,7 +15,7 @@ __all__ = ["Casting", "Draft", "Dtypes", "fingerprint_of"]
 
 
 class Dtypes(NamedTuple):
-    """Of one parameter: in which it is stored, computed with, and its gradient summed."""
+    """The dtypes of one parameter: stored in, computed with, and its gradient reduced in."""
 
     storage: str
     compute: str
@@ -23,7 +23,7 @@ class Dtypes(NamedTuple):
 
 
 class Casting(Protocol):
-    """In which dtypes a module, or a part of it, computes; None: as it is."""
+    """The mixed precision of a module, or a part of it; None: no cast."""
 
     @property
     def compute(self) -> str | None: ...
@@ -35,7 +35,7 @@ class Casting(Protocol):
 
 @dataclass(frozen=True)
 class AsItIs:
-    """Nothing is cast."""
+    """A :class:`Casting` that casts nothing."""
 
     compute: str | None = None
     reduce: str | None = None
@@ -44,23 +44,25 @@ class AsItIs:
 
 @dataclass
 class Draft:
-    """What is decided so far.
+    """The decisions made so far.
 
     Attributes:
-        anatomy: what the module is; tensors in the dtypes that they are stored in.
-        layout: of the ranks.
-        dtypes: of every parameter.
-        casting: of the module, outside of ``casting_in``.
-        casting_in: of the innermost part that a module is, or is in; None: outside of such parts.
-        needs_units: why parameters cannot be kept as whole copies that are computed with as they are stored, in words; the first counts.
+        anatomy: the module's structure; tensors in the dtypes that they are stored in.
+        layout: the layout of the ranks.
+        dtypes: name of a parameter -> its dtypes.
+        casting: the casts of the module, outside of ``casting_in``.
+        casting_in: name of a module -> the casts of the innermost part that it is, or is in; None: it is in no such
+            part.
+        needs_units: why parameters cannot be kept as full copies that are computed with as they are stored, as text;
+            the first one counts.
         engine: how data-parallel ranks share the parameters.
         units: modules that are gathered together; the root last.
         homes: name of a parameter -> its unit.
-        cuts: name of a parameter -> how it is divided, outermost first.
-        edits: changes in the code; of techniques around what shards the module in ``edits_around``.
+        cuts: name of a parameter -> how it is divided, outermost cut first.
+        edits: changes to modules; those of techniques that act around the sharding are in ``edits_around``.
         notes: choices, and their reasons.
-        entries: name of a technique -> what is its alone in the recipe.
-        kept: name of a technique -> what its rule keeps for its edit.
+        entries: name of a technique -> the part of the recipe that belongs to it alone.
+        kept: name of a technique -> what its rule keeps for its act.
     """
 
     anatomy: Anatomy
@@ -84,7 +86,7 @@ class Draft:
             self.dtypes.setdefault(name, Dtypes(fact.dtype, fact.dtype, fact.dtype))
 
     def note(self, name: str, why: str, *, option: str | None = None, warns: bool = False) -> None:
-        """Says a choice and its reason; see :class:`~shardwise.recipe.records.Note`."""
+        """Records a choice and its reason; see :class:`~shardwise.recipe.records.Note`."""
         self.notes.append(Note(name=name, why=why, option=option, warns=warns))
 
     def cut(self, name: str, cut: Cut) -> None:
@@ -92,7 +94,7 @@ class Draft:
         self.cuts.setdefault(name, []).append(cut)
 
     def recipe(self) -> Recipe:
-        """The recipe, checked.
+        """Builds the recipe and checks it.
 
         Raises:
             PlanError: it contradicts itself.

@@ -1,4 +1,4 @@
-"""Which dtypes each parameter has, and which of a unit's parameters are gathered and reduced together."""
+"""Groups the parameters of a unit by dtype: which of them are all-gathered and reduce-scattered together."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from shardwise.recipe.records import Param, Record
 __all__ = ["FLOATING", "HALVES", "DtypeGroup", "dtype_groups"]
 
 FLOATING = ("float64", "float32", "float16", "bfloat16")
-HALVES = {"bfloat16": 8, "float16": 11}  # bits of a number's significant digits
+HALVES = {"bfloat16": 8, "float16": 11}  # number of significant bits
 
 
 class DtypeGroup(Record, frozen=True):
-    """Parameters of one unit in one gather and one reduction: ``compute`` is the dtype they are cast to as they are
-    gathered, ``reduce`` that of the sums over ranks; None: no cast."""
+    """Parameters of one unit that share one all-gather and one reduce-scatter. ``compute`` is the dtype they are cast
+    to for the all-gather, ``reduce`` the dtype of the gradient sums over ranks; None: no cast."""
 
     names: tuple[str, ...]
     compute: str | None
@@ -22,14 +22,14 @@ class DtypeGroup(Record, frozen=True):
 
 
 def dtype_groups(params: Mapping[str, Param], unit: str) -> tuple[DtypeGroup, ...]:
-    """The parameters that are cut of ``unit``, in as few groups as their dtypes allow, trained ones first.
+    """The sharded parameters of ``unit``, in as few groups as their dtypes allow, trained ones first.
 
-    Trained parameters of a group are stored, computed and reduced alike, because their gradients are one tensor on the way.
-    Frozen ones have none, so they join where they are computed as they must be.
+    Trained parameters of a group have the same stored, compute and reduce dtypes, because their gradients are reduced
+    as one tensor. Frozen ones have no gradients, so they join any group that has their compute dtype.
     """
     cut = {name: param for name, param in params.items() if param.unit == unit and param.cuts}
     groups: list[_Growing] = []
-    for name in sorted(cut, key=lambda name: not cut[name].trainable):  # stable: the order of the module
+    for name in sorted(cut, key=lambda name: not cut[name].trainable):  # stable: keeps the order of the module
         home = next((group for group in groups if group.fits(cut[name])), None)
         if home is None:
             groups.append(home := _Growing())
@@ -38,12 +38,12 @@ def dtype_groups(params: Mapping[str, Param], unit: str) -> tuple[DtypeGroup, ..
 
 
 class _Growing:
-    """A group while it is filled."""
+    """A :class:`DtypeGroup` under construction."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self.trained: tuple[str, str, str] | None = None  # stored, computed, reduced
-        self.computes: set[str] = set()  # of those that a cast means something to
+        self.computes: set[str] = set()  # compute dtypes of the floating-point ones, which a cast changes
         self.casts: str | None = None
 
     def fits(self, param: Param) -> bool:

@@ -1,4 +1,4 @@
-"""The recipe: where every byte of a module is under a layout, as one frozen record.
+"""The recipe: which bytes of which tensor each rank holds under a layout, as one frozen record.
 
 Everything that needs to know which rank holds what asks the recipe, through
 :func:`~shardwise.recipe.cuts.extents` and :func:`~shardwise.recipe.cuts.owners`, never the run-time tensors.
@@ -21,7 +21,7 @@ __all__ = ["RECIPE_VERSION", "Engine", "RankView", "Recipe", "check_recipe"]
 RECIPE_VERSION = 2
 Engine = Literal["ddp", "fsdp2"]
 E = TypeVar("E", bound=Record)
-_OF_VERSION_1 = {  # field of version 1 -> technique and key of today
+_OF_VERSION_1 = {  # field of version 1 -> technique and key in the current version
     "compute": ("precision", "compute"),
     "output": ("precision", "output"),
     "cast_inputs": ("precision", "cast_inputs"),
@@ -34,7 +34,7 @@ _OF_VERSION_1 = {  # field of version 1 -> technique and key of today
 
 
 class Recipe(Record, frozen=True):
-    """Where every byte of a module is under a layout. Global: the same on every rank; :meth:`at` is a rank's view.
+    """How a module is sharded: which bytes of which tensor each rank holds. The same on every rank; see :meth:`at`.
 
     Example:
         >>> recipe = Recipe.from_json(text)  # doctest: +SKIP
@@ -51,18 +51,18 @@ class Recipe(Record, frozen=True):
     buffers: dict[str, Buffer]
     techniques: dict[str, dict[str, Any]] = msgspec.field(
         default_factory=dict
-    )  # name of a technique -> what belongs to it alone; see :meth:`entry`
-    edits: tuple[Edit, ...] = ()  # changes in the code, in the order in which they are made
+    )  # name of a technique -> the data that belongs to it alone; see :meth:`entry`
+    edits: tuple[Edit, ...] = ()  # changes to modules, in the order in which they are made
     notes: tuple[Note, ...] = ()
     version: int = RECIPE_VERSION
 
     def to_json(self) -> str:
-        """The recipe as JSON, stable: parameters in the order of the module, the same text on every rank."""
+        """The recipe as JSON. Stable: parameters in the order of the module, the same text on every rank."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Recipe:
-        """The recipe in ``text``, checked.
+        """Reads and checks the recipe in ``text``.
 
         Raises:
             PlanError: not a recipe of this version, or one that contradicts itself.
@@ -70,26 +70,26 @@ class Recipe(Record, frozen=True):
         try:
             recipe = msgspec.convert(_of_today(msgspec.json.decode(text)), cls)
         except msgspec.MsgspecError as error:
-            _refuse_version(_version_of(text))  # what another version added is unknown here: say that first
+            _refuse_version(_version_of(text))  # fields of another version are unknown here: report that first
             raise PlanError("a recipe in JSON", why=str(error), fix="use the text that Recipe.to_json wrote") from error
         check_recipe(recipe)
         return recipe
 
     def entry(self, technique: str, cls: type[E]) -> E:
-        """What the recipe says of one technique, as its record; the record's defaults where it says nothing."""
+        """The recipe's data of one technique, as a record of ``cls``; the record's defaults where there is none."""
         return msgspec.convert(self.techniques.get(technique, {}), cls)
 
     def edits_of(self, technique: str) -> tuple[Edit, ...]:
-        """The changes in the code that one technique makes."""
+        """The changes to modules that one technique makes."""
         return tuple(edit for edit in self.edits if edit.technique == technique)
 
     @property
     def grid(self) -> Layout:
-        """The layout as an object."""
+        """The layout as a :class:`Layout`."""
         return Layout(**self.layout)
 
     def at(self, rank: int) -> RankView:
-        """What ``rank`` holds."""
+        """What ``rank`` holds, as a :class:`RankView`."""
         return RankView(self, self.grid.coord(rank))
 
 
@@ -98,24 +98,24 @@ class RankView:
 
     def __init__(self, recipe: Recipe, coord: Coord):
         self.recipe, self.coord = recipe, coord
-        # Asked for every tensor of every load, save and norm, and to look up a cut and a layout takes longer than these.
+        # Called for every tensor of every load, save and norm; looking up a cut and a layout takes longer than these.
         self._extents: dict[str, tuple[Slice, ...]] = {}
         self._owners: dict[str, tuple[tuple[int, ...], ...]] = {}
 
     def extents(self, name: str) -> tuple[Slice, ...]:
-        """Pieces of parameter ``name`` this rank holds (see :func:`shardwise.recipe.cuts.extents`)."""
+        """Pieces of parameter ``name`` that this rank holds (see :func:`shardwise.recipe.cuts.extents`)."""
         if name not in self._extents:
             self._extents[name] = extents(self.recipe.params[name], self.coord)
         return self._extents[name]
 
     def owners(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """For each piece this rank holds, the ranks that hold the same one."""
+        """For each piece that this rank holds, the ranks that hold the same one."""
         if name not in self._owners:
             self._owners[name] = owners(self.recipe.params[name], self.coord)
         return self._owners[name]
 
     def num_bytes(self) -> int:
-        """Bytes of parameter storage on this rank, at rest."""
+        """Bytes of parameter storage on this rank, at rest (nothing gathered)."""
         total = 0
         for param in self.recipe.params.values():
             numel = 1
@@ -126,7 +126,7 @@ class RankView:
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Raises PlanError if ``recipe`` cannot be carried out: see the messages below for the rules."""
+    """Raises PlanError if ``recipe`` cannot be carried out; the messages below are the rules."""
     _refuse_version(recipe.version)
     _check_layout(recipe.layout)
     layout = recipe.grid
@@ -159,7 +159,7 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def _of_today(told: Any) -> Any:
-    """A recipe of version 1 in today's form; any other as it is."""
+    """A recipe of version 1 converted to the current version; any other unchanged."""
     if not isinstance(told, dict) or told.get("version", 1) != 1:
         return told
     techniques: dict[str, dict[str, Any]] = {}

@@ -1,7 +1,7 @@
-"""The records an anatomy and a recipe are made of: frozen, torch-free, JSON round-trip.
+"""The records that an anatomy and a recipe consist of: frozen, torch-free, JSON round-trip.
 
-:class:`Anatomy` says what a module *is* (read by :mod:`shardwise.model`); :class:`~shardwise.recipe.recipe.Recipe`, made
-of the other records, says where every byte goes.
+:class:`Anatomy` describes a module (read by :mod:`shardwise.model`); :class:`~shardwise.recipe.recipe.Recipe`, made
+of the other records, says which rank holds which bytes.
 Shapes are in elements, sizes in elements along one tensor dim, dtypes are torch's names without the ``torch.`` prefix.
 """
 
@@ -27,7 +27,7 @@ __all__ = [
     "human_bytes",
 ]
 
-ROOT = ""  # name of the root module, and of the unit that holds what no other unit holds
+ROOT = ""  # name of the root module, and of the unit that holds the parameters of no other unit
 
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 8, "complex128": 16,
@@ -59,14 +59,14 @@ class TensorFact(Record, frozen=True):
 
 
 class BlockList(Record, frozen=True):
-    """Modules that stand in a list."""
+    """A list of modules (blocks) in a model, such as a ModuleList."""
 
     name: str
     blocks: tuple[str, ...]
 
 
 class Anatomy(Record, frozen=True):
-    """What was read in a module: tensors, ties, outermost block lists, class names."""
+    """The structure of a module: tensors, tied tensors, outermost block lists, class names."""
 
     module_class: str
     params: dict[str, TensorFact]
@@ -76,13 +76,13 @@ class Anatomy(Record, frozen=True):
     class_paths: dict[
         str, str
     ] = {}  # module name -> class name with its package, as in "torch.nn.modules.linear.Linear"
-    module_aliases: dict[str, str] = {}  # other name of a module that has several -> its first
-    containers: tuple[str, ...] = ()  # modules without a forward of their own, as a ModuleList
+    module_aliases: dict[str, str] = {}  # other name of a module that has several names -> its first name
+    containers: tuple[str, ...] = ()  # modules without a forward, such as a ModuleList
 
 
 class Part(Record, frozen=True):
-    """A slice of a dim, ``size`` long, cut evenly over an axis; or, with ``replicas`` = r, cut over every r-th rank and
-    held whole by r neighbours (key/value heads fewer than ranks)."""
+    """A slice of a dim, ``size`` long, cut evenly over an axis. With ``replicas`` = r it is cut into ``degree / r``
+    pieces, each held whole by r neighbouring ranks (fewer key/value heads than ranks)."""
 
     size: int
     replicas: int = 1
@@ -100,7 +100,7 @@ class Cut(Record, frozen=True):
 
 
 class Param(Record, frozen=True):
-    """One parameter: what it is, which unit gathers it, how it is cut, in which dtypes it is stored, used, reduced."""
+    """One parameter: shape, unit that gathers it, cuts, and the dtypes it is stored, computed and reduced in."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -123,9 +123,10 @@ class Buffer(Record, frozen=True):
 
 
 class Unit(Record, frozen=True):
-    """Modules gathered together; ``reshard`` as FSDP2's ``reshard_after_forward`` takes it. The units named in
-    ``prefetch_forward`` are gathered when this one's forward begins, those in ``prefetch_backward`` when its backward
-    does; None: as FSDP2 does by itself, the unit that ran before this one."""
+    """A sharding unit: modules whose parameters are gathered together. ``reshard`` is FSDP2's
+    ``reshard_after_forward``. The units named in ``prefetch_forward`` are gathered when this one's forward begins,
+    those in ``prefetch_backward`` when its backward begins; None: the unit that ran before this one, as FSDP2 does by
+    itself."""
 
     name: str
     modules: tuple[str, ...]
@@ -136,7 +137,7 @@ class Unit(Record, frozen=True):
 
 
 class Edit(Record, frozen=True):
-    """A change in the code of one module: what a technique does to it, with final values that JSON can hold."""
+    """A change to one module that a technique makes, with final argument values that JSON can hold."""
 
     module: str
     technique: str
@@ -149,11 +150,11 @@ class Note(Record, frozen=True):
     """A choice made for the user, and its reason.
 
     Attributes:
-        name: of the module, parameter or unit; or of the option.
+        name: name of the module, parameter or unit; or of the option.
         why: the reason.
-        option: key of the option that it is about, as a file has it below ``parallel`` ("precision.reduce"); None: ``name`` is of a module,
-            parameter or unit, which may be called as an option is.
-        warns: ``parallelize`` gives it as a UserWarning too.
+        option: key of the option that it is about, as in a file below ``parallel`` ("precision.reduce"); None: ``name``
+            is that of a module, parameter or unit, even if an option has the same name.
+        warns: ``parallelize`` also raises it as a UserWarning.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""From a pattern in an option to the modules it means, or an error with the names that it could have meant."""
+"""Resolves a pattern in an option to modules, or raises an error with the names that it could have meant."""
 
 import difflib
 from collections.abc import Container, Sequence
@@ -11,7 +11,7 @@ __all__ = ["innermost", "modules_named", "refuse_nested", "with_forward"]
 
 
 def modules_named(anatomy: Anatomy, pattern: str, given: str) -> list[str]:
-    """The modules that ``pattern`` means, in the order of the module; never the root.
+    """The modules that ``pattern`` matches, in the order of the module; never the root.
 
     Args:
         anatomy: of the module.
@@ -19,7 +19,7 @@ def modules_named(anatomy: Anatomy, pattern: str, given: str) -> list[str]:
         given: the option, for the message.
 
     Raises:
-        PlanError: there is none.
+        PlanError: it matches none.
     """
     found = [
         name
@@ -42,10 +42,10 @@ def modules_named(anatomy: Anatomy, pattern: str, given: str) -> list[str]:
 
 
 def with_forward(anatomy: Anatomy, name: str, record: str) -> list[str]:
-    """``name``, or, for a container without a forward of its own, what is in it: nothing ever calls the container.
+    """``name`` itself, or, for a container without a forward (nothing ever calls it), the modules inside it.
 
     Raises:
-        PlanError: nothing in it is ever called.
+        PlanError: it contains no module with a forward.
     """
     if name not in anatomy.containers:
         return [name]
@@ -63,7 +63,7 @@ def with_forward(anatomy: Anatomy, name: str, record: str) -> list[str]:
 
 
 def innermost(name: str, chosen: Container[str]) -> str | None:
-    """The innermost module of ``chosen`` that holds ``name`` (a module or a tensor), itself not counted."""
+    """The innermost module in ``chosen`` that contains ``name`` (a module or a tensor), ``name`` itself excluded."""
     while "." in name:
         name = name.rpartition(".")[0]
         if name in chosen:
@@ -72,7 +72,7 @@ def innermost(name: str, chosen: Container[str]) -> str | None:
 
 
 def refuse_nested(order: Sequence[str], given: str, why: str) -> None:
-    """Raises PlanError where one of the modules in ``order`` is inside another; ``why`` that is no choice."""
+    """Raises PlanError if one module in ``order`` is inside another one; ``why`` is the reason for the message."""
     chosen = set(order)
     for inner in order:
         outer = innermost(inner, chosen)

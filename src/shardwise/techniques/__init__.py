@@ -1,8 +1,8 @@
-"""Everything that is laid over a module, one folder each. A new one is a folder and a row here; see ``technique.py``.
+"""The techniques that ``parallelize`` applies to a module, one folder each. To add one: a folder and a row here.
 
-The order is that of what happens: ``prepare`` is called from the first to the last, before the module is read; then ``rule``, so that a
-technique knows the dtypes, cuts and units of those before it; then ``edit`` and, on the module, ``act``: inside of what shards it, the
-sharding itself (``data``), and around it.
+See ``technique.py``. The order of the rows is the order in which things happen. ``prepare`` is called from first to
+last, before the module is read; then ``rule``, so that a technique knows the dtypes, cuts and units of those before it;
+then ``edit``; then, on the module, ``act``: inside of the sharding, the sharding itself (``data``), and around it.
 """
 
 from importlib import import_module
@@ -15,9 +15,9 @@ __all__ = ["AXES_IN_USE", "TECHNIQUES", "Parallel"]
 TECHNIQUES: tuple[Technique, ...] = tuple(
     import_module(f"{__name__}.{name}").TECHNIQUE
     for name in (
-        "transforms",  # functions of the user's own that change the module
-        "precision",  # dtypes of what is stored, computed and summed
-        "data",  # data parallelism: shards (FSDP2) or whole copies (DDP), units, buffers
+        "transforms",  # the user's own functions that change the module
+        "precision",  # mixed precision: dtypes of storage, compute and gradient sums
+        "data",  # data parallelism: shards (FSDP2) or full copies (DDP), units, buffers
         "remat",  # activation checkpointing
         "compile",  # torch.compile of blocks
     )

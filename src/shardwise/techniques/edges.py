@@ -1,4 +1,4 @@
-"""What runs at the edges of a unit: at what goes in, at what comes out, at a whole parameter's gradient."""
+"""Autograd functions and hooks at the edges of a unit: on its inputs, its outputs, and whole parameters' gradients."""
 
 import weakref
 from collections.abc import Callable
@@ -23,11 +23,12 @@ __all__ = [
 ]
 
 GATHERS = "_shardwise_gathers"
-"""Attribute of a module with cut parameters: what to call before its forward runs in a backward, past its hooks."""
+"""Attribute of a module with sharded parameters: the function to call before its forward is recomputed in a backward,
+which does not run its hooks."""
 
 
 class _NotAView(torch.autograd.Function):
-    """Identity whose result is no view: same memory, a graph node of its own."""
+    """Identity whose result is not a view: same memory, a graph node of its own."""
 
     @staticmethod
     def forward(_ctx: Any, tensor: Tensor) -> Tensor:
@@ -39,12 +40,12 @@ class _NotAView(torch.autograd.Function):
 
 
 class _WhenLeft(torch.autograd.Function):
-    """Identity that calls when the gradients of all its results have come."""
+    """Identity that calls a function when the gradients of all its results have been computed."""
 
     @staticmethod
     def forward(ctx: Any, call: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
-        ctx.set_materialize_grads(False)  # a tensor that is not used gets none, and what made it either
+        ctx.set_materialize_grads(False)  # an unused tensor gets no gradient, and neither does what produced it
         return tensors
 
     @staticmethod
@@ -54,7 +55,7 @@ class _WhenLeft(torch.autograd.Function):
 
 
 def when_left(args: Any, kwargs: Any, call: Callable[[], None]) -> tuple[Any, Any]:
-    """``(args, kwargs)`` of a forward, of which the gradients call ``call`` when backward has left the module."""
+    """``(args, kwargs)`` of a forward, whose gradients call ``call`` when backward has left the module."""
     tensors: list[Tensor] = []
     map_leaves(lambda x: tensors.append(x) if isinstance(x, Tensor) and x.requires_grad else None, (args, kwargs))
     if not tensors:
@@ -64,12 +65,13 @@ def when_left(args: Any, kwargs: Any, call: Callable[[], None]) -> tuple[Any, An
 
 
 Views = list[tuple["weakref.ref[Tensor]", int]]
-"""Tensors in the place of which others were handed out, and their versions then."""
+"""Output tensors that were replaced when they were returned, and their versions at that time."""
 
 
 def refuse_changed(views: Views) -> None:
-    """Raises UnsupportedError for a tensor that was handed out as another one, changed there in place, and is still held: it has
-    the values of the change and not its history, so that a loss taken from it would have other gradients, without an error."""
+    """Raises UnsupportedError for an output that was replaced (see :func:`hand_out`), whose replacement was changed in
+    place, and which is still referenced. It has the new values without their autograd history, so that a loss taken
+    from it would have wrong gradients, without an error."""
     for view, version in views:
         tensor = view()
         if tensor is not None and tensor._version != version:
@@ -82,11 +84,12 @@ def refuse_changed(views: Views) -> None:
 
 
 def hand_out(output: Any, reached: Callable[[Tensor], None], views: Views) -> tuple[Any, bool]:
-    """``output`` of a forward, whose tensors call ``reached`` when a gradient comes to them; and whether something in it may hold
-    tensors that cannot be found (a closure, a generator).
+    """``output`` of a forward, whose tensors call ``reached`` when a gradient reaches them; and whether it may hold
+    tensors that cannot be found (in a closure or a generator).
 
-    Views are handed out as tensors that are not: an in-place operation on a view throws its hooks away, a Linear on 3-D input
-    returns one, and ``y = block(x); y += x`` is common. Nothing is copied; ``views`` remembers each, for :func:`refuse_changed`.
+    Views are replaced by tensors that are not views: an in-place operation on a view drops its hooks, a Linear on 3-D
+    input returns one, and ``y = block(x); y += x`` is common. Nothing is copied; ``views`` records each for
+    :func:`refuse_changed`.
     """
 
     def each(leaf: Any) -> Any:
@@ -106,8 +109,9 @@ def hand_out(output: Any, reached: Callable[[Tensor], None], views: Views) -> tu
 
 
 def calls(method: Callable[[int], None], number: int) -> Callable[[Tensor], None]:
-    """A hook on a parameter that calls a bound method with ``number``; it keeps nothing alive, as hooks live in C++, where a cycle is
-    never freed, and points weakly at no parameter, which ``module.to`` could then not swap."""
+    """A hook on a parameter that calls a bound method with ``number``. It keeps nothing alive, as hooks live in C++,
+    where a cycle is never freed, and has no weak reference to a parameter, with which ``module.to`` could not swap
+    it."""
     call = weakref.WeakMethod(method)
 
     def hook(_tensor: Tensor) -> None:
@@ -119,7 +123,8 @@ def calls(method: Callable[[int], None], number: int) -> Callable[[Tensor], None
 
 
 def zero_of_padding(pads: Callable[[], bool]) -> Callable[[Tensor], Tensor | None]:
-    """A hook on a parameter by which the gradient of a micro-batch counts as 0 while ``pads()``, which must keep nothing alive."""
+    """A hook on a parameter that sets gradients to 0 while ``pads()`` is true (a padding micro-batch). ``pads`` must
+    keep nothing alive."""
 
     def hook(grad: Tensor) -> Tensor | None:
         return torch.zeros_like(grad) if pads() and grad is not None else None
@@ -128,8 +133,8 @@ def zero_of_padding(pads: Callable[[], bool]) -> Callable[[Tensor], Tensor | Non
 
 
 def refuse_ungathered(name: str, gathers: Callable[[nn.Module], None]) -> Any:
-    """Before a module inside a unit: refuses a call that did not come through the unit, by which its parameters are
-    gathered (torch's own error speaks of mixed tensors in an operator), unless ``gathers`` can gather them now."""
+    """A pre-hook for a module inside a unit. It refuses a call that did not come through the unit, which gathers the
+    parameters (torch's own error speaks of mixed tensors in an operator), unless ``gathers`` can gather them now."""
 
     def before(module: nn.Module, _args: Any) -> None:
         if _is_cut(module):
@@ -148,8 +153,8 @@ def refuse_ungathered(name: str, gathers: Callable[[nn.Module], None]) -> Any:
 
 
 def gather_parts(module: nn.Module) -> None:
-    """Before code of ``module`` runs again in a backward past its hooks: gathers what its parameters lie in, where nothing has yet (the
-    forward returned nothing that a gradient could come to first)."""
+    """Called before code of ``module`` is recomputed in a backward without its hooks: gathers the units of its
+    parameters that are not gathered yet (the forward returned nothing that a gradient could reach first)."""
     for child in module.modules():
         gathers = child.__dict__.get(GATHERS)
         if gathers is not None and _is_cut(child):

@@ -1,4 +1,4 @@
-"""What is done with all techniques at once, in the order of their rows; nothing here knows which there are."""
+"""Applies all techniques in the order of their rows: options to recipe, recipe to module. Names no technique."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,14 +39,15 @@ def make_recipe(anatomy: Anatomy, layout: Layout, *, facts: Facts | None = None,
     """The recipe of a module under a layout: the same on every rank.
 
     Args:
-        anatomy: what was read in the module.
-        layout: of the ranks.
-        facts: what a technique's probe found in the module, or would find; None: there is no module to ask.
+        anatomy: the structure that was read from the module.
+        layout: the layout of the ranks.
+        facts: returns what a technique's probe found in the module; None: there is no module to probe.
         options: keyword arguments of ``parallelize``.
 
     Raises:
-        PlanError: options that name no module or undo each other, or a number of ranks to reshard over that does not divide dp_shard.
-        UnsupportedError: an option that cannot be carried out on this layout.
+        PlanError: options that match no module or undo each other, or a number of ranks to reshard over that does not
+            divide dp_shard.
+        UnsupportedError: an option that is not supported under this layout.
     """
     given = Parallel.of(**options).options()
     chosen = {technique.name: technique.settled(given) for technique in TECHNIQUES}
@@ -62,7 +63,7 @@ def make_recipe(anatomy: Anatomy, layout: Layout, *, facts: Facts | None = None,
 
 
 def probe(module: "nn.Module", world: "World") -> Facts:
-    """Asks each technique's probe about ``module``."""
+    """A function that runs each technique's probe on ``module``."""
 
     def facts(technique: Technique, draft: Draft, options: Mapping[str, Any]) -> Mapping[str, Any]:
         ask = technique.load("probe")
@@ -74,7 +75,8 @@ def probe(module: "nn.Module", world: "World") -> Facts:
 def prepared(
     module: "nn.Module", parallel: Any, world: "World | None" = None, device: "torch.device | None" = None
 ) -> "nn.Module":
-    """``module`` after every technique has changed its structure. ``world`` is None, and ``device`` the CPU, in one plain process."""
+    """``module`` after every technique has changed its structure. ``world`` is None, and ``device`` the CPU, in one
+    plain process."""
     given = parallel.options()
     for technique in TECHNIQUES:
         prepare = technique.load("prepare")
@@ -85,7 +87,7 @@ def prepared(
 
 @dataclass(frozen=True)
 class Prepared:
-    """A function of a module, and the options that change the structure of what it returns: before anybody casts or shards it."""
+    """A callable that builds a module and applies the options that change its structure, before casts and sharding."""
 
     build: Callable[[], "nn.Module"]
     parallel: Any
@@ -95,7 +97,7 @@ class Prepared:
 
 
 def adjusted(module: "nn.Module", anatomy: Anatomy, parallel: Any) -> Anatomy:
-    """Lets every technique change the module's tensors, and gives the anatomy that the module has then."""
+    """Lets every technique change the module's tensors, and returns the resulting anatomy."""
     given = parallel.options()
     for technique in TECHNIQUES:
         adjust = technique.load("adjust")
@@ -106,17 +108,17 @@ def adjusted(module: "nn.Module", anatomy: Anatomy, parallel: Any) -> Anatomy:
 
 @cache
 def acts() -> tuple[Act, ...]:
-    """What the techniques do to a module, in order."""
+    """The :class:`Act` of each technique that has one, in order."""
     return tuple(act() for technique in TECHNIQUES if (act := technique.load("act")) is not None)
 
 
 def describe(recipe: Recipe) -> str:
-    """A recipe as text, with what each technique says at its head."""
+    """A recipe as text, with the lines of each technique at its head."""
     return describe_recipe(recipe, [line for technique in TECHNIQUES for line in technique.lines(recipe)])
 
 
 def check_entries(recipe: Recipe) -> None:
-    """Raises PlanError for what a recipe says of a technique that there is not, or that the technique does not know."""
+    """Raises PlanError if a recipe has data for an unknown technique, or data that the technique does not accept."""
     known = {technique.name: technique.entry for technique in TECHNIQUES}
     for name, entry in recipe.techniques.items():
         cls = known.get(name)
@@ -133,14 +135,15 @@ def check_entries(recipe: Recipe) -> None:
 
 
 def check_early(parallel: Any, origins: Mapping[str, str]) -> None:
-    """Refuses, before any process is started, what can be seen without torch. ``origins``: where each dotted key was given."""
+    """Refuses, before any process is started, mistakes that can be found without torch. ``origins``: where each dotted
+    key was given."""
     for technique in TECHNIQUES:
         technique.check_early(origins, **{option.key: getattr(parallel, option.key) for option in technique.options})
 
 
 def options_of_proof(parallel: Any, device: str) -> tuple[Any, list[str]]:
-    """The options with which a run on ``device`` (a type) is proved in float64 on the CPU, and what to say of those left out.
-    Its structure is changed already, by :func:`prepared`."""
+    """The options with which a run on ``device`` (a type) is proved in float64 on the CPU, and texts about those left
+    out. :func:`prepared` has changed the module's structure already."""
     left, words = [], []
     for technique in TECHNIQUES:
         why = technique.leaves_proof(device)

@@ -1,4 +1,4 @@
-"""``Parallel``: the layout and the options of every technique, as one frozen record, made from the rows of ``techniques``. Torch-free."""
+"""``Parallel``: the layout and the options of every technique as one record, made from ``techniques``. Torch-free."""
 
 import types
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ __all__ = ["ParallelOptions", "make_parallel"]
 
 
 class ParallelOptions(Options, frozen=True, kw_only=True):
-    """The layout, and every technique laid over it: the arguments of ``parallelize``, as data."""
+    """The layout and the options of every technique: the arguments of ``init`` and ``parallelize``, as one record."""
 
     declared: ClassVar[Mapping[str, Option]] = {}
 
@@ -36,15 +36,15 @@ class ParallelOptions(Options, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, key, option.from_python(getattr(self, key)))
         super().__post_init__()
 
-    def __getattr__(self, key: str) -> Any:  # for type checkers: which fields there are is known when it runs
+    def __getattr__(self, key: str) -> Any:  # for type checkers: the fields are only known at run time
         raise AttributeError(f"Parallel has no field {key!r}")
 
     @classmethod
     def of(cls, **options: Any) -> Any:
-        """The record of keyword arguments of ``parallelize``, of which None stands for the default.
+        """The record for keyword arguments of ``parallelize``, of which None stands for the default.
 
         Raises:
-            ConfigError: an option that there is not, or a value that it does not take.
+            ConfigError: an option that does not exist, or a value that it does not accept.
         """
         known = [key for key in cls.__struct_fields__ if key != "layout"]
         given = {}
@@ -61,11 +61,11 @@ class ParallelOptions(Options, frozen=True, kw_only=True):
         return cls(**given)
 
     def options(self) -> dict[str, Any]:
-        """The keyword arguments of ``parallelize``: all fields but the layout, which ``init`` is given."""
+        """The keyword arguments of ``parallelize``: all fields but the layout, which belongs to ``init``."""
         return {key: getattr(self, key) for key in self.__struct_fields__ if key != "layout"}
 
     def without(self, keys: Sequence[str]) -> Any:
-        """The same with the defaults of ``keys``."""
+        """A copy with the defaults of ``keys``."""
         return msgspec.structs.replace(self, **{key: default_of(type(self), key) for key in keys})
 
     def check(self) -> None:
@@ -91,7 +91,7 @@ def _check(option: Option, value: Any) -> None:
 
 
 def make_parallel(techniques: Sequence[Technique]) -> Any:
-    """The class with the options of all ``techniques``, in their order."""
+    """The class ``Parallel`` with the options of all ``techniques``, in their order."""
     options = {option.key: option for technique in techniques for option in technique.options}
 
     def fill(body: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""Which modules a technique changes: its option ``targets``, and the names that it stands for in a module. Torch-free.
+"""The option ``targets`` of a technique, and the modules that it means. Torch-free.
 
-Targets become names of modules when the recipe is made, so that a target that means nothing is an error before anything happens, and the
-recipe says what will.
+Targets become names of modules when the recipe is made, so that a target that matches nothing is an error before
+anything happens, and the recipe lists the modules.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ TARGETS = doc(
 
 
 def word_or_record(key: str, value: Any, cls: type, words: dict[str, Any]) -> Any:
-    """``value``, a record or None, or the one that a word stands for; ``cls`` has an option ``targets``.
+    """``value`` if it is a record or None, else the record for a word; ``cls`` is the class of the record.
 
     Raises:
         ConfigError: it is neither.
@@ -41,7 +41,7 @@ def word_or_record(key: str, value: Any, cls: type, words: dict[str, Any]) -> An
 
 
 def settle_targets(record: Any) -> None:
-    """A text but "blocks" becomes the patterns it lists; those that mean nothing are refused."""
+    """Turns a text other than "blocks" into the patterns it lists; refuses empty ones."""
     if isinstance(record.targets, str) and record.targets != "blocks":
         msgspec.structs.force_setattr(record, "targets", tuple(part.strip() for part in record.targets.split(",")))
     targets = record.targets
@@ -54,7 +54,8 @@ def settle_targets(record: Any) -> None:
 
 
 def resolve(anatomy: Anatomy, targets: str | tuple[str, ...], every: int, record: str) -> list[tuple[str, str]]:
-    """``(module, why)`` of what ``targets`` mean, in the order of the module, of each list the first of ``every``."""
+    """``(module, why)`` for the modules that ``targets`` mean, in the order of the module; of each list the first of
+    ``every``."""
     if isinstance(targets, str):
         found = {block: "a block of an outermost list" for blocks in anatomy.lists for block in blocks.blocks}
         if not found:

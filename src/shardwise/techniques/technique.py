@@ -1,21 +1,23 @@
 """What a technique is: one folder in ``techniques``, and one row in its ``__init__.py``.
 
-A folder ``techniques/NAME`` has, besides its row's declaration (:class:`Technique`) in ``__init__.py``:
+A folder ``techniques/NAME`` has a declaration (:class:`Technique`) in ``__init__.py``, and those of these files that it
+needs:
 
 ``options.py``
-    what a user may choose, as frozen records. Without torch.
+    the options for users, as frozen records. Without torch.
 ``rule.py``
-    what the recipe says because of it: dtypes, units, cuts, edits, notes. Without torch: reads the :class:`~shardwise.recipe.draft.Draft`.
+    what it adds to the recipe: dtypes, units, cuts, edits, notes. Without torch: reads the
+    :class:`~shardwise.recipe.draft.Draft`.
 ``prepare.py``
-    where it changes the structure of the module before anything is known of it. With torch, as all below.
+    if it changes the structure of the module before the module is read. With torch, like all files below.
 ``adjust.py``
-    where it changes tensors that are there (a dtype that is stored).
+    if it changes existing tensors (their storage dtype).
 ``probe.py``
-    where its rule needs to know what only the module itself can tell: facts that JSON can hold.
+    if its rule needs facts that only the module itself can give, as JSON data.
 ``act.py``
     what it does to the module, by the recipe alone: an :class:`Act`.
 
-Files with torch are named by their places and loaded when they are first used, so that the command line starts without it.
+Files with torch are named by text and loaded when they are first used, so that the command line starts without torch.
 """
 
 import importlib
@@ -42,13 +44,15 @@ class Option:
     Attributes:
         key: the keyword.
         hint: its type in a file, with a description: ``Annotated[..., doc(...)]``.
-        default: the value of a key that is not given.
-        help: what the docstring of ``parallelize`` says of it.
-        takes: the types of a value in Python, as its signature shows them.
-        check: what is called with a value when it is given, and raises ConfigError.
-        settle: from a value to the record that it stands for, when it is used.
-        from_python: turns what only Python can give (an object of torch's, a class) into what a file can hold, or leaves it.
-        record: the class of which a value must be in Python, where there is no word for one; and an example of its arguments.
+        default: the value if the key is not given.
+        help: its text in the docstring of ``parallelize``.
+        takes: the types of a value in Python, as the signature shows them.
+        check: called with a value when it is given; raises ConfigError.
+        settle: converts a value to the record that it stands for, when it is used.
+        from_python: converts what only Python can give (an object of torch's, a class) to what a file can hold; other
+            values unchanged.
+        record: the class that a value must have in Python, if there are no words for one; and an example of its
+            arguments.
         holds_functions: a list of it may hold functions and records, given from Python.
     """
 
@@ -65,48 +69,51 @@ class Option:
 
 
 class Act:
-    """What a technique does to a module, by the recipe. All that is not needed is left as it is here."""
+    """What a technique does to a module, by the recipe. Methods that are not overridden do nothing."""
 
     def check(self, module: "nn.Module", recipe: Recipe, world: "World") -> None:
-        """Raises what cannot be carried out, by name, before anything is changed."""
+        """Raises for what is not supported, by name, before anything is changed."""
 
     def inside(self, module: "nn.Module", recipe: Recipe, world: "World") -> None:
         """Changes the module in place before it is sharded: inside the hooks that gather its parameters."""
 
     def around(self, module: "nn.Module", recipe: Recipe, world: "World") -> None:
-        """The same after it is sharded: around those hooks."""
+        """Changes the module in place after it is sharded: around those hooks."""
 
     def begin(self, runtime: Any) -> None:
-        """The module is sharded: adds what runs in windows to its :class:`~shardwise.parallel.runtime.Runtime`. Parameters of which each rank
-        along an axis has a part of the gradient go into ``runtime.partial``: they are summed at the end of a window, once; a forward
-        that records gradients outside of one is refused then."""
+        """Called when the module is sharded: adds what runs in windows to its
+        :class:`~shardwise.parallel.runtime.Runtime`. Parameters of which each rank along an axis has a part of the
+        gradient go into ``runtime.partial``: they are summed at the end of a window, once, and a forward that records
+        gradients outside of one is then refused."""
 
     def explain(self, error: BaseException) -> "ShardwiseError | None":
-        """An error of torch's own in our words, where the technique knows what it comes from; else None."""
+        """The ShardwiseError for an error of torch, if the technique knows its cause; else None."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Technique:
-    """A row of ``techniques``. Functions get the technique's own options as keywords, settled.
+    """A row of ``techniques``. Its functions get the technique's own options as keywords, settled to records.
 
     Attributes:
         name: of the folder, of its edits, and of its entry in a recipe.
-        options: what a user may choose.
-        axes: mesh axes that it lays something over.
-        entry: what belongs to it alone in a recipe, as a record; None: nothing does.
-        rule: ``rule(draft, facts, **options)``: what tensors become: dtypes, units, cuts. ``facts`` is what the probe gave; {} without one.
-        edit: ``edit(draft, **options)``: changes in the code, when all units and cuts are known.
-        lines: ``lines(recipe)``: what ``describe`` says at its head.
-        prepare: place of ``prepare(module, world, device, **options) -> module``, before anything is read. World is None in the one plain
-            process of ``verify``.
+        options: the options for users.
+        axes: mesh axes that it uses.
+        entry: the record with its own data in a recipe; None: it has none.
+        rule: ``rule(draft, facts, **options)``: sets dtypes, units, cuts. ``facts`` is what the probe returned; {}
+            without one.
+        edit: ``edit(draft, **options)``: adds changes to modules, when all units and cuts are known.
+        lines: ``lines(recipe)``: its lines at the head of ``describe``.
+        prepare: place of ``prepare(module, world, device, **options) -> module``, called before anything is read. World
+            is None in the one plain process of ``verify``.
         adjust: place of ``adjust(module, anatomy, **options) -> anatomy``: changes tensors in place.
-        probe: place of ``probe(module, draft, world, **options) -> dict``, of what JSON can hold.
+        probe: place of ``probe(module, draft, world, **options) -> dict``, of JSON data.
         act: place of an :class:`Act`.
-        check_early: ``check_early(origins, **options)``: refuses, before a process is started, what can be seen without torch.
-            ``origins``: where each dotted key was given. The options are as they were given here, words among them.
-        leaves_proof: from the type of a run's device to why the proof of a run, which is in float64 on the CPU, is made without it: a
-            text to show, or "" if there is nothing to say; None: it is made with it.
-        without: what ``shardwise verify`` says to those who give its options; "": it takes them.
+        check_early: ``check_early(origins, **options)``: refuses, before a process is started, mistakes that can be
+            found without torch. ``origins``: where each dotted key was given. The options are as given, words among
+            them.
+        leaves_proof: from the type of a run's device to the reason why the proof of a run, in float64 on the CPU, is
+            made without this technique: a text to show, or "" if there is nothing to show; None: it is made with it.
+        without: the text of ``shardwise verify`` for users who give its options; "": verify accepts them.
     """
 
     name: str
@@ -125,10 +132,10 @@ class Technique:
     without: str = ""
 
     def load(self, part: str) -> Any:
-        """What the attribute ``part`` ("prepare", "adjust", "probe", "act") names; None: nothing is named."""
+        """The object that the attribute ``part`` ("prepare", "adjust", "probe", "act") names; None: it is empty."""
         module, _, name = getattr(self, part).partition(":")
         return getattr(importlib.import_module(module), name) if module else None
 
     def settled(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Its options out of those of all techniques, as the records that they stand for."""
+        """Its own options, taken from those of all techniques, as the records that they stand for."""
         return {option.key: option.settle(given[option.key]) for option in self.options}

@@ -1,4 +1,4 @@
-"""The ranks of a run: who they are, how they talk, what they must agree on."""
+"""The ranks of a run: process groups, mesh axes, exchanges, lost ranks, signals and random streams."""
 
 from shardwise.world.agreement import Agreement
 from shardwise.world.axis import Axis

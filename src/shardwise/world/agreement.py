@@ -1,11 +1,11 @@
-"""What all ranks must agree on, exchanged twice per window, and nowhere else.
+"""Exchanges: the small all-reduces, two per window, by which all ranks agree.
 
-An exchange is one sum over all ranks of a small float64 vector, made of named entries. Equality is told from the
-sums alone (n * sum(x^2) == sum(x)^2 exactly when all x are equal), so every rank sees the same numbers and
-takes the same decision without a second round. Each exchange carries a digest of what it is: ranks that come to different
-ones are told so, instead of adding one's token count to another's norm. Waiting polls: an alarm raised elsewhere is
-seen at once, and a rank that does not come is named, with where it is, before the group's own timeout. What an exchange
-shows to differ and a policy makes equal (:meth:`Agreement.sync_tensors`) is waited for alike.
+An exchange is one sum over all ranks of a small float64 vector, made of named entries. Equality is found from the sums
+alone (n * sum(x^2) == sum(x)^2 exactly when all x are equal), so every rank sees the same numbers and takes the same
+decision without a second round. Each exchange carries a digest of what it is: ranks that come to different exchanges
+get an error, instead of one's token count being added to another's norm. Waiting polls, so that an alarm raised
+elsewhere is seen at once, and a rank that does not come is named, with its place, before the group's own timeout.
+Broadcasts of tensors that an exchange showed to differ (:meth:`Agreement.sync_tensors`) are waited for in the same way.
 """
 
 import hashlib
@@ -24,8 +24,8 @@ from shardwise.world.watch import Watch
 __all__ = ["Agreement", "digest_of"]
 
 _HASH_BITS = 20  # sums of squares of 8192 such numbers are still exact in float64 (2^53)
-_SMALLEST = 64  # numbers on the wire: small exchanges have one size, since ranks that come with two are aborted by gloo
-_WORD_S = 3.0  # in which word of a lost rank reaches all
+_SMALLEST = 64  # numbers sent: small exchanges have one size, since gloo aborts ranks that come with different sizes
+_WORD_S = 3.0  # time in which the message about a lost rank reaches all
 _LEFT_S = 2.0  # how long an exchange that all ranks have joined may still take after one of them has left
 
 
@@ -35,7 +35,7 @@ _SAME_CALLS = (
 
 
 class Agreement:
-    """Exchanges over the ranks of one world. Every rank must call :meth:`sum` in the same order."""
+    """Exchanges (small all-reduces) over the ranks of one world. Every rank must call :meth:`sum` in the same order."""
 
     def __init__(
         self,
@@ -49,10 +49,10 @@ class Agreement:
         is_fake: bool = False,
     ):
         self.size, self.rank, self.group, self.device = size, rank, group, device
-        self.is_alone = size == 1 or is_fake  # nobody else answers: imagined peers give what this rank gives
+        self.is_alone = size == 1 or is_fake  # no other rank answers: fake peers give what this rank gives
         self.timeout_s, self.watch = timeout_s, watch
         self.is_open = True
-        self.num_exchanges = 0  # observable: two per window, whatever the features in use
+        self.num_exchanges = 0  # for tests: two per window, whatever features are in use
 
     def sum(self, entries: Mapping[str, Tensor | float], place: str) -> dict[str, Tensor]:
         """Sums ``entries`` over all ranks: name -> float64 CPU tensor of the entry's shape, equal on every rank.
@@ -62,7 +62,7 @@ class Agreement:
             place: what this exchange is ("window 3, before forward"), for messages.
 
         Raises:
-            RankError: a peer was lost, did not come in time, or came to something else.
+            RankError: a peer was lost, did not come in time, or came to another exchange.
         """
         self.check_open(place)
         tensors = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in entries.items()}
@@ -78,8 +78,8 @@ class Agreement:
         return {name: piece.view(tensor.shape) for (name, tensor), piece in zip(tensors.items(), pieces, strict=True)}
 
     def slots(self, value: float) -> Tensor:
-        """An entry that after the sum holds every rank's ``value``, by rank."""
-        if self.is_alone:  # imagined peers have the same; what this rank gives counts once for each of them
+        """An entry that after the sum holds every rank's ``value``, indexed by rank."""
+        if self.is_alone:  # fake peers have the same value; what this rank gives is counted once for each of them
             return torch.full((self.size,), value / self.size, dtype=torch.float64)
         found = torch.zeros(self.size, dtype=torch.float64)
         found[self.rank] = value
@@ -87,7 +87,7 @@ class Agreement:
 
     @staticmethod
     def same(value: int) -> Tensor:
-        """An entry by which ranks find out whether they all gave the same 60-bit ``value``; see :meth:`all_same`."""
+        """An entry that shows whether all ranks gave the same 60-bit ``value``; see :meth:`all_same`."""
         parts = [value >> shift & (1 << _HASH_BITS) - 1 for shift in (0, _HASH_BITS, 2 * _HASH_BITS)]
         return torch.tensor([*parts, *(part * part for part in parts)], dtype=torch.float64)
 
@@ -98,7 +98,7 @@ class Agreement:
         return all(self.size * square == total * total for total, square in zip(sums, squares, strict=True))
 
     def gather(self, value: Any, place: str) -> list[Any]:
-        """Every rank's picklable ``value``, by rank. Slow path: for saying who differs once a difference is known."""
+        """Every rank's picklable ``value``, by rank. Slow: used to name who differs once a difference is known."""
         self.check_open(place)
         if self.is_alone:
             return [value] * self.size
@@ -115,8 +115,8 @@ class Agreement:
         return found
 
     def sync_tensors(self, tensors: Sequence[Tensor], place: str, *, mean: bool) -> None:
-        """Makes each of ``tensors`` equal on all ranks, in place: rank 0's, or with ``mean`` the mean over ranks (what is
-        not floating: rank 0's). Every rank gives the same ones, as an exchange before has told.
+        """Makes each of ``tensors`` equal on all ranks, in place: rank 0's value, or with ``mean`` the mean over ranks
+        (of integer tensors: rank 0's). Every rank passes the same tensors, as an earlier exchange has confirmed.
 
         Raises:
             RankError: a peer was lost, or did not come in time.
@@ -136,7 +136,7 @@ class Agreement:
     def _start(self, wire: Tensor, mean: bool) -> Any:
         if mean:
             return dist.all_reduce(wire, group=self.group, async_op=True)
-        bits = wire.view(-1).view(torch.uint8)  # as bytes: gloo does not take every dtype (int16)
+        bits = wire.view(-1).view(torch.uint8)  # as bytes: gloo does not support every dtype (int16)
         return dist.broadcast(bits, src=0, group=self.group, async_op=True)
 
     def _all_reduce(self, packed: Tensor, place: str) -> None:
@@ -149,7 +149,7 @@ class Agreement:
         packed.copy_(wire)
 
     def carry_out(self, start: Callable[[], list[Any]], place: str) -> None:
-        """Collectives that ``start`` starts, waited for here: with this rank's place told, and a peer that is lost named."""
+        """Runs the collectives that ``start`` starts, and waits: reports this rank's place, names a lost peer."""
         self._at(place)
         try:
             for work in start():
@@ -177,9 +177,7 @@ class Agreement:
             if waited > 0.9 * self.timeout_s:
                 raise self._late(place, waited)
             time.sleep(pause)
-            pause = min(
-                pause + 1e-5, 2e-3
-            )  # short at first: most waits are microseconds, and a nap costs a core nothing
+            pause = min(pause + 1e-5, 2e-3)  # short at first: most waits take microseconds, and sleeping uses no core
         work.wait(timedelta(seconds=self.timeout_s))
 
     def _late(self, place: str, waited: float) -> RankError:
@@ -204,7 +202,7 @@ class Agreement:
 
     def _elsewhere(self, place: str, what: str) -> RankError:
         told = self.gather((place, what), place)
-        same_place = len({place for place, _ in told}) == 1  # then it is what they bring that differs
+        same_place = len({place for place, _ in told}) == 1  # then their entries differ
         places = [what if same_place else place for place, what in told]
         usual = max(places, key=places.count)
         ranks = tuple(rank for rank, other in enumerate(places) if other != usual)
@@ -217,7 +215,7 @@ class Agreement:
         )
 
     def explain(self, error: BaseException, where: str) -> RankError:
-        """The RankError behind a collective that broke: names the lost rank if word of it arrives in time."""
+        """The RankError for a collective that failed: names the lost rank if a message about it arrives in time."""
         why = (str(error).strip().splitlines() or ["the collective failed"])[0][:200]
         if self.watch is None:
             return self._nameless(where, why)
@@ -225,7 +223,7 @@ class Agreement:
         if self.watch.alarm is None:
             self.watch.missing(
                 self.watch.LOST
-            )  # reads the counts of all beats, to be compared with those after the wait
+            )  # reads the counts of all beats, to compare them with those after the wait
         alarm = self.watch.wait_for_alarm(_WORD_S)
         if alarm is not None:
             self.watch.is_told = True

@@ -1,4 +1,4 @@
-"""One axis of a world as a rank sees it: its peers, and what can be done with them."""
+"""One mesh axis of a world from one rank's view: its peers, and collectives over them."""
 
 from typing import Any
 
@@ -19,8 +19,8 @@ _OPS = {
 
 
 class Axis:
-    """A mesh or derived axis seen from one rank. Every rank of the axis must make the same calls; a degree of 1 is
-    the identity.
+    """A mesh or derived axis as one rank sees it. Every rank of the axis must make the same calls; at a degree of 1
+    they change nothing.
 
     Attributes:
         name: "dp_shard", "dp", ...
@@ -38,7 +38,9 @@ class Axis:
         return f"Axis({self.name!r}, rank={self.rank}, ranks={self.ranks})"
 
     def reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """A new tensor: ``tensor`` reduced over the axis by "sum", "mean", "max", "min" or "product"; same shape."""
+        """All-reduces ``tensor`` over the axis by "sum", "mean", "max", "min" or "product" into a new tensor of its
+        shape.
+        """
         if op != "mean" and op not in _OPS:
             raise UsageError(
                 f"reduce(op={op!r})", why="there is no such reduction", fix=f"use one of {[*_OPS, 'mean']}"
@@ -54,7 +56,7 @@ class Axis:
         return pieces[self.rank] if self.rank < len(pieces) else tensor.narrow(dim, 0, 0)
 
     def gather(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        """All ranks' ``tensor`` joined along ``dim``, in axis order; sizes along ``dim`` may differ.
+        """All-gathers ``tensor`` and concatenates along ``dim``, in axis order; sizes along ``dim`` may differ.
 
         Raises:
             UsageError: on every rank, for tensors that cannot be joined: 0-dim, or of other shapes or dtypes elsewhere.

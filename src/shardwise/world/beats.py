@@ -1,4 +1,4 @@
-"""What the ranks of a world write into their store about themselves: a beat each, and the first word of a failure."""
+"""What ranks write into their store: a beat (sign of life) each, and the first message about a failure."""
 
 import json
 import threading
@@ -15,15 +15,15 @@ HAS_LEFT = -1  # the count of a rank that has left on purpose
 
 @dataclass(frozen=True)
 class Beat:
-    """A sign of life.
+    """A sign of life of one rank.
 
     Attributes:
-        count: another one each time, or HAS_LEFT.
-        place: where the main thread says it is ("after window 3, before the step").
-        line: where it is in the user's code ("train.py:21 in main"), or nothing.
-        waits: what it waits in ("at a barrier", "in all_reduce"), or nothing.
-        exchanges: how many it has come to; ranks come to them in one order.
-        process: its number and host ("4711 on node3"), for who wants to look at it.
+        count: a new number each time, or HAS_LEFT.
+        place: where the main thread reported to be ("after window 3, before the step").
+        line: where it is in the user's code ("train.py:21 in main"), or empty.
+        waits: what it waits in ("at a barrier", "in all_reduce"), or empty.
+        exchanges: how many exchanges it has come to; all ranks come to them in one order.
+        process: its process id and host ("4711 on node3"), for a user who wants to look at it.
     """
 
     count: int
@@ -46,14 +46,14 @@ class Beat:
 
 @dataclass(frozen=True)
 class Word:
-    """What a rank leaves in the store for all when one is lost.
+    """The message that a rank leaves in the store for all when a rank is lost.
 
     Attributes:
-        ranks: who is lost; none: see ``who``.
-        why: in words.
+        ranks: the lost ranks; empty: see ``who``.
+        why: the reason, as text.
         who: what is lost where ``ranks`` is empty.
-        is_asked: it was sent SIGTERM, and perhaps all were.
-        is_crossed: nobody is lost: ``ranks`` wait for each other.
+        is_asked: the rank was sent SIGTERM, and perhaps all were.
+        is_crossed: no rank is lost: ``ranks`` wait for each other.
     """
 
     ranks: list[int]
@@ -64,32 +64,32 @@ class Word:
 
 
 def read_word(store: dist.Store) -> Word | None:
-    """The first word that was left, if there is one."""
+    """The first message about a lost rank, if there is one."""
     return Word(**json.loads(store.get("alarm"))) if store.check(["alarm"]) else None
 
 
 def leave_word(store: dist.Store, word: Word) -> Word:
-    """Leaves ``word`` if it is the first; the one that counts."""
+    """Stores ``word`` if no message was stored before. Returns the stored one, which counts."""
     return Word(**json.loads(store.compare_set("alarm", "", json.dumps(asdict(word)))))
 
 
 def leave_beat(store: dist.Store, rank: int, beat: Beat) -> None:
-    """A sign of life of ``rank``."""
+    """Writes a sign of life of ``rank`` into the store."""
     store.set(f"beat/{rank}", json.dumps(asdict(beat)))
 
 
 class Beats:
     """The beats of the other ranks, read over one connection to the store.
 
-    ``now`` is the reader's clock. A count that stays the same from one reading to another is silence.
+    ``now`` is the reader's clock. A rank whose count stays the same from one reading to another is silent.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, now: Callable[[], float]):
         self._store, self._rank, self._size, self._now = store, rank, size, now
-        self._seen: dict[int, tuple[int, float]] = {}  # the last count of a rank, and when it was new
+        self._seen: dict[int, tuple[int, float]] = {}  # the last count of a rank, and when it was first read
 
     def read(self, ranks: Iterable[int] | None = None) -> dict[int, Beat]:
-        """The last beat of ``ranks`` (None: of all but this one); of those that have not begun none."""
+        """The last beat of each of ``ranks`` (None: all but this one); ranks that have not begun are left out."""
         wanted = [rank for rank in range(self._size) if rank != self._rank] if ranks is None else list(ranks)
         keys = [f"beat/{rank}" for rank in wanted]
         if self._store.check(keys):
@@ -106,13 +106,14 @@ class Beats:
         return found
 
     def silent_for(self, rank: int) -> float:
-        """Seconds from the first reading of the count that ``rank`` has still; 0 for one that has left on purpose."""
+        """Seconds since the current count of ``rank`` was first read; 0 for a rank that has left on purpose."""
         count, since = self._seen.get(rank, (HAS_LEFT, 0.0))
         return 0.0 if count == HAS_LEFT else self._now() - since
 
 
 def within(seconds: float, function: Callable[[], Any]) -> Any:
-    """What ``function`` returns, or None where it takes longer or finds no store: a store whose process is stopped never answers."""
+    """What ``function`` returns, or None if it takes longer or finds no store. The store of a stopped process never
+    answers."""
     found: list[Any] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""One rank's trouble is told to all: a step that each rank takes for itself, and that counts only if all of them could."""
+"""Runs a function on every rank; if it raises on one rank, all ranks raise."""
 
 import copy
 from collections.abc import Callable
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Peers(Protocol):
-    """Ranks that act together, as one of them sees them: a world, or what goes on beside it."""
+    """Ranks that act together, as one of them sees them: a World, or a SideGroup."""
 
     rank: int
     size: int
@@ -32,15 +32,15 @@ def collectively(
     same: Callable[[T], str] | None = None,
     differ: ShardwiseError | None = None,
 ) -> T:
-    """What ``act`` returns on this rank, once every rank's has returned. All ranks must call it.
+    """Runs ``act`` on every rank and returns its result once it has succeeded on all. All ranks must call it.
 
     Args:
         world: the ranks.
         place: what is done, for messages.
-        act: may raise anything; what is neither a :class:`ShardwiseError` nor an OSError is raised as it is on this rank, and
-            the others are told.
-        on_main: rank 0 alone acts; None elsewhere.
-        same: a text that has to be equal on all ranks.
+        act: may raise anything. An error that is neither a :class:`ShardwiseError` nor an OSError is raised unchanged
+            on this rank, and the others raise a RankError.
+        on_main: only rank 0 runs ``act``; the others return None.
+        same: returns a text that has to be equal on all ranks.
         differ: raised where it is not.
 
     Raises:
@@ -60,7 +60,7 @@ def collectively(
             fix="look whether the disk is full, whether the path is there, and whether you may use it",
         )
         problem.__cause__ = error
-    except Exception as error:  # the others must not wait for a rank that has a fault of its own
+    except Exception as error:  # the others must not wait for a rank that failed by itself
         unforeseen = error
         problem = RankError(
             f"rank {world.rank} failed at {place}",
@@ -86,7 +86,7 @@ def _first(
 ) -> ShardwiseError:
     number, first = next((number, problem) for number, problem in enumerate(problems) if problem is not None)
     if rank == number and own is not None:
-        first = own  # with its cause and its place in the code
+        first = own  # this object has its cause and its traceback
     if on_main or all(problem is not None and str(problem) == str(first) for problem in problems):
         return first
     told = copy.copy(first)

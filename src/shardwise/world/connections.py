@@ -1,9 +1,10 @@
-"""A connection from every rank to its neighbours in a ring, which the system closes when a process ends, however it ends.
+"""TCP connections from every rank to its neighbours in a ring, which the system closes when a process ends.
 
-So a closed connection is evidence, where silence is none: a process that is stopped, busy in C code or held by a debugger keeps it
-open. Each rank connects to the next one over addresses exchanged through the store, in a thread, so that start-up does not wait.
-A rank that leaves on purpose says so first, in one byte, and so does one that is ended by SIGTERM. Where ranks cannot connect
-(a firewall), one of them says so once, and a lost process is then noticed by its silence only.
+A closed connection proves that a process has ended; silence does not: a process that is stopped, busy in C code or held
+by a debugger keeps its connections open. Each rank connects to the next one over addresses exchanged through the store,
+in a thread, so that start-up does not wait. A rank that leaves on purpose sends one byte first, and so does one that is
+ended by SIGTERM. Where ranks cannot connect (a firewall), one of them prints that once, and a lost process is then
+noticed only by its silence.
 """
 
 import contextlib
@@ -25,48 +26,46 @@ import torch.distributed as dist
 __all__ = ["CLOSED", "LEFT", "RESET", "TERMINATED", "PeerConnections"]
 
 LEFT, TERMINATED = b"L", b"T"
-"""What is said before a connection is closed: this rank leaves on purpose; it was ended by SIGTERM."""
+"""The byte sent before a connection is closed: this rank leaves on purpose; it was ended by SIGTERM."""
 CLOSED, RESET = b"", b"R"
-"""How else one ends: the process ended without a word; or the network says so, and the process may live."""
+"""How a connection ends without such a byte: the process ended; or the network reset it, and the process may live."""
 
-_SECRET = 16  # bytes by which both ends know that they mean each other
+_SECRET = 16  # bytes by which both ends identify each other
 _CONNECT_S = 3.0
 _TRIES = 3
 _POLL_S = (0.02, 0.5)  # how often the store is asked for the neighbour's address: at first, and later
-_NO_SIGNAL = getattr(
-    socket, "MSG_NOSIGNAL", 0
-)  # a program may have given SIGPIPE back its old meaning, which is to end it
+_NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # a program may have restored SIGPIPE's default, which ends the process
 _KEEP_ALIVE = (
     ("TCP_KEEPIDLE", 30),
     ("TCP_KEEPINTVL", 30),
     ("TCP_KEEPCNT", 8),
-)  # what is idle is dropped by some firewalls
+)  # some firewalls drop idle connections
 
 _open: "weakref.WeakSet[PeerConnections]" = weakref.WeakSet()
 
 
 @dataclass
 class _Peer:
-    """One connection: of which rank, once both ends have shown their secret."""
+    """One connection, and its rank once both ends have shown their secret."""
 
     is_ours: bool  # this rank made it
     rank: int | None = None
     received: bytes = b""
-    last: bytes = field(default=CLOSED)  # what it said before it ends
+    last: bytes = field(default=CLOSED)  # the last byte that it sent
 
 
 class PeerConnections:
-    """The connections of one rank.
+    """The connections of one rank to its two neighbours.
 
     Args:
-        rank, size: this rank among how many.
-        store: gives a connection of its own to the store of the ranks, with keys of this world only; called in the thread.
-        master: the host by whose route this rank's address is found; the one of rank 0.
+        rank, size: this rank, and the number of ranks.
+        store: opens a new connection to the ranks' store, with keys of this world only; called in the thread.
+        master: the host by whose route this rank's address is found: the host of rank 0.
         is_one_host: all ranks are on this host.
         is_current: whether the world still exists; False ends the thread.
         on_end: called in the thread with a neighbour's rank and how its connection ended: CLOSED, RESET or TERMINATED.
-        on_problem: called in the thread if this rank cannot connect to its right neighbour, with the reason, and whether the
-            neighbour is on this host and has closed its door: it has ended, or is about to.
+        on_problem: called in the thread if this rank cannot connect to its right neighbour, with the reason, and
+            whether the neighbour is on this host and has closed its port: it has ended, or is about to.
     """
 
     def __init__(
@@ -88,11 +87,11 @@ class PeerConnections:
         self._master, self._is_one_host = master, is_one_host
         self._is_current, self._on_end, self._on_problem = is_current, on_end, on_problem
         self._num_tries = 0
-        self._secrets = (secrets.token_bytes(_SECRET), secrets.token_bytes(_SECRET))  # of who comes, of the answer
-        self._answer = b""  # that the right neighbour has to give
+        self._secrets = (secrets.token_bytes(_SECRET), secrets.token_bytes(_SECRET))  # of the hello, of the answer
+        self._answer = b""  # the secret that the right neighbour has to answer with
         self._peers: dict[socket.socket, _Peer] = {}
         self._listener: socket.socket | None = None
-        # The last word to the neighbours, and a lock that is held while it is sent and while a neighbour is met.
+        # The last byte for the neighbours, and a lock held while it is sent and while a neighbour identifies itself.
         self._said, self._meeting = b"", threading.RLock()
         self._wake, self._woken = socket.socketpair()
         self._stop = threading.Event()
@@ -106,8 +105,9 @@ class PeerConnections:
         return [peer.rank is not None for peer in self._peers.values()].count(True) >= 2
 
     def say(self, word: bytes) -> None:
-        """Tells the neighbours LEFT or TERMINATED, those too that have not answered yet; never waits. One that has connected and not said
-        who it is gets the word behind the secret that it expects: before it, it would take this rank for another and hang up."""
+        """Sends LEFT or TERMINATED to the neighbours, also to those that have not answered yet; never waits. A
+        neighbour that has connected and not identified itself gets the byte after the secret that it expects: before
+        the secret, it would take this rank for another program and close the connection."""
         with self._meeting:
             self._said = word
             for connection, peer in list(self._peers.items()):
@@ -116,7 +116,7 @@ class PeerConnections:
                         connection.send(word, _NO_SIGNAL)
 
     def ended(self) -> set[int]:
-        """The neighbours whose process has ended without a word, as the system knows at this moment."""
+        """The neighbours whose process has ended without sending a byte, as the system knows at this moment."""
         found: set[int] = set()
         for connection, peer in list(self._peers.items()):
             if peer.rank is not None and peer.last == CLOSED:
@@ -126,11 +126,11 @@ class PeerConnections:
         return found | self.closed  # last: the thread may have dropped one meanwhile
 
     def close(self) -> None:
-        """Says LEFT and closes everything. Idempotent."""
+        """Sends LEFT and closes everything. Idempotent."""
         self._stop.set()
         with contextlib.suppress(OSError):
             self._wake.send(b"x")
-        self._thread.join(timeout=1.0)  # one that waits for a store that does not answer is left behind: a daemon
+        self._thread.join(timeout=1.0)  # a thread that waits for an unresponsive store is left behind: it is a daemon
 
     # ---- the thread ------------------------------------------------------------------------------------------
 
@@ -146,13 +146,13 @@ class PeerConnections:
                 self._serve(pause if self._store is not None else _POLL_S[1])
         except OSError as error:
             self._on_problem(f"no socket: {error}", False)
-        except RuntimeError:  # the store's keeper has ended, as all will notice
+        except RuntimeError:  # the process that keeps the store has ended, which every rank will notice
             return
         finally:
             self.say(LEFT)
             for connection in self._peers:
                 with contextlib.suppress(OSError):
-                    connection.recv(64)  # what is unread would make of the end a reset
+                    connection.recv(64)  # unread data would turn the close into a reset
             self.release()
 
     def _listen(self) -> None:
@@ -167,14 +167,14 @@ class PeerConnections:
         self._store.set(f"connect/{self.rank}", json.dumps({**place, "secrets": [s.hex() for s in self._secrets]}))
 
     def _connect(self) -> None:
-        """To the right neighbour, as soon as its address is there."""
+        """Connects to the right neighbour, as soon as its address is in the store."""
         assert self._store is not None
         if not self._store.check([f"connect/{self.right}"]):
             return
         place = json.loads(self._store.get(f"connect/{self.right}"))
         host = place["host"]
         if ipaddress.ip_address(host).is_loopback and place["machine"] != socket.gethostname():
-            host = self._master  # it looked up its own name and found itself
+            host = self._master  # that rank looked up its own name and found the loopback address
         hello, self._answer = (bytes.fromhex(text) for text in place["secrets"])
         try:
             connection = socket.create_connection((host, place["port"]), timeout=_CONNECT_S)
@@ -199,7 +199,7 @@ class PeerConnections:
         ready = {descriptor for descriptor, _ in poll.poll(1000 * wait_s)}
         for source in sources:
             if source.fileno() in ready and source is self._listener:
-                with contextlib.suppress(OSError):  # it has gone again
+                with contextlib.suppress(OSError):  # the connection has been closed again
                     self._add(source.accept()[0], _Peer(is_ours=False))
             elif source.fileno() in ready and source is not self._woken:
                 self._receive(source)
@@ -210,7 +210,7 @@ class PeerConnections:
         for name, value in _KEEP_ALIVE:
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        self._peers = {**self._peers, connection: peer}  # a new one: other threads go through it
+        self._peers = {**self._peers, connection: peer}  # a new dict: other threads iterate over the old one
 
     def _receive(self, connection: socket.socket) -> None:
         peer = self._peers[connection]
@@ -229,7 +229,7 @@ class PeerConnections:
             self._drop(connection, peer)
 
     def _meet(self, connection: socket.socket, peer: _Peer) -> bool:
-        """Who is at the other end, once enough has come; False: nobody we know."""
+        """Identifies the other end, once enough bytes have arrived; False: it is not one of the ranks."""
         wanted = self._answer if peer.is_ours else self._secrets[0]
         num = _SECRET if peer.is_ours else _SECRET + 4
         if not secrets.compare_digest(wanted[: len(peer.received)], peer.received[:_SECRET]):
@@ -253,7 +253,7 @@ class PeerConnections:
             self._on_end(rank, peer.last)
 
     def release(self) -> None:
-        """Closes this process's descriptors, and says nothing: a process that was forked has copies of them."""
+        """Closes this process's descriptors without sending anything: a forked process has copies of them."""
         for connection in [self._listener, *self._peers, self._wake, self._woken]:
             if connection is not None:
                 connection.close()
@@ -274,5 +274,5 @@ def _close_copies() -> None:
         connections.release()
 
 
-# In a process that was forked (a loader's worker): its copies would keep a connection open after the rank has died.
+# In a forked process (a data loader's worker): its copies would keep a connection open after the rank has died.
 os.register_at_fork(after_in_child=_close_copies)

@@ -1,4 +1,4 @@
-"""Ranks that wait for each other in different collectives: certain, unlike silence, and known long before the timeout."""
+"""Detects ranks that wait for each other in different collectives: certain, unlike silence, and before a timeout."""
 
 from collections.abc import Mapping
 
@@ -7,31 +7,35 @@ from shardwise.world.waiting import Wait
 
 __all__ = ["Crossed", "elsewhere"]
 
-_KINDS = ("all_gather", "reduce_scatter")  # of the collectives of units
+_KINDS = ("all_gather", "reduce_scatter")  # the collectives of units
 
 
 class Crossed:
-    """Looks at the ranks with which this one gathers and sums units, in one process group.
+    """Checks the ranks with which this one all-gathers and reduce-scatters units, in one process group.
 
     Args:
-        ranks: the others.
+        ranks: the other ranks.
         group: name of the group.
     """
 
     def __init__(self, ranks: tuple[int, ...], group: str):
         self.ranks, self._group = ranks, group
-        self._state: object = None  # what was last seen of ranks that are elsewhere
-        self._counts: dict[int, int] = {}  # and of their beats, when it was seen first
+        self._state: object = None  # the last seen state of ranks that are elsewhere
+        self._counts: dict[int, int] = {}  # the counts of their beats when that state was first seen
 
     def looks_at(self, wait: Wait) -> bool:
-        """Whether ``wait`` is one for them; a collective of the user's may be in a group of others."""
+        """Whether ``wait`` is in this group; a collective of the user may be in another group."""
         return bool(wait.group) and wait.group == self._group
 
     def found(self, wait: Wait, beats: Mapping[int, Beat], exchanges: int) -> dict[int, Beat]:
-        """Those that wait in an exchange, have left, or reduce where this rank gathers: they will not come to the collective that blocks
-        this rank, and cannot go on without it. Only if all of them say so anew: a beat is older than what it tells, and that of a
-        process that was stopped, or holds the interpreter's lock, is the last one of before. One that waits in an exchange which this
-        rank has behind it (it has come to so many ``exchanges``) is late: all have come there."""
+        """The ranks that will not come to the collective that blocks this rank, and cannot continue without it: they
+        wait in an exchange, have left, or reduce where this rank gathers.
+
+        Returned only once all of them have written another beat with the same state: a beat is older than the state it
+        describes, and the beat of a process that was stopped, or holds the interpreter's lock, is an old one. A rank
+        that waits in an exchange which this rank has passed (it has come to ``exchanges`` of them) is only late: all
+        ranks have come there.
+        """
         own = next((kind for kind in _KINDS if kind in wait.what), "")
         crossing = tuple(kind for kind in _KINDS if kind != own) if own else ()
         away = {
@@ -49,7 +53,7 @@ class Crossed:
 
 
 def elsewhere(beat: Beat) -> str:
-    """Where a rank is that does not come, in words."""
+    """Where a rank is that does not come, as text."""
     if beat.has_left:
         return "has left"
     return f"waits {beat.where}" if beat.waits.startswith("at ") else f"waits {beat.waits}, {beat.where}"

@@ -1,4 +1,4 @@
-"""Who am I among how many: the environment of torchrun, SLURM, or nothing, read and checked without torch."""
+"""Rank and world size from the environment of torchrun or SLURM, read and checked without torch; else one process."""
 
 import os
 import re
@@ -15,7 +15,7 @@ _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Env:
-    """One process's place. ``source`` is ``"torchrun"``, ``"slurm"`` or ``"single"``; single has no address."""
+    """One process's ranks and address. ``source`` is ``"torchrun"``, ``"slurm"`` or ``"single"`` (no address)."""
 
     source: str
     rank: int = 0
@@ -32,7 +32,7 @@ def is_distributed(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def read_env(environ: Mapping[str, str] | None = None) -> Env:
-    """The environment's answer. A rank of "-1" counts as unset, as some launchers write it.
+    """Reads rank, world size and address from the environment. A rank of "-1" counts as unset: some launchers set it.
 
     torchrun's variables come first; then those of a SLURM *step* (``srun``; a batch script alone has no step and is a
     single process); with neither, a world of one.
@@ -50,12 +50,12 @@ def read_env(environ: Mapping[str, str] | None = None) -> Env:
 
 
 def ranks_per_node(env: Env, environ: Mapping[str, str] | None = None) -> int:
-    """How many ranks each node has, which is what a layout's ``dp_shard=node`` stands for: by LOCAL_WORLD_SIZE, or the tasks
+    """The number of ranks per node, which a layout's ``dp_shard=node`` stands for: from LOCAL_WORLD_SIZE, or the tasks
     per node of a SLURM step; 1 where one process is the whole world.
 
     Raises:
         LayoutError: the environment does not say, nodes have different numbers of ranks, or the ranks of a node are not
-            neighbours, so that ``dp_shard`` would not lie within nodes.
+            neighbours, so that ``dp_shard`` would span nodes.
     """
     environ = os.environ if environ is None else environ
     if env.source == "single":
@@ -86,8 +86,8 @@ def ranks_per_node(env: Env, environ: Mapping[str, str] | None = None) -> int:
 
 
 def _nodes(env: Env, environ: Mapping[str, str]) -> tuple[list[int], int | None, str]:
-    """Ranks of the nodes that the environment names (none where it does not), how many nodes there are where it says that
-    beside, and the number of this rank on its own."""
+    """Ranks per node for the nodes that the environment names (empty if none), the number of nodes if it is given
+    separately, and this rank's number on its own node."""
     local, world = environ.get("LOCAL_WORLD_SIZE", ""), environ.get("WORLD_SIZE", "")
     if env.source != "slurm" and local not in ("", "0", "-1") and world in ("", "-1", str(env.world_size)):
         num_nodes = _number("GROUP_WORLD_SIZE", environ.get("GROUP_WORLD_SIZE") or "0")  # torchrun's agents
@@ -132,7 +132,7 @@ def _slurm(environ: Mapping[str, str]) -> Env:
         _number("SLURM_LOCALID", environ.get("SLURM_LOCALID", "0")),
         local_size,
         environ.get("MASTER_ADDR") or _first_host(environ),
-        # One port per job, the same on every node without talking: two jobs on a node rarely share their last digits.
+        # One port per job, the same on every node without communication: two jobs on a node rarely share last digits.
         _number("MASTER_PORT", environ.get("MASTER_PORT") or str(20000 + job % 20000)),
     )
     _check_ranges(env)
@@ -140,14 +140,14 @@ def _slurm(environ: Mapping[str, str]) -> Env:
 
 
 def _tasks_on_node(environ: Mapping[str, str], size: int) -> int:
-    """Tasks of this node."""
+    """Number of tasks on this node."""
     per_node = _tasks_per_node(environ) or [size]
     node = _number("SLURM_NODEID", environ.get("SLURM_NODEID", "0"))
     return per_node[node] if node < len(per_node) else per_node[0]
 
 
 def _tasks_per_node(environ: Mapping[str, str]) -> list[int]:
-    """Tasks of each node, from a list such as ``2(x3),1``: three nodes with two, one with one. Empty where there is none."""
+    """Tasks of each node, from a list such as ``2(x3),1``: three nodes with two, one with one. Empty if none is set."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_NTASKS_PER_NODE") or ""
     per_node: list[int] = []
     for entry in filter(None, text.split(",")):
@@ -163,7 +163,7 @@ def _first_host(environ: Mapping[str, str]) -> str:
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     if not nodes:
         return environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
-    # Each bracket becomes its first number, then what follows the first comma is other hosts.
+    # Replaces each bracket by its first number; what follows the first comma after that is other hosts.
     return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", nodes).split(",")[0]
 
 

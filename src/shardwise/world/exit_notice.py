@@ -1,4 +1,4 @@
-"""What a program that ends says to its peers: one that ends by an exception, or without closing its world."""
+"""Notifies the peers when a program ends by an exception, or without closing its world."""
 
 import atexit
 import sys
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 __all__ = ["owe_exit_notice", "owe_no_notice"]
 
-_open: set["World"] = set()  # kept alive: one that was made in a function still owes its peers a last word
+_open: set["World"] = set()  # kept alive: one that was made in a function must still notify its peers
 _is_seen_to = False
 
 
 def owe_exit_notice(world: "World") -> None:
-    """Sees to it that a program that ends before ``world`` is closed says so to its peers."""
+    """Makes sure that a program that ends before ``world`` is closed notifies its peers."""
     global _is_seen_to
     _open.difference_update([w for w in _open if w.watch is None or not w.watch.is_current()])
     _open.add(world)
@@ -31,7 +31,7 @@ def owe_exit_notice(world: "World") -> None:
 
     def tell(kind: Any, error: BaseException, trace: Any) -> None:
         watch = next((w.watch for w in _open if w.watch is not None and not w.closed), None)
-        # First: peers that hear of it may end this process's launcher.
+        # First, because peers that are notified may end this process's launcher.
         note_first_rank(watch, error)
         show(shown, error, trace, rank)
         for world in list(_open):
@@ -48,7 +48,7 @@ def owe_exit_notice(world: "World") -> None:
 
 
 def owe_no_notice(world: "World") -> None:
-    """``world`` is closed."""
+    """Called when ``world`` is closed: no notice is needed any more."""
     _open.discard(world)
 
 
@@ -56,12 +56,12 @@ def _leave() -> None:
     for world in list(_open):
         if world.watch is None:
             continue
-        stop_listening(world.watch)  # should what follows hang, SIGTERM ends it
+        stop_listening(world.watch)  # if the code below hangs, SIGTERM ends it
         world.watch.connections.say(LEFT)
         if not world.closed and dist.is_initialized():
             world.closed = True
-            # The group first: a peer that waits in a collective for this rank is let go, and then reads why.
+            # The group first: a peer that waits in a collective for this rank is released, and then reads the reason.
             if world.owns_group:
                 dist.destroy_process_group()
             world.watch.leave_unannounced()
-            world.watch.stop()  # after a failure the guard is needed: what ends with the interpreter may wait for a peer
+            world.watch.stop()  # after a failure the guard stays: what runs at interpreter exit may wait for a peer

@@ -1,4 +1,4 @@
-"""Finds out at start-up whether the ranks mean the same thing, and names what differs and on which ranks."""
+"""Compares facts (layout, seed, versions, models) between ranks, and names which differ and on which ranks."""
 
 import functools
 import hashlib
@@ -22,7 +22,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 @functools.cache
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that change numbers; absent ones say so."""
+    """Versions of Python and of the packages that affect results; missing ones are "absent"."""
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in _PACKAGES:
         try:
@@ -41,15 +41,15 @@ def agree_on(
     most: int = 1,
     shown: Mapping[str, str] | None = None,
 ) -> None:
-    """Raises on every rank if any two ranks gave different ``facts``; costs one small exchange if they agree.
+    """Raises on every rank if any two ranks have different ``facts``; costs one small exchange if they agree.
 
     Args:
-        agreement: of the world whose ranks must agree; all of them call.
-        facts: name -> JSON-like value; every key is compared by itself.
+        agreement: of the world whose ranks must agree; all of them call this.
+        facts: name -> JSON-like value; every key is compared separately.
         what: what is compared ("the models"), for the message.
         fix: how to make them equal.
-        most: differing facts that are told with their values; of further ones, how many.
-        shown: name -> what to print in place of a fact that says little to a reader (a digest).
+        most: how many differing facts are shown with their values; the others are only counted.
+        shown: name -> what to print in place of a fact that means little to a reader (a digest).
 
     Raises:
         RankError: naming the facts that differ, their values and the ranks that have them.
@@ -72,8 +72,8 @@ def agree_on(
 
 
 def described(value: Any) -> str:
-    """``repr(value)`` as every process prints it: without addresses, which only processes that were forked from one have alike,
-    and with sets, and mappings, in the order of what is in them, since texts have another hash in each."""
+    """``repr(value)`` as every process prints it: without addresses, which are equal only in processes forked from one,
+    and with sets and mappings sorted by content, since the hash of a text differs by process."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(sorted(f"{described(key)}: {described(item)}" for key, item in value.items())) + "}"
     if isinstance(value, set | frozenset):
@@ -91,7 +91,7 @@ def _differing(per_rank: list[dict[str, Any]]) -> list[str]:
 
 
 def _told(keys: list[str], printed: list[dict[str, Any]], most: int) -> str:
-    """Each differing fact with its values and the ranks that have them: one on the line, several on a line each."""
+    """Each differing fact with its values and the ranks that have them; one fact stays on the line of the message."""
     if not keys:
         return "the digests differ, the values print alike"
     lines = [_values(key, printed) for key in keys[:most]]

@@ -1,4 +1,4 @@
-"""The process group under a world: which device, which backend, and how this process meets its peers."""
+"""The process group under a world: its device, its backend, and its rendezvous."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ _store: tuple[tuple[str, int], dist.Store] | None = None  # of the last rendezvo
 
 
 def env_of_group() -> Env:
-    """This process's place in a group that exists already."""
+    """This process's ranks, from a process group that exists already."""
     rank, size = dist.get_rank(), dist.get_world_size()
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
@@ -40,7 +40,7 @@ def env_of_group() -> Env:
 
 
 def choose_device(device: str | torch.device | None, env: Env) -> torch.device:
-    """The device this rank computes on; a CUDA one is made torch's current device."""
+    """The device this rank computes on; a CUDA device is made torch's current device."""
     text = str(device) if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
     if text.partition(":")[0] not in ("cpu", "cuda"):
         raise ConfigError(f"device={text!r}", why="only cpu and cuda are tested", fix='use "cpu" or "cuda"')
@@ -63,10 +63,10 @@ def choose_device(device: str | torch.device | None, env: Env) -> torch.device:
 
 
 def check_group(backend: str | None, device: torch.device, timeout_s: float | None) -> None:
-    """Refuses options that the group which exists already does not have.
+    """Refuses options that differ from those of the process group that exists already.
 
     Raises:
-        ConfigError: with what it has.
+        ConfigError: with the group's own options.
     """
     has = dict(part.split(":", 1) for part in str(dist.get_backend_config()).split(","))
     words = ", ".join(f"{kind}:{name}" for kind, name in has.items())
@@ -94,11 +94,11 @@ def check_group(backend: str | None, device: torch.device, timeout_s: float | No
 
 
 def start_group(env: Env, backend: str | None, device: torch.device, timeout_s: float) -> None:
-    """Starts torch's default process group; nothing of it is left behind where that fails.
+    """Starts torch's default process group; leaves nothing behind if that fails.
 
     Raises:
         ConfigError: a backend this torch does not have, or that does not suit the device.
-        RankError: the peers cannot be met at the address.
+        RankError: the peers cannot be reached at the address.
     """
     named = os.environ.get("TORCH_DISTRIBUTED_BACKEND")
     chosen = backend or named or ("gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo")
@@ -108,7 +108,7 @@ def start_group(env: Env, backend: str | None, device: torch.device, timeout_s: 
     if unknown:
         raise ConfigError(where, why=f"this torch has no {', '.join(unknown)}", fix=_FIX_BACKEND)
     try:
-        # A world of one has no port: many of them can live on a machine.
+        # A world of one uses no port, so that many can run on one machine.
         store = dist.HashStore() if env.source == "single" else _join(env, timeout)
         with _without_flight_recorder() if chosen == "gloo" else contextlib.nullcontext():
             dist.init_process_group(
@@ -135,11 +135,12 @@ def start_group(env: Env, backend: str | None, device: torch.device, timeout_s: 
 
 @contextlib.contextmanager
 def _without_flight_recorder() -> Iterator[None]:
-    """Within: torch makes its recorder of collectives without room for any, unless the environment says how much.
+    """Context manager: torch creates its flight recorder of collectives with size 0, unless the environment sets a
+    size.
 
-    It would keep a traceback for each of the last 2,000, small pieces of memory among the large buffers of a step. Those then
-    find no room where they were, so each step takes memory that is new to the process, which grows until the recorder is full.
-    The world's own watch says where ranks are.
+    It would keep a traceback for each of the last 2,000 collectives: small pieces of memory among the large buffers of
+    a step. Those buffers then do not fit where they were before, so each step takes new memory from the system, and the
+    process grows until the recorder is full. The world's own watch reports where ranks are.
     """
     if any(name in os.environ for name in _FLIGHT_RECORDER):
         yield
@@ -154,14 +155,14 @@ def _without_flight_recorder() -> Iterator[None]:
 def _join(env: Env, timeout: timedelta) -> dist.Store:
     """A store that the ranks share, with keys of this world only.
 
-    torch uses the same keys for each group of a process, so a second one on the store of a launcher would read the first
-    one's addresses. Here each world counts itself. The connection is kept for the next world: rank 0 may be the one that
-    serves it, and would end it just when a quicker peer comes back.
+    torch uses the same keys for each group of a process, so a second one on the store of a launcher would read the
+    first one's addresses. Here each world has its own number. The connection is kept for the next world: if rank 0
+    serves the store, it would otherwise shut it down just when a faster peer connects again.
     """
     global _store
     address = (env.master_addr, env.master_port)
     if _store is not None and _store[0] == address:
-        with contextlib.suppress(RuntimeError):  # served by a process that has ended: meet anew
+        with contextlib.suppress(RuntimeError):  # its process has ended: do a new rendezvous
             return _with_own_keys(_store[1], env.rank)
     _store = None
     url = "env://" if env.source == "torchrun" else f"tcp://{env.master_addr}:{env.master_port}"
@@ -171,12 +172,12 @@ def _join(env: Env, timeout: timedelta) -> dist.Store:
 
 
 def _with_own_keys(store: dist.Store, rank: int) -> dist.Store:
-    number = store.add(f"shardwise/worlds/{rank}", 1)  # how many this rank has opened here: the same on every rank
+    number = store.add(f"shardwise/worlds/{rank}", 1)  # how many worlds this rank has opened: the same on every rank
     return dist.PrefixStore(f"shardwise/{number}", store)
 
 
 def start_watch(env: Env, timeout_s: float) -> Watch:
-    """The watch of this rank over the group that was just started, or found ("process group")."""
+    """Starts this rank's Watch over the group that was just started, or found ("process group")."""
     group = weakref.ref(dist.group.WORLD)
     served_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or env.source == "process group"
     return Watch(
@@ -192,10 +193,10 @@ def start_watch(env: Env, timeout_s: float) -> Watch:
 
 
 def has_cpu_backend() -> bool:
-    """Whether the group takes tensors on the CPU."""
+    """Whether the group has a backend for CPU tensors."""
     return "cpu:" in dist.get_backend_config()
 
 
 def is_fake_group() -> bool:
-    """Whether the group is torch's fake one, whose collectives do nothing: there is nobody to agree with."""
+    """Whether the group is torch's fake one, whose collectives do nothing: there are no peers to agree with."""
     return dist.get_backend() == "fake"

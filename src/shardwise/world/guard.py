@@ -1,9 +1,10 @@
-"""The thread that ends a process whose main thread cannot: it is blocked in a collective, and a peer is lost.
+"""The thread that ends a process whose main thread is blocked in a collective after a peer was lost.
 
-gloo cannot be aborted from outside, so some seconds after an alarm that the main thread has not seen, the error is reported to whoever
-started this process (or printed), and the process ends with :data:`EXIT_PEER_LOST`, as NCCL's own watchdog does. The thread also
-keeps the clock by which waits are measured, looks whether the main thread is blocked, and notices a store that does not answer: the
-process that keeps it is stopped, and no read of it would ever return.
+gloo cannot be aborted from outside. So, some seconds after an alarm that the main thread has not seen, the error is
+reported to the process that started this one (or printed), and this process ends with :data:`EXIT_PEER_LOST`, as with
+NCCL's own watchdog. The thread also keeps the clock by which waits are measured, checks whether the main thread is
+blocked, and notices a store that does not answer: the process that keeps the store is stopped, and no read would
+return.
 """
 
 import os
@@ -24,24 +25,24 @@ if TYPE_CHECKING:
 __all__ = ["EXIT_PEER_LOST", "Guard", "ended_word"]
 
 EXIT_PEER_LOST = 71  # os.EX_OSERR: this process ended itself because a peer was lost
-_GRACE_S = 3.0  # in which the main thread may see an alarm by itself
+_GRACE_S = 3.0  # time for the main thread to see an alarm by itself
 _TICK_S = 0.1
-_LONGEST_TICK_S = 1.0  # what is longer is a time for which this process was stopped, or its interpreter lock held
-_SILENCE_S = 3.0  # in which a rank that lives has written some beats, and a collective breaks whose peer has ended
-_LOOKS_S = 6.0  # for which silence is looked for after that: on a busy machine the store may not answer in time
-_WORD_S = 1.5  # in which the store takes the word of a process that has ended
+_LONGEST_TICK_S = 1.0  # a longer tick means that this process was stopped, or its interpreter lock held
+_SILENCE_S = 3.0  # time in which a living rank writes some beats, and a collective breaks if its peer has ended
+_LOOKS_S = 6.0  # how long silence is looked for after that: on a busy machine the store may answer late
+_WORD_S = 1.5  # time in which the store receives the message about a process that has ended
 
 
 class Guard(threading.Thread):
-    """The guard of one watch.
+    """The guard thread of one watch.
 
     Attributes:
         awake_s: the clock: seconds in which this process ran.
         stalled_s: seconds since the store last answered the watch.
         blocked: the collective that blocks the main thread.
         main: the main thread, as seen from others.
-        is_fatal: the alarm ends a main thread that does not see it.
-        is_shown: the user has read the alarm.
+        is_fatal: the alarm ends the process if the main thread does not see it.
+        is_shown: the alarm was shown to the user.
     """
 
     def __init__(self, watch: "Watch", main: threading.Thread, stop: threading.Event):
@@ -54,10 +55,10 @@ class Guard(threading.Thread):
         self._watch, self._stop_event = (
             weakref.ref(watch),
             stop,
-        )  # no ring of references: it would keep connections open
+        )  # a weak reference: a cycle would keep connections open
 
     def run(self) -> None:
-        """Until the world ends, or the process."""
+        """Runs until the world or the process ends."""
         watch, last, turns = self._watch(), time.monotonic(), 0
         if watch is None:
             return
@@ -86,7 +87,7 @@ class Guard(threading.Thread):
             watch.report.say(wait, self.awake_s, word.why)
 
     def loss(self) -> RankError | None:
-        """Why this process would end with the run if it ended now; None: no peer is known to be lost."""
+        """The lost-peer error with which this process would end now; None: no peer is known to be lost."""
         watch = self._watch()
         if watch is None or self._stop_event.is_set() or not watch.is_current():
             return None
@@ -105,9 +106,9 @@ class Guard(threading.Thread):
         return None if watch.is_asked else watch.alarm
 
     def _by_silence(self, watch: "Watch") -> Word | None:
-        """Where ranks are not connected (in the first second of a run, behind a firewall): a collective that breaks tells that a peer is
-        lost, and silence which."""
-        watch.missing(watch.LOST)  # reads the counts of all beats, to be compared with those after the wait
+        """Finds a lost rank where ranks are not connected (in the first second of a run, behind a firewall): a
+        collective that breaks shows that a peer is lost, and silence shows which."""
+        watch.missing(watch.LOST)  # reads the counts of all beats, to compare them with those after the wait
         start = self.awake_s
         while watch.alarm is None and self.is_alive() and (waited := self.awake_s - start) < _SILENCE_S + _LOOKS_S:
             ended = watch.connections.ended()
@@ -123,7 +124,7 @@ class Guard(threading.Thread):
         return None
 
     def end(self, alarm: RankError, patience_s: float) -> None:
-        """Ends this process, once the alarm is said; a main thread that has it may do so itself for ``patience_s``."""
+        """Ends this process after showing the alarm; a main thread that has it gets ``patience_s`` to end by itself."""
         watch = self._watch()
         if watch is None or not watch.is_told:
             self._show(alarm)
@@ -140,6 +141,6 @@ class Guard(threading.Thread):
 
 
 def ended_word(ranks: list[int]) -> Word:
-    """What to say of ranks whose connection was closed without a word."""
+    """The message about ranks whose connection was closed without a byte."""
     who = f"rank {', '.join(map(str, ranks))}"
     return Word(ranks, f"the process of {who} has ended, without a word: the system has closed its connections")

@@ -1,4 +1,4 @@
-"""``sw.init``: from an environment to a :class:`World` of ranks laid out on a mesh."""
+"""``sw.init``: reads the environment and builds a :class:`World` of ranks on a mesh."""
 
 import contextlib
 import math
@@ -49,7 +49,7 @@ def init(
     seed: int = 0,
     axes: Collection[str] = AXES,
 ) -> "World":
-    """:func:`shardwise.init`, on ``axes``: those that something is laid over; a degree above 1 of another is refused."""
+    """:func:`shardwise.init` with ``axes``: those that some technique uses; a degree above 1 on another is refused."""
     existing = dist.is_initialized()
     env = env_of_group() if existing else read_env()
     resolved = layout_of(layout, env.world_size, lambda: ranks_per_node(env), axes)
@@ -69,7 +69,7 @@ def init(
         raise
 
 
-_OTHER_WORDS = {  # what other libraries call it
+_OTHER_WORDS = {  # name in another library -> name here
     "world_size": "size",
     "num_processes": "size",
     "local_world_size": "local_size",
@@ -99,22 +99,25 @@ _OTHER_WORDS = {  # what other libraries call it
 
 
 class World:
-    """The ranks of a run: where this one stands, its device, and how to talk to the others.
+    """The ranks of a run: this rank's position and device, and collectives over all ranks or over a mesh axis.
 
     A context manager: leaving it closes it, after an exception too. Build one with :func:`init`.
 
     Attributes:
         layout: the :class:`~shardwise.layout.Layout` over the ranks.
-        rank, size, local_rank, local_size: this process among all, and on its node.
+        rank, size, local_rank, local_size: this process's rank and the number of ranks, overall and on its node.
         is_main: True on rank 0.
-        device: where this rank computes.
-        mesh: the one root DeviceMesh: ``dp_replicate``, ``dp_shard``, and every other axis of a degree above 1, outer to inner.
-        counts: what this rank reads counts in sums over all ranks; False of those that read the same data, but for the first.
+        device: the device this rank computes on.
+        mesh: the root DeviceMesh: ``dp_replicate``, ``dp_shard``, and every other axis of a degree above 1, outer to
+            inner.
+        counts: whether this rank's data counts in sums over all ranks; of ranks that read the same data only the first
+            counts.
         seed: seed of every random stream of the run.
-        agreement: what ranks must agree on, exchanged twice per window.
-        stop: whether they were asked to stop, as the first of the two tells.
-        step_threads: threads for the step of an optimizer on offloaded parameters; None: as many as all else has.
-        before_close: called, last first, before the world is left in order: what uses it ends its work there.
+        agreement: the exchanges, two per window, by which all ranks agree.
+        stop: whether the ranks were asked to stop, as of the first exchange of a window.
+        step_threads: threads for the optimizer step on offloaded parameters; None: as many as everything else has.
+        before_close: methods called, last added first, before the world is left in order: what uses the world ends its
+            work in them.
     """
 
     def __init__(
@@ -128,8 +131,8 @@ class World:
         self.stop = StopRequest()
         self.before_close: list[weakref.WeakMethod[Callable[[], object]]] = []
         self._gradients: Any = None
-        # Of gloo another group for the mesh than for exchanges: ranks of which one is in a gather and another in an exchange are
-        # aborted by gloo if both are of one group, and can be told so if not.
+        # With gloo the mesh uses another group than the exchanges. If one rank is in an all-gather and another in an
+        # exchange, gloo aborts both if they use one group; with two groups they get an error that says so.
         everyone = tuple(range(self.size))
         is_shared = self.size == 1 or device.type != "cpu" or is_fake_group()
         self._groups: dict[tuple[int, ...], Any] = {everyone: dist.group.WORLD} if is_shared else {}
@@ -171,7 +174,7 @@ class World:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        fault = None if isinstance(error, Stopped) else error  # which all ranks raise, in order
+        fault = None if isinstance(error, Stopped) else error  # Stopped is raised by all ranks, in order
         lost = None if fault is None else self.lost_peer(fault)
         note_first_rank(self.watch, lost or fault)
         self.close(lost or fault)
@@ -185,16 +188,17 @@ class World:
 
     @property
     def is_local_main(self) -> bool:
-        """True on the first rank of each node, which does what a node needs once (a download, a file in its own /tmp)."""
+        """True on the first rank of each node, for what a node needs once (a download, a file in its own /tmp)."""
         return self.local_rank == 0
 
     @property
     def group(self) -> Any:
-        """torch's process group of all ranks, for calls of ``torch.distributed``; not the one that Shardwise's exchanges use on the CPU."""
+        """torch's process group of all ranks, for calls of ``torch.distributed``. On the CPU it is not the group that
+        Shardwise's own exchanges use."""
         return self._group(tuple(range(self.size)))
 
     def axis(self, name: str) -> Axis:
-        """The view of a mesh axis (``dp_shard``) or a derived one (``dp``, ``fsdp``, ``loss``)."""
+        """The :class:`Axis` of a mesh axis (``dp_shard``) or a derived one (``dp``, ``fsdp``, ``loss``)."""
         if name not in self._axes:
             raise UsageError(f"axis({name!r})", why="there is no such axis", fix=f"use one of {', '.join(self._axes)}")
         return self._axes[name]
@@ -205,7 +209,7 @@ class World:
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
         """Rank ``src``'s ``value`` on every rank: a tensor as a new tensor on this rank's device, another object by
-        pickling (peers are trusted). All ranks must call it; what the others give is not looked at."""
+        pickling (peers are trusted). All ranks must call it; the ``value`` of the others is ignored."""
         if not 0 <= src < self.size:
             raise UsageError(f"broadcast(src={src})", why=f"ranks are 0 to {self.size - 1}", fix="use one of them")
         self.agreement.check_open("a broadcast")
@@ -226,21 +230,22 @@ class World:
         return result
 
     def reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """A new tensor: ``tensor`` reduced over all ranks by "sum", "mean", "max", "min" or "product"; same shape. All ranks must call it."""
+        """All-reduces ``tensor`` over all ranks by "sum", "mean", "max", "min" or "product" into a new tensor of its
+        shape. All ranks must call it."""
         self.agreement.check_open("a reduction")
         return Axis("world", self.rank, tuple(range(self.size)), self.group).reduce(tensor, op)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, by rank, on every rank: objects by pickling (peers are trusted), tensors of any shapes on this rank's
-        device. All ranks must call it."""
+        """Every rank's ``value``, by rank, on every rank: objects by pickling (peers are trusted), tensors of any
+        shapes on this rank's device. All ranks must call it."""
         sent = value.detach().cpu() if isinstance(value, Tensor) else value
         found = self.agreement.gather(sent, "a gather of objects")
         return [each.to(self.device) if isinstance(each, Tensor) else each for each in found]
 
     @contextlib.contextmanager
     def leader_first(self, *, local: bool = False) -> Iterator[bool]:
-        """Lets rank 0 (``local=True``: local rank 0 of each node) run the block before the others; yields who leads.
-        All ranks must call it."""
+        """Runs the block on rank 0 (``local=True``: local rank 0 of each node) before the others; yields whether this
+        rank is the leader. All ranks must call it."""
         leads = (self.local_rank if local else self.rank) == 0
         if not leads:
             self.barrier()
@@ -249,7 +254,7 @@ class World:
             self.barrier()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leaves the world: waits for the others after a clean run, leaves word of ``error`` otherwise. Idempotent."""
+        """Leaves the world: waits for the others after a clean run, else notifies them of ``error``. Idempotent."""
         if self.closed:
             return
         if error is None:
@@ -274,14 +279,14 @@ class World:
             self._end_group()
 
     def lost_peer(self, error: BaseException) -> RankError | None:
-        """The RankError behind what torch says where a collective of its own lost a peer: in a forward or backward outside of
-        windows nobody else looks. None for any other error."""
+        """The RankError for an error that torch raised because one of its own collectives lost a peer: in a forward or
+        backward outside of windows no other code checks. None for any other error."""
         if self.watch is None or self.closed or isinstance(error, ShardwiseError) or not is_lost_peer(error):
             return None
         return self.agreement.explain(error, self.watch.place)
 
     def _leave(self, watch: Watch) -> None:
-        """By the store, not by a collective: a rank that closes while others are in a window must not meet theirs."""
+        """Leaves by the store, not by a collective, which could pair with another one of a rank inside a window."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # no peer may still be reading from this rank when it ends
         try:
@@ -305,7 +310,7 @@ class World:
             stop_listening(self.watch)
             self.watch.stop()
 
-    if not TYPE_CHECKING:  # for a type checker every name would exist
+    if not TYPE_CHECKING:  # else a type checker would accept every attribute name
 
         def __getattr__(self, name: str) -> Any:
             other = _OTHER_WORDS.get(name)
@@ -318,8 +323,8 @@ class World:
     # ---- groups ----------------------------------------------------------------------------------------------
 
     def _group(self, ranks: tuple[int, ...]) -> Any:
-        """The process group of ``ranks``; only they take part in making it. On accelerators the world's own is used again, since a
-        second group of all ranks would cost their memory."""
+        """The process group of ``ranks``; only they take part in making it. On accelerators the world's own group is
+        used for all ranks, since a second group would use device memory."""
         if ranks not in self._groups:
             self._groups[ranks] = self._new_group(ranks)
         return self._groups[ranks]
@@ -329,8 +334,9 @@ class World:
         return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
 
     def gradient_group(self) -> Any:
-        """A group of the data-parallel ranks for sums that run beside others: ranks may reach them at other moments, and
-        collectives of one group meet in the order they are started. All ranks must call it alike; None for one rank."""
+        """A group of the data-parallel ranks for reductions that overlap with others: ranks may start them at different
+        moments, and collectives of one group are matched in the order they are started. All ranks must call it alike;
+        None for one rank."""
         ranks = self.axis("dp").ranks
         if len(ranks) > 1 and self._gradients is None:
             self._gradients = self._new_group(ranks)
@@ -343,14 +349,15 @@ class World:
         return DeviceMesh.from_group(groups, self.device.type, mesh=grid, mesh_dim_names=names)
 
     def sharding_mesh(self) -> DeviceMesh:
-        """The ranks that share one model: replicas of groups that shard, or the one group that there is, which needs no sum over replicas."""
+        """The mesh of the ranks that share one model: replicas of shard groups, or the only shard group, which needs no
+        sum over replicas."""
         names = DERIVED_AXES["dp"] if self.layout.dp_replicate > 1 else ("dp_shard",)
         return self.mesh if self.mesh.mesh_dim_names == names else self.mesh[names]
 
     def resharding_mesh(self, size: int) -> DeviceMesh:
-        """The ranks of :meth:`sharding_mesh` in rows of ``size`` neighbours, over which ``reshard_after_forward=size`` cuts parameters between forward
-        and backward. One for all units: torch makes groups for each unit anew, and each group has threads (of NCCL, memory of the
-        device). All ranks must call it alike."""
+        """The ranks of :meth:`sharding_mesh` in rows of ``size`` neighbours, over which ``reshard_after_forward=size``
+        shards parameters between forward and backward. One mesh for all units: torch would make new groups for each
+        unit, and each group has threads (with NCCL, device memory). All ranks must call it alike."""
         if size not in self._resharding:
             grid = torch.tensor(self.axis("dp").ranks).view(-1, size)
             row, column = (grid == self.rank).nonzero()[0].tolist()

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = ["connect"]
 
-_ALL_ASKED_S = 1.0  # until a SIGTERM that was sent to all ranks of a job has reached this one, too
-_UNSURE_S = 2.0  # a beat in that time shows that a connection was lost, and not its rank
+_ALL_ASKED_S = 1.0  # time until a SIGTERM that was sent to all ranks of a job has reached this one, too
+_UNSURE_S = 2.0  # a beat within this time shows that only the connection was lost, and not its rank
 
 
 def connect(watch: "Watch", store: Callable[[], dist.Store], *, master: str, is_one_host: bool) -> PeerConnections:
-    """The connections of a watch, which hears of their ends."""
+    """The connections of a watch, which is called when one ends."""
     told = _Told(watch)
     return PeerConnections(
         watch.rank,
@@ -37,13 +37,13 @@ def connect(watch: "Watch", store: Callable[[], dist.Store], *, master: str, is_
 
 
 class _Told:
-    """What the thread of the connections calls."""
+    """The callbacks for the thread of the connections."""
 
     def __init__(self, watch: "Watch"):
-        self._watch = weakref.ref(watch)  # which has these connections: no ring of references, that would keep them
+        self._watch = weakref.ref(watch)  # weak: the watch has these connections, and a cycle would keep them open
 
     def of_an_end(self, rank: int, how: bytes) -> None:
-        """A neighbour's connection has ended without its word that it leaves."""
+        """Called when a neighbour's connection has ended without the byte that it leaves."""
         watch, word = self._watch(), ended_word([rank])
         if watch is None:
             return
@@ -56,14 +56,14 @@ class _Told:
         if how == RESET and _is_alive(watch, rank):
             print(f"shardwise: rank {watch.rank} lost its connection to rank {rank}, which lives", file=sys.stderr)
             return
-        if rank != watch.keeper:  # else the store has ended with it
+        if rank != watch.keeper:  # the store would have ended with the keeper
             with contextlib.suppress(RuntimeError):
                 word = leave_word(watch.open_store(), word)
         watch.on_alarm(word)
 
     def of_a_problem(self, problem: str, is_closed: bool) -> None:
-        """This rank cannot connect to its right neighbour: the first of all ranks says so, unless one of them has ended or left,
-        of which word takes an interval to come."""
+        """Called if this rank cannot connect to its right neighbour: the first of all ranks prints that, unless a rank
+        has ended or left, which is known only after an interval."""
         watch = self._watch()
         if watch is None or watch.stopped.wait(watch.interval_s) or watch.alarm is not None:
             return
@@ -74,7 +74,7 @@ class _Told:
                 return
             if store.compare_set("unconnected", "", who) != who.encode():
                 return
-        except RuntimeError:  # the store's keeper has ended, as all will notice
+        except RuntimeError:  # the process that keeps the store has ended, which every rank will notice
             return
         advice = (
             f"look whether rank {right} has ended"
@@ -90,7 +90,7 @@ class _Told:
 
 
 def _has_left(watch: "Watch", rank: int) -> bool:
-    """Whether a rank has left on purpose, as its last beat says: the word of it on the connection may be lost where both leave at once."""
+    """Whether a rank has left on purpose, by its last beat: its byte may be lost if both leave at once."""
     beats = within(_UNSURE_S, lambda: watch.beats.read([rank])) or {}
     return rank in beats and beats[rank].has_left
 

@@ -1,7 +1,7 @@
-"""Random numbers that depend on what they are for, not on who draws them.
+"""Random streams whose numbers depend on what they are for, not on which rank draws them.
 
 A stream is named by the run's seed and a place ("init", "blocks.0.weight", 3): the same place gives the same
-numbers under every layout and after a resume. Derivation is SHA-256, so places never collide by arithmetic.
+numbers under every layout and after a resume. Seeds are derived by SHA-256, so places never collide by arithmetic.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ __all__ = [
     "streams",
 ]
 
-_SCRATCH = np.random.MT19937()  # numpy's global functions draw from it within a fork
+_SCRATCH = np.random.MT19937()  # numpy's global functions draw from it inside forked_streams
 
 
 def derive_seed(seed: int, *place: str | int) -> int:
@@ -36,7 +36,7 @@ def derive_seed(seed: int, *place: str | int) -> int:
 
 @contextlib.contextmanager
 def forked_rng(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Within: torch draws from a stream of its own on CPU and ``device``. After: as if nothing had been drawn."""
+    """Context manager: torch draws from a separate stream on CPU and ``device``; afterwards its state is restored."""
     cuda = device if device is not None and device.type == "cuda" else None
     before = torch.get_rng_state()
     before_cuda = torch.cuda.get_rng_state(cuda) if cuda is not None else None
@@ -53,11 +53,12 @@ def forked_rng(seed: int, device: torch.device | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def forked_streams(seed: int, device: torch.device | None, generators: Mapping[str, Any]) -> Iterator[None]:
-    """:func:`forked_rng` for Python's ``random``, ``numpy.random`` and ``generators`` too, each of which draws from a stream
-    named by its key. Costs some 20 us, most of them Python's."""
+    """:func:`forked_rng` for Python's ``random``, ``numpy.random`` and ``generators`` too, each of which draws from a
+    stream named by its key. Costs some 20 us, most of them for Python's generator."""
     with forked_rng(seed, device), contextlib.ExitStack() as stack:
         stack.enter_context(_forked(random, seed))
-        # numpy's state is not copied (0.4 ms) but put aside. It loses the second of a pair of normal numbers, if one is left.
+        # numpy's state is not copied (0.4 ms): its generator is replaced. This loses the second number of a pair of
+        # normal numbers, if one is left.
         stack.callback(np.random.set_bit_generator, np.random.get_bit_generator())
         np.random.set_bit_generator(_SCRATCH)
         np.random.seed(seed % 2**32)
@@ -83,7 +84,7 @@ def _forked(generator: Any, seed: int) -> Iterator[None]:
 
 
 def _reseed(generator: Any, seed: int) -> Callable[[], Any]:
-    """Seeds ``generator`` (or Python's module ``random``, which is used as one). Returns what puts it back."""
+    """Seeds ``generator`` (or the module ``random``, used as one). Returns a function that restores its state."""
     restore = snapshot(generator)
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
@@ -96,7 +97,7 @@ def _reseed(generator: Any, seed: int) -> Callable[[], Any]:
 
 
 def snapshot(generator: Any) -> Callable[[], Any]:
-    """What puts ``generator`` back into the state it is in now."""
+    """A function that restores ``generator`` to its current state."""
     if isinstance(generator, np.random.Generator):
         return functools.partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
     if isinstance(generator, torch.Generator | np.random.RandomState):
@@ -105,8 +106,8 @@ def snapshot(generator: Any) -> Callable[[], Any]:
 
 
 def seed_all(seed: int, rank: int) -> None:
-    """Seeds Python, numpy and torch: rank 0 with ``seed`` itself, so that it draws what one process would; others
-    apart from it."""
+    """Seeds Python, numpy and torch: rank 0 with ``seed`` itself, so that it draws what one process would; the other
+    ranks with seeds of their own."""
     own = seed if rank == 0 else derive_seed(seed, "rank", rank)
     random.seed(own)
     np.random.seed(own % 2**32)
@@ -114,7 +115,7 @@ def seed_all(seed: int, rank: int) -> None:
 
 
 def streams(device: torch.device) -> dict[str, Any]:
-    """Where this process's global streams stand: Python's, numpy's, torch's on the CPU and on a CUDA ``device``."""
+    """The state of this process's global generators: Python's, numpy's, torch's on the CPU and on a CUDA ``device``."""
     cuda = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
     version, words, normal = random.getstate()
     python = (version, np.array(words, dtype=np.uint32), normal)
@@ -122,7 +123,7 @@ def streams(device: torch.device) -> dict[str, Any]:
 
 
 def set_streams(state: Mapping[str, Any], device: torch.device) -> None:
-    """Puts them where :func:`streams` found them."""
+    """Restores the states that :func:`streams` returned."""
     version, words, normal = state["python"]
     random.setstate((version, tuple(words.tolist()), normal))
     np.random.set_state(state["numpy"])

@@ -1,4 +1,4 @@
-"""Talking beside the training: the same ranks in a group of their own, for a thread that works while the next steps run."""
+"""Communication parallel to the training: the same ranks in another process group, for use by a second thread."""
 
 from datetime import timedelta
 from typing import Any
@@ -13,10 +13,11 @@ __all__ = ["SideGroup"]
 
 
 class SideGroup:
-    """The ranks of a world, as one thread beside the training sees them. All ranks must make it; only that thread may use it.
+    """The ranks of a world in a second process group, for one thread that works next to the training. All ranks must
+    make it; only that thread may use it.
 
-    It is not watched: the training's own exchanges name a lost rank, and what waits here ends with the group's connection,
-    or after the world's timeout.
+    It has no watch: the training's own exchanges name a lost rank, and a wait here ends with the group's connection, or
+    after the world's timeout.
     """
 
     def __init__(self, world: World):
@@ -41,7 +42,7 @@ class SideGroup:
         return self.rank == 0
 
     def close(self) -> None:
-        """Gives the group back. All ranks must call it, while the world is open."""
+        """Destroys the group. All ranks must call it, while the world is open."""
         self.agreement.is_open = False
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)

@@ -1,7 +1,7 @@
-"""Requests to stop in order, or to save and go on: by a signal, by the clock, or by the program itself.
+"""Requests to stop in order, or to save and continue: by a signal, by a time limit, or by the program itself.
 
-A request reaches one rank, at any moment, or all of them at different ones. The first exchange of every window tells all
-ranks of those so far, so that each of them stops, or saves, after the same window.
+A request reaches one rank, at any moment, or all of them at different ones. The first exchange of every window sends
+the requests so far to all ranks, so that each of them stops, or saves, after the same window.
 """
 
 import contextlib
@@ -33,31 +33,32 @@ REASONS: tuple[Reason, ...] = ("SIGTERM", "SIGUSR1", "SIGHUP", "the time limit",
 
 
 class StopRequest:
-    """Whether the ranks of a world were asked to stop.
+    """Whether the ranks of a world were asked to stop, or to save.
 
     Attributes:
-        agreed: who asked, in words, once all ranks know of it; None: go on. Equal on every rank.
-        saves: whether a checkpoint was asked for, once all ranks know of it, until there is one. Equal on every rank.
+        agreed: who asked for a stop, as text, once all ranks know of it; None: continue. Equal on every rank.
+        saves: whether a checkpoint was asked for, from when all ranks know of it until it is saved. Equal on every
+            rank.
     """
 
     def __init__(self) -> None:
         self.agreed: str | None = None
         self.saves = False
         self._asked: set[Reason] = set()
-        # Counted, not noted: a request that comes between the entry and the sum of an exchange is one for the next.
+        # Counted: a request that arrives between the entry and the sum of an exchange belongs to the next exchange.
         self._num_saves = self._num_told = self._num_known = 0
-        self._deadline = float("inf")  # of time.monotonic: a clock that is set has no effect on it
+        self._deadline = float("inf")  # of time.monotonic, which is not affected when the system clock is set
 
     def ask(self, reason: Reason) -> None:
-        """Asks for a stop; from a handler of a signal or another thread, too. One rank is enough."""
+        """Asks for a stop; may be called by a signal handler or another thread. One rank is enough."""
         self._asked.add(reason)
 
     def ask_for_save(self) -> None:
-        """Asks for a checkpoint, after which the run goes on; as :meth:`ask` does."""
+        """Asks for a checkpoint, after which the run continues; may be called like :meth:`ask`."""
         self._num_saves += 1
 
     def entry(self, *, goes_on: bool = True) -> Tensor:
-        """This rank's requests, for an exchange; a time limit counts only where the run ``goes_on``."""
+        """This rank's requests, as an entry of an exchange; a time limit counts only if the run ``goes_on``."""
         if goes_on and time.monotonic() >= self._deadline:
             self._asked.add("the time limit")
         self._num_told = self._num_saves
@@ -65,22 +66,23 @@ class StopRequest:
         return torch.tensor([float(flag) for flag in flags], dtype=torch.float64)
 
     def agree(self, summed: Tensor) -> None:
-        """Takes in the sum of all ranks' entries."""
+        """Takes over the sum of all ranks' entries."""
         *counts, saves = summed.tolist()
         asked = [reason for reason, count in zip(REASONS, counts, strict=True) if count]
         self.saves, self._num_known = self.saves or bool(saves), self._num_told
         self.agreed = " and ".join(asked) or None
 
     def settle(self) -> None:
-        """What was asked for has been done."""
+        """Called when the stop or the save is done: clears the requests."""
         self.agreed, self._asked, self._deadline, self.saves = None, set(), float("inf"), False
 
     @contextlib.contextmanager
     def handle_stop_signals(self, limit_s: float | None, *, usr1_saves: bool = False) -> Iterator[None]:
-        """Within: SIGTERM, SIGUSR1 and SIGHUP are requests, and so is the end of ``limit_s`` seconds from now. SIGTERM again
-        raises SystemExit(143). With ``usr1_saves``, SIGUSR1 asks for a checkpoint and for no stop; one that a launcher kept back comes now.
+        """Context manager: SIGTERM, SIGUSR1 and SIGHUP are stop requests, and so is the end of ``limit_s`` seconds from
+        now. A second SIGTERM raises SystemExit(143). With ``usr1_saves``, SIGUSR1 asks for a checkpoint and not for a
+        stop; one that the launcher had blocked is delivered now.
 
-        A signal for which the application has a handler of its own is left to it, and off the main thread, where Python
+        A signal for which the application has its own handler is left to it. Outside the main thread, where Python
         allows no handlers, all are.
         """
         self.settle()
@@ -90,7 +92,7 @@ class StopRequest:
 
         def request(number: int, frame: FrameType | None) -> None:
             silence_closed_terminal(number)
-            if os.getpid() != home or is_over:  # a worker that was forked, say: it ends as it would have
+            if os.getpid() != home or is_over:  # for example a forked worker: it ends as it would without this handler
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             elif usr1_saves and number == signal.SIGUSR1:
@@ -112,5 +114,5 @@ class StopRequest:
 
 @only_ends_process
 def _too_late(number: int, frame: FrameType | None) -> None:
-    """The handler, from the end of a manager on, of a signal that a launcher forwards: it ends nothing. To block it again would not do,
-    since threads that were started meanwhile have it unblocked."""
+    """The handler, once a manager is closed, of a signal that a launcher forwards: it ends nothing. Blocking the signal
+    again would not be enough, since threads that were started meanwhile have it unblocked."""

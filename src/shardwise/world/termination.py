@@ -1,8 +1,9 @@
 """SIGTERM while a world is open: a rank that has lost a peer names it before it ends, and ends at once.
 
-torchrun sends SIGTERM to the ranks that are left within 0.1 s of a rank's death. Python runs a signal's handler in the main thread,
-which may be blocked in a collective, so a thread hears of the signal too (``signal.set_wakeup_fd``). Where no peer is lost, everything is
-as it was without this: the process ends by the signal, or does what its own handler says, or saves and stops.
+torchrun sends SIGTERM to the remaining ranks within 0.1 s of a rank's death. Python runs a signal handler in the main
+thread, which may be blocked in a collective, so a thread is notified of the signal too (``signal.set_wakeup_fd``). If
+no peer is lost, everything is as without this: the process ends by the signal, or does what its own handler does, or
+saves and stops.
 """
 
 import contextlib
@@ -21,20 +22,20 @@ if TYPE_CHECKING:
 
 __all__ = ["listen", "stop_listening"]
 
-_PATIENCE_S = 1.0  # for a main thread that ends by itself: it raises the error, or says what is kept
+_PATIENCE_S = 1.0  # for a main thread that ends by itself: it raises the error, or reports what is kept
 
 _listener: "_Listener | None" = None
 
 
 def listen(watch: "Watch") -> None:
-    """From now on ``watch`` is asked when SIGTERM comes. Not where the application has a handler of its own, nor off the main
-    thread, where Python allows none."""
+    """Registers ``watch`` to be asked when SIGTERM arrives. Does nothing where the application has its own handler, or
+    outside the main thread, where Python allows none."""
     global _listener
     if threading.current_thread() is not threading.main_thread():
         return
     if _listener is None:
         before = signal.getsignal(signal.SIGTERM)
-        if before is _handle_sigterm:  # left by an earlier world, as below
+        if before is _handle_sigterm:  # left by an earlier world, see _handle_sigterm
             before = signal.SIG_DFL
         if before not in (signal.SIG_DFL, leave):
             return
@@ -44,7 +45,7 @@ def listen(watch: "Watch") -> None:
 
 
 def stop_listening(watch: "Watch") -> None:
-    """``watch`` has nothing to say any more: its world is closed, or the program ends. Idempotent."""
+    """Unregisters ``watch``: its world is closed, or the program ends. Idempotent."""
     global _listener
     if _listener is None or watch not in _listener.watches:
         return
@@ -56,16 +57,16 @@ def stop_listening(watch: "Watch") -> None:
 
 @only_ends_process
 def _handle_sigterm(number: int, frame: FrameType | None) -> None:
-    """The handler while a world is open."""
+    """The SIGTERM handler while a world is open."""
     if _listener is not None:
         _listener.handle(number, frame)
-    else:  # put back by what had replaced it while the last world was closed
+    else:  # another library replaced the handler while the last world was closed, and restored it later
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
 
 class _Listener:
-    """The handler, the descriptor that the signal wakes, and the thread that reads it; one per process."""
+    """The handler, the descriptor that the signal writes to, and the thread that reads it; one per process."""
 
     def __init__(self, before: Any):
         self.watches: list[Watch] = []
@@ -78,12 +79,12 @@ class _Listener:
 
     def _take_wakeup(self) -> bool:
         other = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        if other != -1:  # an event loop's: then only the handler wakes the thread
+        if other != -1:  # an event loop uses it: then only the handler wakes the thread
             signal.set_wakeup_fd(other)
         return other == -1
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """The handler, in the main thread: what is to be done is done by the other one, which hears of it even if this is blocked."""
+        """The handler, in the main thread. The other thread does the work: it is notified even if this one blocks."""
         if not self.watches:
             self._end_by_signal()
         elif not self._is_woken:
@@ -112,25 +113,25 @@ class _Listener:
     def _end_by_signal(self) -> None:
         for watch in list(self.watches):
             watch.connections.say(TERMINATED)
-        # Python lets only the main thread set a handler, and that may be blocked.
+        # Python lets only the main thread set a handler, and the main thread may be blocked.
         libc = ctypes.CDLL(None)
         libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
         libc.signal(signal.SIGTERM, None)
         os.kill(os.getpid(), signal.SIGTERM)
 
     def close(self) -> None:
-        """Gives the signal back; in the main thread."""
+        """Restores the previous handler; in the main thread."""
         if signal.getsignal(signal.SIGTERM) is _handle_sigterm:
             signal.signal(signal.SIGTERM, self._before)
         if self._is_woken:
             other = signal.set_wakeup_fd(-1)
             if other != self._write:
                 signal.set_wakeup_fd(other)
-        os.close(self._write)  # the thread reads the end of it
-        self._thread.join(1.0)  # bounded: it may be waiting for the words of a lost peer
+        os.close(self._write)  # so that the thread reads end of file
+        self._thread.join(1.0)  # bounded: it may be waiting for messages about a lost peer
 
     def forget(self) -> None:
-        """In a process that was forked: nothing of this is its own."""
+        """In a forked process: releases what belongs to the parent."""
         if signal.getsignal(signal.SIGTERM) is _handle_sigterm:
             signal.signal(signal.SIGTERM, self._before)
         if self._is_woken:

@@ -1,7 +1,7 @@
-"""How an error of ours that a script does not catch is shown: by the first rank that has it, with the script's own lines.
+"""How an uncaught ShardwiseError is shown: by the first rank that has it, with only the script's own lines.
 
-Most errors are raised on every rank. Each would print the same text below a traceback through Shardwise's files; with 8 ranks, 300
-lines. ``SHARDWISE_TRACEBACK=1`` shows all of it.
+Most errors are raised on every rank. Each would print the same text below a traceback through Shardwise's files: 300
+lines with 8 ranks. ``SHARDWISE_TRACEBACK=1`` shows all of it.
 """
 
 import os
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = ["note_first_rank", "show"]
 
-_WAIT_S = 2.0  # for the store; one that does not answer leaves every rank to show its own
+_WAIT_S = 2.0  # for the store; if it does not answer, every rank shows its own error
 _NOT_THE_SCRIPTS = ("shardwise", "torch")
 
 
 def note_first_rank(watch: "Watch | None", error: BaseException | None) -> None:
-    """Notes in an error of ours which rank was the first to end with one of this kind and first line, if that is another one."""
+    """Sets ``shown_by`` of a ShardwiseError if another rank was the first to end with the same kind and first line."""
     if watch is None or not isinstance(error, ShardwiseError) or error.shown_by is not None or _is_all_wanted():
         return
     key = sha256(f"{type(error).__name__}: {error.name}: {error.given}".encode()).hexdigest()[:16]
@@ -36,10 +36,10 @@ def show(shown: Any, error: BaseException, trace: types.TracebackType | None, ra
     """Shows an uncaught error.
 
     Args:
-        shown: what showed it so far: ``sys.excepthook``, which names the rank in front of each line.
-        error: it.
+        shown: the ``sys.excepthook`` so far, which puts the rank in front of each line.
+        error: the error.
         trace: its traceback.
-        rank: this one.
+        rank: this rank.
     """
     if not isinstance(error, ShardwiseError) or _is_all_wanted():
         shown(type(error), error, trace)
@@ -55,7 +55,7 @@ def _is_all_wanted() -> bool:
 
 
 def _of_the_script(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """Without the frames of Shardwise and torch; whole where nothing would be left."""
+    """The traceback without frames of Shardwise and torch; the whole one if nothing would be left."""
     kept = None
     for frame, line in reversed(list(traceback.walk_tb(trace))):
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]

@@ -1,4 +1,4 @@
-"""Whether a rank waits for others, whom for, and saying so: by looking at its main thread from another one."""
+"""Finds out from another thread whether the main thread of a rank waits for other ranks, and prints for which."""
 
 import sys
 import sysconfig
@@ -23,14 +23,14 @@ _NOT_THE_USERS = (
     sysconfig.get_paths()["stdlib"],
     "<",  # <string>, <frozen importlib>
 )
-_BLOCKED_CPU_S = 1e-3  # a thread that is blocked in a collective uses none at all, a loop over quick ones milliseconds
-_AGAIN = 4  # a report comes again when the wait is so many times as long
+_BLOCKED_CPU_S = 1e-3  # a thread blocked in a collective uses no CPU time, a loop over quick collectives milliseconds
+_AGAIN = 4  # a report is repeated when the wait is this many times as long
 _SHOWN = 4  # ranks named in one report
 
 
 @dataclass(frozen=True)
 class Wait:
-    """What a main thread waits in, and since when on its watch's clock; the name of the process group, if it is a collective of one."""
+    """What a main thread waits in, and since when on its watch's clock; and the process group if it is a collective."""
 
     what: str
     since: float
@@ -38,7 +38,7 @@ class Wait:
 
 
 class MainThread:
-    """A thread, seen from another one: the line of the user's code where it is, and whether a collective blocks it."""
+    """The main thread as seen from another one: its line in the user's code, and whether a collective blocks it."""
 
     def __init__(self, thread: threading.Thread):
         self._thread = thread
@@ -58,7 +58,7 @@ class MainThread:
         return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
 
     def blocked(self, now: float) -> Wait | None:
-        """The collective in which it has been, without using the processor, since the call of this at :attr:`Wait.since`."""
+        """The collective in which the thread is and uses no CPU time, since the call of this at :attr:`Wait.since`."""
         frame = self._frame()
         if self._clock is None or frame is None or not _is_collective(frame.f_code.co_filename):
             self._site = None
@@ -78,7 +78,8 @@ def _is_collective(path: str) -> bool:
 
 
 class WaitReport:
-    """Says on stderr whom this rank waits for: after ``report_s`` seconds, and again when the wait is four times as long."""
+    """Prints on stderr which ranks this rank waits for: after ``report_s`` seconds, and again when the wait is four
+    times as long."""
 
     def __init__(self, rank: int, report_s: float, timeout_s: float):
         self._rank, self._report_s, self._timeout_s = rank, report_s, timeout_s
@@ -86,13 +87,13 @@ class WaitReport:
         self._next_s = report_s
 
     def is_due(self, wait: Wait | None, now: float) -> bool:
-        """Whether it is time to say something about ``wait``."""
+        """Whether it is time to print a report about ``wait``."""
         if wait is None or wait != self._wait:
             self._wait, self._next_s = wait, self._report_s
         return wait is not None and now - wait.since >= self._next_s
 
     def say(self, wait: Wait, now: float, whom: str) -> None:
-        """Says it: ``whom`` it waits for, in words."""
+        """Prints the report; ``whom`` it waits for is a text."""
         waited = now - wait.since
         self._next_s = _AGAIN * waited
         text = f"shardwise: rank {self._rank} has waited {waited:.0f} s {wait.what}: {whom}"
@@ -112,9 +113,9 @@ def missing(
     Args:
         what: what this rank waits in.
         beats: the last beat of each of the others.
-        silent: those that give no sign of life, and for how many seconds.
+        silent: the ranks without a sign of life, and for how many seconds.
         unseen: ranks that have never given one.
-        behind: the last exchange that all ranks have behind them, and its place: a beat may be older.
+        behind: the last exchange that all ranks have passed, and its place: a beat may be older.
     """
     lines = dict.fromkeys(unseen, "has not begun")
     for rank, beat in beats.items():

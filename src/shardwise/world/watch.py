@@ -1,14 +1,15 @@
-"""Every rank watches the others: one whose process has ended is named within seconds, one that does not come is reported.
+"""Every rank watches the others: one whose process ended is named within seconds, one that does not come is reported.
 
-Two kinds of evidence are kept apart. A process that *ended* closes its connections (:mod:`shardwise.world.connections`), and a rank
-that fails leaves word: either is an *alarm*, a key in the store that every rank reads, and ends the run. The first word
-counts: what fails later is an echo. *Silence* is no alarm, since a process may be stopped, held by a debugger or busy in C code, and
-go on: a rank that waits for such a one says so, and the run ends when the timeout of the group has passed.
+Two kinds of evidence are kept apart. A process that *ended* closes its connections
+(:mod:`shardwise.world.connections`), and a rank that fails leaves a message: either is an *alarm*, a key in the store
+that every rank reads, and ends the run. The first message counts: later failures are its consequences. *Silence* is no
+alarm, since a process may be stopped, held by a debugger or busy in C code, and continue: a rank that waits for such a
+one prints that, and the run ends when the timeout of the group has passed.
 
-A thread per rank writes a *beat* into the store every interval: a counter, and where its main thread is ("at window 12, before the
-step"). It reads the alarm and its right neighbour's beat, and all beats when its main thread waits for long. So word spreads in
-one interval, whatever the number of ranks. The main thread sees the alarm where it polls (the agreement); one that cannot is
-ended by a second thread, :mod:`shardwise.world.guard`.
+A thread per rank writes a *beat* into the store every interval: a counter, and where its main thread is ("at window 12,
+before the step"). It reads the alarm and its right neighbour's beat, and all beats when its main thread waits for long.
+So an alarm reaches all ranks in one interval, whatever their number. The main thread sees the alarm where it polls (the
+agreement); if it cannot, a second thread, :mod:`shardwise.world.guard`, ends the process.
 """
 
 import contextlib
@@ -39,28 +40,29 @@ _FIX_CROSSED = (
     "give every rank the same number of forwards and backwards, in the same order; within sw.gathered(model) each may run as many "
     "forwards as it likes"
 )
-_CROSSED_S = 4.0  # how long a rank is blocked before it looks whether those it waits for are elsewhere
+_CROSSED_S = 4.0  # how long a rank is blocked before it checks whether those it waits for are elsewhere
 _HEARD_S = 2.0  # how long the keeper of the store stays after it failed, so that the others can read why
-_READ_S = 2.0  # how long the main thread waits for an answer of the store when it looks for who is missing
-_SILENT_S = 30.0  # after which a rank that nobody waits for is taken for gone
+_READ_S = 2.0  # how long the main thread waits for an answer of the store when it looks for missing ranks
+_SILENT_S = 30.0  # after which a rank that no rank waits for is taken for gone
 _STOP_S = 3.0  # in which a thread ends, on a busy machine too
 _LEAVING = "for the others to leave"
 
 
 class Watch:
-    """One rank's watcher. :meth:`at` and :meth:`check` are what the main thread calls; both are cheap.
+    """One rank's watcher of the others. The main thread calls :meth:`at` and :meth:`check`; both are cheap.
 
     Args:
-        rank, size: this rank among how many.
+        rank, size: this rank, and the number of ranks.
         store: shared by all ranks, with keys of this world only.
-        timeout_s: of the group.
+        timeout_s: timeout of the group, in seconds.
         master: the host by whose route this rank's address is found.
         is_one_host: all ranks are on this host.
-        keeper: the rank in whose process the store lives; None: in a launcher's, or unknown.
-        is_current: whether the world still exists; False ends the threads (a group destroyed without a word).
+        keeper: the rank in whose process the store lives; None: in a launcher's process, or unknown.
+        is_current: whether the world still exists; False ends the threads (a group destroyed without closing the
+            world).
     """
 
-    LOST = "for word of a lost rank"  # what a rank waits in whose collective has failed
+    LOST = "for word of a lost rank"  # what a rank waits in after its collective has failed
 
     def __init__(
         self,
@@ -75,23 +77,23 @@ class Watch:
         is_current: Callable[[], bool] = lambda: True,
     ):
         self.rank, self.size, self.timeout_s, self.is_current = rank, size, timeout_s, is_current
-        self.report_s = max(2.0, min(9.0, timeout_s / 4))  # 9: said before 10 s are over, on a busy machine too
+        self.report_s = max(2.0, min(9.0, timeout_s / 4))  # 9: printed before 10 s are over, on a busy machine too
         self.interval_s = max(0.5, size / 500)  # the store serves some thousand reads a second
         self.place = "at start-up"
         self.alarm: RankError | None = None
         self.left_since: float | None = None  # when this rank saw that some rank has left on purpose
         self.is_told = False  # the main thread has seen the alarm, or does not need to
         self.is_asked = False  # the alarm is of a rank that was sent SIGTERM
-        self.is_broken = False  # a collective has failed: whatever ends this process now, a lost peer is the cause
-        self.turns = 0  # of the thread that talks to the store
+        self.is_broken = False  # a collective has failed: if the process ends now, a lost peer is the cause
+        self.turns = 0  # turns of the thread that talks to the store
         self.waits: Wait | None = None  # in an exchange
-        self.exchanges = 0  # that this rank has come to
-        self._behind = (0, "")  # the last one that all ranks have behind them, and its place
+        self.exchanges = 0  # number of exchanges that this rank has come to
+        self._behind = (0, "")  # the last one that all ranks have passed, and its place
         self._process = f"{os.getpid()} on {socket.gethostname()}"
         self.keeper, self._left = keeper, False
         self.stopped = threading.Event()
         self._store, self._main_store = connection_to(store), connection_to(store)
-        self.open_store = lambda: connection_to(store)  # for threads that seldom need one: a read waits for its answer
+        self.open_store = lambda: connection_to(store)  # for threads that seldom need one: a read blocks its connection
         self.guard = guard = Guard(self, threading.current_thread(), self.stopped)
         self._crossed: Crossed | None = None
         self.report = WaitReport(rank, self.report_s, timeout_s)
@@ -105,16 +107,16 @@ class Watch:
     # ---- for the main thread ---------------------------------------------------------------------------------
 
     def at(self, place: str) -> None:
-        """Says where the main thread is, and that it waits there for all ranks: in an exchange."""
+        """Records where the main thread is, and that it waits there for all ranks: in an exchange."""
         self.exchanges += 1
         self.place, self.waits = f"at {place}", Wait(f"at {place}", self.guard.awake_s)
 
     def past(self, place: str) -> None:
-        """Says what the main thread has behind it: until it is somewhere else, it is in code that says nothing."""
+        """Records what the main thread has passed: until the next record, it is in code that reports nothing."""
         self.place, self.waits, self._behind = f"after {place}", None, (self.exchanges, place)
 
     def gathers_with(self, ranks: tuple[int, ...], group: Any) -> None:
-        """Says whom this rank gathers and sums units with, in which process group."""
+        """Records with which ranks this one gathers and reduces units, and in which process group."""
         self._crossed = Crossed(tuple(rank for rank in ranks if rank != self.rank), getattr(group, "group_name", ""))
 
     def check(self) -> None:
@@ -124,23 +126,23 @@ class Watch:
             raise self.alarm
 
     def wait_for_alarm(self, seconds: float) -> RankError | None:
-        """The alarm, waiting at most ``seconds`` for it, or for word that a rank has left: a broken connection is often
-        felt before word arrives."""
+        """The alarm, waiting at most ``seconds`` for it or for the message that a rank has left: a broken connection is
+        often noticed before the message arrives."""
         start, guard = self.guard.awake_s, self.guard
         while self.alarm is None and self.left_since is None and guard.awake_s - start < seconds and guard.is_alive():
             time.sleep(0.02)
         return self.alarm
 
     def feels_loss(self) -> None:
-        """A collective has failed: until a rank is named, this one waits for word of it."""
+        """Called when a collective has failed: until a rank is named, this one waits for a message about it."""
         self.is_broken, self.waits = True, Wait(self.LOST, self.guard.awake_s)
 
     def missing(self, what: str, *, silent_s: float | None = None) -> tuple[tuple[int, ...], str]:
-        """The ranks that do not wait in ``what``, and where they are, in words.
+        """The ranks that do not wait in ``what``, and where they are, as text.
 
         Args:
-            what: what this rank waits in, as :attr:`Wait.what` says it.
-            silent_s: seconds without a beat that are silence; None: half the time after which a wait is reported.
+            what: what this rank waits in, like :attr:`Wait.what`.
+            silent_s: seconds without a beat that count as silence; None: half the time after which a wait is reported.
         """
         found = within(_READ_S, lambda: self._missing(what, silent_s))
         if found is None:
@@ -154,8 +156,8 @@ class Watch:
         return tuple(rank for rank, beat in beats.items() if beat.has_left)
 
     def failed(self, error: BaseException) -> None:
-        """Leaves word that this rank ends with ``error``, so that peers name it at once. The first word counts."""
-        if self.alarm is None:  # else there is a word already, or a store that does not take one
+        """Leaves the message that this rank ends with ``error``, so that peers name it. The first message counts."""
+        if self.alarm is None:  # else there is a message already, or a store that does not accept one
             what = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
             blamed = list(error.ranks) if isinstance(error, RankError) else []
             has_quit = isinstance(error, SystemExit) and not error.code
@@ -172,24 +174,24 @@ class Watch:
         self.is_told = True  # last: should the store hang, the guard still ends this process
 
     def leave(self, patience_s: float) -> None:
-        """Leaves word that this rank is done, and waits until every rank is.
+        """Leaves the message that this rank is done, and waits until every rank is.
 
         Raises:
-            RankError: a peer failed or was lost meanwhile, or did not come within ``patience_s``.
+            RankError: a peer failed or was lost meanwhile, or did not come within ``patience_s`` seconds.
         """
         self.check()
         self.waits = Wait(_LEAVING, self.guard.awake_s)
         self._say_left()
         self._wait_for_all("left", self.size, patience_s)
-        # The store's keeper goes last: the others have then read the number they waited for.
+        # The store's keeper leaves last: the others have then read the number they waited for.
         with contextlib.suppress(RuntimeError):
             self._main_store.add("gone", 1)
             if self.keeper == self.rank:
                 self._wait_for_all("gone", self.size, min(patience_s, _SILENT_S))
 
     def leave_unannounced(self) -> None:
-        """For a program that ends without closing its world: leaves word, never raises. The store's keeper stays while
-        others are alive and need it."""
+        """For a program that ends without closing its world: leaves a message, never raises. The store's keeper stays
+        while others are alive and need it."""
         self.is_told = True
         if self.alarm is not None:
             return
@@ -204,13 +206,13 @@ class Watch:
                 time.sleep(0.1)
 
     def stop(self) -> None:
-        """Ends the threads: one that asks the store while the interpreter ends aborts the process ("terminate called without an active
-        exception")."""
+        """Ends the threads. A thread that asks the store while the interpreter ends aborts the process ("terminate
+        called without an active exception")."""
         self.stopped.set()
         self.is_told, self.waits = True, None
         self.connections.close()
         for thread in (self._thread, self.guard):
-            thread.join(_STOP_S)  # one that waits for a store that does not answer is left behind: a daemon
+            thread.join(_STOP_S)  # a thread that waits for an unresponsive store is left behind: it is a daemon
 
     # ---- words -----------------------------------------------------------------------------------------------
 
@@ -267,7 +269,7 @@ class Watch:
                     self.left_since = time.monotonic()
                 wait, now = self.waits or self.guard.blocked, self.guard.awake_s
                 is_long = wait is not None and wait != looked_at and now - wait.since > 2 * self.interval_s
-                self.beats.read(None if is_long else [neighbour])  # whose counts are compared with what comes later
+                self.beats.read(None if is_long else [neighbour])  # to compare their counts with later ones
                 looked_at = wait if is_long else looked_at
                 self.turns += 1
                 if word is not None:
@@ -294,13 +296,13 @@ class Watch:
         leave_word(self._store, Word(sorted({self.rank, *found}), why, is_crossed=True))
 
     def store_lost(self, what: str) -> Word:
-        """What to say of a store that does ``what``."""
+        """The message about a store that does ``what``."""
         if self.keeper is None:
             return Word([], f"the store that the launcher keeps for the ranks {what}")
         return Word([self.keeper], f"the store kept by rank {self.keeper} {what}")
 
     def on_alarm(self, word: Word, *, fatal: bool = True) -> None:
-        """Takes in a word; the first one counts. A fatal one ends a main thread that does not look."""
+        """Takes over a message; the first one counts. A fatal one ends a process whose main thread does not look."""
         if self.stopped.is_set() or not self.is_current():
             return
         self.guard.is_fatal = self.guard.is_fatal or fatal
@@ -308,7 +310,7 @@ class Watch:
             return
         who = f"rank {', '.join(map(str, word.ranks))}" if word.ranks else word.who
         given = f"{who} was lost while rank {self.rank} was {self.place}"
-        if self.rank in word.ranks:  # it did not come where they waited
+        if self.rank in word.ranks:  # this rank did not come where the others waited
             given = f"rank {self.rank} was given up by the others while it was {self.place}"
         if word.is_crossed:
             given = f"ranks {', '.join(map(str, word.ranks))} wait for each other in different collectives"

@@ -1,1 +1,1 @@
-"""Where the values of parameters come from: a recorded constructor that every rank replays, or rank 0."""
+"""Initial values of parameters: from a recorded constructor that every rank replays, or from rank 0."""

@@ -1,4 +1,4 @@
-"""Builds a module on meta, with a tape running; see :mod:`shardwise.parallel.init.tape`."""
+"""Builds a module on meta while a tape records it; see :mod:`shardwise.parallel.init.tape`."""
 
 import random
 import sys
@@ -32,13 +32,13 @@ class _Recorder(TorchDispatchMode):
         self.tape.note_inputs(func, (args, kwargs))
         looked_at = looked_at_on_meta(func, args, kwargs)
         if looked_at is not None:
-            # [x.item() for x in torch.linspace(0, rate, depth)] is how stochastic depth gets its rates.
+            # Stochastic depth computes its rates by [x.item() for x in torch.linspace(0, rate, depth)].
             values = self.tape.settled(looked_at)
             if values is not None:
                 return func(values, *args[1:], **kwargs)
         if not is_draw(func):
             result = func(*args, **kwargs)
-        else:  # of real numbers, should the constructor look at them (`.item()`): the same ones on every rank
+        else:  # real numbers, in case the constructor reads them (`.item()`): the same ones on every rank
             self.num_draws += 1
             with forked_rng(derive_seed(self.tape.seed, "construction", self.num_draws)):
                 result = func(*args, **kwargs)
@@ -47,8 +47,8 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Literals(TorchFunctionMode):
-    """What torch drops on meta before it becomes an operation: values and indices given as Python numbers, and the
-    initialisers of ``torch.nn.init`` that return early there (``trunc_normal_``, ``orthogonal_``, ``sparse_``)."""
+    """Records what torch skips on meta before it becomes an operation: values and indices given as Python numbers, and
+    the initialisers of ``torch.nn.init`` that return early there (``trunc_normal_``, ``orthogonal_``, ``sparse_``)."""
 
     _FROM_VALUES = (torch.tensor, torch.as_tensor, torch.asarray)
     _INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
@@ -78,7 +78,7 @@ class _Literals(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _made(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
-        """The tensor of these values: real, so that the tape keeps them, then brought to meta."""
+        """The tensor of these values: real first, so that the tape keeps them, then moved to meta."""
         grad = kwargs.pop("requires_grad", False)
         value = func(*args, **(kwargs | {"device": "cpu"}))
         return value.to("meta").requires_grad_(grad)
@@ -90,7 +90,7 @@ class _Literals(TorchFunctionMode):
 
 
 def _caller() -> types.FrameType | None:
-    """The frame that asked: the first above this file."""
+    """The calling frame: the first one above this file."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") == __name__:
         frame = frame.f_back
@@ -98,15 +98,15 @@ def _caller() -> types.FrameType | None:
 
 
 def _caller_in(module: str) -> types.FrameType | None:
-    """The frame that asked, if it is code of ``module``."""
+    """The calling frame, if it is code of ``module``."""
     frame = _caller()
     return frame if frame is not None and frame.f_globals.get("__name__") == module else None
 
 
 def _asks_whether_to_initialise() -> bool:
-    """Whether a Hugging Face constructor makes a tensor to see if new ones go to meta, where it would leave its initialisation
-    out. That comes before weights are tied: made up for at the end, the head would draw its own numbers over the embedding's,
-    with another spread, and over the zeros of its padding."""
+    """Whether a Hugging Face constructor creates a tensor to see if new ones are on meta, where it would skip its
+    initialisation. That is before weights are tied. If initialisation were done at the end instead, the head would draw
+    its own numbers over the embedding's, with another spread, and over the zeros of its padding."""
     frame = _caller()
     if frame is None or frame.f_back is None or frame.f_code.co_name != "get_torch_context_manager_or_global_device":
         return False
@@ -114,7 +114,7 @@ def _asks_whether_to_initialise() -> bool:
 
 
 def _for_want_of_values(error: BaseException) -> bool:
-    """Whether torch, or what took its answer, may be behind a file or a network that failed."""
+    """Whether a file or network error may be a consequence of torch having no values on meta."""
     links, link = [], error.__cause__ or error.__context__
     while link is not None and link not in links:
         links.append(link)
@@ -123,8 +123,8 @@ def _for_want_of_values(error: BaseException) -> bool:
 
 
 def build_on_meta(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module | None, Tape]:
-    """Runs ``build`` with every new tensor on meta. Returns the module, or None with ``tape.refused`` saying why it
-    cannot be built there."""
+    """Runs ``build`` with every new tensor on meta. Returns the module, or None with the reason in ``tape.refused`` if
+    it cannot be built there."""
     tape = Tape(seed)
     numpy_before, python_before = np.random.get_state(), random.getstate()
     module = None
@@ -136,7 +136,7 @@ def build_on_meta(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module 
     except (
         Exception
     ) as error:  # .item(), .numpy(), a library call: no values on meta. A fault of the constructor itself
-        # shows again, and is raised, when it is run for real.
+        # occurs again, and is raised, when it runs with real values.
         tape.fault = error if isinstance(error, OSError) and not _for_want_of_values(error) else None
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         tape.refused = f"it cannot be built on meta ({reason[:120]})"
@@ -148,8 +148,8 @@ def build_on_meta(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module 
 
 
 def _initialise_late(module: Any) -> None:
-    """What a Hugging Face model has left uninitialised on meta, because it asked in another way than is known here; what has been
-    initialised is left alone."""
+    """Initialises what a Hugging Face model has left uninitialised on meta, because it checks for meta in a way that is
+    not handled here. What has been initialised is left alone."""
     if not isinstance(module, nn.Module):
         return
     if is_pretrained(module):

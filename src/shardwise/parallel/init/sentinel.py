@@ -1,5 +1,5 @@
-"""Marks in memory that nothing has been written to yet, so that a tensor nobody initialises is an error with its name
-instead of garbage in the model."""
+"""Sentinel values in memory that nothing has written yet, so that a tensor without initialisation is an error with its
+name instead of garbage in the model."""
 
 import torch
 from torch import Tensor
@@ -8,8 +8,8 @@ __all__ = ["fill_with_sentinel", "num_marks"]
 
 
 def fill_with_sentinel(tensor: Tensor, mark: int = 0) -> Tensor:
-    """Fills ``tensor`` in place with what initialisations hardly write: mark 0 is NaN, the smallest integer or False;
-    mark 1 is another value, to tell a mark from a value that looks like it."""
+    """Fills ``tensor`` in place with a value that initialisations rarely write. Mark 0 is NaN, the smallest integer or
+    False; mark 1 is another value, to distinguish a mark from a written value that looks like it."""
     if mark:
         return tensor.fill_(1)
     if tensor.is_floating_point() or tensor.is_complex():
@@ -20,8 +20,8 @@ def fill_with_sentinel(tensor: Tensor, mark: int = 0) -> Tensor:
 
 
 def num_marks(tensor: Tensor) -> int:
-    """How many values of ``tensor`` look like mark 0 of :func:`mark_unwritten`. Types of one byte have no value to
-    spare and never show one."""
+    """How many values of ``tensor`` look like mark 0 of :func:`fill_with_sentinel`. One-byte dtypes have no value to
+    spare for a mark: 0."""
     if tensor.numel() == 0 or tensor.dtype.itemsize == 1:
         return 0
     if tensor.is_floating_point() or tensor.is_complex():

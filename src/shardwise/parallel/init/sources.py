@@ -1,6 +1,6 @@
-"""Where the values of a module come from: its recorded constructor, or rank 0.
+"""Sources of a module's values: its recorded constructor, or rank 0.
 
-A callable is built on meta with a tape running; if every rank can replay its tape and all tapes are the same, each rank
+A callable is built on meta with a tape running. If every rank can replay its tape and all tapes are equal, each rank
 makes its own values from it. Otherwise, and for a module that has values already, rank 0's values are scattered.
 """
 
@@ -29,7 +29,7 @@ __all__ = ["ForLoading", "FromRank0", "FromTape", "all_tensors", "build_with_sou
 
 
 class FromTape:
-    """Values replayed by every rank from the record of the constructor."""
+    """Values that every rank replays from the record of the constructor."""
 
     note: Note | None = Note(
         name="init", why="seeded: values are functions of (seed, name), made by each rank for itself", option="init"
@@ -48,7 +48,7 @@ class FromTape:
 
 
 class ForLoading(FromTape):
-    """No values yet: ``load_weights`` brings them, and what it does not bring is replayed then."""
+    """No values yet: ``load_weights`` loads them, and what it does not load is replayed then."""
 
     note = Note(name="init", why="load: memory without values, until load_weights", option="init")
 
@@ -63,7 +63,7 @@ class ForLoading(FromTape):
         )
 
     def write_rest(self, runtime: Runtime, local: Mapping[str, Tensor]) -> None:
-        """Writes the tensors of ``local``: what is loaded does not hold them."""
+        """Writes the tensors of ``local``, which the loaded file does not contain."""
         write_from_tape(runtime, self.tape, self.on_meta, local)
 
 
@@ -76,32 +76,32 @@ class FromRank0:
             self.values = {name: tensor.detach() for name, tensor in all_tensors(module).items()}
 
     def release(self, module: nn.Module, recipe: Recipe) -> None:
-        """Drops the module's own copy of the values. DDP keeps the tensors themselves, so that an optimizer built
-        on them stays right."""
+        """Drops the module's own copy of the values. DDP keeps the tensors themselves, so that an optimizer built on
+        them stays valid."""
         if recipe.engine == "fsdp2":
             held = {name: weakref.ref(tensor) for name, tensor in tensors_of(module, "_parameters").items()}
             to_meta(module)
-            # What is still alive is held by somebody, an optimizer perhaps.
+            # A tensor that is still alive is referenced elsewhere, perhaps by an optimizer.
             mark_stale({name: tensor for name, ref in held.items() if (tensor := ref()) is not None}, {})
 
     def write(self, runtime: Runtime) -> None:
         local = runtime.local_tensors()
-        # DDP keeps the module's own tensors: rank 0's are in place.
+        # DDP keeps the module's own tensors: rank 0's values are in place.
         in_place = {name for name, value in self.values.items() if value.data_ptr() == local[name].data_ptr()}
         scatter_values(runtime, lambda name, piece: self.values[name][piece.full_index], local, in_place=in_place)
         self.values = {}
 
 
 def build_with_source(model: Any, world: World, init: str | None) -> tuple[nn.Module, "FromTape | FromRank0"]:
-    """The module, and where its values come from. All ranks must call it.
+    """The module, and the source of its values. All ranks must call it.
 
     Args:
         model: a module, or a callable that builds one.
         world: whose ranks will hold it.
-        init: as ``parallelize`` takes it.
+        init: as in ``parallelize``.
 
     Raises:
-        UsageError: neither a module nor a callable, a module on meta, or an ``init`` that cannot be.
+        UsageError: neither a module nor a callable, a module on meta, or an invalid ``init``.
     """
     if init not in (None, "seeded", "rank0", "load"):
         raise UsageError(f"init={init!r}", why="there is no such way", fix='use "seeded", "rank0", "load" or None')
@@ -138,10 +138,10 @@ def build_with_source(model: Any, world: World, init: str | None) -> tuple[nn.Mo
 
 
 def _refused_anywhere(source: "FromTape | None", tape: Tape, world: World) -> str | None:
-    """Why some rank cannot replay its tape, or why tapes are not to be trusted: all ranks must take the same way.
+    """Why some rank cannot replay its tape, or why tapes cannot be trusted, so that all ranks take the same path.
 
     Raises:
-        OSError: the constructor's own, where it has met one on every rank: with real values it would meet it again.
+        OSError: the constructor's own error, if it occurred on every rank: it would occur with real values too.
     """
     refused = tape.refused or (None if source is not None else "the callable gave no module")
     digest = tape.digest(source.on_meta) if source is not None else ""
@@ -155,8 +155,8 @@ def _refused_anywhere(source: "FromTape | None", tape: Tape, world: World) -> st
 
 
 def _build_on_rank0(model: Callable[[], nn.Module], world: World, refused: str | None) -> tuple[nn.Module, "FromRank0"]:
-    """Rank 0 builds with real values; the others build on meta where they can, else for real and drop the values. ``refused``: why
-    seeded values are not possible; None: they were not asked for."""
+    """Rank 0 builds with real values; the others build on meta if they can, else with real values that they drop.
+    ``refused``: why seeded values are not possible; None: they were not asked for."""
     module: Any = None
     with _rng_of_rank0(world) as state:
         if not world.is_main:
@@ -187,20 +187,20 @@ def _set_rng_state(state: tuple[Any, Any, Tensor]) -> None:
 
 @contextlib.contextmanager
 def _rng_of_rank0(world: World) -> Iterator[tuple[Any, Any, Tensor]]:
-    """Within: Python, numpy and torch draw what they would on rank 0, so that what a constructor draws for itself (the
-    numbers it keeps as plain attributes) is the same on every rank. Gives that state. All ranks must enter it."""
+    """Context manager: Python, numpy and torch draw what they would on rank 0, so that what a constructor draws itself
+    (and keeps as plain attributes) is the same on every rank. Yields that state. All ranks must enter it."""
     own = _rng_state()
     theirs = world.broadcast(own)
     _set_rng_state(theirs)
     try:
         yield theirs
     finally:
-        if not world.is_main:  # what rank 0 drew counts as drawn
+        if not world.is_main:  # rank 0's generators stay advanced
             _set_rng_state(own)
 
 
 def all_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Canonical name -> every tensor that has values: parameters, buffers, and those kept anywhere else."""
+    """Canonical name -> every tensor that has values: parameters, buffers, and unregistered ones."""
     found = {**tensors_of(module, "_parameters"), **tensors_of(module, "_buffers")}
     for name, tensor in loose_tensors(module).items():
         found.setdefault(name, tensor)

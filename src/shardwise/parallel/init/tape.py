@@ -1,17 +1,17 @@
-"""Remembers how each tensor of a module built on meta got its values, so that any rank can make any one of them.
+"""Records how each tensor of a module built on meta got its values, so that any rank can make any one of them.
 
-While the constructor runs, every tensor operation is written on a *tape* (on meta it costs nothing). The values of
-one parameter are made later by replaying, on the CPU, only the operations they depend on: its slice of the tape. So
-``self.apply(self._init_weights)``, ``trunc_normal_``, ``orthogonal_``, ``Parameter(torch.randn(d) * 0.02)``, weight norm and
-RoPE tables need no rule of their own, and host memory holds one tensor at a time.
+While the constructor runs, every tensor operation is recorded on a *tape* (on meta it costs nothing). The values of one
+parameter are made later by replaying, on the CPU, only the operations they depend on: its slice of the tape. So
+``self.apply(self._init_weights)``, ``trunc_normal_``, ``orthogonal_``, ``Parameter(torch.randn(d) * 0.02)``, weight
+norm and RoPE tables need no special rule, and host memory holds one tensor at a time.
 
-Each random draw is seeded by the run's seed and the canonical name of the first tensor that depends on it. So values are a
-function of (seed, name), the same under every layout, and tensors that share a draw share it here too. They are drawn
-from the constructor's distributions; they are not the numbers the constructor itself would have drawn.
+Each random draw is seeded by the run's seed and the canonical name of the first tensor that depends on it. So values
+are a function of (seed, name), the same under every layout, and tensors that share a draw share it here too. They are
+drawn from the constructor's distributions; they are not the numbers the constructor itself would have drawn.
 
-What a tape cannot hold makes it :attr:`~Tape.refused`: draws from numpy or Python's random, a generator of the
-constructor's own, a look at values that were drawn. The caller then builds on rank 0 instead; so it does where the ranks' tapes
-differ (:meth:`~Tape.digest`), as after a draw from a generator nobody knows of.
+What a tape cannot record sets :attr:`~Tape.refused`: draws from numpy or Python's random, a generator of the
+constructor's own, reading values that were drawn. The caller then builds on rank 0 instead; it also does if the ranks'
+tapes differ (:meth:`~Tape.digest`), as after a draw from an unknown generator.
 """
 
 import bisect
@@ -36,7 +36,7 @@ __all__ = ["Tape", "is_draw"]
 
 @dataclass(frozen=True)
 class _Ref:
-    """A tensor by what it shows of a storage; ``storage`` is the tape's number for it."""
+    """A tensor as a view of a storage; ``storage`` is the tape's number for it."""
 
     storage: int
     size: tuple[int, ...]
@@ -47,7 +47,7 @@ class _Ref:
 
 @dataclass(frozen=True)
 class _Entry:
-    """One operation: with references for the tensors that live on the tape."""
+    """One recorded operation, with references in place of the tensors on the tape."""
 
     op: Any
     args: tuple[Any, ...]
@@ -65,12 +65,12 @@ class Tape:
     def __init__(self, seed: int):
         self.seed = seed
         self.refused: str | None = None  # why values cannot be replayed
-        self.fault: OSError | None = None  # of the constructor, which it would raise with real values too
+        self.fault: OSError | None = None  # error of the constructor, which it would raise with real values too
         self._entries: list[_Entry] = []
         self._writers: dict[int, list[int]] = {}  # storage number -> positions of the entries that write it, ascending
         self._numbers: dict[int, int] = {}  # storage identity -> number
-        self._alive: list[Any] = []  # storages are kept alive: an identity used twice would join two tensors
-        self._constants: dict[int, torch.UntypedStorage] = {}  # values that came from outside torch's operations
+        self._alive: list[Any] = []  # storages are kept alive: an id used twice would join two tensors
+        self._constants: dict[int, torch.UntypedStorage] = {}  # values that no torch operation on the tape made
         self._draw_names: dict[int, tuple[str, int]] = {}
 
     # ---- recording -------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class Tape:
         return _Ref(number, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype)
 
     def record(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Writes one operation, if it makes or changes values."""
+        """Records one operation, if it makes or changes values."""
         if tree_any(lambda x: isinstance(x, torch.Generator), (args, kwargs)):
             self.refused = self.refused or f"its constructor draws from a generator of its own ({op})"
         packed_args, packed_kwargs = tree_map(self._pack, (args, kwargs))
@@ -118,8 +118,9 @@ class Tape:
         return self.ref(value) if isinstance(value, Tensor) else value
 
     def note_inputs(self, op: Any, arguments: Any) -> None:
-        """Looks at what an operation is about to read or change and no operation made. Real tensors came from a list,
-        numpy, a file: their values are kept. A meta tensor was made of Python values inside torch, which are gone."""
+        """Checks the tensors that an operation is about to read or change and that no operation made. Real tensors came
+        from a list, numpy or a file: their values are kept. A meta tensor was made of Python values inside torch: those
+        are lost."""
 
         def note(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -135,7 +136,7 @@ class Tape:
 
     def digest(self, targets: Mapping[str, Tensor]) -> str:
         """Equal for constructions that did the same with the same numbers: operations, arguments, constants, and the
-        ``targets`` (name -> tensor) that came of them."""
+        resulting ``targets`` (name -> tensor)."""
         found = hashlib.sha256()
         for entry in self._entries:
             found.update(described((entry.op, entry.args, entry.kwargs, entry.outputs, entry.default_dtype)).encode())
@@ -150,7 +151,7 @@ class Tape:
     # ---- replaying -------------------------------------------------------------------------------------------
 
     def name_draws(self, targets: Mapping[str, Tensor]) -> None:
-        """Gives every draw its name: the first target, in order, that depends on it, and how many came before."""
+        """Names every draw: by the first target, in order, that depends on it, and the number of draws before it."""
         for name, tensor in targets.items():
             ordinal = 0
             for index in self._slice(self.ref(tensor).storage):
@@ -159,8 +160,8 @@ class Tape:
                     ordinal += 1
 
     def values(self, tensor: Tensor, *, mark: int = 0) -> Tensor:
-        """The values of a meta ``tensor`` of this tape, on the CPU. What no operation wrote holds a mark, ``mark`` 0
-        or 1: see :func:`mark_unwritten`."""
+        """The values of a meta ``tensor`` of this tape, on the CPU. Elements that no operation wrote hold a mark,
+        ``mark`` 0 or 1: see :func:`fill_with_sentinel`."""
         target = self.ref(tensor)
         storages: dict[int, torch.UntypedStorage] = {}
         with torch.no_grad(), forked_rng(0), _same_on_every_rank():
@@ -169,15 +170,15 @@ class Tape:
             return self._unpack(target, storages, mark)
 
     def settled(self, tensor: Tensor) -> Tensor | None:
-        """The values of ``tensor`` if they are the same in every construction: written, and by no draw. Else None."""
+        """The values of ``tensor`` if they are equal in every construction: written, and not by a draw. Else None."""
         if any(self._entries[index].draws for index in self._slice(self.ref(tensor).storage)):
             return None
         values = self.values(tensor)
         return None if self.num_unwritten(tensor, values) else values
 
     def num_unwritten(self, tensor: Tensor, values: Tensor) -> int:
-        """How many of the ``values`` of ``tensor`` no operation wrote. A value may look like a mark: what was written is
-        the same whatever the mark."""
+        """How many of the ``values`` of ``tensor`` no operation wrote. A written value may look like a mark, but it is
+        the same with either mark."""
         always_shows = values.dtype.itemsize > 1
         if values.numel() == 0 or (always_shows and not num_marks(values)):
             return 0
@@ -232,7 +233,7 @@ class Tape:
         return view.set_(storages[ref.storage], ref.offset, ref.size, ref.stride)
 
     def _untouched(self, ref: _Ref, mark: int) -> torch.UntypedStorage:
-        """A storage that no operation made: a constant, or a real tensor that met no operation at all."""
+        """A storage that no operation made: a constant, or a real tensor that no operation used."""
         if ref.storage in self._constants:
             return self._constants[ref.storage].clone()
         if self._alive[ref.storage].device.type != "meta":
@@ -242,7 +243,7 @@ class Tape:
         ).untyped_storage()
 
     def record_init(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
-        """Writes a whole call of an initialiser that does nothing on meta, because it looks at values on its way."""
+        """Records a whole call of an initialiser that does nothing on meta, because it reads values on its way."""
         known = inspect.signature(function).parameters
         packed = {name: self._pack(value) for name, value in arguments.items() if name in known}
         touched = frozenset(ref.storage for ref in _refs(packed))
@@ -250,7 +251,7 @@ class Tape:
 
 
 def is_draw(op: Any) -> bool:
-    """Whether ``op`` takes random numbers from a generator."""
+    """Whether ``op`` draws random numbers from a generator."""
     return torch.Tag.nondeterministic_seeded in op.tags
 
 
@@ -261,7 +262,7 @@ def _refs(value: Any) -> list[_Ref]:
 
 
 def _changed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[_Ref]:
-    """The arguments that ``op`` writes into, by its schema."""
+    """The arguments that ``op`` writes, by its schema."""
     for i, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
@@ -288,8 +289,8 @@ def _bytes_of(storage: torch.UntypedStorage) -> bytes:
 
 @contextlib.contextmanager
 def _same_on_every_rank() -> Iterator[None]:
-    """Within: one thread, since ranks have as many as their machine gives them and a QR or a sum differs in its last bits
-    by that; and a default dtype that a replay sets to what it was for each operation. After: as before."""
+    """Context manager: one thread, since the number of threads differs by machine and changes the last bits of a QR or
+    a sum; and a default dtype that a replay sets for each operation. Both are restored afterwards."""
     dtype, num_threads = torch.get_default_dtype(), torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,7 +1,7 @@
 """Writes values into the ranks' shards: from a tape, where each rank makes its own, or scattered from rank 0.
 
-Every tensor is first filled with a mark that no initialisation writes, and is checked afterwards, so that a tensor
-nobody wrote is an error with its name instead of garbage in the model.
+Every tensor is first filled with a mark that initialisations rarely write, and is checked afterwards, so that a tensor
+that was not written is an error with its name instead of garbage in the model.
 """
 
 import math
@@ -20,7 +20,7 @@ from shardwise.recipe import Slice
 
 __all__ = ["scatter_values", "write_from_tape"]
 
-_MESSAGE_BYTES = 64 << 20  # travels at a time, and is held beside the model
+_MESSAGE_BYTES = 64 << 20  # sent at a time, and held in addition to the model
 
 
 def write_from_tape(
@@ -32,7 +32,7 @@ def write_from_tape(
         runtime: of the sharded module, whose tensors are written.
         tape: of the module's construction.
         on_meta: canonical name -> the meta tensor of that construction.
-        local: canonical name -> what is written: this rank's part of it; None: all that the module has.
+        local: canonical name -> this rank's part of a tensor to write; None: all tensors of the module.
     """
     tape.name_draws(on_meta)
     for name, tensor in (runtime.local_tensors() if local is None else local).items():
@@ -61,18 +61,18 @@ def scatter_values(
     *,
     in_place: Collection[str] = (),
 ) -> None:
-    """Rank 0 sends every rank the pieces it holds, packed into messages of bounded size; nothing else travels.
+    """Rank 0 sends every rank the pieces it holds, packed into messages of bounded size; nothing else is sent.
 
     Args:
         runtime: of the sharded module, whose tensors are written. All ranks must call.
-        part_of: from a canonical name and a piece of that tensor to its values; called on rank 0 alone, once for each rank
-            that holds the piece.
-        local: canonical name -> what is written: this rank's part of it, the same names on every rank; None: all that the
-            module has.
-        in_place: names of which rank 0's own part has its values already.
+        part_of: from a canonical name and a piece of that tensor to its values; called only on rank 0, once for each
+            rank that holds the piece.
+        local: canonical name -> this rank's part of a tensor to write, the same names on every rank; None: all tensors
+            of the module.
+        in_place: names of tensors whose part on rank 0 has its values already.
 
     Raises:
-        PlanError: a tensor that was not written whole.
+        PlanError: a tensor that was not written completely.
     """
     world = runtime.world
     local = runtime.local_tensors() if local is None else local
@@ -112,7 +112,7 @@ def _receive(runtime: Runtime, local: Mapping[str, Tensor]) -> None:
 
 @dataclass
 class _Message:
-    """What travels in one send: pieces of tensors of one dtype."""
+    """The content of one send: pieces of tensors of one dtype."""
 
     dtype: torch.dtype
     pieces: list[tuple[str, Slice]] = field(default_factory=list)
@@ -121,7 +121,7 @@ class _Message:
 
 def _messages(runtime: Runtime, local: Mapping[str, Tensor], peer: int) -> Iterator[_Message]:
     """The messages from rank 0 to ``peer``, in order. Both sides make this list, each from its own tensors, so it
-    depends on the recipe and the peer only: shards of other ranks may be larger."""
+    depends only on the recipe and the peer: shards of other ranks may be larger."""
     coord = runtime.recipe.grid.coord(peer)
     open_: dict[torch.dtype, _Message] = {}
     for name, tensor in local.items():
@@ -138,7 +138,7 @@ def _messages(runtime: Runtime, local: Mapping[str, Tensor], peer: int) -> Itera
 
 
 class _Arriving:
-    """A tensor that is written piece by piece, and proves that they were all of it: marks that are left must have come along."""
+    """A tensor written piece by piece, which checks that all of it was: marks that remain must be received values."""
 
     def __init__(self, name: str, tensor: Tensor):
         self.name, self.tensor = name, fill_with_sentinel(tensor)
@@ -151,7 +151,7 @@ class _Arriving:
         self.numel += values.numel()
 
     def check(self) -> None:
-        """Raises PlanError: a value was not written."""
+        """Raises PlanError if a value was not written."""
         unwritten = num_marks(self.tensor) - self.num_marks
         if unwritten or self.numel != self.tensor.numel():
             raise PlanError(

@@ -1,10 +1,10 @@
 """``torch.compile`` of single blocks, in place. Names, class and hooks stay.
 
-The block's ``forward`` is compiled, not the block: ``module.compile()`` takes in the hooks as well, and those by which FSDP2
-gathers a unit cannot be compiled, so each block breaks into many small graphs (13 frames for a block of two layers), or is
-an error with ``fullgraph``. Blocks of one structure share one compiled function, which is a graph for all of them; each
-structure has its own, so that many kinds of blocks do not use up torch's limit of graphs per function, after which it goes
-back to eager.
+The block's ``forward`` is compiled, not the block: ``module.compile()`` also traces the hooks, and the hooks by which
+FSDP2 gathers a unit cannot be compiled, so each block breaks into many small graphs (13 frames for a block of two
+layers), or is an error with ``fullgraph``. Blocks of equal structure share one compiled function, and so one graph.
+Each structure has its own compiled function, so that many kinds of blocks do not use up torch's limit of graphs per
+function, after which it falls back to eager.
 """
 
 import functools
@@ -33,7 +33,7 @@ _GRAPHS = 8  # torch's own limit of graphs per function, here per block
 
 
 class CompileAct(Act):
-    """Compiles blocks."""
+    """Compiles blocks with ``torch.compile``, as the recipe says."""
 
     def check(self, module: nn.Module, recipe: Recipe, world: World) -> None:
         modules = dict(canonical_modules(module))
@@ -63,7 +63,7 @@ class CompileAct(Act):
                 )
 
     def inside(self, module: nn.Module, recipe: Recipe, world: World) -> None:
-        """Compiles the modules, in place, when they are first run; those that are already stay as they are."""
+        """Replaces ``forward`` of each block by its compiled form, in place; skips blocks that are compiled already."""
         edits = recipe.edits_of("compile")
         modules = dict(canonical_modules(module))
         compiled: dict[Any, Callable[..., Any]] = {}
@@ -78,7 +78,7 @@ class CompileAct(Act):
                 if key not in compiled:
                     compiled[key] = _compile(function, edit.args, len(edits))
                 target.forward = types.MethodType(compiled[key], target)
-            else:  # a function that was put on the object
+            else:  # a function that was set on the object as its forward
                 target.forward = _compile(bound, edit.args, 1)
             target.__dict__[_MARK] = True
         again = [edit.module for edit in recipe.edits if edit.action == "checkpoint"]
@@ -110,15 +110,16 @@ def _compile(function: Callable[..., Any], args: Mapping[str, Any], num_blocks: 
 
     @functools.wraps(function)
     def within_budget(*args: Any, **kwargs: Any) -> Any:
-        with memory_budget(budget):  # graphs are made in the call
+        with memory_budget(budget):  # graphs are compiled during the call
             return compiled(*args, **kwargs)
 
     return within_budget
 
 
 def _isolated(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with a code of its own. torch counts graphs by code, and blocks of one class and different structures would use up
-    each other's limit. (From 2.13 on ``torch.compile`` has ``isolate_recompiles`` for that.)"""
+    """``function`` with a copy of its code object. torch counts graphs by code object, so blocks of one class but
+    different structures would use up each other's limit. (From 2.13 on ``torch.compile`` has ``isolate_recompiles`` for
+    that.)"""
     if not isinstance(function, types.FunctionType):
         return function
     code = function.__code__.replace()
@@ -132,7 +133,7 @@ def _isolated(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _structure(module: nn.Module) -> Any:
-    """What two blocks have alike if one graph can serve both."""
+    """A key that is equal for two blocks if one graph can serve both."""
     return (
         tuple((name, type(child)) for name, child in module.named_modules()),
         tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters()),

@@ -1,4 +1,4 @@
-"""Which blocks are compiled, and how. Torch-free."""
+"""Options of ``torch.compile``: which blocks are compiled, and how. Torch-free."""
 
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
@@ -14,7 +14,7 @@ __all__ = ["Compile", "compile_of"]
 
 
 class Compile(Options, frozen=True, kw_only=True):
-    """Which blocks are compiled, and how: keywords of ``torch.compile``."""
+    """Options for compiling blocks: which blocks, and keywords of ``torch.compile``."""
 
     patterns: ClassVar[frozenset[str]] = frozenset({"targets"})
     foreign: ClassVar[Mapping[str, str | Instead]] = {
@@ -61,7 +61,7 @@ class Compile(Options, frozen=True, kw_only=True):
 
 
 def compile_of(value: str | Compile | None) -> Compile | None:
-    """The record a short word stands for: "blocks"; None and "none" are None.
+    """The record for a short word: "blocks"; None and "none" are None.
 
     Raises:
         ConfigError: for any other word.

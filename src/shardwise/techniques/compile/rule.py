@@ -1,4 +1,4 @@
-"""Which modules are compiled, as edits of the recipe; and what would undo it."""
+"""Adds the modules to compile to the recipe, and refuses combinations that would undo the compilation."""
 
 from collections.abc import Sequence
 
@@ -14,8 +14,8 @@ def edit(draft: Draft, *, compile: Compile | None) -> None:
     """Adds an edit for each module that is compiled.
 
     Raises:
-        PlanError: a target that means no module, targets inside each other, one that holds a unit, or one that runs again in backward in
-            a way that cannot be compiled.
+        PlanError: a target that matches no module, targets inside each other, one that contains a unit, or one that
+            runs again in backward (activation checkpointing) in a way that cannot be compiled.
     """
     if compile is None:
         return
@@ -40,7 +40,7 @@ def edit(draft: Draft, *, compile: Compile | None) -> None:
 
 
 def _refuse_running_again(compile: Compile, again: Sequence[Edit], compiled: Sequence[Edit]) -> None:
-    """Raises where a module is changed in two ways of which one would undo the other."""
+    """Raises PlanError where a module is checkpointed and compiled in a combination in which one undoes the other."""
     overlapping = [(a, b) for a in again for b in compiled if _overlap(a.module, b.module)]
     pairs = [(a.module, b.module) for a, b in overlapping]
     keeps = [(a.module, b.module) for a, b in overlapping if a.args.get("save")]

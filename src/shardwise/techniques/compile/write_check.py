@@ -1,11 +1,12 @@
-"""Compiled blocks that write in forward what they may not, refused by name after the first forward that shows it.
+"""Refuses compiled blocks that write buffers or inputs which backward reads again, after the first such forward.
 
-A compiled graph computes again in backward what is cheap, from what forward was given; where forward has changed that in
-place, gradients are those of another forward, without an error (torch 2.13: ``self.n += 1; y = f(x) / self.n`` under
-``aot_eager``). Where the block also runs again (Remat), the second run is in the graph, and reads what the first has written.
+A compiled graph recomputes in backward what is cheap, from the inputs of forward. If forward has changed them in place,
+the gradients are those of another forward, without an error (torch 2.13: ``self.n += 1; y = f(x) / self.n`` under
+``aot_eager``). If the block is also checkpointed (Remat), the second run is in the graph, and reads what the first has
+written.
 
-A part with a precision of its own gets a cast copy of its input. What it changes there in place is written back, but in a graph
-nobody can tell, when it runs, whether it did; only while the graph is made.
+A part with its own precision gets a cast copy of its input. In-place changes to the copy are written back in eager
+mode; a compiled graph cannot tell at run time whether there were any. That is known only while the graph is traced.
 """
 
 from collections.abc import Sequence
@@ -23,8 +24,8 @@ __all__ = ["watch_cast_inputs", "watch_compiled"]
 
 
 def watch_compiled(module: nn.Module, run_again: Sequence[str], compiled: Sequence[str]) -> None:
-    """Puts hooks on the ``compiled`` modules that have buffers which a forward might write and read; those named in ``run_again`` do so in
-    backward."""
+    """Registers hooks on the ``compiled`` modules that have buffers which a forward might write and read; the modules
+    in ``run_again`` run a second time in backward."""
     modules = dict(canonical_modules(module))
     again = [child for name in run_again for child in modules[name].modules()]
     for block in compiled:
@@ -39,7 +40,8 @@ def watch_compiled(module: nn.Module, run_again: Sequence[str], compiled: Sequen
 
 
 def watch_cast_inputs(module: nn.Module, cast: Sequence[str], compiled: Sequence[str]) -> None:
-    """Puts a hook on the model that refuses modules with ``cast`` inputs in ``compiled`` blocks which change their input in place."""
+    """Registers a hook on the model that refuses modules with ``cast`` inputs in ``compiled`` blocks if they change
+    their input in place."""
     modules, blocks = dict(canonical_modules(module)), tuple(f"{block}." for block in compiled)
     inside = {name: type(modules[name]) for name in cast if f"{name}.".startswith(blocks)}
 
@@ -58,7 +60,8 @@ def watch_cast_inputs(module: nn.Module, cast: Sequence[str], compiled: Sequence
 
 
 def _is_harmless(module: nn.Module, *, runs_again: bool) -> bool:
-    """Batch norm in training does not read what it writes; a spectral norm writes first, outside of the gradient."""
+    """Whether writes of its buffers do no harm: batch norm in training does not read what it writes; a spectral norm
+    writes first, outside of the gradient."""
     return isinstance(module, BatchNormBase) or (not runs_again and is_spectral_norm(module))
 
 

@@ -1,4 +1,4 @@
-"""Data parallelism: parameters cut over the ranks (FSDP2) or whole copies (DDP), units that are gathered in order, buffers."""
+"""Data parallelism: parameters sharded over the ranks (FSDP2) or full copies (DDP), the order of units, buffers."""
 
 from typing import Annotated
 

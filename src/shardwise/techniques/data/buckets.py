@@ -1,4 +1,4 @@
-"""Buckets: gradients that travel together as one flat tensor."""
+"""Gradient buckets: gradients that are all-reduced together as one flat tensor."""
 
 import contextlib
 import time
@@ -14,8 +14,8 @@ _SETTLE_S = 5.0
 
 
 def make_buckets(params: list[nn.Parameter], cap_bytes: int) -> list["Bucket"]:
-    """Neighbours of one dtype and device, from the last parameter to the first, since backward reaches them so; a bucket
-    is full at ``cap_bytes``. At least one bucket."""
+    """Puts neighbouring parameters of one dtype and device into buckets, from the last parameter to the first, since
+    backward reaches them in that order. A bucket is full at ``cap_bytes``. At least one bucket."""
     groups: list[list[int]] = []
     size = 0
     for i in reversed(range(len(params))):
@@ -29,7 +29,7 @@ def make_buckets(params: list[nn.Parameter], cap_bytes: int) -> list["Bucket"]:
 
 
 def _is_dense(param: nn.Parameter) -> bool:
-    """Whether a gradient can have the parameter's own order of dims (channels_last), which fused optimizers ask for."""
+    """Whether a gradient can have the parameter's own strides (channels_last), which fused optimizers require."""
     return param.numel() > 0 and torch.empty_like(param, device="meta").stride() == param.stride()
 
 
@@ -38,14 +38,14 @@ def _kind(param: nn.Parameter) -> tuple[torch.dtype, torch.device]:
 
 
 class Bucket:
-    """Gradients of some parameters, and the message they are sent in.
+    """The gradients of some parameters, and the flat tensor in which they are all-reduced.
 
     Attributes:
         members: index -> parameter.
-        missing: indices whose gradient this pass has not brought yet.
-        flat: what is sent: the gradients one after another, then the tail.
-        work: the sum over the ranks, once it was begun.
-        has_late_parts: this rank has gradients that came after that.
+        missing: indices whose gradient this pass has not produced yet.
+        flat: the flat tensor: the gradients one after another, then the tail.
+        work: the running all-reduce, once it was started.
+        has_late_parts: this rank has gradients that came after it was started.
     """
 
     def __init__(self, members: dict[int, nn.Parameter]):
@@ -55,7 +55,7 @@ class Bucket:
         self.reset()
 
     def reset(self) -> None:
-        """Ready for the next pass. The flat tensor lives on where gradients are views of it."""
+        """Prepares the bucket for the next pass. The flat tensor stays alive where gradients are views of it."""
         self.missing = set(self.members)
         self.flat = self.tail = torch.empty(0)
         self.work: Any = None
@@ -69,7 +69,7 @@ class Bucket:
             self.tail.copy_(tail)
 
     def packed(self, grads: Mapping[int, Tensor | None], num_more: int = 0) -> Tensor:
-        """``grads`` one after another in a new tensor, zeros where there is none, with room for ``num_more``."""
+        """``grads`` one after another in a new tensor, zeros for None, with room for ``num_more`` elements."""
         like = next(iter(self.members.values()))
         flat = torch.zeros(self.numel + num_more, dtype=like.dtype, device=like.device)
         for i, view in self.views_of(flat).items():
@@ -79,7 +79,7 @@ class Bucket:
         return flat
 
     def views(self) -> dict[int, Tensor]:
-        """Index -> gradient, in the memory of the message."""
+        """Index -> gradient, as a view of the flat tensor."""
         return self.views_of(self.flat)
 
     def views_of(self, flat: Tensor) -> dict[int, Tensor]:
@@ -93,8 +93,8 @@ class Bucket:
         return found
 
     def settle(self) -> None:
-        """Waits for a sum that was left: bounded, since a peer that has ended will never come."""
+        """Waits for an all-reduce that was left running; bounded, since a peer that has ended will never take part."""
         end = time.monotonic() + _SETTLE_S
-        with contextlib.suppress(RuntimeError):  # it failed: nothing is written any more
+        with contextlib.suppress(RuntimeError):  # it failed: nothing writes to the tensor any more
             while self.work is not None and not self.work.is_completed() and time.monotonic() < end:
                 time.sleep(1e-3)

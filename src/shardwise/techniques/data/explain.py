@@ -1,4 +1,4 @@
-"""Errors of torch's own about parameters that are not gathered, in our words."""
+"""Translates torch's errors about parameters that are not gathered into ShardwiseErrors with a fix."""
 
 import traceback
 
@@ -13,7 +13,7 @@ __all__ = ["in_our_words"]
 
 
 def in_our_words(root: nn.Module, error: BaseException) -> ShardwiseError | None:
-    """What ``error``, raised in a forward or backward of ``root``, comes from; None where that is not known."""
+    """The ShardwiseError for ``error``, raised in a forward or backward of ``root``; None if its cause is not known."""
     if "setStorage" in str(error) and "storage of size 0" in str(error):
         return UnsupportedError(
             "a backward that reaches a unit whose parameters are not gathered",
@@ -38,7 +38,7 @@ def in_our_words(root: nn.Module, error: BaseException) -> ShardwiseError | None
             fix='call backward() and read param.grad; or keep parameters whole on every rank, sw.init("dp_replicate=-1"), and put what it gives '
             "into param.grad inside the window, which sums it over the ranks",
         )
-    if "donated buffer" in str(error):  # of compiled blocks: torch says itself what to set
+    if "donated buffer" in str(error):  # of compiled blocks: torch's message says what to set
         return None
     if "vmap" in str(error) or "functorch" in str(error):
         return UnsupportedError(
@@ -51,7 +51,7 @@ def in_our_words(root: nn.Module, error: BaseException) -> ShardwiseError | None
         return None
     has_units = any(isinstance(child, FSDPModule) for child in root.modules() if child is not root)
     in_forward = _is_in_forward(root, error)
-    if in_forward is False or not has_units:  # in the forward of a model of one unit all of its parameters are gathered
+    if in_forward is False or not has_units:  # in the forward of a model with one unit, all parameters are gathered
         return UsageError(
             "a parameter of the model used by code outside of its forward",
             why="it is cut over the ranks there: parameters are gathered only while model(...) runs",
@@ -73,8 +73,8 @@ def in_our_words(root: nn.Module, error: BaseException) -> ShardwiseError | None
 
 
 def _is_in_forward(root: nn.Module, error: BaseException) -> bool | None:
-    """Whether ``error`` came out of a forward of ``root`` or of a module in it, or of what a backward runs again. None: autograd
-    itself raised it in a backward, and what it goes back over may be of either."""
+    """Whether ``error`` was raised in a forward of ``root`` or of a module in it, or in one that a backward runs again.
+    None: autograd itself raised it in a backward, for an operation that may be of either."""
     modules = {id(module) for module in root.modules()}
     codes = [(frame.f_code, id(frame.f_locals.get("self"))) for frame, _ in traceback.walk_tb(error.__traceback__)]
     if codes and codes[-1][0].co_name == "_engine_run_backward":

@@ -1,8 +1,8 @@
-"""Sharded data parallelism: torch's ``fully_shard`` applied unit by unit, as the recipe says.
+"""Sharded data parallelism: applies torch's ``fully_shard`` unit by unit, as the recipe says.
 
-Set here, on every unit, so that the numbers are those of one process: gradients are summed, never averaged (divide factor 1,
-plain sums; gloo has no pre-multiplied sum), and a parameter that this rank did not use adds zeros, so that
-ranks always reduce the same tensors. Which parameters were used at all is recorded before the reduction.
+Two settings on every unit make the numbers those of one process. Gradients are summed, never averaged (divide factor 1,
+plain sums; gloo has no pre-multiplied sum). A parameter that this rank did not use contributes zeros, so that ranks
+always reduce the same tensors; which parameters were used at all is recorded before the reduction.
 """
 
 import contextlib
@@ -44,19 +44,19 @@ __all__ = ["FSDP2Engine", "apply_fsdp2"]
 
 
 def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine":
-    """Shards ``module`` in place. Parameters may be on meta; they stay there until they are given values."""
+    """Shards ``module`` in place. Parameters may be on meta; their values are written later."""
     modules = dict(canonical_modules(module))
     mesh = world.sharding_mesh()
     _refuse_other_cuts(recipe)
     cut = {name for name, param in recipe.params.items() if param.cuts}
     parameters = tensors_of(module, "_parameters")
     give_memory(module, world.device, without=[p for name, p in parameters.items() if name in cut])  # ties are kept
-    for name in cut:  # fully_shard wants rows that lie one after another (channels_last is lost)
+    for name in cut:  # fully_shard needs contiguous rows (channels_last is lost)
         if not parameters[name].is_contiguous():
             parameters[name].data = parameters[name].data.contiguous()
     whole = {p for name, p in tensors_of(module, "_parameters").items() if name not in cut}
     for unit in (*(unit for unit in recipe.units if unit.name != ROOT), _root_unit(recipe)):
-        targets = list({id(modules[name]): modules[name] for name in unit.modules}.values())  # one may have two names
+        targets = list({id(modules[name]): modules[name] for name in unit.modules}.values())  # one may be there twice
         _refuse_containers(modules, unit.modules)
         is_over_some = not isinstance(unit.reshard, bool) and 1 < unit.reshard < world.layout.dp_shard
         after_forward = world.resharding_mesh(unit.reshard) if is_over_some else None
@@ -79,8 +79,9 @@ def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine
 
 
 def _leave_unflattened(module: nn.Module) -> None:
-    """cuDNN wants the weights of a recurrent layer in one stretch of memory. Its forward moves gathered ones there once, by their
-    ``.data``, and what is gathered later never reaches it: from the second step on the first step's weights computed."""
+    """Disables ``flatten_parameters`` of recurrent layers. It moves gathered weights into one block of memory for cuDNN
+    once, through ``.data``; later all-gathers do not write there, so from the second step on the layer computed with
+    the first step's weights."""
     for child in module.modules():
         if isinstance(child, nn.RNNBase) and any(isinstance(param, DTensor) for param in child.parameters()):
             child.__dict__["flatten_parameters"] = _nothing
@@ -99,7 +100,8 @@ def _offload(recipe: Recipe, world: World) -> OffloadPolicy:
     said = _entry(recipe)
     if not said.offload:
         return OffloadPolicy()
-    # Page-locked memory is the accelerator's; without one torch fails at the first shard ("Cannot access accelerator device").
+    # Page-locked memory needs an accelerator; without one torch fails at the first shard ("Cannot access accelerator
+    # device").
     return CPUOffloadPolicy(pin_memory=said.pin_memory and world.device.type != "cpu")
 
 
@@ -134,8 +136,8 @@ def _refuse_containers(modules: dict[str, nn.Module], names: tuple[str, ...]) ->
 
 
 def _policies(recipe: Recipe, unit: str, parameters: dict[str, Any]) -> list[tuple[list[Any], MixedPrecisionPolicy]]:
-    """The unit's parameters and dtypes as FSDP2 takes them, group by group. Inputs are cast at the root only: its own casting
-    of every unit's inputs would round fp32 positions (by up to 8 at position 4096)."""
+    """The unit's parameters, group by group, each with its FSDP2 mixed precision policy. Inputs are cast at the root
+    only: FSDP2's casting of every unit's inputs would round fp32 positions (by up to 8 at position 4096)."""
     return [
         (
             [parameters[name] for name in group.names],
@@ -151,10 +153,11 @@ def _policies(recipe: Recipe, unit: str, parameters: dict[str, Any]) -> list[tup
 
 @dataclass
 class _Taken:
-    """Units of all models of a world that were gathered and reduced in windows: the same on every rank, or their collectives crossed."""
+    """The units of all models of a world that were gathered and reduced in windows, in order. If they differ by rank,
+    collectives were mismatched."""
 
     entries: list[str] = field(default_factory=list)
-    num_windows: int = 0  # that are open now
+    num_windows: int = 0  # number of open windows
     num_models: int = 0
 
 
@@ -162,7 +165,7 @@ _taken: "weakref.WeakKeyDictionary[World, _Taken]" = weakref.WeakKeyDictionary()
 
 
 class FSDP2Engine:
-    """Handles on a module sharded by :func:`apply_fsdp2`."""
+    """Controls gradient synchronisation of a module sharded by :func:`apply_fsdp2`; see ``parallel.runtime.Engine``."""
 
     has_own = False  # autograd.grad of shards is refused
 
@@ -173,12 +176,12 @@ class FSDP2Engine:
         self._position = {name: i for i, name in enumerate(trainable)}
         self._used = torch.zeros(len(trainable), dtype=torch.uint8)
         self._taken = _taken.setdefault(world, _Taken())
-        self._number = self._taken.num_models  # of this model among those of the world
+        self._number = self._taken.num_models  # number of this model among those of the world
         self._taken.num_models += 1
         self._in_window = False
-        self._waits = False  # gradients were accumulated that no backward has summed since
-        self._has_lost = False  # gradients that belong to the window, or to micro-batches of ``accumulate``
-        self._sync: bool | None = None  # as set_sync says
+        self._waits = False  # gradients were accumulated that no backward has reduced since
+        self._has_lost = False  # gradients of the window, or of micro-batches of ``accumulate``, were lost by an error
+        self._sync: bool | None = None  # the argument of set_sync
         parameters: dict[str, Any] = tensors_of(module, "_parameters")
         whole = [self._position[name] for name in trainable if recipe.params[name].shape == ()]
         self._whole = whole
@@ -200,13 +203,13 @@ class FSDP2Engine:
             world.watch.gathers_with(axis.ranks, axis.group)
         self._watch_gradients()
 
-    # ---- what a window calls ---------------------------------------------------------------------------------
+    # ---- called by a window ----------------------------------------------------------------------------------
 
     def set_sync(self, sync: bool | None) -> None:
         if sync is not None and not self._in_window:
             self._loose_backward.begin()
         self._sync = sync
-        sync = sync is not False  # at the end of each backward is all that FSDP2 knows
+        sync = sync is not False  # FSDP2 itself can only reduce at the end of each backward
         each = self._sync_each
         self.root.set_requires_gradient_sync(sync or bool(each))  # type: ignore[operator]
         if each == "reduce_scatter":
@@ -232,7 +235,7 @@ class FSDP2Engine:
             self.world.agreement.sum({}, f"{place}, summing gradients of the micro-batches before")
             self.order.flush()
             self._waits = False
-        if not self._in_window:  # there the exchange before the step does it
+        if not self._in_window:  # in a window the exchange before the step does it
             self._loose_backward.end(place)
 
     def end(self) -> None:
@@ -277,7 +280,7 @@ class FSDP2Engine:
     def explain(self, error: BaseException) -> ShardwiseError | None:
         return in_our_words(self.root, error)
 
-    # ---- what the order of units tells -----------------------------------------------------------------------
+    # ---- called by the order of units ------------------------------------------------------------------------
 
     def begins_backward(self) -> None:
         self.penalties.reach()
@@ -300,14 +303,15 @@ class FSDP2Engine:
         positions = self._positions[unit.name]
         for i in unit.positions_with_gradient():
             self._used[positions[i]] = 1
-        if unit.reduces:  # the order of reductions is the same on every rank, or gradients cross
+        if unit.reduces:  # all ranks must reduce in the same order, or gradients are mismatched
             self._note(f"{unit.name} (backward)" if unit.name else "(root) (backward)")
             if unit.name == ROOT and self._sync is not False:
                 self._waits = False
 
     def _note(self, entry: str) -> None:
-        """Also what is gathered without gradients: another rank may take the same unit in passing, where it records them. Outside of
-        windows they are not compared, and the list would grow for good."""
+        """Records a unit that was gathered or reduced. Gathers without gradients are recorded too: another rank may
+        gather the same unit only to keep the order, with gradients on. Outside of windows nothing is compared, and the
+        list would grow without limit."""
         if self._taken.num_windows:
             self._taken.entries.append(f"model {self._number}: {entry}" if self._number else entry)
 
@@ -327,8 +331,9 @@ class FSDP2Engine:
                     child.register_forward_pre_hook(refuse_ungathered(prefix, gathers))
 
     def _watch_gradients(self) -> None:
-        """Whole parameters, whose gradients are summed by exchanges; a gradient that comes to a cut one itself, and not to what was
-        gathered (a weight penalty), needs no sum. Empty ones are only counted."""
+        """Registers hooks on the parameters themselves. Gradients of unsharded parameters are summed by exchanges. A
+        gradient that reaches a sharded parameter itself, and not its gathered copy (a weight penalty), needs no sum.
+        Empty parameters are only counted."""
         numbers = {position: number for number, position in enumerate(self._whole)}
         for name, position in self._position.items():
             param = self._loose_backward.params[position]
@@ -358,7 +363,7 @@ class FSDP2Engine:
             self.penalties.note(position)
 
     def _end_of_backward(self, belonging: dict[int, Tensor], _any_apart: bool) -> None:
-        """See :class:`PenaltyGradients`."""
+        """The ``ended`` callback of :class:`PenaltyGradients`."""
         for number, part in belonging.items():
             add_to_gradient(self.penalties.params[number], torch.zeros_like(part) if self._padding.is_on else part)
             self._used[self._whole[number]] = 1
@@ -391,7 +396,7 @@ def _units_of(module: nn.Module, recipe: Recipe, parameters: Mapping[str, Any]) 
 
 
 def _spanning(units: Sequence[Any], order: list[str]) -> set[int]:
-    """Numbers of the units with a module of another one between theirs."""
+    """Numbers of the units that have a module of another unit between their own modules."""
     place = {name: i for i, name in enumerate(order)}
     ends = [(min(map(place.__getitem__, u.modules)), max(map(place.__getitem__, u.modules))) for u in units]
     between = (

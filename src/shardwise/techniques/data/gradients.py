@@ -1,10 +1,13 @@
-"""What both engines, a backward outside of windows, and a window keep of gradients between two sums over the ranks; each once.
+"""Helpers for gradients between two reductions, shared by both engines, backwards outside of windows, and windows.
 
-Three things go wrong with gradients that are summed while a user's loop runs. A sum that is there already is summed again: it is put
-aside (:class:`Aside`) while new gradients come, and added to them when they are sums too. A backward raises, and what was to be done at
-its end is left half done: :class:`EndOfBackward` knows. And a micro-batch that is only there so that ranks have equally many must not count:
-:class:`Padding`. A parameter that no rank used ends without a gradient: replicas say so in the last bucket (``replicas.py``), FSDP2 reduces
-zeros (``_torch/fsdp2.py``), which are taken away by the exchange before the step (``step/exchange.py``) or after a loose backward.
+They handle three problems of gradients that are reduced while a user's loop runs. A gradient that is a sum over the
+ranks already would be summed again: :class:`Aside` sets it aside while new gradients arrive, and adds it when they are
+summed. A backward raises, and the work at its end is left undone: :class:`EndOfBackward` detects that. A micro-batch
+that exists only so that all ranks have equally many must not count: :class:`Padding`.
+
+A parameter that no rank used ends without a gradient: replicas send that in the last bucket (``replicas.py``); FSDP2
+reduces zeros (``_torch/fsdp2.py``), which are removed by the exchange before the step (``step/exchange.py``) or after a
+backward outside a window (``loose_backward.py``).
 """
 
 import weakref
@@ -22,25 +25,25 @@ K = TypeVar("K")
 
 
 class EndOfBackward:
-    """One call at the end of the backward that runs. torch holds the call until that backward is over, one way or the other: one that is
-    gone without having been made tells of a backward that raised."""
+    """Calls one function at the end of the running backward, and detects a backward that raised. torch keeps the call
+    until that backward is over, either way: if the call is gone and was not made, the backward has raised."""
 
     def __init__(self) -> None:
         self._call: weakref.ref[Any] | None = None
 
     @property
     def is_due(self) -> bool:
-        """The backward for which there is a call still runs."""
+        """Whether the backward that the call was registered in is still running."""
         return self._call is not None and self._call() is not None
 
     @property
     def was_dropped(self) -> bool:
-        """The backward for which there was a call has raised."""
+        """Whether the backward that the call was registered in has raised."""
         return self._call is not None and self._call() is None
 
     def call(self, function: Callable[[], None], *, last: bool = False) -> None:
-        """Calls ``function``, which says :meth:`forget` when it is done, when the backward that runs ends; ``last``: after what others call
-        then. Only from within a backward."""
+        """Calls ``function`` when the running backward ends; ``function`` calls :meth:`forget` when it is done.
+        ``last``: after the other calls at that point. May only be called from inside a backward."""
 
         def end() -> None:
             function()
@@ -52,15 +55,15 @@ class EndOfBackward:
         at_end_of_backward(after_others if last else end)
 
     def forget(self) -> None:
-        """There is no call, and none was dropped."""
+        """Resets: no call is due, and none was dropped."""
         self._call = None
 
 
 class Aside(Generic[K]):
-    """Gradients that are put aside while others come to the same parameters.
+    """Gradients that are set aside while new ones are accumulated into the same parameters.
 
     Args:
-        params: by name, or by number.
+        params: the parameters, by name or by number.
     """
 
     def __init__(self, params: Mapping[K, nn.Parameter] | Sequence[nn.Parameter]):
@@ -68,19 +71,20 @@ class Aside(Generic[K]):
         self.kept: dict[K, Tensor] = {}
 
     def put(self, key: K, *, without_history: bool = False) -> None:
-        """Moves the gradient of a parameter out of ``.grad``, if it has one; ``without_history``: what made it (create_graph) is let go."""
+        """Moves the gradient of a parameter out of ``.grad``, if it has one; ``without_history``: detached from its
+        graph (create_graph)."""
         param = self._params[key]
         grad, param.grad = param.grad, None
         if grad is not None:
             self.kept[key] = grad.detach() if without_history else grad
 
     def add_back(self) -> None:
-        """Adds them to what has come since."""
+        """Adds the gradients that were set aside to those accumulated since."""
         for key, grad in self.kept.items():
             add_to_gradient(self._params[key], grad)
 
     def put_back(self, keys: Iterable[K]) -> None:
-        """The gradients of these parameters are again those that were put aside: none where none was."""
+        """Restores the gradients of these parameters that were set aside; None where none was."""
         for key in keys:
             self._params[key].grad = self.kept.get(key)
 
@@ -89,19 +93,20 @@ class Aside(Generic[K]):
 
 
 class Padding:
-    """Gradients of a micro-batch that does not count are made 0 on their way to parameters.
+    """Sets gradients of a micro-batch that does not count to 0 on their way to the parameters.
 
     Args:
-        has_reached: whether the backward that runs has come to what the model computed; a penalty's own backward counts.
+        has_reached: whether the running backward has reached outputs of the model; a weight penalty's own backward
+            counts.
     """
 
     def __init__(self, has_reached: Callable[[], bool]):
         self.is_on = False
-        self.hook: Callable[[Tensor], Tensor | None] | None = None  # on parameters; None: there was no padding yet
+        self.hook: Callable[[Tensor], Tensor | None] | None = None  # on parameters; None: no padding so far
         self._has_reached = has_reached
 
     def set(self, is_on: bool, params: Iterable[nn.Parameter]) -> None:
-        """Whether gradients of the next backwards are made 0; ``params``, on which the hook is put once."""
+        """Sets whether gradients of the next backwards become 0; the hook is registered once on each of ``params``."""
         self.is_on = is_on
         if is_on and self.hook is None:
             padding = weakref.ref(self)  # hooks are held in C++
@@ -113,5 +118,5 @@ class Padding:
 
 
 def add_to_gradient(param: nn.Parameter, part: Tensor) -> None:
-    """Adds ``part`` to ``param.grad``, where there may be none."""
+    """Adds ``part`` to ``param.grad``, which may be None."""
     param.grad = part if param.grad is None else param.grad + part

@@ -1,5 +1,5 @@
-"""What FSDP2 leaves undone for a backward outside a window, where no exchange before the step does it: summing gradients of
-0-dim parameters, which it keeps whole, and leaving None what no rank used."""
+"""Completes the gradients of an FSDP2 backward outside a window, where no exchange before the step does it: sums those
+of 0-dim parameters, which FSDP2 does not shard, and sets those that no rank used to None."""
 
 from collections.abc import Callable, Iterable
 
@@ -14,20 +14,21 @@ __all__ = ["LooseBackward"]
 
 
 class LooseBackward:
-    """One round is the backwards whose gradients are reduced together: those of ``accumulate``, or one by itself."""
+    """Rounds of backwards outside windows. One round is the backwards whose gradients are reduced together: those of
+    ``accumulate``, or a single one."""
 
     def __init__(
         self, params: list[nn.Parameter], whole: Iterable[int], used: Tensor, penalties: PenaltyGradients, world: World
     ):
         self.params, self.whole, self.used, self.penalties, self.world = params, list(whole), used, penalties, world
-        self.summed: Callable[[], None] = lambda: None  # called when one backward by itself was summed
-        self._had: list[bool] | None = None  # which had a gradient before the round; None: no round runs
+        self.summed: Callable[[], None] = lambda: None  # called after a single backward was reduced
+        self._had: list[bool] | None = None  # which parameters had a gradient before the round; None: no round runs
         self._done = Aside[int](params)  # gradients that are sums over the ranks already
         self._ending = EndOfBackward()
 
     @property
     def runs(self) -> bool:
-        """Whether a round has begun that has not ended."""
+        """Whether a round has begun and not ended."""
         self._forget_failed()
         return self._had is not None
 
@@ -41,12 +42,12 @@ class LooseBackward:
             self._done.put(i)
 
     def begin_backward(self, *, ends: bool) -> None:
-        """A round that ends with the backward that runs, perhaps begun before; unless not ``ends``: ``accumulate`` ends it.
-        Only from within a backward."""
+        """If ``ends``, makes the round (begun here or before) end with the running backward; otherwise ``accumulate``
+        ends it. May only be called from inside a backward."""
         self._forget_failed()
         if ends and not self._ending.is_due:
             self.begin()
-            self._ending.call(self._end_alone, last=True)  # FSDP2 ends its root's backward in such a call of its own
+            self._ending.call(self._end_alone, last=True)  # FSDP2 ends its root's backward in a similar call
 
     def _end_alone(self) -> None:
         self._ending.forget()
@@ -69,7 +70,7 @@ class LooseBackward:
         self.forget()
 
     def abandon(self) -> None:
-        """Gradients of whole parameters as before the round."""
+        """Restores the gradients of unsharded parameters to those before the round."""
         self._forget_failed()
         if self._had is not None:
             self._done.put_back(self.whole)

@@ -1,4 +1,4 @@
-"""How data-parallel ranks share a module: options of sharding (FSDP2) and of replicas (DDP). Torch-free."""
+"""Options of data parallelism: ``Sharding`` (FSDP2), ``Prefetch`` and ``DDP`` (replicas). Torch-free."""
 
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
@@ -43,7 +43,7 @@ _ALL = Instead(
 
 
 class Prefetch(Options, frozen=True, kw_only=True):
-    """How many units ahead of the one that computes are gathered. More overlaps more and holds more memory."""
+    """How many units ahead of the computing one are all-gathered. More overlaps more and holds more memory."""
 
     forward: Annotated[
         Annotated[int, msgspec.Meta(ge=0)],
@@ -61,7 +61,7 @@ NO_PREFETCH = Prefetch(forward=0, backward=0)
 
 
 class Sharding(Options, frozen=True, kw_only=True):
-    """How parameters, gradients and optimizer state are spread over the data-parallel ranks."""
+    """How parameters, gradients and optimizer state are sharded over the data-parallel ranks."""
 
     functions: ClassVar[frozenset[str]] = frozenset({"units"})
     patterns: ClassVar[frozenset[str]] = frozenset({"units", "reshard_after_forward"})
@@ -207,12 +207,12 @@ FSDP2_ONLY = (
     "prefetch",
     "sync_every_microbatch",
 )
-"""Options of :class:`Sharding` that replicas have no use for."""
+"""Options of :class:`Sharding` that have no effect on replicas."""
 
 
 class DDP(Options, frozen=True, kw_only=True):
-    """How replicas sum their gradients. Always, and so no options: gradients are views of what was sent, and parameters
-    that a rank did not use are told from those that no rank used."""
+    """How replicas all-reduce their gradients. Two things are always done and are no options: gradients are views of
+    the buckets, and parameters that only this rank did not use are told apart from those that no rank used."""
 
     foreign: ClassVar[Mapping[str, str | Instead]] = {
         "find_unused_parameters": _UNUSED,

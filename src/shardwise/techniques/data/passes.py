@@ -1,4 +1,4 @@
-"""One forward, or one backward, of a sharded model on this rank: which unit is gathered now, and which is to be left."""
+"""One forward or one backward of a sharded model on this rank: which unit is gathered, and which is freed next."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from shardwise.techniques.edges import Views, when_left
 
 __all__ = ["Backward", "Forward", "Units", "refuse_written"]
 
-_LOOKS = 4  # so many times a unit's gathered parameters are looked at after a forward: modules move them in the first
+_LOOKS = 4  # forwards after which a unit's gathered parameters are checked: modules move them in the first ones
 
 
 @dataclass
@@ -22,16 +22,17 @@ class Units:
     """The units of a model, and which of them are gathered ahead.
 
     Attributes:
-        root: the root module's own.
-        inner: the others, by number.
-        ahead, behind: number of a unit (None: the root) -> those to gather when its forward, or backward, begins; a backward that
-            is not in it gathers the one that comes next.
-        names: of a shard, by identity, for messages.
-        spanning: numbers of units with modules between which those of others run (merged or tied across lists): one turn each,
-            to the end of a forward or backward.
-        kept: numbers of units whose output may hide tensors: gathered until their turn in backward.
-        earlier: of these, the ones of a forward that is over for other ranks: they have freed them, even if they keep units.
-        ready: of these, the ones that were gathered ahead in the forward that runs, and not entered yet.
+        root: the root module's unit.
+        inner: the other units, by number.
+        ahead, behind: number of a unit (None: the root) -> units to gather when its forward, or backward, begins. For a
+            unit that is not in ``behind``, its backward gathers the next one.
+        names: id of a shard -> its name, for messages.
+        spanning: numbers of units with modules of other units between their own (merged or tied across lists). Each is
+            gathered once, until the end of the forward or backward.
+        kept: numbers of units whose output may hide tensors: they stay gathered until their turn in backward.
+        earlier: those of ``kept`` from a forward that is over for other ranks, which have freed them even if they keep
+            units.
+        ready: those of ``kept`` that were gathered ahead in the running forward, and not entered yet.
     """
 
     root: Unit
@@ -57,7 +58,7 @@ class Units:
         return self.root if number is None else self.inner[number]
 
     def begin_forward(self) -> None:
-        """Gathers the root. What an earlier forward has left is gathered anew, as shards may have been written since."""
+        """Gathers the root. Frees units that an earlier forward left gathered: shards may have been written since."""
         for number, unit in self.numbered():
             if not unit.is_free and number not in self.kept:
                 unit.free()
@@ -67,7 +68,7 @@ class Units:
         self._prefetch(self.ahead.get(None, []), backward=False)
 
     def begin_alone(self, number: int) -> None:
-        """The same for a forward of one unit by itself."""
+        """Like :meth:`begin_forward`, for a forward of one unit by itself."""
         unit = self.inner[number]
         if number in self.kept:
             self.earlier.add(number)
@@ -75,7 +76,7 @@ class Units:
             unit.free()
 
     def gather(self, number: int) -> None:
-        """For a forward."""
+        """Gathers a unit for its forward, and starts the prefetch of others."""
         if number not in self.ready:
             self._leave_kept(number)
         self.ready.discard(number)
@@ -93,7 +94,7 @@ class Units:
         self.leave_skipped(number)
 
     def leave_skipped(self, number: int) -> None:
-        """The same for one that did not run now. It may have in an earlier forward, which keeps it."""
+        """Like :meth:`leave_forward`, for a unit that did not run now. An earlier forward may have kept it gathered."""
         if number in self.kept:
             self.inner[number].show_shards()
         else:
@@ -125,7 +126,7 @@ class Units:
         self.root.release_buffers()
 
     def look(self, number: int | None) -> None:
-        """Refuses a module whose forward has put a gathered parameter elsewhere: later gathers would not reach it."""
+        """Refuses a module whose forward has moved a gathered parameter to memory that later gathers do not write."""
         if self.looks.get(number, 0) >= _LOOKS:
             return
         self.looks[number] = self.looks.get(number, 0) + 1
@@ -156,13 +157,13 @@ class Units:
                 continue
             if self._leave_kept(number):
                 (self.kept.discard if backward else self.ready.add)(number)
-                self.inner[number].gather(backward=backward)  # no hook would wait for it before it is used
+                self.inner[number].gather(backward=backward)  # not a prefetch: no hook would wait for it before its use
             else:
                 self.inner[number].prefetch(backward=backward)
 
     def _leave_kept(self, number: int | None) -> bool:
-        """Brings a unit that is kept to where other ranks, who did not run it, have it: with them it is gathered again, or not. Whether
-        it is such a unit."""
+        """Brings a kept unit to the state it has on ranks that did not run it, so that all ranks gather it again, or
+        none does. Returns whether it was kept."""
         if number not in self.kept:
             return False
         unit = self.unit(number)
@@ -180,16 +181,16 @@ class Forward:
     def __init__(self, units: Units, walk: Walk | None):
         self.units, self.walk = units, walk
         self.has_gradients = torch.is_grad_enabled()
-        self._open: int | None = None  # entered, and not left for another
-        self._to_run: set[int] = set()  # its modules (by identity) that have not run
-        self._inside: dict[int, int] = {}  # unit -> how many of its modules run now
+        self._open: int | None = None  # the unit that was entered and not yet left for another
+        self._to_run: set[int] = set()  # ids of its modules that have not run
+        self._inside: dict[int, int] = {}  # unit -> number of its modules that are running
         self.views: Views = []
         self._spanned: set[int] = set()
-        self._left_early: dict[int, set[int]] = {}  # unit -> its modules that had not run when another was entered
+        self._left_early: dict[int, set[int]] = {}  # unit -> its modules that had not run when another unit was entered
         self.resumed: set[int] = set()  # units of which such a module ran later
 
     def enter(self, number: int, module: nn.Module) -> bool:
-        """A module of a unit is called; whether that begins a turn of the unit."""
+        """Called when a module of a unit is called. Returns whether that begins a turn of the unit."""
         begins = self.enter_part(number)
         if id(module) in self._left_early.get(number, ()):
             self.resumed.add(number)
@@ -198,7 +199,7 @@ class Forward:
         return begins
 
     def enter_part(self, number: int) -> bool:
-        """The same for a part of it."""
+        """Like :meth:`enter`, for a part of the unit."""
         self.has_gradients = self.has_gradients or torch.is_grad_enabled()
         begins = number != self._open and number not in self._spanned and not self._inside.get(number)
         if begins:
@@ -217,13 +218,13 @@ class Forward:
             self._spanned.add(number)
 
     def skip(self, number: int) -> None:
-        """Gathers a unit with the other ranks, and frees it."""
+        """Gathers a unit together with the other ranks, and frees it: this rank does not run it."""
         self.take(number)
         if number not in self._spanned:
             self.units.leave_skipped(number)
 
     def watch_inputs(self, number: int, args: Any, kwargs: Any, left: Callable[[], None]) -> tuple[Any, Any]:
-        """``(args, kwargs)`` whose gradients tell when backward has left the unit."""
+        """``(args, kwargs)`` whose gradients call ``left`` when backward has left the unit."""
         if not torch.is_grad_enabled() or not self.units.inner[number].is_trained:
             return args, kwargs
         return when_left(args, kwargs, left)
@@ -232,7 +233,7 @@ class Forward:
         return bool(self._inside.get(number))
 
     def leave(self, number: int, module: nn.Module) -> None:
-        """A module of a unit has run."""
+        """Called when a module of a unit has run."""
         self._inside[number] -= 1
         if self._inside[number] or number in self._spanned:
             return
@@ -266,8 +267,8 @@ class Backward:
     """One backward that has reached the model.
 
     Args:
-        reduce: sums a unit's gradients over the ranks and frees it.
-        hook: puts hooks on what was gathered.
+        reduce: reduce-scatters a unit's gradients and frees it.
+        hook: registers hooks on the gathered parameters of a unit.
     """
 
     def __init__(self, units: Units, walk: Walk, reduce: Callable[[int], None], hook: Callable[[int | None], None]):
@@ -280,7 +281,7 @@ class Backward:
         self._hook(None)
 
     def reach(self, number: int) -> None:
-        """The gradient has come to a unit: its turn, unless it has begun."""
+        """Called when the gradient reaches a unit: begins its turn, unless it has begun."""
         if number == self._open or number in self.spanned:
             return
         self._close()
@@ -290,7 +291,7 @@ class Backward:
             self._open = number
 
     def skip(self, number: int) -> None:
-        """Gathers and reduces a unit with the other ranks."""
+        """Gathers and reduces a unit together with the other ranks: this rank's backward does not reach it."""
         self._take(number)
         if number not in self.spanned:
             self._reduce(number)
@@ -302,7 +303,7 @@ class Backward:
             self.spanned.add(number)
 
     def leave(self, number: int) -> None:
-        """The gradient has left the unit."""
+        """Called when the gradient has left the unit."""
         if number == self._open:
             self._close()
 
@@ -317,8 +318,8 @@ class Backward:
 
 
 def refuse_written(unit: Unit, version: int) -> None:
-    """Raises UsageError if the shards were written since they had ``version``: backward would use them with a forward of the
-    values from before."""
+    """Raises UsageError if the shards were written since they had ``version``: backward would combine the new values
+    with a forward of the old ones."""
     if unit.version() != version:
         raise UsageError(
             "a backward of a forward that computed with other parameters",

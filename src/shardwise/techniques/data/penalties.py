@@ -1,9 +1,9 @@
-"""Gradients of a backward that comes to parameters, and to nothing that the model has computed: a weight penalty's own backward.
+"""Gradients of a backward that reaches parameters but no output of the model, as a weight penalty's own backward does.
 
-Such a term is the same on every rank and counts once, as in one process; a sum over the ranks would count it once for each. Where a
-parameter is cut, each rank adds to its own part and nothing is summed. Where ranks hold whole ones, those gradients are kept apart from
-what is summed, and compared: equal on all ranks, they count once; else they come from data (a head that is used as a plain matrix),
-and are summed like any others.
+Such a term is the same on every rank and counts once, as in one process; a sum over the ranks would count it once per
+rank. For a sharded parameter each rank adds the gradient to its own shard, and nothing is summed. For full parameters
+these gradients are kept apart from those that are summed, and compared: if they are equal on all ranks they count once;
+otherwise they come from data (a head that is used as a plain matrix), and are summed like any others.
 """
 
 import weakref
@@ -23,30 +23,30 @@ class PenaltyGradients:
     """Keeps such gradients of ``params`` apart, on this rank.
 
     Args:
-        params: whole parameters, by number.
-        ended: called when a backward has ended, with gradients by number that were held back, and belong to those that are summed, as
-            it came to the model after all; and whether any were kept apart.
+        params: unsharded parameters, by number.
+        ended: called when a backward has ended, with the gradients (by number) that were held back and belong to those
+            that are summed, because it did reach the model; and whether any were kept apart.
 
     Attributes:
-        has_reached: the backward that runs has come to what the model computed.
-        past: what :meth:`note` was given in a backward that came to the model too, when ``ended`` is called.
+        has_reached: whether the running backward has reached something that the model computed.
+        past: the positions passed to :meth:`note` in a backward that reached the model too, when ``ended`` is called.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], ended: Callable[[dict[int, Tensor], bool], None]):
         self.params = params
         self.past: list[int] = []
-        self.parts: dict[frozenset[int], dict[int, Tensor]] = {}  # of backwards that have ended, by what each came to
+        self.parts: dict[frozenset[int], dict[int, Tensor]] = {}  # of ended backwards, by the parameters each reached
         self._ended = ended
-        self._of_this: dict[int, Tensor] = {}  # of the backward that runs
-        self._before: dict[int, Tensor | None] = {}  # gradients as they were, while one is added
+        self._of_this: dict[int, Tensor] = {}  # of the running backward
+        self._before: dict[int, Tensor | None] = {}  # gradients from before, while one is accumulated
         self.has_reached = False
-        self._has_added = False  # or to parameters
-        self._is_differentiated = False  # one that keeps a graph has: the next may come to parameters by that graph
+        self._has_added = False  # the running backward has reached parameters
+        self._is_differentiated = False  # one with create_graph ran: the next may reach parameters through its graph
         self._ending = EndOfBackward()
 
     def watch(self, module: nn.Module) -> None:
-        """Puts hooks on what ``module`` and its parts return, by which a backward is known to come to the model: in its forward those
-        that losses are taken from, else each that is called by itself."""
+        """Registers hooks on the outputs of ``module`` and its parts, which show that a backward has reached the model:
+        inside its forward those from which losses are taken, otherwise those of each part that is called by itself."""
         penalties = weakref.ref(self)  # hooks live in C++, where a cycle through them is never freed
         larger = set(map(id, _parts(module)))
         running: list[nn.Module] = []
@@ -63,7 +63,7 @@ class PenaltyGradients:
             running.clear()
 
         def after(called: nn.Module, _args: Any, output: Any) -> None:
-            # What a compiled part returns is hooked outside of it.
+            # The output of a compiled part is hooked outside of it.
             if torch.is_grad_enabled() and not torch.compiler.is_compiling() and (not running or id(called) in larger):
                 _hook(output, reached)
 
@@ -73,18 +73,19 @@ class PenaltyGradients:
         module.register_forward_hook(end, always_call=True)
 
     def reach(self) -> None:
-        """The backward that runs has come to something that the model computed."""
+        """Called when the running backward has reached something that the model computed."""
         self._begin()
         self.has_reached = True
         self._is_differentiated = self._is_differentiated or torch.is_grad_enabled()  # with create_graph=True
 
     def note(self, position: int) -> None:
-        """A gradient has come to a parameter that is cut, and not through its unit."""
+        """Called when a gradient has reached a sharded parameter, and not through its unit."""
         self._begin()
         self.past.append(position)
 
     def before(self, i: int) -> bool:
-        """A gradient is about to be added to that of parameter ``i``; whether it is kept apart, at least until backward ends."""
+        """Called before a gradient is accumulated into parameter ``i``. Returns whether it is kept apart, at least
+        until backward ends."""
         self._begin()
         self._has_added = True
         if self.has_reached or self._is_differentiated:
@@ -94,7 +95,7 @@ class PenaltyGradients:
         return True
 
     def after(self, i: int) -> bool:
-        """It was added; whether it is kept apart."""
+        """Called after it was accumulated. Returns whether it is kept apart."""
         if i not in self._before:
             return False
         param, before = self.params[i], self._before.pop(i)
@@ -103,8 +104,9 @@ class PenaltyGradients:
         return True
 
     def take(self) -> dict[frozenset[int], dict[int, Tensor]]:
-        """What was kept apart, which is forgotten here: for each set of parameters that backwards came to, the sums of their gradients. One
-        parameter's gradient may be the same on all ranks by chance (a bias's), so those of one backward are judged together."""
+        """Returns and forgets what was kept apart: for each set of parameters that backwards reached, the sums of their
+        gradients. One parameter's gradient (a bias's) may be equal on all ranks by chance, so those of one backward are
+        judged together."""
         self._begin_anew()
         parts, self.parts = self.parts, {}
         return parts
@@ -138,7 +140,8 @@ class PenaltyGradients:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Relative: ranks may compute the same term on other processors. Not below what a variance in float64 can tell."""
+    """Relative tolerance, since ranks may compute the same term on different processors. At least what a variance in
+    float64 can resolve."""
     return max(torch.finfo(dtype).eps ** 0.5, 1e-6)
 
 
@@ -148,7 +151,7 @@ def add_to_part(parts: dict[int, Tensor], i: int, part: Tensor | None) -> None:
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:
-    """``module``, and inside it the entries of lists and what lies beside and above them: what losses are taken from."""
+    """``module`` and the parts of it from which losses are taken: list entries, and modules next to and above lists."""
     found = [module]
     if any(isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential) for child in module.modules()):
         for child in module.children():

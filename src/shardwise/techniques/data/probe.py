@@ -1,6 +1,6 @@
-"""What only the module itself can tell of data parallelism. Units: by a function of its modules, by ``_no_split_modules``, or by its own
-``fully_shard`` method; all become names of modules, so that the recipe stays plain data. And which modules have state that depends on how
-many forwards a rank runs."""
+"""Facts for data parallelism that only the module itself can give. Units: from a function of its modules, from
+``_no_split_modules``, or from its own ``fully_shard`` method; all become names of modules, so that the recipe stays
+plain data. And which modules have state that depends on how many forwards a rank runs."""
 
 import copy
 import dataclasses
@@ -26,12 +26,12 @@ __all__ = ["probe"]
 
 
 def probe(module: nn.Module, draft: Draft, world: World, *, sharding: Sharding, ddp: DDP) -> dict[str, Any]:
-    """What only the module itself can tell.
+    """Facts about ``module`` that the rule of data parallelism needs.
 
     Args:
         module: on meta or not.
         draft: with dtypes, for a model that shards itself.
-        world: the same.
+        world: the world, for a model that shards itself.
         sharding: the options.
         ddp: not read.
 
@@ -39,7 +39,7 @@ def probe(module: nn.Module, draft: Draft, world: World, *, sharding: Sharding, 
         ``units``, ``reshard``, ``advancing``, ``statistics``: see :func:`shardwise.techniques.data.rule.rule`.
 
     Raises:
-        ConfigError: a model that shards itself does so otherwise than the options say, or cannot be told by them.
+        ConfigError: a model that shards itself does not do it as the options say, or the options cannot say it.
         PlanError: the function or the hint names no module.
         UsageError: the module has no such hint, or its own method failed.
     """
@@ -51,7 +51,7 @@ def probe(module: nn.Module, draft: Draft, world: World, *, sharding: Sharding, 
 
 
 def _units(module: nn.Module, draft: Draft, world: World, sharding: Sharding) -> dict[str, Any]:
-    """Names of modules in place of a function or of the words ``"no_split"`` and ``"model"``; else nothing."""
+    """Names of modules for a function, ``"no_split"`` or ``"model"`` as ``units``; otherwise an empty dict."""
     given: Any = sharding.units
     if callable(given):
         names = tuple(name for name, child in canonical_modules(module) if name and given(name, child))
@@ -68,7 +68,7 @@ def _units(module: nn.Module, draft: Draft, world: World, sharding: Sharding) ->
 
 
 def _advancing(module: nn.Module) -> list[str]:
-    """Modules with a spectral norm."""
+    """Modules with a spectral norm, whose power iteration every forward advances."""
     return list(
         dict.fromkeys(
             name.partition(".parametrizations.")[0].removesuffix(".parametrizations")
@@ -89,7 +89,7 @@ def _statistics(module: nn.Module) -> list[str]:
 
 def _no_split(module: nn.Module) -> tuple[str, ...]:
     """Names of the modules whose classes the model, or a model inside it, lists as not to be split (a Hugging Face
-    convention); outermost ones, since a part of one is not split either."""
+    convention). Only outermost ones, since a part of one is not split either."""
     hinted = {cls for child in module.modules() for cls in (getattr(child, "_no_split_modules", None) or ())}
     if not hinted:
         raise UsageError(
@@ -108,8 +108,8 @@ def _no_split(module: nn.Module) -> tuple[str, ...]:
 
 
 def _of_the_model(module: nn.Module, draft: Draft, sharding: Sharding, world: World) -> dict[str, Any]:
-    """What the model's own ``fully_shard(**options)`` shards, seen on a copy without values; its choice of
-    ``reshard_after_forward`` for each is kept."""
+    """The modules that the model's own ``fully_shard(**options)`` shards, found on a copy without values, with its
+    choice of ``reshard_after_forward`` for each."""
     if not callable(getattr(module, "fully_shard", None)):
         raise UsageError(
             f"units='model' for {type(module).__name__}",
@@ -136,7 +136,7 @@ def _of_the_model(module: nn.Module, draft: Draft, sharding: Sharding, world: Wo
     _warn_of_dropped(found, options, taken)
     _warn_of_other_cuts(found)
     freed = {name: unit_reshard(child) for name, child in found.items()}
-    # On one shard it may be DDP, which frees nothing: a note says so.
+    # With one shard the engine may be DDP, which frees nothing: a note says so.
     if world.layout.dp_shard > 1 or sharding.engine == "fsdp2":
         _warn_of_dropped_reshard(freed, options["reshard_after_forward"], taken, world.layout.dp_shard)
     if world.layout.dp_shard == 1 and not isinstance(sharding.reshard_after_forward, bool):
@@ -145,7 +145,7 @@ def _of_the_model(module: nn.Module, draft: Draft, sharding: Sharding, world: Wo
 
 
 def _options(sharding: Sharding, casting: Casting, world: World) -> dict[str, Any]:
-    """What torch's ``fully_shard`` is given for the units of this model, by its keywords."""
+    """Keyword arguments of torch's ``fully_shard`` for the units of this model."""
     pin = sharding.pin_memory and world.device.type != "cpu"
     reshard: Any = sharding.reshard_after_forward
     return {
@@ -164,10 +164,11 @@ def _policy(casting: Casting) -> MixedPrecisionPolicy:
 
 
 def _refuse_other_policies(name: str, child: nn.Module, options: dict[str, Any], part: Casting | None) -> None:
-    """A policy of the model's own, other than it was given, would have no effect. torch's defaults say nothing."""
+    """Refuses a policy of the model's own that differs from the given one: it would have no effect. torch's defaults
+    are accepted."""
     casts, offload = unit_policies(child)
     given, plain = options["mp_policy"], MixedPrecisionPolicy()
-    # Torch casts inputs of units by default, so only not casting them is a choice. Those of a part are cast always.
+    # torch casts the inputs of units by default, so only not casting them is a choice. Parts always cast theirs.
     cast = casts.cast_forward_inputs and given.cast_forward_inputs
     alike = _dtypes(dataclasses.replace(casts, cast_forward_inputs=cast))
     meant = dataclasses.replace(_policy(part), cast_forward_inputs=cast) if part is not None else given
@@ -198,7 +199,7 @@ def _dtypes(policy: MixedPrecisionPolicy) -> tuple[Any, ...]:
 
 
 def _warn_of_dropped(found: dict[str, Any], options: dict[str, Any], taken: set[str]) -> None:
-    """A policy that a method takes, and does not give to all of its units: they have it all the same."""
+    """Warns of a policy that the method takes and does not pass to all of its units: it is applied to all anyway."""
     policies = {name: unit_policies(child) for name, child in found.items()}
     for number, key, plain in ((0, "mp_policy", MixedPrecisionPolicy()), (1, "offload_policy", OffloadPolicy())):
         asks = options[key].param_dtype is not None if number == 0 else options[key] != plain
@@ -212,7 +213,7 @@ def _warn_of_dropped(found: dict[str, Any], options: dict[str, Any], taken: set[
 
 
 def _warn_of_dropped_reshard(freed: dict[str, bool | int], asked: bool | int, taken: set[str], dp_shard: int) -> None:
-    """Units that are freed after forward, as torch frees them where nothing is said, though the options say otherwise."""
+    """Warns of units that are freed after forward, torch's default, although the options say otherwise."""
     without = [name for name, reshard in freed.items() if reshard is True]
     if asked is True or (asked is not False and asked == dp_shard) or not without:
         return
@@ -230,8 +231,8 @@ def _some(names: list[str]) -> str:
 
 
 def _warn_of_other_cuts(found: dict[str, Any]) -> None:
-    """Parameters that the model keeps whole (``ignored_params``) or cuts along another dim (``shard_placement_fn``): all of a unit are cut
-    along their first dim, with the same numbers."""
+    """Warns of parameters that the model keeps whole (``ignored_params``) or cuts along another dim
+    (``shard_placement_fn``): all parameters of a unit are cut along their first dim, with the same numbers."""
     whole, other = [], []
     for name, child in found.items():
         for key, param in child.named_parameters():
@@ -256,7 +257,7 @@ def _is_unit(child: nn.Module) -> bool:
 
 
 def _without_values(module: nn.Module) -> Any:
-    """A copy on meta: parameters and buffers are replaced while copying, so that none is copied for real."""
+    """A copy on meta: parameters and buffers are replaced while copying, so that no values are copied."""
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         bare = torch.empty_like(tensor, device="meta")
@@ -267,7 +268,7 @@ def _without_values(module: nn.Module) -> Any:
 
 
 def _call_with_known(twin: Any, options: dict[str, Any]) -> set[str]:
-    """Calls the model's method with those of ``options`` that its signature has room for: their names."""
+    """Calls the model's ``fully_shard`` with those of ``options`` that its signature has. Returns their names."""
     parameters = inspect.signature(twin.fully_shard).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     known = {key: value for key, value in options.items() if takes_all or key in parameters}

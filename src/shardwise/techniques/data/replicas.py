@@ -1,21 +1,20 @@
-"""Replicated data parallelism: whole copies, whose gradients are summed over the ranks, never averaged.
+"""Replicated data parallelism (DDP): full copies, whose gradients are summed over the ranks, never averaged.
 
-Gradients are summed bucket by bucket while backward still runs: a hook on each parameter tells when its gradient is
-there, and a bucket whose parameters all have theirs is sent. What makes the sum right in every loop is what happens
-besides:
+Gradients are all-reduced bucket by bucket while backward still runs: a hook on each parameter notices when its gradient
+is ready, and a bucket is sent when all of its parameters have theirs. These rules make the sum right in every loop:
 
 * Buckets are sent in one fixed order, from the last parameters to the first, and the last bucket only at the end. So
-  ranks that used other parameters, or in another order, still send the same; and a resumed run is bit-equal.
+  ranks that used other parameters, or in another order, still send the same buckets; and a resumed run is bit-equal.
 * A gradient moves into its bucket when it is sent. What a later backward adds (two losses, two forwards, a checkpoint
-  that is recomputed, a parameter used outside forward) is then there by itself and is sent after the rest.
-* The last bucket carries along which parameters were used, and which buckets have such late parts: no further message.
+  that is recomputed, a parameter used outside forward) is then in ``.grad`` alone, and is sent after the rest.
+* The last bucket also carries which parameters were used, and which buckets have such late parts: no further message.
   A parameter that no rank used ends with ``grad is None``, as in one process.
-* A backward outside a window that raised (a batch that was too large, and is skipped) is sent to its end before the next
-  one begins, marked as failed: ranks go on in step, and one whose own backward was complete is told.
+* A backward outside a window that raised (a batch that was too large, and is skipped) is completed with zeros before
+  the next one begins, marked as failed: ranks stay in step, and one whose own backward was complete gets an error.
 
 torch's own reducer instead takes each forward of the root for one backward, and parameters outside that graph for
-unused: two backwards in one micro-batch left gradients 0.5 off without a word, and a second model, an encoder called by
-itself, or a loss on a block's attribute ended in errors.
+unused: two backwards in one micro-batch left gradients 0.5 off without an error, and a second model, an encoder called
+by itself, or a loss on a block's attribute ended in errors.
 """
 
 import contextlib
@@ -53,7 +52,7 @@ def apply_ddp(module: nn.Module, recipe: Recipe, world: World) -> "DDPEngine":
 
 
 class DDPEngine:
-    """Sums the gradients of one replicated module."""
+    """Sums the gradients of one replicated module over the ranks; see ``parallel.runtime.Engine``."""
 
     def __init__(self, params: list[nn.Parameter], world: World, bucket_cap_mb: float):
         self.params, self.world = params, world
@@ -62,21 +61,21 @@ class DDPEngine:
         self._bucket_of = {i: bucket for bucket in self.buckets for i in bucket.members}
         self._used = torch.zeros(len(params), dtype=torch.uint8)
         self._summed: set[int] = set()  # parameters whose .grad is a sum over the ranks already
-        self._done = Aside[int](params)  # such sums, put aside while new parts are summed
+        self._done = Aside[int](params)  # such sums, set aside while new parts are summed
         self._ending = EndOfBackward()
-        self._sync: bool | None = None  # as set_sync says
+        self._sync: bool | None = None  # the argument of set_sync
         self.summed: Callable[[], None] = lambda: None  # called when a backward outside of windows was summed
         self.has_own = False
         self.penalties = PenaltyGradients(params, self._end_of_backward)
         self._padding = Padding(functools.partial(getattr, self.penalties, "has_reached"))
         self._forget()
         if not self._is_alone:
-            world.gradient_group()  # made now, by all ranks
+            world.gradient_group()  # made now, because all ranks are here
             for i, param in enumerate(params):
                 param.register_hook(self._before(i))
                 param.register_post_accumulate_grad_hook(self._after(i))
 
-    # ---- what a window calls ---------------------------------------------------------------------------------
+    # ---- called by a window ----------------------------------------------------------------------------------
 
     def begin(self) -> None:
         self._end_failed()
@@ -113,7 +112,7 @@ class DDPEngine:
         self._done.put_back(self._done.kept)
         self._drop()
         self._sync = None
-        self._summed = set(range(len(self.params)))  # what is put back was summed before
+        self._summed = set(range(len(self.params)))  # what was restored is a sum already
 
     def waits(self) -> bool:
         return bool(self._unreduced() or self.penalties.parts)
@@ -128,7 +127,7 @@ class DDPEngine:
         return []
 
     def drop_gathered(self) -> None:
-        pass  # parameters are whole, and what forward computes with
+        pass  # parameters are full copies, with which forward computes
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -160,7 +159,7 @@ class DDPEngine:
 
     def _expect(self, i: int) -> None:
         if not is_accumulated(self.params[i]):  # torch.autograd.grad runs this hook too, and leaves .grad alone
-            # With a graph of it (create_graph) it is part of a loss, whose backward comes later.
+            # With create_graph the result is part of a loss, whose backward comes later.
             self.has_own = self.has_own or not torch.is_grad_enabled()
             return
         self._end_failed()
@@ -168,7 +167,7 @@ class DDPEngine:
             self._put_aside(i)
 
     def _end_of_backward(self, belonging: dict[int, Tensor], any_apart: bool) -> None:
-        """See :class:`PenaltyGradients`."""
+        """The ``ended`` callback of :class:`PenaltyGradients`."""
         for i, part in belonging.items():
             self._put_aside(i)
             add_to_gradient(self.params[i], torch.zeros_like(part) if self._padding.is_on else part)
@@ -192,7 +191,7 @@ class DDPEngine:
             self._send_ready()
 
     def _unreduced(self) -> list[int]:
-        """Parameters with a gradient of this rank alone."""
+        """Indices of parameters with a gradient of this rank alone."""
         used = self._used.nonzero().flatten().tolist()
         return [i for i in used if i not in self._summed and self.params[i].grad is not None]
 
@@ -202,7 +201,7 @@ class DDPEngine:
         self.summed()
 
     def _end_failed(self) -> None:
-        """Ends a backward that raised before its sums: what it has not sent follows as zeros, and all of it is dropped."""
+        """Completes a backward that raised before its sums: sends zeros for the rest, and drops all gradients."""
         if not self._ending.was_dropped:
             return
         for bucket in self.buckets[self._num_sent :]:
@@ -216,13 +215,13 @@ class DDPEngine:
         self._forget()
 
     def _put_aside(self, i: int) -> None:
-        """A gradient that is a sum over the ranks must not be summed again."""
+        """Sets a gradient that is a sum over the ranks aside, so that it is not summed again."""
         if i in self._summed:
             self._summed.discard(i)
             self._done.put(i)
 
     def _take(self, i: int) -> Tensor | None:
-        """This rank's own part of a gradient, which moves out of ``.grad``."""
+        """This rank's own part of a gradient; removes it from ``.grad``."""
         self._put_aside(i)
         grad, self.params[i].grad = self.params[i].grad, None
         return grad
@@ -230,14 +229,14 @@ class DDPEngine:
     # ---- sending ---------------------------------------------------------------------------------------------
 
     def _send_ready(self) -> None:
-        """Sends what is complete, in order; never the last bucket, which tells what the whole pass was like."""
+        """Sends the complete buckets, in order; never the last one, which describes the whole pass."""
         while self._num_sent < len(self.buckets) - 1 and not self.buckets[self._num_sent].missing:
             self._send(self.buckets[self._num_sent])
 
     def _send(self, bucket: Bucket) -> None:
         grads = {i: self._take(i) for i in bucket.members}
         for i, grad in grads.items():
-            if grad is not None:  # perhaps put there by hand, which no hook tells
+            if grad is not None:  # perhaps assigned by hand, which no hook notices
                 self._used[i] = 1
         self._post(bucket, grads)
 
@@ -283,7 +282,7 @@ class DDPEngine:
         self._forget()
 
     def _add_penalties(self, place: str) -> None:
-        """Adds what ranks have kept apart: once where it is the same on all of them."""
+        """Adds the gradients that ranks have kept apart; counts them once where they are the same on all ranks."""
         own, agreement = self.penalties.take(), self.world.agreement
         keys = agreement.gather([sorted(key) for key in own], f"{place}, naming parameters that backward came to alone")
         for key in dict.fromkeys(tuple(each) for keys_of_rank in keys for each in keys_of_rank):

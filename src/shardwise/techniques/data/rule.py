@@ -1,4 +1,4 @@
-"""How data-parallel ranks share the parameters, in the recipe: the engine, the units, and the cut of every parameter."""
+"""The rule of data parallelism: chooses the engine, the units, and the cut of every parameter for the recipe."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -19,27 +19,27 @@ __all__ = ["DataEntry", "heading", "rule"]
 
 
 class DataEntry(Record, frozen=True):
-    """What a recipe says of data parallelism besides units and cuts."""
+    """The recipe's data about data parallelism, other than units and cuts."""
 
     buffers: str = "rank0"
-    offload: bool = False  # parameters, gradients and optimizer state live in host memory
+    offload: bool = False  # parameters, gradients and optimizer state are kept in host memory
     pin_memory: bool = True  # ... page-locked, where there is an accelerator
     sync_every_microbatch: bool | Literal["reduce_scatter"] = False
-    ddp: DDP | None = None  # how replicas reduce; None: they are shards
+    ddp: DDP | None = None  # how replicas reduce; None: the engine is fsdp2
 
 
 def rule(draft: Draft, facts: Mapping[str, Any], *, sharding: Sharding, ddp: DDP) -> None:
     """Chooses the engine, makes the units, and cuts every parameter.
 
     Args:
-        draft: of the recipe.
-        facts: ``units`` and ``reshard``: what a function, or the model itself, means by units; ``advancing``: modules with state that every
-            forward advances; ``statistics``: modules with running statistics.
-        sharding: the options.
-        ddp: the same.
+        draft: the recipe so far.
+        facts: ``units`` and ``reshard``: the units that a function, or the model itself, names; ``advancing``: modules
+            with state that every forward advances; ``statistics``: modules with running statistics.
+        sharding: the options of sharding.
+        ddp: the options of replicas.
 
     Raises:
-        PlanError: options that name no module, or a number of ranks to reshard over that does not divide dp_shard.
+        PlanError: options that match no module, or a number of ranks to reshard over that does not divide dp_shard.
         UnsupportedError: DDP where parameters are cut or cast.
     """
     sharding = _with_units(sharding, facts)
@@ -69,7 +69,7 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, sharding: Sharding, ddp: DDP
 
 
 def heading(recipe: Recipe) -> list[str]:
-    """What ``describe`` says at its head."""
+    """The lines about data parallelism at the head of ``describe``."""
     if recipe.entry("data", DataEntry).offload:
         return ["offload: parameters, gradients and optimizer state are kept in host memory"]
     return []
@@ -119,7 +119,8 @@ def _check_reshard(layout: Layout, given: bool | int | dict[str, bool | int]) ->
 
 
 def _note_without_effect(draft: Draft, sharding: Sharding, ddp: DDP) -> None:
-    """Options that this recipe has no use for: said, because another layout, or another model, may have."""
+    """Notes options that have no effect in this recipe: not an error, because they may have one under another layout or
+    for another model."""
     idle: list[tuple[Sharding | DDP, str, str]] = []  # record, key, why
     if not any("float" in fact.dtype for fact in draft.anatomy.buffers.values()):
         idle.append((sharding, "buffers", "the model has no floating buffers"))
@@ -140,7 +141,7 @@ def _note_without_effect(draft: Draft, sharding: Sharding, ddp: DDP) -> None:
 
 
 def _cut_parameters(draft: Draft) -> None:
-    """Cuts dim 0 of every parameter over the shards; one without a dim stays whole, and what is not gathered is not cast."""
+    """Cuts dim 0 of every parameter over the fsdp axis. 0-dim ones stay whole and uncast, as they are not gathered."""
     for name, fact in draft.anatomy.params.items():
         if fact.shape:
             if fact.numel > 0:
@@ -154,7 +155,7 @@ def _cut_parameters(draft: Draft) -> None:
 
 
 def _note_state_of_forwards(draft: Draft, facts: Mapping[str, Any], sharding: Sharding) -> None:
-    """Says which modules' state depends on the number of ranks: ranks run a part of a window's forwards each."""
+    """Notes modules whose state depends on the number of ranks: each rank runs only a part of a window's forwards."""
     for name in facts.get("advancing", ()):
         draft.note(
             name,

@@ -1,4 +1,4 @@
-"""Gradients of 0-dim parameters, which FSDP2 keeps whole on every rank: summed over the ranks in an exchange before the step."""
+"""Gradients of 0-dim parameters, which FSDP2 does not shard: summed over the ranks in an exchange before the step."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,28 +13,29 @@ __all__ = ["ScalarGradients"]
 
 
 class ScalarGradients:
-    """Those of ``params``, with what ``apart`` kept of them.
+    """Packs the gradients of ``params`` for an exchange, with what ``penalties`` kept apart, and unpacks the sums.
 
     Args:
         params: 0-dim parameters, the same on every rank.
-        apart: by their numbers.
+        penalties: their gradients that were kept apart, by number.
         num_ranks: how many ranks count.
-        counts: whether this one does; of ranks with the same data the first.
+        counts: whether this one does; of ranks with the same data only the first.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], penalties: PenaltyGradients, num_ranks: int, *, counts: bool):
         self._params, self._penalties, self._num_ranks, self._counts = params, penalties, num_ranks, float(counts)
 
     def entries(self) -> dict[str, Tensor]:
-        """For the exchange, none without such parameters: ``whole``, this rank's gradients as float64 [n, 2], real and imaginary part; and
-        ``apart``, float64 [n, 4]: whether a part was kept, its real and imaginary part, the square of its absolute value."""
+        """Entries for the exchange; empty without such parameters. ``whole``: this rank's gradients as float64 [n, 2],
+        real and imaginary part. ``apart``, float64 [n, 4]: whether a part was kept, its real and imaginary part, its
+        squared absolute value."""
         if not self._params:
             return {}
         whole = torch.stack([_wire(param.grad) for param in self._params])
         return {"whole": self._counts * whole, "apart": self._counts * self._wire_of_parts()}
 
     def set(self, summed: Mapping[str, Tensor], used: Sequence[bool]) -> None:
-        """Puts the sums in place of this rank's gradients: None where no rank used a parameter."""
+        """Replaces this rank's gradients by the sums; None where no rank used a parameter."""
         for param, value, is_used in zip(self._params, summed.get("whole", ()), used, strict=True):
             param.grad = _unwired(value, param) if is_used else None
         for param, row in zip(self._params, summed.get("apart", ()), strict=True):

@@ -1,4 +1,4 @@
-"""When a unit is gathered and freed: ``reshard_after_forward``, ``reshard_every`` and ``prefetch`` of every unit."""
+"""Sets when each unit is gathered and freed: ``reshard_after_forward``, ``reshard_every`` and ``prefetch``."""
 
 import msgspec
 
@@ -11,7 +11,7 @@ __all__ = ["with_timing"]
 
 
 def with_timing(anatomy: Anatomy, units: tuple[Unit, ...], sharding: Sharding) -> tuple[Unit, ...]:
-    """``units``, of which the root is the last, with what the options say about time.
+    """``units``, the root last, with ``reshard`` and prefetch set as the options say.
 
     The root's own ``reshard`` is kept: it stays gathered from forward to backward, which starts with it.
 
@@ -26,7 +26,7 @@ def with_timing(anatomy: Anatomy, units: tuple[Unit, ...], sharding: Sharding) -
 
 
 def _reshard(anatomy: Anatomy, units: list[Unit], given: bool | int | dict[str, bool | int]) -> list[bool | int]:
-    """The value of each unit; the last pattern that matches it counts, and true where none does."""
+    """``reshard_after_forward`` of each unit: that of the last pattern that matches it, and true where none does."""
     if not isinstance(given, dict):
         return [given] * len(units)
     found: list[bool | int] = [True] * len(units)
@@ -65,7 +65,7 @@ def _kinds(anatomy: Anatomy, units: list[Unit]) -> list[str]:
 
 
 def _prefetched(units: tuple[Unit, ...], given: str | Prefetch) -> tuple[Unit, ...]:
-    """Forward runs from the root through the units in the order of the module, backward the other way."""
+    """Sets prefetches: forward runs from the root through the units in the order of the module, backward in reverse."""
     if given == "default":
         return units
     plan = given if isinstance(given, Prefetch) else NO_PREFETCH

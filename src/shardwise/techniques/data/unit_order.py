@@ -1,15 +1,16 @@
-"""When the units of a sharded model are gathered, freed and reduced: by what runs, in one order on every rank.
+"""When the units of a sharded model are gathered, freed and reduced: driven by what runs, in one order on every rank.
 
-*Forward.* The root's parameters are gathered when the model is called, a unit's when one of its modules is; it is freed when all of
-them have run, or another unit is entered. Where a forward returns, the modules hold the shards again, the objects that the user
-knows; what is gathered may stay for backward. A forward without gradients leaves nothing gathered.
+*Forward.* The root's parameters are gathered when the model is called, a unit's when one of its modules is. A unit is
+freed when all of its modules have run, or another unit is entered. When a forward has returned, the modules hold the
+shards again, the objects that the user knows; gathered memory may be kept for backward. A forward without gradients
+leaves nothing gathered.
 
-*Backward.* A unit's turn begins when a gradient reaches what one of its modules returned, or one of its parameters, whatever
-the forward returned and wherever the loss was taken from. It ends, by summing its gradients over the ranks, when the gradient
-has reached what the unit was given, or another unit's turn begins. The root's turn is the whole backward.
+*Backward.* A unit's turn begins when a gradient reaches an output of one of its modules, or one of its parameters,
+whatever the forward returned and wherever the loss was taken from. It ends, with the reduce-scatter of its gradients,
+when the gradient has reached the unit's inputs, or another unit's turn begins. The root's turn is the whole backward.
 
-A rank that skips a unit takes its turn in passing: see :mod:`shardwise.techniques.data.walk`. Orders are kept apart by situation: forward
-with and without gradients, backward by the number of forwards since the last one.
+A rank that skips a unit still takes part in its collectives: see :mod:`shardwise.techniques.data.walk`. There is one
+order per situation: forward with gradients, forward without, and backward by the number of forwards since the last one.
 """
 
 import contextlib
@@ -35,28 +36,29 @@ __all__ = ["Listener", "Order"]
 
 
 class Listener(Protocol):
-    """What the engine hears of, on this rank."""
+    """Callbacks of the engine, called by :class:`Order` on this rank."""
 
     def begins_backward(self) -> None:
         """A backward has reached the model."""
 
     def loses_backward(self) -> None:
-        """A backward that has reached the model raised: its gradients, and those that waited to be summed with them, are dropped."""
+        """A backward that has reached the model raised: its gradients, and those that waited to be reduced with them,
+        are dropped."""
 
     def takes(self, unit: Unit, *, backward: bool) -> None:
         """``unit`` was gathered in a forward, or is about to be reduced in a backward."""
 
 
 class Order:
-    """Drives the units of one sharded model by hooks on its modules."""
+    """Gathers, frees and reduces the units of one sharded model, by hooks on its modules."""
 
     def __init__(self, module: nn.Module, units: Units, world: World, listener: Listener):
         self.module, self.units, self.world = module, units, world
         self._listener = listener
         self._orders = Orders(len(units.inner), world)
         self._is_held = False
-        self._num_forwards = 0  # with gradients, since the last backward
-        self._root_version = -1  # of the shards that are gathered
+        self._num_forwards = 0  # forwards with gradients since the last backward
+        self._root_version = -1  # version of the root's shards when they were gathered
         self._forget()
         when_interrupted(module, self._leave_interrupted)
         module.register_forward_pre_hook(self._before_root, with_kwargs=True, prepend=True)
@@ -74,13 +76,13 @@ class Order:
         self._backward: Backward | None = None
         self._ending = EndOfBackward()
         self._nested = 0  # calls of the root inside a forward or a backward of it
-        self._caught: BaseException | None = None  # what the caller of the forward is handling
+        self._caught: BaseException | None = None  # an exception that the caller of the forward is handling
         self._direct: nn.Module | None = None  # a unit's module that was called by itself
 
     # ---- for the engine --------------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Forgets forwards and a backward that were left half done. All ranks must call it."""
+        """Forgets unfinished forwards and an unfinished backward. All ranks must call it."""
         self._forget()
         self._num_forwards = 0
         reset_iteration(self.module)
@@ -90,22 +92,22 @@ class Order:
         self.units.kept.clear()
 
     def free(self) -> None:
-        """Drops what is gathered. All ranks must call it."""
+        """Frees all gathered parameters. All ranks must call it."""
         for unit in self.units.all():
             unit.free()
 
     def look(self) -> None:
-        """Tells the listener of a backward that raised, if nothing has run since."""
+        """Notices a backward that raised, if nothing has run since, and calls the listener."""
         self._runs_backward()
 
     def flush(self) -> None:
-        """Sums what earlier backwards have accumulated. All ranks must call it, outside of forwards and backwards."""
+        """Reduces what earlier backwards accumulated. All ranks must call it, outside of forwards and backwards."""
         self._reduce_rest(())
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Within: every parameter is gathered, and the modules hold the whole ones. Ranks enter and leave it together; what each
-        of them runs meanwhile takes no gathers."""
+        """Context manager: every parameter is gathered, and the modules hold the full ones. All ranks enter and leave
+        it together; forwards inside it gather nothing, so each rank may run as many as it likes."""
         if self._is_held:
             yield
             return
@@ -124,8 +126,9 @@ class Order:
                 unit.free()
 
     def gathers(self, number: int | None) -> Callable[[nn.Module], None]:
-        """A call for a module inside a unit (None: the root) that runs and finds shards: another method of the unit was called than
-        its forward, it runs again in a backward, or after the model's forward (which returned a closure or a generator)."""
+        """A function to call for a module inside a unit (None: the root) that runs and finds shards. This happens if
+        another method of the unit was called than its forward, or if the module is recomputed in a backward, or runs
+        after the model's forward (which returned a closure or a generator)."""
         order = weakref.ref(self)
 
         def gather(module: nn.Module) -> None:
@@ -189,12 +192,12 @@ class Order:
                 self.units.spanning |= self._orders.of_any_rank(forward.resumed, "units that are entered in parts")
             self._orders.learn(_forward(), forward.walk, range(len(self.units.inner)), self.units.spanning)
             self.units.end_forward(with_gradients=forward.has_gradients)
-            # Not those within ``whole``, of which each rank runs as many as it likes.
+            # Forwards inside ``whole`` do not count: each rank runs as many of them as it likes.
             self._num_forwards += forward.has_gradients
 
     def _before(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._forward is None and (self._runs_backward() or in_backward()):
-            self._reach(number)  # it runs again, from a checkpoint
+            self._reach(number)  # a checkpoint recomputes it
             return None
         if self._forward is None:
             args, kwargs = self._begin_forward(self._orders.alone(number, self._pass_forward), module, args, kwargs)
@@ -211,7 +214,8 @@ class Order:
         return forward.watch_inputs(number, args, kwargs, self._left(number))
 
     def _enter_part(self, number: int) -> None:
-        """Nobody tells when the unit's method returns, nor what: it is gathered until another unit is, and for its backward."""
+        """Gathers a unit whose forward was not called. No hook sees when the method returns, or what: the unit stays
+        gathered until another unit is, and for its backward."""
         forward = self._forward
         assert forward is not None
         if not forward.enter_part(number):
@@ -225,7 +229,7 @@ class Order:
     def _after(self, number: int, module: nn.Module, _args: Any, output: Any) -> Any:
         forward = self._forward
         if forward is None and torch.is_grad_enabled() and self._runs_backward() and not self._has_failed(output):
-            # It ran again: a backward of this run may follow within.
+            # It was recomputed: a backward of this run may follow.
             output, _ = hand_out(output, self._reached(number), [])
             return output
         if forward is None or not forward.is_inside(number):
@@ -245,7 +249,8 @@ class Order:
         return output
 
     def _leave_failed(self) -> None:
-        """After a forward that raised. A caller may catch it and go on: gradients of earlier micro-batches stay."""
+        """Cleans up after a forward that raised. A caller may catch the error and continue: gradients of earlier
+        micro-batches stay."""
         self._forget()
         reset_iteration(self.module)
         if not self._is_held:
@@ -257,12 +262,12 @@ class Order:
             self._leave_failed()
 
     def _has_failed(self, output: Any) -> bool:
-        """Whether a hook that is always called is called for a forward that raised."""
+        """Whether an ``always_call`` hook was called for a forward that raised."""
         error = sys.exc_info()[1]
         return output is None and error is not None and error is not self._caught
 
     def _pass_forward(self, number: int) -> None:
-        """A unit that this rank skips."""
+        """Gathers and frees a unit that this rank skips in forward."""
         assert self._forward is not None
         self._forward.skip(number)
         self._listener.takes(self.units.inner[number], backward=False)
@@ -270,7 +275,7 @@ class Order:
     # ---- backward --------------------------------------------------------------------------------------------
 
     def _reached(self, number: int | None) -> Callable[[Tensor], None]:
-        """A hook on what a unit returned (None: the root). The graph of the forward keeps it, and it the model."""
+        """A hook on an output of a unit (None: the root). The graph of the forward holds it, and it holds the model."""
         unit = self.units.unit(number)
         version = unit.version()
 
@@ -288,7 +293,7 @@ class Order:
         return call
 
     def _hook_gradients(self, number: int | None) -> None:
-        """Hooks on parameters hold no model: they are held in C++."""
+        """Registers hooks on a unit's gathered parameters. They do not hold the model: hooks are held in C++."""
         order = weakref.ref(self)
 
         def hook(_param: Tensor) -> None:
@@ -300,7 +305,7 @@ class Order:
         unit.hook_gradients(lambda: hook)
 
     def _reach(self, number: int | None) -> None:
-        """A backward has come to a unit (None: the root)."""
+        """Called when a backward has reached a unit (None: the root)."""
         if not self._runs_backward():
             self._begin_backward(number)
         if number is not None:
@@ -308,7 +313,7 @@ class Order:
             self._backward.reach(number)
 
     def _runs_backward(self) -> bool:
-        """Whether a backward has reached the model and has not ended; one that raised is forgotten."""
+        """Whether a backward has reached the model and has not ended; forgets one that raised."""
         if self._backward is None:
             return False
         if self._ending.is_due:
@@ -358,7 +363,7 @@ class Order:
         unit.reduce()
 
     def _reduce_rest(self, done: Collection[int]) -> None:
-        """Ends a backward: units that no rank had a turn for may have gradients of earlier micro-batches."""
+        """Ends a backward: also reduces units without a turn, which may have gradients of earlier micro-batches."""
         for number in reversed(range(len(self.units.inner))):
             if number not in done and self.units.inner[number].is_trained:
                 self._reduce(number)

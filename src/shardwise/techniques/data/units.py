@@ -1,8 +1,9 @@
-"""Which modules are gathered together: from the block lists of an anatomy to the units of a recipe.
+"""Which modules are gathered together: makes the units of a recipe from the block lists of a module.
 
-The rule: the blocks of outermost lists, neighbours merged until a unit holds ``min_unit_bytes``; everything else belongs to the root
-unit. A rank may skip units: they are taken in one order at run time. One collective per unit, so many tiny units cost time
-(a 24-block, d=64 model is 2.4x quicker as one group on gloo) and one huge unit costs memory.
+The rule: the blocks of outermost lists, neighbours merged until a unit holds ``min_unit_bytes``; everything else
+belongs to the root unit. A rank may skip units: they are taken in one order at run time. Each unit needs one
+collective, so many tiny units cost time (a 24-block, d=64 model is 2.4x quicker as one group on gloo) and one huge unit
+costs memory.
 """
 
 from collections.abc import Sequence
@@ -14,18 +15,18 @@ from shardwise.techniques.data.timing import with_timing
 
 __all__ = ["make_units", "unit_of_params"]
 
-_LARGE = 1 << 30  # bytes of a model of which one unit should not hold most
+_LARGE = 1 << 30  # bytes of a model above which one unit should not hold most of it
 
 
 def make_units(anatomy: Anatomy, sharding: Sharding, compute: str | None) -> tuple[tuple[Unit, ...], tuple[Note, ...]]:
     """Units in the order of the module, the root unit last, and notes on what was decided.
 
     Raises:
-        PlanError: a name pattern that matches no module.
+        PlanError: a pattern that matches no module.
     """
     units, sizes = sharding.units, _Sizes(anatomy, sharding, compute)
     if isinstance(units, tuple):
-        lists, notes = [_named_blocks(anatomy, units)], []  # none of them is merged away
+        lists, notes = [_named_blocks(anatomy, units)], []  # named modules are never merged
     elif units == "none":
         lists, notes = [], [Note(name=ROOT, why='one unit: units="none"')]
     else:
@@ -48,10 +49,11 @@ def make_units(anatomy: Anatomy, sharding: Sharding, compute: str | None) -> tup
 
 
 def check_names(anatomy: Anatomy, sharding: Sharding) -> None:
-    """Refuses what :func:`make_units` would, where there are no units: a slip in a name is the same on every layout.
+    """Checks the names of modules in the options as :func:`make_units` does, for a layout without units: a mistake in a
+    name is then reported under every layout.
 
     Raises:
-        PlanError: a name pattern that matches no module.
+        PlanError: a pattern that matches no module.
     """
     if isinstance(sharding.units, tuple):
         _named_blocks(anatomy, sharding.units)
@@ -61,13 +63,13 @@ def check_names(anatomy: Anatomy, sharding: Sharding) -> None:
 
 
 def unit_of_params(anatomy: Anatomy, units: tuple[Unit, ...]) -> dict[str, str]:
-    """The unit of every parameter: the one that holds its first owner, else the root."""
+    """The unit of every parameter: the one that contains its first owner, else the root."""
     home = {module: unit.name for unit in units for module in unit.modules if module != ROOT}
     return {name: home.get(innermost(name, home) or ROOT, ROOT) for name in anatomy.params}
 
 
 def _large(anatomy: Anatomy, units: tuple[Unit, ...], sizes: "_Sizes") -> list[Note]:
-    """A warning of a unit that is most of a large model: as much is whole on each rank at once."""
+    """A warning for a unit that is most of a large model: all of it is gathered on each rank at once."""
     homes = unit_of_params(anatomy, units)
     held: dict[str, int] = {}
     for name, fact in anatomy.params.items():
@@ -85,7 +87,7 @@ def _large(anatomy: Anatomy, units: tuple[Unit, ...], sizes: "_Sizes") -> list[N
 
 
 class _Sizes:
-    """How much lies below a module, each tied tensor counted once, and how much makes a unit."""
+    """Sizes of modules (each tied tensor counted once), and the size from which on a unit is large enough."""
 
     def __init__(self, anatomy: Anatomy, sharding: Sharding, compute: str | None):
         self.by_number = sharding.min_unit_params is not None
@@ -99,7 +101,7 @@ class _Sizes:
                 self._below[module] = self._below.get(module, 0) + size
 
     def num_bytes(self, fact: TensorFact) -> int:
-        """Of a tensor when it is gathered."""
+        """Bytes of a tensor when it is gathered."""
         return fact.numel * DTYPE_BYTES[self.dtype or fact.dtype]
 
     @property
@@ -109,7 +111,7 @@ class _Sizes:
         return f"min_unit_bytes = {human_bytes(self._least)}"
 
     def is_full(self, modules: Sequence[str]) -> bool:
-        """Of modules none of which is inside another."""
+        """Whether these modules (none inside another) are large enough for a unit."""
         return self._of(modules) >= self._least
 
     def in_words(self, modules: Sequence[str]) -> str:
@@ -127,8 +129,8 @@ def _named_blocks(anatomy: Anatomy, patterns: tuple[str, ...]) -> BlockList:
 
 
 def _free_of_outside_ties(anatomy: Anatomy, blocks: tuple[str, ...], notes: list[Note]) -> tuple[str, ...]:
-    """Without the blocks that share a tensor with a module outside ``blocks``: those stay in the root unit, and so do
-    the blocks that share one with them."""
+    """``blocks`` without those that share a tensor with a module outside ``blocks``: those stay in the root unit, and
+    so do the blocks that share one with them."""
     ties = {block: _tied_outside(anatomy, block, blocks) for block in blocks}
     freed = tuple(block for block in blocks if ties[block] is None)
     for block, tied in ties.items():
@@ -149,7 +151,7 @@ def _tied_outside(anatomy: Anatomy, block: str, blocks: tuple[str, ...]) -> str 
 
 
 def _owners(anatomy: Anatomy, name: str) -> set[str]:
-    """The names of a parameter, without those that it has because a module has several."""
+    """The names of a parameter, without those that it has only because a module has several names."""
     found = set()
     for owner in (name, *anatomy.params[name].aliases):
         other = innermost(owner, anatomy.module_aliases)
@@ -172,7 +174,7 @@ def _merge(blocks: tuple[str, ...], sizes: _Sizes) -> list[list[str]]:
 
 
 def _join_tied(anatomy: Anatomy, groups: list[list[str]], notes: list[Note]) -> list[list[str]]:
-    """Groups that share a tensor become one: FSDP gathers and reduces a tied tensor once, in one unit."""
+    """Joins groups that share a tensor: FSDP gathers and reduces a tied tensor once, in one unit."""
     for name, fact in anatomy.params.items():
         homes = {block: i for i, group in enumerate(groups) for block in group}
         owners = (innermost(owner, homes) for owner in (name, *fact.aliases))

@@ -1,10 +1,11 @@
-"""One order of units for every rank, whatever each of them runs.
+"""One order of units for all ranks, whatever modules each of them runs.
 
-The collectives of a group meet in the order they are started, so ranks that gather units in different orders hang, or exchange
-their gradients. A rank may skip a unit (layer drop, early exit, a text-only batch), and it does not know what the others skip.
-So units are taken in an order that all ranks know: a rank that enters a unit first takes, in passing, those before it that it
-skipped. The order comes from what ranks do: the first time, they tell each other which unit each of them enters next, and
-take one after the other until all are at the end. From then on it is followed without a word.
+The collectives of a group are matched in the order they are started, so ranks that gather units in different orders
+hang, or exchange each other's gradients. A rank may skip a unit (layer drop, early exit, a text-only batch), and it
+does not know what the others skip. So units are taken in an order that all ranks know: before a rank enters a unit, it
+takes part in the collectives of the units before it that it skipped. The order is learned from what ranks run: the
+first time, they exchange which unit each of them enters next, and take one after the other until all are at the end.
+From then on the order is followed without communication.
 """
 
 import itertools
@@ -19,35 +20,36 @@ from shardwise.world.agreement import Agreement
 __all__ = ["Orders", "Walk", "completed", "nearest"]
 
 END = -1
-"""In the place of a unit: this rank enters no more."""
+"""Sent in place of a unit: this rank enters no more units."""
 
 
 class Orders:
-    """The orders that the ranks of ``world`` keep, one for each situation: forwards with and without gradients, backwards by the number of
-    forwards before."""
+    """The orders of units that the ranks of ``world`` have learned, one per situation: forwards with and without
+    gradients, backwards by the number of forwards before."""
 
     def __init__(self, num_units: int, world: World):
         self._num_units, self._world = num_units, world
         self._known: dict[str, list[int]] = {}
 
     def walk(self, situation: str, take: Callable[[int], None]) -> "Walk":
-        """In a situation that is new a forward goes as the other forwards do; else ranks agree on the way."""
+        """A walk through the units. A forward in a new situation follows the known forwards; otherwise ranks agree."""
         known = self._known.get(situation) if self._num_units else []
         if known is None and situation.startswith("forward"):
             known = self.forward()
         return self._made(known, take, situation)
 
     def alone(self, unit: int, take: Callable[[int], None]) -> "Walk":
-        """A forward of one unit, and not of the model."""
+        """A walk for a forward of one unit by itself, and not of the model."""
         return self._made([unit], take, "forward")
 
     def forward(self) -> list[int] | None:
-        """The order of a forward, once there is one."""
+        """The order of a forward, once one is known."""
         return next((order for name, order in self._known.items() if name.startswith("forward")), None)
 
     def learn(self, situation: str, walk: "Walk", reference: Sequence[int], once: Collection[int]) -> None:
-        """Keeps what ranks have agreed on, completed by the units of ``reference``, with those in ``once`` at their first place. Where
-        they had begun to follow another order they agree once more: what they took on that way need not come again."""
+        """Keeps the order that ranks have agreed on, completed by the units of ``reference``, with those in ``once``
+        only at their first place. If they had begun to follow another order they agree once more next time: what they
+        took on that way need not occur again."""
         if walk.has_left:
             self._known.pop(situation, None)
         elif walk.has_agreed:
@@ -56,7 +58,7 @@ class Orders:
             self._known[situation] = completed(taken, reference)
 
     def of_any_rank(self, units: Collection[int], what: str) -> set[int]:
-        """Units that any rank gives. All ranks must call it."""
+        """The union of ``units`` over all ranks. All ranks must call it."""
         flags = torch.zeros(self._num_units, dtype=torch.float64)
         flags[list(units)] = 1
         summed = self._world.agreement.sum({"units": flags}, f"agreeing on {what}")
@@ -74,8 +76,8 @@ class Walk:
         known: the order to follow; None: ranks agree on one as they go.
         take: gathers a unit (and reduces it, in a backward) that this rank did not enter.
         num_units: how many there are.
-        world: whose ranks agree.
-        place: what this is, "forward" or "backward".
+        world: the world whose ranks agree.
+        place: "forward" or "backward".
     """
 
     def __init__(
@@ -85,11 +87,11 @@ class Walk:
         self._num_units = num_units
         self._known, self._next = None if known is None else list(known), 0
         self._take, self._world, self._place = take, world, place
-        self.has_agreed = False  # ranks told each other, so that the order is new
-        self.has_left = False  # after they had followed another
+        self.has_agreed = False  # ranks exchanged units, so the order is new
+        self.has_left = False  # they did so after they had followed another order
 
     def enter(self, unit: int) -> None:
-        """Takes what comes before ``unit``; the caller takes ``unit`` itself.
+        """Takes the units before ``unit``; the caller takes ``unit`` itself.
 
         Raises:
             RankError: another rank is in the middle of the order that this rank leaves.
@@ -100,13 +102,13 @@ class Walk:
                 self._next += 1
                 self.taken.append(unit)
                 return
-            self._known, self.has_left = None, True  # every rank's program may have left it here
+            self._known, self.has_left = None, True  # every rank's program may have left the order here
         while (chosen := self._agree(unit)) != unit:
             self._pass(chosen)
         self.taken.append(unit)
 
     def end(self) -> None:
-        """Takes the rest."""
+        """Takes the remaining units."""
         if self._known is not None:
             self._take_until(len(self._known))
             return
@@ -129,7 +131,7 @@ class Walk:
         self._take(unit)
 
     def _agree(self, mine: int) -> int:
-        """The unit that all ranks take next: one that a rank enters, the nearest to the last one where they differ."""
+        """The unit that all ranks take next: one that some rank enters, the nearest to the last one if they differ."""
         self.has_agreed = True
         agreement: Agreement = self._world.agreement
         if agreement.is_alone:
@@ -150,8 +152,8 @@ class Walk:
 
 
 def nearest(units: set[int], taken: Sequence[int], num_units: int, *, goes_up: bool) -> int:
-    """Of ``units`` the first on the way from the last one taken, from the end on from the start: in the direction of the last two,
-    or up or down if there are none."""
+    """The first of ``units`` on the way from the last one taken, wrapping around at the end. The direction is that of
+    the last two taken, or up or down (``goes_up``) if there are none."""
     if len(taken) > 1 and taken[-1] != taken[-2]:
         goes_up = taken[-1] > taken[-2]
     start = taken[-1] if taken else -1 if goes_up else num_units
@@ -159,8 +161,8 @@ def nearest(units: set[int], taken: Sequence[int], num_units: int, *, goes_up: b
 
 
 def completed(order: Sequence[int], reference: Sequence[int]) -> list[int]:
-    """``order`` with the units of ``reference`` that it lacks, each behind the one that stands before it there; where ``order``
-    runs through ``reference`` from its end, before it."""
+    """``order`` with the units of ``reference`` that it lacks, each inserted after its predecessor there; where
+    ``order`` runs through ``reference`` backwards, before it."""
     place = {unit: i for i, unit in enumerate(reference)}
     known = [unit for unit in order if unit in place]
     steps = [place[b] - place[a] for a, b in itertools.pairwise(known)]

@@ -1,4 +1,4 @@
-"""Mixed precision: the dtypes in which parameters are stored, computed with and their gradients summed."""
+"""Mixed precision: the dtypes in which parameters are stored and computed with, and their gradients summed."""
 
 from typing import Annotated
 

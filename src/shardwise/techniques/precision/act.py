@@ -1,9 +1,9 @@
-"""Where floating tensors are cast: what goes into the whole model and comes out of it, and at the edges of parts with a
-precision of their own, whose inputs are cast where they begin, outputs back to the dtype around them where they end. Parameters
-are gathered in their dtype; buffers are never cast.
+"""Casts floating tensors by hooks: the inputs and outputs of the whole model, and the inputs of parts with their own
+precision, whose outputs are cast back to the surrounding dtype. Parameters are gathered in their dtype; buffers are
+never cast.
 
-What a part returns and the model hands out as it is, such as the logits of a head in float32, is handed out uncast. What a part
-changes in place of what it is given is written back.
+If the model returns the output of a part unchanged, such as the logits of a float32 head, it is returned uncast. If a
+part changes its input in place, the change is written back.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ def cast_floating_tensors(value: Any, dtype: torch.dtype) -> Any:
 
 
 class PrecisionAct(Act):
-    """Casts what enters and leaves the model, its units and its regions."""
+    """Registers the casts of mixed precision on the model, its units and its parts."""
 
     def around(self, module: nn.Module, recipe: Recipe, world: World) -> None:
-        """Puts the casts on the modules, in place; after FSDP2's own hooks, which gather a unit for the
-        backward of what it returned and so must see that, not what it is cast to."""
+        """Registers the casts on the modules, in place, after FSDP2's own hooks: those gather a unit for the backward
+        of its output, so they must see the output itself and not its cast."""
         _cast_root(module, recipe)
         modules, edits = dict(canonical_modules(module)), recipe.edits_of("precision")
         leaving, told = _Leaving(), set[str]()
@@ -51,11 +51,11 @@ class PrecisionAct(Act):
             modules[edit.module].register_forward_hook(part.leave, with_kwargs=True)
         if any(edit.args["leaves"] for edit in edits):
             module.register_forward_pre_hook(leaving.begin, prepend=True)
-            module.register_forward_hook(leaving.end, prepend=True)  # before FSDP2 looks at what the model returns
+            module.register_forward_hook(leaving.end, prepend=True)  # before FSDP2's hook on the output of the model
 
 
 def _cast_root(module: nn.Module, recipe: Recipe) -> None:
-    """Casts what goes into the whole model to the dtype it computes in, and what comes out of it to the one asked for."""
+    """Casts the inputs of the whole model to its compute dtype, and its outputs to the requested one."""
     said = recipe.entry("precision", PrecisionEntry)
     if said.cast_inputs != "none" and said.compute is not None:
         compute = dtype_of(said.compute)
@@ -69,7 +69,7 @@ def _cast_root(module: nn.Module, recipe: Recipe) -> None:
 
 
 class _Part:
-    """The casts of one part."""
+    """The casts of one part with its own precision."""
 
     def __init__(self, compute: torch.dtype, back: torch.dtype | None, leaving: "_Leaving | None"):
         self._compute, self._back, self._leaving = compute, back, leaving
@@ -97,7 +97,7 @@ class _Part:
         return result if self._back is None else map_leaves(self._cast_back, result)
 
     def _write_back(self, x: Any) -> None:
-        """A part may have changed its input in place, and what is around it counts on that."""
+        """Writes an in-place change of a cast input back to the input: the code around the part relies on it."""
         if isinstance(x, Tensor) and x in self._casts:
             given, version = self._casts.pop(x)
             if x._version != version if version is not None else not torch.equal(x, given.to(x.dtype)):
@@ -113,7 +113,7 @@ class _Part:
 
 
 class _Look:
-    """Warns, in the first forward of a unit, of inputs that change when they are cast; of each argument's name once."""
+    """Warns, in the first forward of a unit, of inputs whose values the cast changes; once per argument name."""
 
     def __init__(self, unit: str, compute: torch.dtype, told: set[str]):
         self._unit, self._compute, self._told, self._has_looked = unit, compute, told, False
@@ -123,7 +123,7 @@ class _Look:
             return
         self._has_looked = True
         names: list[str] = []
-        with contextlib.suppress(ValueError, TypeError):  # the class's: a block that runs again has another on itself
+        with contextlib.suppress(ValueError, TypeError):  # of the class: a checkpointed block has another on the object
             names = [*inspect.signature(type(module).forward).parameters][1:]
         given = {names[i] if i < len(names) else f"argument {i}": value for i, value in enumerate(args)} | kwargs
         for name, value in given.items():
@@ -141,7 +141,7 @@ class _Look:
                 )
 
     def _change(self, x: Any) -> tuple[float, str, float] | None:
-        """By how much casting changes it, its dtype and its largest finite value; None where it does not."""
+        """By how much casting changes it, its dtype and its largest finite value; None where it does not change it."""
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.is_meta or not x.numel():
             return None
         x = x.detach()
@@ -152,7 +152,7 @@ class _Look:
 
 
 class _Leaving:
-    """What parts outside of the blocks returned in this forward, cast and as it was."""
+    """The outputs of parts outside of blocks in this forward, cast and uncast: the model returns them uncast."""
 
     def __init__(self) -> None:
         self._exact: dict[int, tuple[Tensor, Tensor, Tensor | int]] = {}
@@ -162,7 +162,7 @@ class _Leaving:
         self._exact, self._runs = {}, True
 
     def note(self, cast: Tensor, exact: Tensor) -> None:
-        if self._runs:  # the first is held too, so that its id is not given away
+        if self._runs:  # the cast tensor is held too, so that its id is not reused
             self._exact[id(cast)] = cast, exact, cast.clone() if cast.is_inference() else cast._version
 
     def end(self, _module: nn.Module, _args: Any, result: Any) -> Any:
@@ -173,6 +173,6 @@ class _Leaving:
                 return x
             _, exact, before = known[id(x)]
             same = x._version == before if isinstance(before, int) else torch.equal(x, before)
-            return exact if same else x.to(exact.dtype)  # ``logits += bias`` counts
+            return exact if same else x.to(exact.dtype)  # changed in place, as by ``logits += bias``
 
         return map_leaves(uncast, result)

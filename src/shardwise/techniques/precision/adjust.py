@@ -1,4 +1,4 @@
-"""Casts what is to be stored in another dtype."""
+"""Casts parameters that are to be stored in another dtype."""
 
 import msgspec
 from torch import nn
@@ -13,7 +13,7 @@ __all__ = ["adjust"]
 
 
 def adjust(module: nn.Module, anatomy: Anatomy, *, precision: Precision) -> Anatomy:
-    """Casts parameters of ``module`` to the dtypes that ``precision`` stores them in, and gives the anatomy that it has then."""
+    """Casts parameters of ``module`` to the storage dtypes of ``precision``, and returns the new anatomy."""
     parameters, facts = tensors_of(module, "_parameters"), dict(anatomy.params)
     for name, dtype in stored_as(anatomy, precision).items():
         parameters[name].data = parameters[name].data.to(dtype_of(dtype))

@@ -1,5 +1,5 @@
-"""Which dtypes a model is stored, computed and reduced in, as a word or as a record. Torch-free: torch's dtypes and its
-``MixedPrecisionPolicy`` are known by their class's name, and turned into words.
+"""Mixed precision options: the dtypes a model is stored, computed and reduced in, as a word or as a record. Torch-free:
+torch's dtypes and its ``MixedPrecisionPolicy`` are recognised by the name of their class, and turned into words.
 
 >>> precision_of("bf16")
 Precision(storage='float32', compute='bfloat16', reduce='float32', output=None, cast_inputs='root', parts={})
@@ -18,7 +18,7 @@ __all__ = ["Precision", "from_torch", "precision_of"]
 
 
 class _FromPolicy(type(Options)):  # type: ignore[misc]
-    """``Precision(policy, parts=...)``: what a policy of torch says, and what is said beside it."""
+    """Metaclass for ``Precision(policy, parts=...)``: the options of a policy of torch, and those given next to it."""
 
     def __call__(cls, *args: Any, **given: Any) -> Any:
         if len(args) == 1 and _is_policy(args[0]):
@@ -27,10 +27,12 @@ class _FromPolicy(type(Options)):  # type: ignore[misc]
 
 
 class Precision(Options, metaclass=_FromPolicy, frozen=True, kw_only=True):
-    """Which dtype each thing has. ``None`` leaves it as the model has it.
+    """Mixed precision: the dtype of storage, compute, gradient sums and outputs. ``None`` leaves it as the model has
+    it.
 
-    Words: float32, float16, bfloat16, float64, double, half, fp32, fp16, bf16, fp64; stored as torch's names. Torch's dtypes are
-    taken too, and its ``MixedPrecisionPolicy`` in their place: ``Precision(policy)``, ``Precision(policy, parts={...})``.
+    Words: float32, float16, bfloat16, float64, double, half, fp32, fp16, bf16, fp64; kept as torch's names. Dtypes of
+    torch are accepted too, and so is its ``MixedPrecisionPolicy`` in place of all of them: ``Precision(policy)``,
+    ``Precision(policy, parts={...})``.
     """
 
     patterns: ClassVar[frozenset[str]] = frozenset({"parts"})
@@ -81,7 +83,7 @@ _DTYPES = ("storage", "compute", "reduce", "output")
 
 
 def _word(value: Any) -> Any:
-    """The name of a dtype of torch; anything else as it is."""
+    """The name of a dtype of torch; any other value unchanged."""
     is_dtype = type(value).__module__ == "torch" and type(value).__name__ == "dtype"
     return str(value).removeprefix("torch.") if is_dtype else value
 
@@ -102,7 +104,7 @@ def _of_policy(policy: Any) -> dict[str, Any]:
 
 
 def _dtype_name(key: str, word: str | None) -> str | None:
-    if not word:  # an empty string, as shells and templates leave it, means "not set"
+    if not word:  # an empty string, which shells and templates may produce, means "not set"
         return None
     if word not in DTYPE_WORDS:
         raise ConfigError(
@@ -114,12 +116,12 @@ def _dtype_name(key: str, word: str | None) -> str | None:
 
 
 def precision_of(value: Any) -> Precision:
-    """The precision record a short word stands for.
+    """The :class:`Precision` for a short word.
 
     Args:
-        value: None or "" (the model as it is), "fp32", "fp64", "bf16" and "fp16" (float32 storage and reduction, bfloat16
-            or float16 compute), or a dtype of torch, which means the same; torch's ``MixedPrecisionPolicy``, as
-            ``fully_shard`` takes it; or a record, returned as it is.
+        value: None or "" (the model as it is), "fp32", "fp64", "bf16" and "fp16" (float32 storage and reduction,
+            bfloat16 or float16 compute), or a dtype of torch, which means the same; torch's ``MixedPrecisionPolicy``,
+            as ``fully_shard`` takes it; or a record, returned as it is.
 
     Raises:
         ConfigError: for any other word.
@@ -145,5 +147,5 @@ def precision_of(value: Any) -> Precision:
 
 
 def from_torch(value: Any) -> Any:
-    """A dtype or a policy of torch, perhaps, as a record: a word cannot say it all. Other values as they are."""
+    """Converts a dtype or a policy of torch to a record, since a word cannot express it all. Other values unchanged."""
     return value if isinstance(value, str | dict | None) else precision_of(value)

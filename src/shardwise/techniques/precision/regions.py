@@ -1,4 +1,4 @@
-"""Regions of a module with a precision of their own: which they are, and what that means for parameters and code."""
+"""Parts of a module with their own precision: finds them, and gives the dtypes of parameters and the casts."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from shardwise.techniques.precision.options import Precision, precision_of
 
 __all__ = ["Regions", "stored_as"]
 
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # what batch and instance norm hold
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # buffers of batch and instance norm
 
 
 class Regions:
     """The precision of every parameter and module of ``anatomy`` under ``base``.
 
-    The innermost module that a pattern means has the say for what is in it; of patterns for one module the last.
-    Batch norms, whose kernels take no other dtype than that of their running statistics, are parts by themselves.
+    The innermost module that a pattern matches decides for what is inside it; of several patterns for one module, the
+    last. Batch norms, whose kernels accept only the dtype of their running statistics, are parts of their own.
 
     Raises:
-        PlanError: a pattern that means no module, or changes nothing, or means a parameter that code around it uses; a tensor
-            shared by modules of two precisions.
+        PlanError: a pattern that matches no module, or changes nothing, or matches a container whose own parameter is
+            used by code around it; a tensor shared by modules of two precisions.
     """
 
     def __init__(self, anatomy: Anatomy, base: Precision):
         self.anatomy, self.base = anatomy, base
-        self._patterns: dict[str, str] = {}  # module -> the pattern that means it
+        self._patterns: dict[str, str] = {}  # module -> the pattern that matches it
         for pattern, word in base.parts.items():
             given = f"Precision(parts={{{pattern!r}: {word!r}}})"
             for name in modules_named(anatomy, pattern, given):
@@ -52,11 +52,11 @@ class Regions:
         return self._precisions.get(module) or self._precisions.get(self._home(module) or "")
 
     def dtypes(self, name: str) -> Dtypes:
-        """In which dtypes a parameter is stored, computed with and reduced. Frozen ones stay stored as they are."""
+        """The dtypes in which a parameter is stored, computed with and reduced. Frozen ones keep their stored dtype."""
         return _dtypes(self.anatomy.params[name], self.of(name))
 
     def edits(self) -> tuple[Edit, ...]:
-        """What is cast where each part begins and ends."""
+        """The casts at the inputs and outputs of each part, as edits."""
         blocks = [block for blocks in self.anatomy.lists for block in blocks.blocks]
         made = []
         for name in (name for name in self.anatomy.classes if name in self._precisions):
@@ -78,7 +78,7 @@ class Regions:
         return tuple(made)
 
     def casts_of(self, units: Sequence[Unit]) -> tuple[Edit, ...]:
-        """What is cast where the modules of ``units`` begin, as ``cast_inputs="units"`` asks; parts among them cast already."""
+        """The casts of the inputs of ``units``, for ``cast_inputs="units"``; modules that are parts already cast."""
         if self.base.cast_inputs != "units":
             return ()
         modules = [name for unit in units if unit.name != ROOT for name in unit.modules]
@@ -95,7 +95,7 @@ class Regions:
         )
 
     def _home(self, name: str) -> str | None:
-        """The innermost part that ``name`` is in, itself not counted."""
+        """The innermost part that contains ``name``, itself not counted."""
         return innermost(name, self._precisions)
 
     def _add_batch_norms(self) -> None:
@@ -110,7 +110,7 @@ class Regions:
                 self._words[name] = held, "the dtype of its running statistics, which torch's kernels want of all"
 
     def _surrounding(self, outer: str | None) -> str | None:
-        """The dtype that is computed in around a part; None where there are several."""
+        """The compute dtype around a part; None if there are several."""
         return self._around if outer is None else self._precisions[outer].compute
 
     @functools.cached_property
@@ -153,7 +153,7 @@ class Regions:
 
 
 def _refuse_loose_parameters(anatomy: Anatomy, name: str, given: str) -> None:
-    """A container without a forward cannot cast what its own parameters meet."""
+    """Refuses a container without a forward that has its own parameters: it cannot cast what they are combined with."""
     own = next((param for param in anatomy.params if param.rpartition(".")[0] == name), None)
     if name in anatomy.containers and own is not None:
         raise PlanError(
@@ -165,7 +165,7 @@ def _refuse_loose_parameters(anatomy: Anatomy, name: str, given: str) -> None:
 
 
 def stored_as(anatomy: Anatomy, base: Precision) -> dict[str, str]:
-    """Name -> dtype of the parameters that are to be stored in another one than they have."""
+    """Name -> storage dtype of the parameters that are to be stored in another dtype than they have."""
     regions = Regions(anatomy, base)
     found = {name: regions.dtypes(name).storage for name in anatomy.params}
     return {name: dtype for name, dtype in found.items() if dtype != anatomy.params[name].dtype}

@@ -1,4 +1,4 @@
-"""The dtypes of every parameter, and where the code casts, in the recipe."""
+"""The rule of mixed precision: the dtypes of every parameter, and the casts in forward, for the recipe."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,9 +13,9 @@ __all__ = ["PrecisionEntry", "edit", "rule"]
 
 
 class PrecisionEntry(Record, frozen=True):
-    """What a recipe says of precision besides the dtypes of parameters."""
+    """The recipe's data about precision, other than the dtypes of parameters."""
 
-    compute: str | None = None  # dtype computed in outside of regions; None: in which each parameter is stored
+    compute: str | None = None  # compute dtype outside of parts; None: the dtype in which each parameter is stored
     output: str | None = None  # dtype of floating outputs; None: as computed
     cast_inputs: str = "root"
 
@@ -24,7 +24,7 @@ def rule(draft: Draft, _facts: Mapping[str, Any], *, precision: Precision) -> No
     """Sets the dtypes of the draft's parameters.
 
     Raises:
-        PlanError: a pattern that means no module, or changes nothing; a tensor shared by modules of two precisions.
+        PlanError: a pattern that matches no module, or changes nothing; a tensor shared by modules of two precisions.
     """
     regions = Regions(draft.anatomy, precision)
     draft.dtypes |= {name: regions.dtypes(name) for name in draft.anatomy.params}
@@ -38,7 +38,7 @@ def rule(draft: Draft, _facts: Mapping[str, Any], *, precision: Precision) -> No
 
 
 def edit(draft: Draft, *, precision: Precision) -> None:
-    """Adds the casts in the code, and says what they lose."""
+    """Adds the casts to the recipe, and notes about the precision they lose."""
     regions: Regions = draft.kept["precision"]
     draft.edits_around += [*regions.edits(), *regions.casts_of(draft.units)]
     if precision.compute is None and precision.cast_inputs != "root":
@@ -51,7 +51,7 @@ def edit(draft: Draft, *, precision: Precision) -> None:
 
 
 def _casts(draft: Draft, precision: Precision) -> str | None:
-    """A cast that is asked for, in words; None if everything is computed and reduced in the dtype it is stored in."""
+    """A cast that is asked for, as text; None if everything is computed and reduced in the dtype it is stored in."""
     if precision.output:
         return f"an output of {precision.output}"
     for name, fact in draft.anatomy.params.items():
@@ -64,7 +64,7 @@ def _casts(draft: Draft, precision: Precision) -> str | None:
 
 
 def _note_what_is_lost(draft: Draft, precision: Precision) -> None:
-    """What loses digits that torch's own words ask for, and that nothing else would show."""
+    """Notes losses of precision that torch's own options ask for, and that nothing else would show."""
     trained = [draft.dtypes[name] for name, fact in draft.anatomy.params.items() if fact.trainable]
     halves = {dtypes.reduce for dtypes in trained if dtypes.reduce in HALVES}
     asked = {precision.reduce} | {dtypes.reduce for dtypes in trained if dtypes.storage not in HALVES}

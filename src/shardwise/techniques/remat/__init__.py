@@ -1,4 +1,4 @@
-"""Activation checkpointing: blocks run again in backward instead of keeping what they computed."""
+"""Activation checkpointing: blocks are recomputed in backward instead of keeping their activations."""
 
 from typing import Annotated, Literal
 

@@ -1,13 +1,14 @@
 """Activation checkpointing: a block keeps its inputs, and runs again in backward. Its names, class and hooks stay.
 
-The block's ``forward`` is replaced on the object, inside all hooks: what DDP and FSDP2 do around a block is done once, and
-the second run gets the inputs as they were cast, and parameters gathered by the unit's own backward.
+The block's ``forward`` is replaced on the object, inside all hooks: what DDP and FSDP2 do around a block is done once,
+and the second run gets the cast inputs, and parameters gathered by the unit's own backward.
 
-The second run must be the first over again, or gradients are silently wrong. The first 16 times a block does so, and the 32nd,
-64th, 128th..., the results of both are compared. And it is given the same random numbers (of torch, numpy and Python, and of generators that
-its modules keep or it is handed), the same buffers (a spectral norm reads what it writes; batch norm would count a batch
-twice), and results that depend on equal values or on the device's order (top-k routing, copies to the host) are kept, not
-made again. In a compiled block the graph holds both runs, and buffers cannot be put back: see :mod:`shardwise.techniques.compile.write_check`.
+The second run must repeat the first, or gradients are wrong without an error. The first 16 times a block runs twice,
+and the 32nd, 64th, 128th..., the results of both runs are compared. The second run gets the same random numbers (of
+torch, numpy and Python, and of generators that its modules keep or that are passed to it) and the same buffers (a
+spectral norm reads what it writes; batch norm would count a batch twice). Results that depend on equal values or on the
+device's order (top-k routing, copies to the host) are kept, not recomputed. In a compiled block the graph holds both
+runs, and buffers cannot be restored: see :mod:`shardwise.techniques.compile.write_check`.
 """
 
 import contextlib
@@ -36,12 +37,12 @@ from shardwise.world import World, is_generator, snapshot
 
 __all__ = ["RematAct"]
 
-_FIRST = 16  # so many runs of a block are compared with their repetition, and then each at a power of two
+_FIRST = 16  # how many runs of a block are compared with their repetition; after them only each power of two
 _STATE, _SECOND = "_shardwise_remat", "_shardwise_second_run"
 
 
 class RematAct(Act):
-    """Makes blocks run again in backward."""
+    """Makes blocks run again in backward (activation checkpointing), as the recipe says."""
 
     def check(self, module: nn.Module, recipe: Recipe, world: World) -> None:
         modules = dict(canonical_modules(module))
@@ -73,7 +74,7 @@ class RematAct(Act):
                 )
 
     def inside(self, module: nn.Module, recipe: Recipe, world: World) -> None:
-        """Makes the modules run again in backward, in place; those that do already are left alone."""
+        """Replaces ``forward`` of each block, in place; blocks that are checkpointed already are skipped."""
         modules = dict(canonical_modules(module))
         for edit in recipe.edits_of("remat"):
             target = modules[edit.module]
@@ -83,9 +84,9 @@ class RematAct(Act):
                 target.forward = types.MethodType(_forward, target)
 
     def explain(self, error: BaseException) -> ShardwiseError | None:
-        """A difference between a block's two runs, in our words; None for any other error."""
+        """The ShardwiseError for a difference between a block's two runs; None for any other error."""
         runs = getattr(error, _SECOND, None) or (checkpointed(error) if isinstance(error, CheckpointError) else None)
-        if not isinstance(runs, _Runs):  # a checkpoint of the user's own
+        if not isinstance(runs, _Runs):  # a checkpoint call of the user's own code
             return None
         return UnsupportedError(
             "Remat of a block whose second run, in backward, differs from its first",
@@ -104,19 +105,19 @@ def _checkpoints_itself(module: nn.Module) -> bool:
 
 
 class _State:
-    """What a block needs to run twice alike."""
+    """What a block needs to run twice with equal results."""
 
     def __init__(self, module: nn.Module, name: str, context_fn: Callable[[], Any] | None, offload: bool):
         self.name, self.offload = name, offload
         self.options: dict[str, Any] = {"context_fn": context_fn} if context_fn is not None else {}
-        self.own = vars(module).get("forward")  # a forward that was put on the object
+        self.own = vars(module).get("forward")  # a forward that was set on the object
         self.owners = [child for child in module.modules() if child._buffers]
-        self.written: dict[Any, set[Any]] = {}  # which of them train -> buffers that a forward writes
+        self.written: dict[Any, set[Any]] = {}  # training flags of the owners -> buffers that a forward writes
         self.num_runs = 0
 
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for ``module.forward``."""
+    """Replaces ``module.forward``: runs the block under ``torch.utils.checkpoint``."""
     state: _State = module.__dict__[_STATE]
     if torch.compiler.is_compiling():
 
@@ -128,7 +129,7 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(run, args, kwargs, use_reentrant=False, **state.options)
     if not torch.is_grad_enabled():
         return _inner(module, state)(*args, **kwargs)
-    # Tensors are handed over one by one: torch finds devices, whose random state it keeps, in positional arguments only.
+    # Tensors are passed one by one: torch finds devices, whose random state it keeps, in positional arguments only.
     leaves, spec = tree_flatten((args, kwargs))
     within = [x for leaf in leaves if not isinstance(leaf, Tensor) for x in leaves_of(leaf) if isinstance(x, Tensor)]
     runs = _Runs(module, state, spec)
@@ -146,13 +147,13 @@ class _Runs:
 
     def __init__(self, module: nn.Module, state: _State, spec: Any):
         self.module, self.state, self.spec = module, state, spec
-        self.buffers: list[tuple[nn.Module, str, Tensor]] | None = None  # as they were before; None: not run yet
+        self.buffers: list[tuple[nn.Module, str, Tensor]] | None = None  # as before the first run; None: not run yet
         state.num_runs += 1
         is_due = state.num_runs <= _FIRST or not state.num_runs & (state.num_runs - 1)
-        self.is_checked = _training(state) not in state.written or is_due  # both runs are compared
+        self.is_checked = _training(state) not in state.written or is_due  # whether both runs are compared
         self.digest: list[Tensor] = []
         self.numbers = (random.getstate(), np.random.get_state())
-        self.generators: list[tuple[Any, Callable[[], Any]]] = []  # each with what puts it back for the second run
+        self.generators: list[tuple[Any, Callable[[], Any]]] = []  # with functions that restore them for the second run
         self.modes = function_modes()
 
     def __call__(self, *leaves: Any) -> Any:
@@ -181,22 +182,22 @@ class _Runs:
                 return output
             except (torch.OutOfMemoryError, ShardwiseError, StopRecomputation):
                 raise
-            except Exception as error:  # what went well the first time
+            except Exception as error:  # it did not fail in the first run
                 if self.is_checked and "has been mutated" in str(error):
-                    raise StopRecomputation from None  # a result changed by the parent: torch says if backward needs it
+                    raise StopRecomputation from None  # the parent changed a result: torch reports it if it is needed
                 setattr(error, _SECOND, self)
                 raise
 
 
 def _generators(module: nn.Module, leaves: Sequence[Any]) -> list[Any]:
-    """Random generators that the block's modules keep as attributes, or that it is given."""
+    """Random generators that the block's modules keep as attributes, or that are passed to it."""
     kept = [value for child in module.modules() for value in child.__dict__.values()]
     return list({id(value): value for value in (*kept, *leaves_of(leaves)) if is_generator(value)}.values())
 
 
 @contextlib.contextmanager
 def _python_numbers(python: Any, numpy: Any) -> Iterator[None]:
-    """Within: Python and numpy draw the numbers they drew in the first run."""
+    """Context manager: Python and numpy draw the numbers they drew in the first run."""
     now = random.getstate(), np.random.get_state()
     random.setstate(python)
     np.random.set_state(numpy)
@@ -209,7 +210,7 @@ def _python_numbers(python: Any, numpy: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _buffers_as(buffers: Sequence[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
-    """Within: these buffers have the values of before the first run. What the second run writes to them is dropped."""
+    """Context manager: these buffers have their values from before the first run; writes of the second are dropped."""
     now = [(owner, attr, owner._buffers.get(attr)) for owner, attr, _ in buffers]
     for owner, attr, value in buffers:
         owner._buffers[attr] = value.clone()
@@ -221,7 +222,8 @@ def _buffers_as(buffers: Sequence[tuple[nn.Module, str, Tensor]]) -> Iterator[No
 
 
 def _values_before(state: _State) -> list[tuple[nn.Module, str, Tensor, int, Tensor | None]]:
-    """Each buffer with its version and, if a forward may write it, a copy: of all in the first forward, which shows those."""
+    """Each buffer with its version and, if a forward may write it, a copy. The first forward copies all, and shows
+    which are written."""
     writers = state.written.get(_training(state))
     return [
         (owner, attr, b, b._version, b.clone() if writers is None or (owner, attr) in writers else None)
@@ -266,7 +268,7 @@ def _training(state: _State) -> tuple[bool, ...]:
 
 
 def _in_host_memory() -> contextlib.AbstractContextManager[None]:
-    """Within: inputs that a block keeps are moved to page-locked host memory until they are needed."""
+    """Context manager: inputs that a block keeps are moved to page-locked host memory until they are needed."""
     return torch.autograd.graph.saved_tensors_hooks(_to_host, _from_host)
 
 
@@ -283,8 +285,8 @@ def _from_host(kept: Any) -> Tensor:
 
 @functools.cache
 def _contexts(save: tuple[str, ...]) -> Callable[[], Any] | None:
-    """What ``checkpoint`` calls to keep the results of the operators in ``save``; None: it keeps none. One object for equal
-    arguments, so that compiled blocks share a graph."""
+    """The ``context_fn`` of ``checkpoint`` that keeps the results of the operators in ``save``; None: it keeps none.
+    One object for equal arguments, so that compiled blocks share a graph."""
     if not save:
         return None
     return functools.partial(create_selective_checkpoint_contexts, keep_policy(save))

@@ -1,4 +1,4 @@
-"""Which operators' results selective activation checkpointing keeps: from words to a policy as torch takes it."""
+"""Selective activation checkpointing: from words to a policy of torch that says which operators' results are kept."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -25,19 +25,20 @@ _GROUPS = {
         "_efficient_attention_forward",
     ),
 }
-# Routing, which equal or almost equal scores could turn; and what waits for the device. Cheap to keep.
+# Routing, where almost equal scores could be ordered differently, and reads that wait for the device. Cheap to keep.
 _ALWAYS = ("topk", "sort", "argmax", "argsort", "max.dim", "nonzero", "_local_scalar_dense")
 
 
 @functools.cache
 def keep_policy(save: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:
-    """A policy that keeps the results of what ``save`` names, top-k routing, and copies to the host; the rest is run again.
+    """A policy that keeps the results of the operators in ``save``, of top-k routing, and of copies to the host; all
+    else is recomputed.
 
     Args:
         save: "matmul", "attention", or operators: "aten.gelu", "gelu" (of aten), "mylib.op", "aten.max.dim".
 
     Raises:
-        PlanError: a name that is no operator's, or an operator whose result cannot be kept.
+        PlanError: a name that is not an operator, or an operator whose result cannot be kept.
     """
     kept = [op for name in _ALWAYS for op in _overloads(name)]
     for word in save:
@@ -65,8 +66,8 @@ def _copies_to_host(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether this call takes random numbers. Kept, it would not take them in the second run, and all that are drawn after
-    it would be others: dropout masks differ, without an error."""
+    """Whether this call draws random numbers. If its result were kept, the second run would not draw them, and all
+    later draws would differ: other dropout masks, without an error."""
     if not _is_random(op):
         return False
     names = [argument.name for argument in op._schema.arguments]
@@ -81,7 +82,7 @@ def _is_random(op: Any) -> bool:
 
 
 def _overloads(name: str) -> list[Any]:
-    """The operators of a name: one overload where it says which, else all; none where this build has none."""
+    """The operators of a name: one overload if the name contains it, else all; empty if this build has none."""
     space, _, rest = (
         name.rpartition(".")
         if name.count(".") == 1 and not hasattr(torch.ops.aten, name.split(".")[0])
@@ -95,7 +96,11 @@ def _overloads(name: str) -> list[Any]:
 
 
 def _named(word: str) -> list[Any]:
-    """The operators a user means, or why their results cannot be kept."""
+    """The operators that a user named.
+
+    Raises:
+        PlanError: there is none, or its result cannot be kept.
+    """
     name = word.removeprefix("aten.")
     found = _overloads(name)
     given = f"Remat(save=({word!r},))"

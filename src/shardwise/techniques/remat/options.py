@@ -1,4 +1,4 @@
-"""Which blocks run again in backward, and what of them is kept. Torch-free.
+"""Options of activation checkpointing: which blocks run again in backward, and what is kept. Torch-free.
 
 >>> remat_of("selective")
 Remat(mode='selective', targets='blocks', every=1, save=('matmul', 'attention'), offload=False)
@@ -20,7 +20,7 @@ _SAVED = ("matmul", "attention")
 
 
 class Remat(Options, frozen=True, kw_only=True):
-    """Which blocks run again in backward instead of keeping what they computed in forward (activation checkpointing)."""
+    """Activation checkpointing: which blocks run again in backward instead of keeping their activations."""
 
     patterns: ClassVar[frozenset[str]] = frozenset({"targets"})
     foreign: ClassVar[Mapping[str, str | Instead]] = {
@@ -81,7 +81,7 @@ class Remat(Options, frozen=True, kw_only=True):
 
 
 def remat_of(value: str | Remat | None) -> Remat | None:
-    """The record a short word stands for: "full", "selective"; None and "none" are None.
+    """The record for a short word: "full", "selective"; None and "none" are None.
 
     Raises:
         ConfigError: for any other word.

@@ -1,4 +1,4 @@
-"""Whether two runs of a block gave the same, told without keeping what they gave."""
+"""Compares the results of two runs of a block by digests, without keeping the results."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +13,11 @@ __all__ = ["digest_of_result", "same_output"]
 
 
 def digest_of_result(output: Any) -> list[Tensor]:
-    """Of each floating tensor of a block's result its sum, its sum of squares, and by how much (relative to its norm) kernels may
-    differ that add in no fixed order: what tells two runs apart without keeping the result. A mask drawn anew moves the sum
-    by about its share of the norm, however large the rest is."""
+    """Of each floating tensor in a block's result its sum, its sum of squares, and the tolerance (relative to its norm)
+    for kernels that add in no fixed order: enough to tell two runs apart without keeping the result. A dropout mask
+    that is drawn again changes the sum by about its share of the norm, however large the rest is."""
     found = [t.detach() for t in leaves_of(output) if isinstance(t, Tensor) and t.is_floating_point()]
-    with unseen():  # selective keeps count of the operators of both runs
+    with unseen():  # selective checkpointing counts the operators of both runs
         return [
             torch.stack([t.sum(dtype=torch.float64), t.double().square().sum(), _tolerance(t)])
             for t in found
@@ -31,7 +31,8 @@ def _tolerance(tensor: Tensor) -> Tensor:
 
 
 def same_output(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
-    """Whether two digests are of equal results, but for the order in which kernels add. What is not finite is the step's to tell."""
+    """Whether two digests are of equal results, up to the order in which kernels add. Non-finite results are accepted:
+    the step reports them."""
     with unseen():
         return len(first) == len(second) and all(
             not bool(a.isfinite().all()) or bool(((a - b)[:2].abs() <= a[2] * torch.stack([a[1].sqrt(), a[1]])).all())

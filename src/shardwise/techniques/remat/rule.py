@@ -1,4 +1,4 @@
-"""Which modules run again in backward, as edits of the recipe."""
+"""Adds the modules to checkpoint (that run again in backward) to the recipe."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ __all__ = ["edit"]
 
 
 def edit(draft: Draft, *, remat: Remat | None) -> None:
-    """Adds an edit for each module that runs again.
+    """Adds an edit for each module that runs again in backward.
 
     Raises:
-        PlanError: a target that means no module, or targets inside each other.
+        PlanError: a target that matches no module, or targets inside each other.
     """
     if remat is None:
         return

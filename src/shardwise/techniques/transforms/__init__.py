@@ -1,4 +1,4 @@
-"""Transforms: functions of the user's own that change a module before it is read and sharded."""
+"""Transforms: the user's own functions that change a module before it is read and sharded."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -18,12 +18,12 @@ def _rule(draft: Draft, _facts: Mapping[str, Any], *, transforms: Sequence[Chose
 
 
 def _as_list(value: Any) -> Any:
-    """One that stands without a list, in one."""
+    """A single entry as a list of one; a list unchanged."""
     return (value,) if isinstance(value, str | Mapping | Options) or callable(value) else value
 
 
 def _check_early(origins: Mapping[str, str], *, transforms: Sequence[Any]) -> None:
-    """Refuses one named by its place, ``pkg.mod:function``, where there is none; plain names only the ranks know."""
+    """Refuses an entry ``pkg.mod:function`` that does not exist; plain names are known only to the ranks."""
     for entry in transforms:
         name = entry.get("name") if isinstance(entry, Mapping) else entry
         if isinstance(name, str) and looks_like_target(name):

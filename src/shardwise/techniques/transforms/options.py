@@ -1,4 +1,4 @@
-"""Transforms of one's own: functions that change a module before it is read and sharded, by name and in list order.
+"""Transforms: the user's own functions that change a module before it is read and sharded, by name and in list order.
 
     class Widen(sw.Options, frozen=True, kw_only=True):
         factor: int = 2
@@ -9,8 +9,8 @@
 
     model = sw.parallelize(build, world, transforms=[Widen(factor=4)])
 
-They run while the module is built, on meta where it is: what they add is given values as what the constructor adds is. One that
-has a parameter ``world`` or ``device`` is given them.
+They run while the module is built, on meta if it is built there, so that the tensors they add get values like those of
+the constructor. A transform with a parameter ``world`` or ``device`` receives it.
 
 Torch-free.
 """
@@ -50,17 +50,17 @@ _known: dict[str, Transform] = {}
 def transform(
     name: str, config: type[Options] | None = None, *, after: str | Sequence[str] = ()
 ) -> Callable[[Function], Function]:
-    """Registers a function ``(module)``, or ``(module, config)`` with a config, under ``name``. It changes the module in
-    place, or returns another. The same on every rank.
+    """Registers a function ``(module)``, or ``(module, config)`` with a config, under ``name``. It changes the module
+    in place, or returns another one. It must do the same on every rank.
 
-    Where its signature has a ``world`` or a ``device``, it is given the :class:`~shardwise.World` and the ``torch.device`` of this
-    rank. It may run more than once on a rank, and more often on one than on another: it must not communicate.
-    :func:`shardwise.verify` has no world to give: a ``world`` without a default is refused there.
+    A parameter ``world`` or ``device`` receives the :class:`~shardwise.World` or the ``torch.device`` of this rank. The
+    function may run more than once on a rank, and more often on one than on another: it must not communicate.
+    :func:`shardwise.verify` has no world to pass: a ``world`` without a default is refused there.
 
     Args:
-        name: by which ``transforms=[...]`` and configuration files name it.
+        name: the name in ``transforms=[...]`` and in configuration files.
         config: its options, a frozen record: ``class Widen(sw.Options, frozen=True, kw_only=True)``.
-        after: names of transforms that, where they are in the list too, must stand before this one.
+        after: names of transforms that must be before this one, if they are in the list too.
 
     Raises:
         ConfigError: the name is taken by another function, or there is none.
@@ -88,7 +88,7 @@ def transform(
 
 @dataclass(frozen=True)
 class Chosen:
-    """A transform with its options."""
+    """A transform with its options, as chosen in ``transforms=``."""
 
     transform: Transform
     config: Options | None
@@ -98,8 +98,8 @@ class Chosen:
 
 
 def choose(given: Given) -> list[Chosen]:
-    """The transforms that a list names: by name, as ``"pkg.mod:function"``, as a mapping with ``name`` and options, as a
-    config, or as the registered function itself. One of them may stand without a list.
+    """The transforms that a list names: by name, as ``"pkg.mod:function"``, as a mapping with ``name`` and options, as
+    a config, or as the registered function itself. A single one may be given without a list.
 
     Raises:
         ConfigError: one that is not registered, options it does not have, or an order that an ``after=`` forbids.

@@ -1,4 +1,4 @@
-"""Runs the transforms that were chosen on a module, before it is read."""
+"""Runs the chosen transforms on a module, before it is read."""
 
 import inspect
 from collections.abc import Sequence
@@ -19,13 +19,14 @@ def prepare(
     """``module`` after all of ``transforms``, in order.
 
     Args:
-        module: what they change.
-        world: for those that ask for it; None: there is none here, as in one plain process of ``verify``.
-        device: the same; None: the CPU.
-        transforms: what was chosen.
+        module: the module to change.
+        world: for transforms that ask for it; None: there is none, as in the one plain process of ``verify``.
+        device: for transforms that ask for it; None: the CPU.
+        transforms: the transforms to run.
 
     Raises:
-        UsageError: one of them failed, by name, returned something else than a module, or needs a world where there is none.
+        UsageError: one of them (named) failed, returned something other than a module, or needs a world where there is
+            none.
     """
     for i, each in enumerate(transforms, start=1):
         where = f"transform {each.transform.name!r} ({i} of {len(transforms)})"
@@ -52,7 +53,7 @@ def prepare(
 def _asked_for(
     function: Function, num_given: int, where: str, world: World | None, device: torch.device
 ) -> dict[str, World | torch.device]:
-    """What the function has a parameter for, behind the ``num_given`` that it is given by place."""
+    """``world`` and ``device``, if the function has these parameters after the ``num_given`` positional ones."""
     parameters = dict([*inspect.signature(function).parameters.items()][num_given:])
     asked: dict[str, World | torch.device] = {"device": device} if "device" in parameters else {}
     if "world" in parameters and world is not None:
