@@ -1,5 +1,5 @@
-"""``shardwise checkpoint ls | show | verify | prune``: what lies in a directory of checkpoints, or in that of a run, which is not
-started."""
+"""``shardwise checkpoint ls | show | verify | prune``: what lies in a directory of checkpoints, or in that of a run,
+which is not started."""
 
 import argparse
 import importlib

@@ -1,4 +1,5 @@
-"""``shardwise convert SRC DST``: weights of any kind to any other. Options and maps are checked before torch is imported."""
+"""``shardwise convert SRC DST``: weights of any kind to any other. Options and maps are checked before torch is
+imported."""
 
 import argparse
 import importlib

@@ -4,8 +4,8 @@ A command is one file of this folder with ``add_arguments(parser)`` and ``run(ar
 it also takes ``--a.b=c`` (in ``args.overrides``), and with ``more_help() -> str`` adds to its ``--help``. Only the
 command that is called is imported, so that help and mistakes answer at once.
 
-Exit status: 0 done, 1 failed, 2 not understood (a :class:`~shardwise.errors.ConfigError`), 75 stopped in order and to be gone
-on with (:class:`~shardwise.errors.Stopped`), 130 interrupted, 141 nobody reads what it writes.
+Exit status: 0 done, 1 failed, 2 not understood (a :class:`~shardwise.errors.ConfigError`), 75 stopped in order and to
+be gone on with (:class:`~shardwise.errors.Stopped`), 130 interrupted, 141 nobody reads what it writes.
 ``SHARDWISE_TRACEBACK=1`` shows where in the code an error came from.
 """
 

@@ -10,8 +10,8 @@ __all__ = ["program"]
 
 
 def program() -> str:
-    """``shardwise``, where the PATH has this one; ``.venv/bin/shardwise`` or the like where an environment is not activated, as
-    under ``make demo``; ``python -m shardwise`` where there is no script."""
+    """``shardwise``, where the PATH has this one; ``.venv/bin/shardwise`` or the like where an environment is not
+    activated, as under ``make demo``; ``python -m shardwise`` where there is no script."""
     started, script = Path(sys.argv[0]), Path(sys.executable).with_name("shardwise")
     script = started if started.name == "shardwise" else script
     found = shutil.which("shardwise")

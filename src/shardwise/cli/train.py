@@ -40,8 +40,8 @@ NEXT = (
     ("{program} train {config} --train.steps={twice} --log.dir={long}", "this run, twice as long"),
     ("{program} train {config} --print-config", "every setting, and where it came from"),
 )
-"""Commands to try after a run, and what each shows; ``{program}`` is this one as it can be called, ``{config}`` the resolved
-configuration of the run, and the folders lie beside its own."""
+"""Commands to try after a run, and what each shows; ``{program}`` is this one as it can be called, ``{config}`` the
+resolved configuration of the run, and the folders lie beside its own."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -87,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_early(loaded: "Loaded[RunConfig]") -> None:
-    """Refuse what can be refused before a process starts: no layout, a missing model function, sizes, a missing data file."""
+    """Refuse what can be refused before a process starts: no layout, a missing model function, sizes, a missing data
+    file."""
     from shardwise.config.target import check_target
     from shardwise.layout import parse_layout
     from shardwise.run.reference_config import check_reference_args

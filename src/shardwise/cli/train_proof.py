@@ -4,8 +4,8 @@ The two sides and the comparison are those of :mod:`shardwise.verify`; here they
 layout, clipping and kind of optimizer, and run inside the ranks there are. The model is in eval mode: dropout would
 draw different numbers on the two sides.
 
-It runs on the CPU, whatever the run's device, and takes no longer than the run did, or a quarter of a minute: what it leaves
-out for that it says.
+It runs on the CPU, whatever the run's device, and takes no longer than the run did, or a quarter of a minute: what it
+leaves out for that it says.
 """
 
 import math
@@ -36,7 +36,8 @@ def prove(config: "RunConfig", world: "World", *, seconds: float = math.inf) -> 
     Args:
         config: the run.
         world: its ranks.
-        seconds: that the run took, the same on every rank: the comparison leaves out steps and micro-batches to take no longer.
+        seconds: that the run took, the same on every rank: the comparison leaves out steps and micro-batches to take no
+            longer.
 
     Returns:
         ``largest``, the largest relative difference of a gradient (None: not compared), ``name`` of that parameter, and
@@ -102,7 +103,8 @@ def _compared(config: "RunConfig", world: "World", parallel: Any, num_steps: int
 
 
 def _task(config: "RunConfig", world: "World", num_steps: int, most: int) -> Any:
-    """What both sides run: the first windows of the run, with the micro-batches of all ranks, at most ``most`` of each."""
+    """What both sides run: the first windows of the run, with the micro-batches of all ranks, at most ``most`` of
+    each."""
     import torch
 
     from shardwise.data.loader import Loader

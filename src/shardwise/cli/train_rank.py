@@ -1,4 +1,5 @@
-"""What each rank of ``shardwise train`` runs: opens the world, trains, proves. Started by the launcher or by torchrun."""
+"""What each rank of ``shardwise train`` runs: opens the world, trains, proves. Started by the launcher or by
+torchrun."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -79,11 +80,12 @@ def _agree_on_config(config: "RunConfig", world: "World") -> None:
 def _facts(config: "RunConfig") -> tuple[dict[str, Any], dict[str, str]]:
     """What every rank must have alike, by key; and what to print for a key whose fact is a digest.
 
-    Left out, since nodes may rightly differ in them: ``log``, and the path of ``checkpoint.export`` (rank 0 alone writes,
-    and a node's scratch folder or a date in a name is its own), but not whether there are weights to write, in which all
-    ranks take part; ``launch`` (how many ranks a node starts was checked against the world; of ``device``, what "auto"
-    came to is compared); ``parallel.layout``, which the world compared as resolved. Data and a tokenizer are compared by what is in the file, not by its path: each node may read a copy on its own
-    disk, and copies under one path may be of different ages.
+    Left out, since nodes may rightly differ in them: ``log``, and the path of ``checkpoint.export`` (rank 0 alone
+    writes, and a node's scratch folder or a date in a name is its own), but not whether there are weights to write, in
+    which all ranks take part; ``launch`` (how many ranks a node starts was checked against the world; of ``device``,
+    what "auto" came to is compared); ``parallel.layout``, which the world compared as resolved. Data and a tokenizer
+    are compared by what is in the file, not by its path: each node may read a copy on its own disk, and copies under
+    one path may be of different ages.
     """
     import msgspec
 

@@ -1,4 +1,5 @@
-"""The copy of a conversion: values block by block to the places that are planned for them, then all that is no value."""
+"""The copy of a conversion: values block by block to the places that are planned for them, then all that is no
+value."""
 
 import os
 import zlib
@@ -54,8 +55,8 @@ class BlockCopy:
         self._work.close_files(self._open.values())
 
     def values(self, reader: VerifiedFiles, progress: Progress) -> None:
-        """Every piece that is not there yet, on disk on return: a block is read into one buffer while the one before it is
-        written from the other.
+        """Every piece that is not there yet, on disk on return: a block is read into one buffer while the one before it
+        is written from the other.
 
         Raises:
             CheckpointError: the source cannot be read, or is not what was written.

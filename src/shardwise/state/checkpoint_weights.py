@@ -1,4 +1,5 @@
-"""The weights of a checkpoint as a source: its own, or those of a further model in it, whose checksums its manifest has."""
+"""The weights of a checkpoint as a source: its own, or those of a further model in it, whose checksums its manifest
+has."""
 
 from dataclasses import replace
 from pathlib import Path

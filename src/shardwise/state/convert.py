@@ -1,7 +1,7 @@
 """Weights of any kind to any other: planned whole, then copied block by block, then moved to their place.
 
-What is held in memory is a few buffers of 8 MiB and the list of tensors, whatever the model. The copy goes on where it was
-killed (:mod:`shardwise.state.journal`), and nothing stands at the destination before all of it is on disk.
+What is held in memory is a few buffers of 8 MiB and the list of tensors, whatever the model. The copy goes on where it
+was killed (:mod:`shardwise.state.journal`), and nothing stands at the destination before all of it is on disk.
 """
 
 import json
@@ -78,7 +78,8 @@ def convert(job: Conversion, progress: Progress = lambda what, done, total: None
 
 
 def _put_together(job: Conversion, todo: "_Todo", progress: Progress) -> tuple[int, list[str]]:
-    """Makes the result beside its place and moves it there; returns the bytes that were there already, and what to tell."""
+    """Makes the result beside its place and moves it there; returns the bytes that were there already, and what to
+    tell."""
     single = job.dest.name if job.is_file else None
     fingerprint = todo.fingerprint(job)
     with Workplace(job.dest, fingerprint, fresh=job.fresh) as work, VerifiedFiles(todo.verified) as reader:

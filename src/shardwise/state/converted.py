@@ -1,4 +1,5 @@
-"""What a conversion writes: a source's tensors under their new names, in their new dtypes, their rows in a new order."""
+"""What a conversion writes: a source's tensors under their new names, in their new dtypes, their rows in a new
+order."""
 
 import json
 import re

@@ -1,4 +1,5 @@
-"""Where a conversion's result may go: what stands there is replaced only when that was asked for, and only if it is weights."""
+"""Where a conversion's result may go: what stands there is replaced only when that was asked for, and only if it is
+weights."""
 
 import os
 import re

@@ -66,8 +66,8 @@ class FileLayout:
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of work of one rank: ``box`` of the model's tensor ``name``, which lies at ``local`` of the rank's own tensor,
-    goes to ``stored`` of ``tensor`` in ``file``."""
+    """A stretch of work of one rank: ``box`` of the model's tensor ``name``, which lies at ``local`` of the rank's own
+    tensor, goes to ``stored`` of ``tensor`` in ``file``."""
 
     file: PlannedFile
     tensor: Placed
@@ -127,7 +127,8 @@ def file_layout_of(runtime: Runtime, *, max_shard_bytes: int, dtype: str | None 
 def planned_files(
     facts: Mapping[str, tuple[tuple[int, ...], str]], *, max_shard_bytes: int, align: int = 8, stem: str = "model"
 ) -> tuple[PlannedFile, ...]:
-    """The files of tensors (name -> shape, dtype), which are divided as :func:`filing_of` says; names begin with ``stem``."""
+    """The files of tensors (name -> shape, dtype), which are divided as :func:`filing_of` says; names begin with
+    ``stem``."""
     sizes = {name: math.prod(shape) * DTYPE_BYTES[kind] for name, (shape, kind) in facts.items()}
     files = []
     for file, names in lay_out(sizes, max_shard_bytes, stem).items():

@@ -1,7 +1,7 @@
 """The whole state of a sharded module on rank 0, put together from the ranks' pieces.
 
-Each piece is sent once, by its first owner, straight to rank 0: nothing is gathered on ranks that do not need it. Names are
-canonical; which rank holds what is asked of the recipe alone.
+Each piece is sent once, by its first owner, straight to rank 0: nothing is gathered on ranks that do not need it. Names
+are canonical; which rank holds what is asked of the recipe alone.
 """
 
 import math
@@ -28,8 +28,8 @@ __all__ = ["full_state_dict", "gather_tensors", "load_full_state_dict"]
 def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[str, Any]:
     """Every parameter and persistent buffer, whole, on rank 0's CPU; ``{}`` on the other ranks. All ranks must call it.
 
-    The keys are those of the unsharded module's ``state_dict()``, in its order; tied names map to one tensor. What a module
-    adds by ``get_extra_state`` is rank 0's, as it is.
+    The keys are those of the unsharded module's ``state_dict()``, in its order; tied names map to one tensor. What a
+    module adds by ``get_extra_state`` is rank 0's, as it is.
 
     Args:
         model: from ``parallelize``.
@@ -61,7 +61,8 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[s
 def load_full_state_dict(
     model: nn.Module, state: Mapping[str, Any], *, strict: bool = True, rename: Rename = (), cast: bool = False
 ) -> LoadReport:
-    """Loads rank 0's whole ``state`` into the shards of all ranks. All ranks must call it; what the others give is not read.
+    """Loads rank 0's whole ``state`` into the shards of all ranks. All ranks must call it; what the others give is not
+    read.
 
     Rank 0 sends every rank its own pieces, a bounded buffer at a time; no rank holds more than its shards beside that.
 
@@ -79,11 +80,11 @@ def load_full_state_dict(
 
 
 def gather_tensors(runtime: Runtime, items: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor | None]:
-    """Tensors that are cut as parameters are, one after the other whole on rank 0's CPU; None elsewhere. All ranks must call
-    it, with the same names, and go to the end.
+    """Tensors that are cut as parameters are, one after the other whole on rank 0's CPU; None elsewhere. All ranks must
+    call it, with the same names, and go to the end.
 
-    What comes next travels already while a tensor is being put together; what lies in one stretch is received where it will
-    stay.
+    What comes next travels already while a tensor is being put together; what lies in one stretch is received where it
+    will stay.
 
     Args:
         runtime: of the model.

@@ -1,4 +1,5 @@
-"""Whole parameters for a moment: to read them, to generate text, to compute log-probabilities outside of a training step."""
+"""Whole parameters for a moment: to read them, to generate text, to compute log-probabilities outside of a training
+step."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,8 +15,8 @@ __all__ = ["gathered"]
 
 @contextlib.contextmanager
 def gathered(model: nn.Module) -> Iterator[nn.Module]:
-    """Within: every parameter of ``model`` is whole on every rank, in the dtype that is computed in; read only. All ranks must
-    enter it, and leave it.
+    """Within: every parameter of ``model`` is whole on every rank, in the dtype that is computed in; read only. All
+    ranks must enter it, and leave it.
 
     Args:
         model: from ``parallelize``; it is what ``with`` gives.

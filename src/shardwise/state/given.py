@@ -1,7 +1,7 @@
 """What a program gave its optimizer, its scheduler and its gradient scaler when it built them.
 
-A checkpoint holds it beside the values that are in force when it is saved: a rate that a scheduler, or the loop itself, has moved is
-no changed setting, and a rate that the program now gives otherwise is one.
+A checkpoint holds it beside the values that are in force when it is saved: a rate that a scheduler, or the loop itself,
+has moved is no changed setting, and a rate that the program now gives otherwise is one.
 """
 
 import copy
@@ -164,7 +164,8 @@ class Given:
     # ---- what is put in place --------------------------------------------------------------------------------
 
     def settled(self, accepted: Iterable[Change], step: Mapping[str, Any]) -> Settled:
-        """What makes the ``accepted`` changes take effect in a run whose saved step has the state ``step``. Nothing changes yet.
+        """What makes the ``accepted`` changes take effect in a run whose saved step has the state ``step``. Nothing
+        changes yet.
 
         Raises:
             ConfigError: a scheduler would undo them.
@@ -191,7 +192,8 @@ class Given:
         return found
 
     def _rescheduled(self, found: Settled, step: Mapping[str, Any]) -> Settled:
-        """The program's own schedule, at the step where the saved one was: as if it had been this one from the beginning."""
+        """The program's own schedule, at the step where the saved one was: as if it had been this one from the
+        beginning."""
         saved, begun = step["scheduler"], getattr(self._scheduler, "last_epoch", None)
         if scheduler_position(self._scheduler) != self._position:
             raise ConfigError(
@@ -242,7 +244,8 @@ def _twin(scheduler: Any, groups: _Groups) -> Any:
 
 
 def scheduler_settings(scheduler: Any) -> dict[str, Any]:
-    """Path -> value of what loading a scheduler's state would replace and is no position; {} for what keeps no state."""
+    """Path -> value of what loading a scheduler's state would replace and is no position; {} for what keeps no
+    state."""
     state = scheduler.state_dict() if callable(getattr(scheduler, "state_dict", None)) else {}
     return dict(_settings_in(state)) if isinstance(state, Mapping) else {}
 
@@ -284,7 +287,8 @@ def _name_in(path: str) -> str:
 
 
 def _given_in(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a group that a program gives: the rate from which a scheduler starts, and no momentum that one cycles."""
+    """The settings of a group that a program gives: the rate from which a scheduler starts, and no momentum that one
+    cycles."""
     found = {key: value for key, value in group.items() if key not in ("params", "param_names") and key not in HOW}
     if "initial_lr" in found:
         found["lr"] = found.pop("initial_lr")

@@ -1,8 +1,8 @@
 """What a Hugging Face model's files call its tensors, where that is not what its modules call them.
 
-transformers keeps, for every kind of model, rules that lead from the names in files to the names in modules and back: other
-names, experts that lie apart in files and in one tensor in the module. The rules are asked, not copied: they are run on
-tensors without values, and what comes out tells by its offset and strides which part of which tensor it is.
+transformers keeps, for every kind of model, rules that lead from the names in files to the names in modules and back:
+other names, experts that lie apart in files and in one tensor in the module. The rules are asked, not copied: they are
+run on tensors without values, and what comes out tells by its offset and strides which part of which tensor it is.
 """
 
 import contextlib
@@ -25,7 +25,8 @@ __all__ = ["older_name", "stored_views", "turned_view"]
 
 
 def stored_views(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, View]:
-    """Name in files -> which part of which tensor, for the tensors of ``shapes``; ``{}`` where files have the module's names.
+    """Name in files -> which part of which tensor, for the tensors of ``shapes``; ``{}`` where files have the module's
+    names.
 
     Raises:
         UnsupportedError: a rule that changes values, or their order in other ways than by cutting and turning.
@@ -72,8 +73,8 @@ def older_name(model: nn.Module) -> Callable[[str], str]:
 def turned_view(model: nn.Module, name: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> View | None:
     """A tensor of shape ``stored`` as the whole of the model's ``name``, of ``shape``, with its dims in another order.
 
-    Some rules turn what they find in files only where its shape is not the module's (published experts of Qwen3-VL-MoE, whose
-    dims have changed places since), so they say nothing about how a tensor is saved. None where no rule turns it.
+    Some rules turn what they find in files only where its shape is not the module's (published experts of Qwen3-VL-MoE,
+    whose dims have changed places since), so they say nothing about how a tensor is saved. None where no rule turns it.
     """
     kind, apply = _rules("WeightConverter"), _rules("apply_converters")
     mapping = _rules("get_model_conversion_mapping", "transformers.conversion_mapping")

@@ -1,7 +1,7 @@
 """The folder in which a conversion's result is put together, beside its place, and the journal of what of it is done.
 
-A line of the journal is written when the values it names are on disk, so that a conversion that was killed goes on where
-it was: one with another source or other options has another fingerprint, and starts anew.
+A line of the journal is written when the values it names are on disk, so that a conversion that was killed goes on
+where it was: one with another source or other options has another fingerprint, and starts anew.
 """
 
 import contextlib
@@ -28,7 +28,8 @@ def fingerprint_of(facts: Any) -> str:
 
 
 class Workplace:
-    """A context: the folder is locked while it is open, and stays for the next attempt unless :meth:`commit` is reached.
+    """A context: the folder is locked while it is open, and stays for the next attempt unless :meth:`commit` is
+    reached.
 
     Attributes:
         files: where the result is put together.

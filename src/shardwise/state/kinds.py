@@ -73,8 +73,8 @@ def load_state_dict(
     """Loads what :func:`state_dict` of the same ``kind`` gave. All ranks must call it.
 
     Raises:
-        CheckpointError: on every rank; names, shapes or dtypes that do not fit, or a topology that is not the one it was
-            taken under. Nothing has changed then.
+        CheckpointError: on every rank; names, shapes or dtypes that do not fit, or a topology that is not the one it
+            was taken under. Nothing has changed then.
     """
     kind, runtime = StateDictType(kind), runtime_of(model)
     if kind is StateDictType.FULL_STATE_DICT:

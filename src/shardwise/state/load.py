@@ -1,7 +1,7 @@
 """Weights in: each rank reads the bytes of its own pieces, straight into its shards.
 
-In this order: names, shapes and dtypes are matched, on every rank; only when all of them fit on all ranks the first byte
-is copied. A read that fails after that leaves a model that refuses to be used until it is loaded whole.
+In this order: names, shapes and dtypes are matched, on every rank; only when all of them fit on all ranks the first
+byte is copied. A read that fails after that leaves a model that refuses to be used until it is loaded whole.
 """
 
 import os
@@ -42,19 +42,20 @@ def load_weights(
     shared_files: bool = True,
     check_finite: bool = False,
 ) -> LoadReport:
-    """Loads parameters and persistent buffers of a sharded model, from any layout into any layout. All ranks must call it.
+    """Loads parameters and persistent buffers of a sharded model, from any layout into any layout. All ranks must call
+    it.
 
-    Each rank reads its own pieces, and no more, from files that every rank can see: no tensor is whole in memory, nothing
-    travels. Either everything fits and is loaded, or nothing of the model has changed.
+    Each rank reads its own pieces, and no more, from files that every rank can see: no tensor is whole in memory,
+    nothing travels. Either everything fits and is loaded, or nothing of the model has changed.
 
     Args:
         model: from ``parallelize``.
         source: a Hugging Face model directory, a checkpoint (every block that is read is compared with its checksum), a
             safetensors file, a torch file, a DCP directory, or a state dict of whole tensors.
         strict: False: names that are missing, and names that are not the model's, are left out and told.
-        rename: ``(regex, replacement)`` pairs, applied in order to the names of the source; a replacement of None leaves
-            the tensor out. What wrappers add (``_orig_mod.``, ``module.``) and a prefix that all names share or lack
-            (``model.``) are seen to without it.
+        rename: ``(regex, replacement)`` pairs, applied in order to the names of the source; a replacement of None
+            leaves the tensor out. What wrappers add (``_orig_mod.``, ``module.``) and a prefix that all names share or
+            lack (``model.``) are seen to without it.
         cast: True: values of another dtype than the model stores are converted; False: they are refused.
         shared_files: False: only rank 0 sees the source; it sends every rank its pieces.
         check_finite: True: values that are NaN or infinite are refused; everything is read twice.

@@ -1,4 +1,5 @@
-"""While a model's values are being written: it cannot be used, and if that fails half way, not until they are whole again."""
+"""While a model's values are being written: it cannot be used, and if that fails half way, not until they are whole
+again."""
 
 from collections.abc import Collection, Mapping
 from types import TracebackType

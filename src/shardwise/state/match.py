@@ -162,7 +162,8 @@ def _refuse_unfit(matched: Matched, wanted: Mapping[str, Wanted], source: Source
 
 
 def _may_be(there: str, here: str, *, cast: bool) -> bool:
-    """Numbers are rounded where that is asked for; they never become integers, or lose an imaginary part or their scale."""
+    """Numbers are rounded where that is asked for; they never become integers, or lose an imaginary part or their
+    scale."""
     both = (is_rounded(there) and is_rounded(here)) or (dtype_of(there).is_complex and dtype_of(here).is_complex)
     return there == here or (cast and both)
 

@@ -173,8 +173,8 @@ def _prefixes(model: nn.Module) -> list[str]:
 
 
 def _shared(names: Iterable[str]) -> list[str]:
-    """What all names begin with, of which one side may have more than the other: ``app`` and ``app.net`` of ``app.net.weight``
-    and ``app.net.bias``."""
+    """What all names begin with, of which one side may have more than the other: ``app`` and ``app.net`` of
+    ``app.net.weight`` and ``app.net.bias``."""
     paths = [name.split(".")[:-1] for name in names]
     shared = [parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]
     return [".".join(shared[:length]) for length in range(1, len(shared) + 1)]
@@ -198,7 +198,8 @@ def _sort_out(
     source: Source,
     found: Matched,
 ) -> dict[str, dict[str, TensorSource]]:
-    """Puts each stored tensor where it belongs; gives those that are parts: canonical name -> name in files -> stored."""
+    """Puts each stored tensor where it belongs; gives those that are parts: canonical name -> name in files ->
+    stored."""
     seen: dict[str, str] = {}
     parts: dict[str, dict[str, TensorSource]] = {}
     for name, now in current.items():

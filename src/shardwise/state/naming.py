@@ -1,4 +1,5 @@
-"""What a model's tensors are called in its files: as its modules are, or as its library or the task around it has it."""
+"""What a model's tensors are called in its files: as its modules are, or as its library or the task around it has
+it."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -37,8 +38,8 @@ class Naming:
 def naming_of(root: nn.Module, shapes: Shapes) -> Naming:
     """How the tensors of ``shapes`` are called in the files that are written.
 
-    A ``TaskModel`` is trained so that its model can be used without it: its files are the model's, and what the loss owns
-    lies beside under names of its own. Where two tensors would share a name, they keep their canonical ones.
+    A ``TaskModel`` is trained so that its model can be used without it: its files are the model's, and what the loss
+    owns lies beside under names of its own. Where two tensors would share a name, they keep their canonical ones.
     """
     return next(_namings(root, shapes))
 

@@ -1,8 +1,8 @@
 """The whole state of an optimizer on rank 0, and back: keyed by canonical names, never by order.
 
 The form is that of torch's ``get_optimizer_state_dict``: ``{"state": {name: {key: value}}, "param_groups": [{"params":
-[name, ...], "lr": ...}]}``. What is shaped like the parameter is cut like it; everything else (step counts) is the same on
-every rank.
+[name, ...], "lr": ...}]}``. What is shaped like the parameter is cut like it; everything else (step counts) is the same
+on every rank.
 """
 
 import copy
@@ -46,8 +46,8 @@ def full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimizer) ->
 
     Raises:
         UsageError: the optimizer holds a parameter that is not the model's.
-        UnsupportedError: state that is neither shaped like its parameter nor the same on every rank (Adafactor's rows and
-            columns), of a parameter that is cut.
+        UnsupportedError: state that is neither shaped like its parameter nor the same on every rank (Adafactor's rows
+            and columns), of a parameter that is cut.
         RankError: a rank does not come.
     """
     runtime = runtime_of(model)
@@ -68,7 +68,8 @@ def full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimizer) ->
 
 
 def load_full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Gives ``optim`` rank 0's whole ``state``, cut as the model is. All ranks must call it; what the others give is not read.
+    """Gives ``optim`` rank 0's whole ``state``, cut as the model is. All ranks must call it; what the others give is
+    not read.
 
     The optimizer may be fresh: what it will keep is made here, not filled into what it happens to have. Its groups take
     the settings (learning rate and so on) of the groups that their parameters were in.
@@ -76,11 +77,12 @@ def load_full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimize
     Args:
         model: from ``parallelize``.
         optim: built from its parameters.
-        state: as :func:`full_optimizer_state_dict` gives it, under any layout, or torch's ``get_optimizer_state_dict`` with
-            ``full_state_dict=True``.
+        state: as :func:`full_optimizer_state_dict` gives it, under any layout, or torch's ``get_optimizer_state_dict``
+            with ``full_state_dict=True``.
 
     Raises:
-        CheckpointError: on every rank; state of other parameters, shapes or another optimizer. Nothing has changed then.
+        CheckpointError: on every rank; state of other parameters, shapes or another optimizer. Nothing has changed
+            then.
         UsageError: the optimizer holds a parameter that is not the model's.
     """
     runtime = runtime_of(model)
@@ -110,8 +112,8 @@ def install_state(
     made: Mapping[str, Mapping[str, Any]],
     settings: Iterable[Mapping[str, Any]],
 ) -> None:
-    """Gives ``optim`` state that fits it: name -> key -> this rank's value, and the settings of each group. Values of the shape
-    of this rank's shard are the optimizer's from here on; others are copied."""
+    """Gives ``optim`` state that fits it: name -> key -> this rank's value, and the settings of each group. Values of
+    the shape of this rank's shard are the optimizer's from here on; others are copied."""
     for group, wanted in zip(optim.param_groups, settings, strict=True):
         group.update({key: _as_before(value, group.get(key)) for key, value in wanted.items()})
     optim.state.clear()
@@ -137,12 +139,13 @@ def names_of(runtime: Runtime, optim: torch.optim.Optimizer) -> list[str]:
 
 
 def agreed_kinds(runtime: Runtime, optim: torch.optim.Optimizer, place: str) -> dict[str, dict[str, bool]]:
-    """Canonical name -> key of the parameter's state -> whether it is cut as the parameter is; in the model's order. All ranks
-    must call it.
+    """Canonical name -> key of the parameter's state -> whether it is cut as the parameter is; in the model's order.
+    All ranks must call it.
 
     Raises:
         UsageError: a parameter that is not the model's, or ranks that keep different state.
-        UnsupportedError: state that is neither shaped like its parameter nor the same on every rank, of one that is cut.
+        UnsupportedError: state that is neither shaped like its parameter nor the same on every rank, of one that is
+            cut.
     """
     names = names_of(runtime, optim)
     return collectively(

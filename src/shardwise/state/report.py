@@ -12,14 +12,16 @@ _SHOWN = 8
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
-    """What :func:`~shardwise.load_weights` did. Equal on every rank but for ``num_bytes`` and ``seconds``; ``print`` it.
+    """What :func:`~shardwise.load_weights` did. Equal on every rank but for ``num_bytes`` and ``seconds``; ``print``
+    it.
 
     Attributes:
         place: where the weights came from.
         num_tensors: tensors of the model that were loaded; tied ones count once.
         num_bytes: bytes that this rank read or received.
         seconds: how long it took on this rank.
-        missing: names in the model that the source does not have; they are as they were, or ``fresh`` (``strict=False``).
+        missing: names in the model that the source does not have; they are as they were, or ``fresh``
+            (``strict=False``).
         fresh: the model had no values before (``init="load"``): what is missing took those of its constructor.
         unexpected: names in the source that the model does not have (``strict=False``).
         ignored: name in the source -> why it is not the model's to load.

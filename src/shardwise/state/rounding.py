@@ -45,6 +45,7 @@ def refuse_overflow(rounded: Tensor, values: Tensor, place: str) -> None:
 
 
 def _has_smaller_range(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """bfloat16's is not: it ends 0.4 % before float32's, where nothing is but marks for "infinite" (masks), which become that."""
+    """bfloat16's is not: it ends 0.4 % before float32's, where nothing is but marks for "infinite" (masks), which
+    become that."""
     rounded = all(kind.itemsize > 1 and (kind.is_floating_point or kind.is_complex) for kind in (dtype, other))
     return rounded and 2 * torch.finfo(dtype).max < torch.finfo(other).max

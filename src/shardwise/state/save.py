@@ -1,7 +1,7 @@
 """Weights out: plain safetensors files in which every rank writes its own bytes at their place.
 
-Nothing is gathered and no rank holds more than its shard: the plan of the files (:mod:`shardwise.state.file_layout`) follows
-from the recipe. The directory is made beside its place and moved there when all of it is on disk
+Nothing is gathered and no rank holds more than its shard: the plan of the files (:mod:`shardwise.state.file_layout`)
+follows from the recipe. The directory is made beside its place and moved there when all of it is on disk
 (:mod:`shardwise.state.staging`).
 """
 
@@ -53,12 +53,13 @@ def save_weights(
 ) -> Path:
     """Writes every parameter and persistent buffer as a Hugging Face model directory. All ranks must call it.
 
-    The files hold canonical names, those of a ``TaskModel`` the names in its model; a tied tensor is stored once, under its
-    first name. Each rank writes its own pieces at their place in the final files; ranks that do not see the directory send
-    theirs to rank 0, a buffer at a time. The directory appears complete or not at all: an older one is replaced when the
-    new one is on disk, and files in it that are not weights stay. The configuration and tokenizer files of the directory
-    that the model was loaded from are carried along, and a Hugging Face model's own configuration is written. What modules
-    return by ``get_extra_state`` is left out, with a warning: the format holds tensors only.
+    The files hold canonical names, those of a ``TaskModel`` the names in its model; a tied tensor is stored once, under
+    its first name. Each rank writes its own pieces at their place in the final files; ranks that do not see the
+    directory send theirs to rank 0, a buffer at a time. The directory appears complete or not at all: an older one is
+    replaced when the new one is on disk, and files in it that are not weights stay. The configuration and tokenizer
+    files of the directory that the model was loaded from are carried along, and a Hugging Face model's own
+    configuration is written. What modules return by ``get_extra_state`` is left out, with a warning: the format holds
+    tensors only.
 
     Args:
         model: from ``parallelize``.
@@ -119,8 +120,8 @@ def weights_bytes(model: nn.Module) -> int:
 
 
 def check_dtypes(model: nn.Module) -> None:
-    """Raises UnsupportedError, naming the tensor, if :func:`save_weights` could not write ``model``; no communication, equal
-    on every rank."""
+    """Raises UnsupportedError, naming the tensor, if :func:`save_weights` could not write ``model``; no communication,
+    equal on every rank."""
     stored_dtypes(runtime_of(model))
 
 
@@ -167,8 +168,8 @@ class _Saving:
         self.notes: list[str] = []
 
     def make_files(self) -> None:
-        """On rank 0: the files in their final size, with their headers. A full disk is found before a byte of the weights
-        is written."""
+        """On rank 0: the files in their final size, with their headers. A full disk is found before a byte of the
+        weights is written."""
         _refuse_file(self.dest)
         try:
             dest = self.dest.resolve()
@@ -239,7 +240,8 @@ class _Saving:
             raise problem
 
     def _receive(self, rank: int, path: Path, parts: list[Part], problem: OSError | None) -> OSError | None:
-        """Takes what ``rank`` sends for one file; all of it even where it cannot be written, since the rank must not wait."""
+        """Takes what ``rank`` sends for one file; all of it even where it cannot be written, since the rank must not
+        wait."""
         wires = ((part, box, size) for part in parts for box, size in stored_boxes(part))
         try:
             if problem is not None:

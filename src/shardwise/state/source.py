@@ -1,4 +1,5 @@
-"""``open_source``: from what a user names to a :class:`~shardwise.state.stored.Source`. The one place that knows the kinds."""
+"""``open_source``: from what a user names to a :class:`~shardwise.state.stored.Source`. The one place that knows the
+kinds."""
 
 import os
 from collections.abc import Mapping
@@ -33,8 +34,8 @@ def open_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
     """What ``source`` holds; nothing but names, shapes, dtypes and places is read.
 
     Args:
-        source: a Hugging Face model directory, a checkpoint, a run's directory of them (the newest is meant), a DCP directory,
-            a safetensors file, a file by ``torch.save``, or a state dict.
+        source: a Hugging Face model directory, a checkpoint, a run's directory of them (the newest is meant), a DCP
+            directory, a safetensors file, a file by ``torch.save``, or a state dict.
 
     Raises:
         CheckpointError: nothing there, not whole, or of no kind that is known here.
@@ -147,8 +148,8 @@ def _open_mapping(state: Mapping[str, Any]) -> Source:
 
 
 def _model_in(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Name -> value of the model's, which may stand under a key (``{"model": ..., "epoch": 3}``), and name -> why not, of what
-    stands beside it: as in files by ``torch.save``."""
+    """Name -> value of the model's, which may stand under a key (``{"model": ..., "epoch": 3}``), and name -> why not,
+    of what stands beside it: as in files by ``torch.save``."""
     arrays = [name for name, value in state.items() if isinstance(value, np.ndarray)]
     if arrays and not any(isinstance(value, Tensor | Mapping) for value in state.values()):
         raise UsageError(

@@ -25,7 +25,8 @@ _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
 
 
 class Staged:
-    """A new directory beside ``dest``, and a lock file beside that, which is held as long as the directory is being filled.
+    """A new directory beside ``dest``, and a lock file beside that, which is held as long as the directory is being
+    filled.
 
     Attributes:
         path: where to write.
@@ -46,8 +47,8 @@ class Staged:
         self.path.mkdir()
 
     def commit(self) -> None:
-        """Moves the directory to its place, and puts that on disk. Its files are on disk already; files of an older directory
-        that are not a model's weights go along.
+        """Moves the directory to its place, and puts that on disk. Its files are on disk already; files of an older
+        directory that are not a model's weights go along.
 
         Raises:
             OSError: it cannot be moved there; what was there is as it was.

@@ -1,8 +1,9 @@
 """Tensors that are stored somewhere, and reading a part of one: the one way in which weights come in.
 
-Whatever a source is (safetensors files, a torch file, a DCP directory, a state dict in memory), it is a :class:`Source`:
-names, each with a :class:`TensorSource` that can be asked for any box. Files are read at the offsets of that box, straight into
-the memory that the values are for where dtype and order allow it, else through a buffer of bounded size.
+Whatever a source is (safetensors files, a torch file, a DCP directory, a state dict in memory), it is a
+:class:`Source`: names, each with a :class:`TensorSource` that can be asked for any box. Files are read at the offsets
+of that box, straight into the memory that the values are for where dtype and order allow it, else through a buffer of
+bounded size.
 """
 
 import math
@@ -80,8 +81,8 @@ class TensorSource(ABC):
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor and where its bytes are: at ``offset`` of ``file``, row-major, or with ``strides`` (in elements)
-    from there. ``stamp`` is the file's, from before its header was read."""
+    """A box of a tensor and where its bytes are: at ``offset`` of ``file``, row-major, or with ``strides`` (in
+    elements) from there. ``stamp`` is the file's, from before its header was read."""
 
     box: Box
     file: Path

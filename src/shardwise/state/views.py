@@ -13,8 +13,8 @@ __all__ = ["Assembled", "View", "view_at", "view_of_all"]
 
 @dataclass(frozen=True)
 class View:
-    """A stored tensor as a part of one of the model's: ``box`` of tensor ``name``, whose dims are the model's ``dims``, in that
-    order; the others have size 1 in the box."""
+    """A stored tensor as a part of one of the model's: ``box`` of tensor ``name``, whose dims are the model's ``dims``,
+    in that order; the others have size 1 in the box."""
 
     name: str
     box: Box
@@ -48,8 +48,8 @@ def view_of_all(name: str, shape: tuple[int, ...]) -> View:
 def view_at(
     name: str, shape: tuple[int, ...], offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]
 ) -> View | None:
-    """The view that lies at ``offset`` of a row-major tensor of ``shape`` with these sizes and strides, all in elements; None if
-    it is no box of it."""
+    """The view that lies at ``offset`` of a row-major tensor of ``shape`` with these sizes and strides, all in
+    elements; None if it is no box of it."""
     steps = row_strides(shape)
     starts = []
     for step, size in zip(steps, shape, strict=True):

@@ -1,4 +1,5 @@
-"""Writing parts of tensors at their place in files: from where they lie if they can go as they are, else block by block."""
+"""Writing parts of tensors at their place in files: from where they lie if they can go as they are, else block by
+block."""
 
 import contextlib
 import errno
@@ -63,15 +64,15 @@ def by_file(folder: Path, parts: Iterator[Part]) -> Iterator[tuple[Path, list[Pa
 
 
 def write_part(descriptor: int, part: Part, values: Tensor) -> None:
-    """Writes ``values``, the part's box of the model's tensor; from where they are if they lie there as they will in the
-    file, else through a buffer."""
+    """Writes ``values``, the part's box of the model's tensor; from where they are if they lie there as they will in
+    the file, else through a buffer."""
     for offset, memory in stretches(part, values):
         write_at(descriptor, memory, offset)
 
 
 def stretches(part: Part, values: Tensor) -> Iterator[tuple[int, memoryview]]:
-    """``(offset in the file, bytes)`` of ``values``, the part's box of the model's tensor: where they are if they lie there as
-    they will in the file, else block by block."""
+    """``(offset in the file, bytes)`` of ``values``, the part's box of the model's tensor: where they are if they lie
+    there as they will in the file, else block by block."""
     tensor = part.tensor
     straight = values.device.type == "cpu" and dtype_name(values.dtype) == tensor.dtype and values.is_contiguous()
     if straight and part.view.is_in_order:

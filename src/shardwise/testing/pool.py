@@ -3,10 +3,10 @@
     with RankPool() as pool:
         results = pool.run(function, 2, argument, timeout_s=30)     # one result per rank
 
-How it works: one helper process imports torch and forks ranks on demand (:mod:`shardwise.launch.forkserver`). A run sends
-the same call to the first ``world_size`` ranks, each with the environment torchrun would give it, and collects one
-answer from each. Afterwards every rank cleans itself; a rank that died, that hangs, or that does not come back after a
-peer failed is killed and a fresh one takes its place, so nothing is inherited by the next run.
+How it works: one helper process imports torch and forks ranks on demand (:mod:`shardwise.launch.forkserver`). A run
+sends the same call to the first ``world_size`` ranks, each with the environment torchrun would give it, and collects
+one answer from each. Afterwards every rank cleans itself; a rank that died, that hangs, or that does not come back
+after a peer failed is killed and a fresh one takes its place, so nothing is inherited by the next run.
 """
 
 import os

@@ -53,7 +53,8 @@ class Helper:
         return self._server.is_alive()
 
     def fork(self, connection: int, output: int) -> int:
-        """Forks a rank that owns copies of the two file descriptors; returns its process id. Waits until the imports are done."""
+        """Forks a rank that owns copies of the two file descriptors; returns its process id. Waits until the imports
+        are done."""
         self._wait_ready()
         return self._server.fork({}, [connection, output, output])
 

@@ -38,7 +38,8 @@ def main(argv: list[str]) -> int:
     """The life of a warm rank, forked by :mod:`shardwise.launch.forkserver`; ends the process.
 
     Args:
-        argv: the file descriptor of the connection to the pool, and the process id that must be alive for this one to live.
+        argv: the file descriptor of the connection to the pool, and the process id that must be alive for this one to
+            live.
     """
     code = 1
     try:

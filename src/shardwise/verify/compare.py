@@ -1,7 +1,7 @@
 """Holds the ranks' pieces against the oracle's whole tensors, and names the first that differs.
 
-``err(p) = max|a - b| / max(max|b|, 1e-6 * M)`` with M the largest ``|b|`` over all tensors of its kind: gradients that are
-zero in exact arithmetic (a key's bias) would otherwise raise alarms. Pieces are put together by the recipe's
+``err(p) = max|a - b| / max(max|b|, 1e-6 * M)`` with M the largest ``|b|`` over all tensors of its kind: gradients that
+are zero in exact arithmetic (a key's bias) would otherwise raise alarms. Pieces are put together by the recipe's
 ``extents`` alone, and copies held by several ranks must be equal to the last bit.
 """
 

@@ -13,8 +13,8 @@ __all__ = ["drawing_modules", "places_of"]
 
 
 def drawing_modules(task: Task) -> list[str]:
-    """The innermost modules of ``task`` that draw random numbers in a forward and loss of its first micro-batch, by name;
-    ``""`` is the module itself, or the loss. The streams are left where they were."""
+    """The innermost modules of ``task`` that draw random numbers in a forward and loss of its first micro-batch, by
+    name; ``""`` is the module itself, or the loss. The streams are left where they were."""
     module, batch = task.make(), task.windows[0][0]
     open_calls: list[list[Any]] = []
     found: dict[str, None] = {}

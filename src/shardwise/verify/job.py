@@ -57,14 +57,15 @@ def main(
     Args:
         model: "pkg.mod:fn", returns the module; or a Hugging Face model directory.
         layout: without -1.
-        batch: "pkg.mod:fn", takes the index of a micro-batch and returns it (``str -> Tensor``); None: random tokens, for
-            a module that takes ``input_ids`` and has an embedding.
+        batch: "pkg.mod:fn", takes the index of a micro-batch and returns it (``str -> Tensor``); None: random tokens,
+            for a module that takes ``input_ids`` and has an embedding.
         loss: "pkg.mod:fn", as TrainStep takes it; None: cross entropy of aligned labels.
         count: "pkg.mod:fn", as TrainStep takes it; None: the loss's own ``count``, else labels that are not -100.
         steps: optimizer steps.
         accumulate: micro-batches per rank and step.
         parallel: a ``Parallel``; its layout is not used.
-        small_units: compare once more with every block a unit of its own, where parameters are cut: more can go wrong there.
+        small_units: compare once more with every block a unit of its own, where parameters are cut: more can go wrong
+            there.
 
     Raises:
         ConfigError: one of the names cannot be used; with the place where it failed.

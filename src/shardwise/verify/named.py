@@ -1,7 +1,7 @@
 """What a command line names for a comparison: the model, batches, loss and count; every rank loads them for itself.
 
-Mistakes in them become errors in words, with the line of the user's own code: a file that cannot be imported, a class that wants
-arguments, a function that returns something else.
+Mistakes in them become errors in words, with the line of the user's own code: a file that cannot be imported, a class
+that wants arguments, a function that returns something else.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """The oracle: one process, plain torch, none of our parallel code. What training is supposed to do.
 
-It runs the same micro-batches in the same order as the ranks together do, divides each loss sum by the window's count, clips
-with torch's own function and steps the same optimizer. It imports nothing of ``world``, ``parallel`` or the step.
+It runs the same micro-batches in the same order as the ranks together do, divides each loss sum by the window's count,
+clips with torch's own function and steps the same optimizer. It imports nothing of ``world``, ``parallel`` or the step.
 """
 
 import contextlib
@@ -25,7 +25,8 @@ Batch = Mapping[str, Tensor]
 
 
 def cast_batches(windows: Sequence[Sequence[Batch]], dtype: torch.dtype) -> list[list[Batch]]:
-    """Floating tensors in ``dtype``, complex ones in the complex dtype of that precision, as the module is; others as they are."""
+    """Floating tensors in ``dtype``, complex ones in the complex dtype of that precision, as the module is; others as
+    they are."""
 
     def cast(value: Any) -> Any:
         if not isinstance(value, Tensor):

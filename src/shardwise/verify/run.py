@@ -56,8 +56,8 @@ def verify(
         loss, count, forward: as :class:`~shardwise.step.step.TrainStep` takes them; top-level functions.
         optimizer: "sgd" (momentum 0.9), "adamw", or a top-level function of the parameters.
         max_grad_norm, norm_type, clip_grad_value: as :class:`~shardwise.step.step.TrainStep` takes them.
-        dtype: what both sides compute in, and what floating tensors of batches are cast to; float64 shows faults that rounding
-            would hide.
+        dtype: what both sides compute in, and what floating tensors of batches are cast to; float64 shows faults that
+            rounding would hide.
         gate: the largest error allowed; default 1e-12 in float64, 1e-5 in float32.
         num_ranks: needed where the layout has ``-1``.
         run: ``run(function, num_ranks, *args)`` -> results by rank, such as a pool's; default: fresh processes.
@@ -67,8 +67,8 @@ def verify(
 
     Raises:
         UsageError: an option that parallelize does not have.
-        VerifyError: naming the first tensor that differs; and what draws random numbers, if anything does: the ranks draw other ones
-            than the one process.
+        VerifyError: naming the first tensor that differs; and what draws random numbers, if anything does: the ranks
+            draw other ones than the one process.
 
     Example:
         >>> report = verify(build, "dp_shard=2", batches=[[batch, other]])  # doctest: +SKIP

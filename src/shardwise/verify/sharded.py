@@ -65,8 +65,8 @@ class CountCollectives(TorchDispatchMode):
 
 
 def run_sharded(task: Task, layout: str, parallel: Any = None, example: Any = None) -> RankRecord:
-    """Runs ``task`` on this rank of ``layout`` with the techniques of a ``Parallel``, of which ``task.build`` has changed the structure
-    already. All ranks call it.
+    """Runs ``task`` on this rank of ``layout`` with the techniques of a ``Parallel``, of which ``task.build`` has
+    changed the structure already. All ranks call it.
 
     Every rank builds the module, ranks other than 0 with another seed: a rank that kept its own values would be seen.
     """

@@ -1,7 +1,9 @@
-"""Tries what Shardwise relies on in torch: ``python -m shardwise.verify.torch_check``. Two ranks on the CPU, some seconds.
+"""Tries what Shardwise relies on in torch: ``python -m shardwise.verify.torch_check``. Two ranks on the CPU, some
+seconds.
 
-First whether the private names that are used are there; then what they do. The order in which units are gathered where ranks skip other blocks; parameters that no rank, or one rank alone, uses; parameters that stay
-the objects that the user has; units of several dtypes. Each is compared with the same in one plain process.
+First whether the private names that are used are there; then what they do. The order in which units are gathered where
+ranks skip other blocks; parameters that no rank, or one rank alone, uses; parameters that stay the objects that the
+user has; units of several dtypes. Each is compared with the same in one plain process.
 """
 
 import copy

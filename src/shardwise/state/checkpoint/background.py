@@ -1,4 +1,5 @@
-"""A save that is written while training goes on: copies of the run's state, the thread that writes them, what became of it."""
+"""A save that is written while training goes on: copies of the run's state, the thread that writes them, what became of
+it."""
 
 import sys
 from collections.abc import Callable

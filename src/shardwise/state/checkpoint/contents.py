@@ -97,7 +97,8 @@ class Group:
             yield self.prefix + part.file.name, part.file, part, whole[part.local]
 
     def staged(self, take: "Take") -> "Group":
-        """The same group of what ``take`` gives for each tensor that is written; it is told a name of its own for each."""
+        """The same group of what ``take`` gives for each tensor that is written; it is told a name of its own for
+        each."""
         place = self.prefix + ("optimizer/" if self.by_stored else "")
         stored = [tensor.name for file in self.file_layout.files for tensor in file.tensors]
         used = stored if self.by_stored else [self.file_layout.views[name].name for name in stored]
@@ -134,7 +135,8 @@ class Contents:
         groups: the cut tensors; equal on every rank but for the values.
         rest: whole tensors; rank 0's are written.
         texts: path -> whole file; rank 0's are written.
-        plain: what goes into :data:`STATE`, as :func:`~shardwise.state.checkpoint.plain.to_plain` gave it; rank 0's is written.
+        plain: what goes into :data:`STATE`, as :func:`~shardwise.state.checkpoint.plain.to_plain` gave it; rank 0's is
+            written.
         notes: what the user should know.
     """
 
@@ -154,7 +156,8 @@ class Contents:
 
     @functools.cached_property
     def whole_texts(self) -> dict[str, bytes]:
-        """Path -> content of every file without tensors, on rank 0. Made when it is asked for: by then training may go on."""
+        """Path -> content of every file without tensors, on rank 0. Made when it is asked for: by then training may go
+        on."""
         return {**self.texts, STATE: to_text(self.plain)}
 
     def staged(self, take: "Take") -> "Contents":

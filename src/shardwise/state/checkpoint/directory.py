@@ -88,8 +88,8 @@ class Directory:
         return self.root / folder_name(step)
 
     def refuse_behind(self, step: int, going_on: bool, left_behind: Collection[int]) -> None:
-        """A checkpoint that is older than others there would not be the one that a resumed run takes; and those of a run that
-        this one has nothing to do with would be pruned. All ranks must ask.
+        """A checkpoint that is older than others there would not be the one that a resumed run takes; and those of a
+        run that this one has nothing to do with would be pruned. All ranks must ask.
 
         Args:
             step: of the checkpoint to be saved.

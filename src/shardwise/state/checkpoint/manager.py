@@ -1,4 +1,5 @@
-"""``CheckpointManager``: a run's checkpoints in one directory: saved every so often, kept as long as wanted, resumed from."""
+"""``CheckpointManager``: a run's checkpoints in one directory: saved every so often, kept as long as wanted, resumed
+from."""
 
 import contextlib
 import functools
@@ -28,13 +29,15 @@ __all__ = ["CheckpointManager"]
 class CheckpointManager:
     """The checkpoints of one run. All ranks must build it, and make the same calls on it.
 
-    A save is complete or absent: a kill at any moment, a full disk or a faulty rank leaves the checkpoints before as they
-    were. What is read is compared with checksums, and nothing is ever unpickled. Any layout loads what any layout saved.
+    A save is complete or absent: a kill at any moment, a full disk or a faulty rank leaves the checkpoints before as
+    they were. What is read is compared with checksums, and nothing is ever unpickled. Any layout loads what any layout
+    saved.
 
-    A run that is asked to stop ends in order: SIGTERM, SIGUSR1 or SIGHUP on any rank, :meth:`stop`, or ``stop_after_s``. All
-    ranks agree at the beginning of the next window; the :meth:`save_every` after it saves and raises :class:`~shardwise.Stopped`, with
-    which the program ends with exit status 75. With ``sigusr1="save"``, SIGUSR1 saves in the same way and the run goes on, as
-    :meth:`save_soon` does. Signals for which the program has a handler of its own are left to it.
+    A run that is asked to stop ends in order: SIGTERM, SIGUSR1 or SIGHUP on any rank, :meth:`stop`, or
+    ``stop_after_s``. All ranks agree at the beginning of the next window; the :meth:`save_every` after it saves and
+    raises :class:`~shardwise.Stopped`, with which the program ends with exit status 75. With ``sigusr1="save"``,
+    SIGUSR1 saves in the same way and the run goes on, as :meth:`save_soon` does. Signals for which the program has a
+    handler of its own are left to it.
 
     Attributes:
         says_stop: whether rank 0 says on stderr that the run has stopped, and where it is.
@@ -44,17 +47,17 @@ class CheckpointManager:
 
     Args:
         root: the directory; it is made. Rank 0's counts, and every rank has to see it.
-        step: the :class:`~shardwise.TrainStep`; its model, optimizer, scheduler, scaler and counts are saved. With a loop of your
-            own, an object of yours with ``model``, ``optim``, ``state_dict()``, ``load_state_dict(state)`` and
-            ``check_state_dict(state)``, which raises what loading would.
+        step: the :class:`~shardwise.TrainStep`; its model, optimizer, scheduler, scaler and counts are saved. With a
+            loop of your own, an object of yours with ``model``, ``optim``, ``state_dict()``, ``load_state_dict(state)``
+            and ``check_state_dict(state)``, which raises what loading would.
         keep: how many of the last checkpoints stay; None: all.
         keep_every: besides, those whose step is a multiple of it.
-        best: besides, the one with the least value of this metric (``"loss"``, or a name in ``StepOutput.metrics`` or in
-            ``save(metrics=...)``); ``"-accuracy"``: with the greatest.
-        extra: name -> object with ``state_dict`` and ``load_state_dict`` (numbers, texts, lists, dicts and tensors; equal on
-            every rank), or a further sharded model, such as a moving average.
-        async_save: True: a save copies the run's state and returns; it is written while training goes on. What goes wrong
-            is raised by the next save, by :meth:`wait` or at the end.
+        best: besides, the one with the least value of this metric (``"loss"``, or a name in ``StepOutput.metrics`` or
+            in ``save(metrics=...)``); ``"-accuracy"``: with the greatest.
+        extra: name -> object with ``state_dict`` and ``load_state_dict`` (numbers, texts, lists, dicts and tensors;
+            equal on every rank), or a further sharded model, such as a moving average.
+        async_save: True: a save copies the run's state and returns; it is written while training goes on. What goes
+            wrong is raised by the next save, by :meth:`wait` or at the end.
         texts: further files to lie in every checkpoint: path -> content.
         stop_after_s: seconds from now after which the run is asked to stop; what a window and a save take comes on top.
         sigusr1: what SIGUSR1 asks for: "stop", or "save": a checkpoint, after which the run goes on.
@@ -125,7 +128,8 @@ class CheckpointManager:
             error.add_note(f"the checkpoint that was being written was not finished: {problem}")
 
     def close(self) -> None:
-        """Waits for what is being written, and gives the directory back. All ranks must call it; leaving the world does.
+        """Waits for what is being written, and gives the directory back. All ranks must call it; leaving the world
+        does.
 
         Raises:
             Stopped: the run was asked to stop after its last window; what was trained since the last save was saved.
@@ -174,8 +178,8 @@ class CheckpointManager:
     # ---- saving ----------------------------------------------------------------------------------------------
 
     def save_every(self, num_steps: int | None, out: Any = None) -> Path | None:
-        """Saves if the step just done is a multiple of ``num_steps``, or the last before a stop that was asked for, or if a checkpoint
-        was asked for, which is on disk when this returns. All ranks must call it after each step.
+        """Saves if the step just done is a multiple of ``num_steps``, or the last before a stop that was asked for, or
+        if a checkpoint was asked for, which is on disk when this returns. All ranks must call it after each step.
 
         Args:
             num_steps: windows between two saves; None: only when asked.
@@ -212,12 +216,13 @@ class CheckpointManager:
         raise stopped
 
     def stop(self) -> None:
-        """Asks the run to stop, as SIGTERM does. One rank is enough; from a handler of a signal or another thread, too."""
+        """Asks the run to stop, as SIGTERM does. One rank is enough; from a handler of a signal or another thread,
+        too."""
         self._world.stop.ask("a call of stop()")
 
     def save_soon(self) -> None:
-        """Asks for a checkpoint after the window that begins next, as SIGUSR1 does with ``sigusr1="save"``. One rank is enough; from a
-        handler of a signal or another thread, too."""
+        """Asks for a checkpoint after the window that begins next, as SIGUSR1 does with ``sigusr1="save"``. One rank is
+        enough; from a handler of a signal or another thread, too."""
         self._world.stop.ask_for_save()
 
     def save(self, *, metrics: Mapping[str, float] | None = None) -> Path:
@@ -230,8 +235,8 @@ class CheckpointManager:
             where the checkpoint is, or with ``async_save`` will be.
 
         Raises:
-            CheckpointError: on every rank, if one of them cannot write, or (with ``async_save``) the save before could not:
-                the checkpoints there are as they were, and training can go on.
+            CheckpointError: on every rank, if one of them cannot write, or (with ``async_save``) the save before could
+                not: the checkpoints there are as they were, and training can go on.
             ConfigError: ``best`` names no figure of these.
             UsageError: in the middle of a window, or after the manager was closed.
             UnsupportedError: state that is neither JSON nor a tensor, by name.
@@ -296,7 +301,8 @@ class CheckpointManager:
         return dest
 
     def _prune(self, newest: int, figure: float | None) -> None:
-        """On rank 0, when the newest is on disk: what goes wrong now is no fault of a save, and told by the next call."""
+        """On rank 0, when the newest is on disk: what goes wrong now is no fault of a save, and told by the next
+        call."""
         at_fault_point("pruning")
         try:
             self._directory.put_aside(newest, self._resume_point.left_behind)
@@ -308,19 +314,20 @@ class CheckpointManager:
     # ---- loading ---------------------------------------------------------------------------------------------
 
     def resume(self, loader: Iterable[Any], *, override: Sequence[str] = ()) -> Iterator[Any]:
-        """The windows of ``loader``, from where the newest good checkpoint stands; from the beginning where there is none.
-        All ranks must call it; each call goes to the end of an epoch, as iterating over the loader does.
+        """The windows of ``loader``, from where the newest good checkpoint stands; from the beginning where there is
+        none. All ranks must call it; each call goes to the end of an epoch, as iterating over the loader does.
 
         Args:
             loader: the run's; its position is saved from here on.
-            override: names of settings (``"lr"``, ``"weight_decay"``, ``"T_max"``) in which the program's own value takes effect, where
-                it is another than the saved run was given. Under a scheduler the rate is the one that the program's schedule has at
-                this step.
+            override: names of settings (``"lr"``, ``"weight_decay"``, ``"T_max"``) in which the program's own value
+                takes effect, where it is another than the saved run was given. Under a scheduler the rate is the one
+                that the program's schedule has at this step.
 
         Raises:
             CheckpointError: there are checkpoints, and none of them can be read.
-            ConfigError: a loader that cannot say where it is; or settings of the optimizer, the scheduler or the scaler that the saved
-                run was given otherwise, and that are not in ``override``. Nothing of the run has changed then.
+            ConfigError: a loader that cannot say where it is; or settings of the optimizer, the scheduler or the scaler
+                that the saved run was given otherwise, and that are not in ``override``. Nothing of the run has changed
+                then.
         """
         if self._resume_point.loader is None:  # the first epoch: a checkpoint may be loaded
             self.wait()
@@ -338,8 +345,8 @@ class CheckpointManager:
             windows trained before it; None where there is no checkpoint.
 
         Raises:
-            CheckpointError: on every rank; none can be read, or the one named cannot, or it is of another model. Nothing of
-                the run has changed then.
+            CheckpointError: on every rank; none can be read, or the one named cannot, or it is of another model.
+                Nothing of the run has changed then.
             ConfigError: settings that are other than they were, as :meth:`resume` says.
         """
         self.wait()

@@ -82,8 +82,8 @@ class SavedRun:
         return self.manifest.num_bytes
 
     def brief(self) -> dict[str, Any]:
-        """What a list of checkpoints tells of one, without reading a tensor: ``time``, ``loader``, ``figure``, ``best``,
-        ``optimizer`` (its class), ``extra`` (names), as far as they are there.
+        """What a list of checkpoints tells of one, without reading a tensor: ``time``, ``loader``, ``figure``,
+        ``best``, ``optimizer`` (its class), ``extra`` (names), as far as they are there.
 
         Raises:
             CheckpointError: the state is not what was written.
@@ -116,7 +116,8 @@ class SavedRun:
         return damaged(self.folder / STATE, f"it is not what a save writes: {type(error).__name__}: {error}")
 
     def state(self) -> tuple[dict[str, Any], Mapping[str, FileTensor]]:
-        """Everything but the models' weights: what is no cut tensor, as it was saved; and the tensors in the optimizer's files.
+        """Everything but the models' weights: what is no cut tensor, as it was saved; and the tensors in the
+        optimizer's files.
 
         Raises:
             CheckpointError: it is not what was written, or there are weights only.

@@ -1,7 +1,7 @@
 """Values that a checkpoint can hold besides the model's tensors: as JSON, with the tensors in them kept apart.
 
-What comes back is equal in type and value. Nothing is ever unpickled, so what is neither JSON nor a tensor is refused, by
-its place, when it is saved.
+What comes back is equal in type and value. Nothing is ever unpickled, so what is neither JSON nor a tensor is refused,
+by its place, when it is saved.
 """
 
 import json
@@ -28,7 +28,8 @@ def to_plain(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     """``value`` as JSON has it; its tensors are put into ``tensors``, detached and on the CPU, named by their places.
 
     Args:
-        value: numbers, texts, None, lists, tuples, mappings, sets of those, bytes, tensors and numpy arrays, dtypes and devices.
+        value: numbers, texts, None, lists, tuples, mappings, sets of those, bytes, tensors and numpy arrays, dtypes and
+            devices.
         place: what it is, for names and messages ("scheduler").
         tensors: of the whole checkpoint.
 

@@ -1,4 +1,5 @@
-"""The position in the data that a checkpoint holds: behind the last window that was trained, whatever has been read beyond it."""
+"""The position in the data that a checkpoint holds: behind the last window that was trained, whatever has been read
+beyond it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

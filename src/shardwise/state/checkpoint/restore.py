@@ -1,7 +1,7 @@
 """From a checkpoint into a run, under any layout: read and verified whole first, then put in place.
 
-Nothing of the run changes before every rank has read and believed all that it needs: for that moment the host holds this
-rank's share of the parameters twice.
+Nothing of the run changes before every rank has read and believed all that it needs: for that moment the host holds
+this rank's share of the parameters twice.
 """
 
 from collections.abc import Callable, Mapping
@@ -64,8 +64,8 @@ def restore(
         model: from ``parallelize``, under any layout.
         optim: built from its parameters; may be fresh. None: the optimizer's state is left where it is.
         extra: as they were saved.
-        check: is given what the step and the loader kept, before anything changes; raises if that does not fit, and returns what
-            is put in place of it.
+        check: is given what the step and the loader kept, before anything changes; raises if that does not fit, and
+            returns what is put in place of it.
 
     Raises:
         CheckpointError: on every rank; it is not whole, not what was written, or of another model. Nothing has changed.

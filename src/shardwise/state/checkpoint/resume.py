@@ -1,4 +1,5 @@
-"""Going back to a checkpoint: which one is taken, and whether model, optimizer, counts and loader fit it before any changes."""
+"""Going back to a checkpoint: which one is taken, and whether model, optimizer, counts and loader fit it before any
+changes."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -82,12 +83,13 @@ class ResumePoint:
         }
 
     def take(self, loader: Any, override: Sequence[str] = ()) -> list[str]:
-        """From here on ``loader`` is the run's. The first is put where the run is: where that has yet to be found, at the
-        newest checkpoint.
+        """From here on ``loader`` is the run's. The first is put where the run is: where that has yet to be found, at
+        the newest checkpoint.
 
         Raises:
             CheckpointError: as :meth:`load_newest` says.
-            ConfigError: a loader that cannot say where it is, or settings that are other than they were and not in ``override``.
+            ConfigError: a loader that cannot say where it is, or settings that are other than they were and not in
+                ``override``.
         """
         refuse_unknown(override, self.given)
         if not all(hasattr(loader, name) for name in ("state_dict", "load_state_dict")):
@@ -116,7 +118,8 @@ class ResumePoint:
         return state
 
     def _num_trained(self) -> int | None:
-        """Windows since the loader's position was set; a loop that is not a TrainStep's may have trained without counting."""
+        """Windows since the loader's position was set; a loop that is not a TrainStep's may have trained without
+        counting."""
         num = runtime_of(self.step.model).step - self._begun
         return num if num or isinstance(getattr(self.step, "given", None), Given) else None
 

@@ -57,8 +57,8 @@ class RetentionPolicy:
         return -value if self.best.startswith("-") else value
 
     def superfluous(self, root: Path, newest: int, figure: float | None) -> list[int]:
-        """Steps of checkpoints below ``root`` that need not stay now that the one of ``newest`` is on disk. Only those that
-        are whole count as kept; what is not whole goes when enough newer ones are."""
+        """Steps of checkpoints below ``root`` that need not stay now that the one of ``newest`` is on disk. Only those
+        that are whole count as kept; what is not whole goes when enough newer ones are."""
         if self.last is None:
             return []
         kept: set[int] = set()

@@ -1,10 +1,10 @@
 """Writing a rank's stretches of files: summed on the way, past the page cache where the system lets us.
 
-Stretches are laid into a window of aligned memory, at their place in the file. Each block is summed as soon as it is whole,
-while it is in the processor's cache; a window that is full (or left) is written by a second thread while the next ones are
-filled. A stretch that lies in its page of memory as it will in the file's needs no window for its whole blocks. What covers
-whole pages goes to the disk directly (O_DIRECT, which wants memory, offset and length aligned); the ragged ends of a range
-go through the page cache, and so does everything where the file system knows no direct writes.
+Stretches are laid into a window of aligned memory, at their place in the file. Each block is summed as soon as it is
+whole, while it is in the processor's cache; a window that is full (or left) is written by a second thread while the
+next ones are filled. A stretch that lies in its page of memory as it will in the file's needs no window for its whole
+blocks. What covers whole pages goes to the disk directly (O_DIRECT, which wants memory, offset and length aligned); the
+ragged ends of a range go through the page cache, and so does everything where the file system knows no direct writes.
 """
 
 import collections
@@ -79,7 +79,8 @@ class BlockWriter:
             self._file.close()
 
     def write(self, offset: int, memory: memoryview) -> None:
-        """``memory`` at ``offset`` of the file; in any order, each byte once. Not to be changed before the file is left."""
+        """``memory`` at ``offset`` of the file; in any order, each byte once. Not to be changed before the file is
+        left."""
         values = np.frombuffer(memory, np.uint8)
         first, last = -(-offset // BLOCK) * BLOCK, (offset + len(values)) // BLOCK * BLOCK
         if last > first and (values.ctypes.data - offset) % PAGE == 0:
@@ -132,8 +133,8 @@ class BlockWriter:
 
 
 def memory_in_line(like: Tensor, offset: int) -> Tensor:
-    """New memory for a CPU tensor like this one, which lies in its page as byte ``offset`` of a file does: what is put there can
-    be written as it lies."""
+    """New memory for a CPU tensor like this one, which lies in its page as byte ``offset`` of a file does: what is put
+    there can be written as it lies."""
     size = like.numel() * like.element_size()
     raw = empty_in_large_pages([size + PAGE], torch.uint8)
     begin = (offset - raw.data_ptr()) % PAGE

@@ -158,8 +158,8 @@ def _span(path: Path, file: BinaryIO, entry: zipfile.ZipInfo) -> tuple[int, int,
 
 
 def _sums_behind(path: Path, file: BinaryIO, entry: zipfile.ZipInfo, end: int) -> int:
-    """Length of the checksum and sizes that torch writes behind a record. They show that it begins where it seems to: by
-    one wrong bit in the header's length, values would be read from beside where they are."""
+    """Length of the checksum and sizes that torch writes behind a record. They show that it begins where it seems to:
+    by one wrong bit in the header's length, values would be read from beside where they are."""
     file.seek(end)
     tail = file.read(24)
     for form in ("<4sIII", "<4sIQQ"):

@@ -91,7 +91,8 @@ def _fields(value: Any, kind: Global, metadata: Path, name: str | None = None) -
 
 
 def _paths(entries: Mapping[str, Any], planner_data: Any, metadata: Path) -> dict[str, Keys]:
-    """Name -> the keys that lead to it in the nested state dict that was saved; a flat one's are the names themselves."""
+    """Name -> the keys that lead to it in the nested state dict that was saved; a flat one's are the names
+    themselves."""
     given = planner_data if isinstance(planner_data, dict) else {}
     found: dict[str, Keys] = {}
     for name in entries:

@@ -56,7 +56,8 @@ def sidecars_of(folder: Path) -> list[Path]:
     """Files beside the weights that belong to the model: its configuration and its tokenizer.
 
     Raises:
-        CheckpointError: one of them is a link out of the directory: it would be carried along to wherever the weights go.
+        CheckpointError: one of them is a link out of the directory: it would be carried along to wherever the weights
+            go.
     """
     return [inside(folder, name, folder) for name in SIDECARS if (folder / name).is_file()]
 

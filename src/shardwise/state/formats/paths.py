@@ -8,8 +8,8 @@ __all__ = ["inside"]
 
 
 def inside(folder: Path, file: str, index: Path) -> Path:
-    """The path of a file that ``index`` names; only one in the directory itself will do. The hub's cache keeps its files
-    as links to a folder of blobs that lies beside the snapshots, which is allowed.
+    """The path of a file that ``index`` names; only one in the directory itself will do. The hub's cache keeps its
+    files as links to a folder of blobs that lies beside the snapshots, which is allowed.
 
     Raises:
         CheckpointError: a path or a link out of the directory, or no such file.

@@ -1,9 +1,9 @@
 """Pickles, read without running them: torch files and the metadata of a DCP directory are written in that language.
 
-A pickle is a program: it names functions and has them called, and Python's own reader calls what it is told to. This one
-calls nothing at all. Its stack holds numbers, texts, lists and mappings, and where a function would be called, a
-:class:`Made` is noted: which function, with what. The reader of a format then looks for the few that it knows the meaning
-of. A name outside the format's list ends the reading where it stands.
+A pickle is a program: it names functions and has them called, and Python's own reader calls what it is told to. This
+one calls nothing at all. Its stack holds numbers, texts, lists and mappings, and where a function would be called, a
+:class:`Made` is noted: which function, with what. The reader of a format then looks for the few that it knows the
+meaning of. A name outside the format's list ends the reading where it stands.
 """
 
 import pickletools

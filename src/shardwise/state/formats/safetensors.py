@@ -1,7 +1,8 @@
 """safetensors: 8 bytes of length, a header in JSON, then the tensors' bytes without a gap.
 
-The format is https://huggingface.co/docs/safetensors (a table of its dtypes lies there too). A header is read here and not
-by the library because the library keeps the offsets to itself, and because of two equal names it silently takes one.
+The format is https://huggingface.co/docs/safetensors (a table of its dtypes lies there too). A header is read here and
+not by the library because the library keeps the offsets to itself, and because of two equal names it silently takes
+one.
 """
 
 import json
@@ -52,8 +53,8 @@ def open_safetensors(path: Path) -> Source:
 
 
 def tensors_in(path: Path, at: int = 0) -> dict[str, FileTensor]:
-    """Name -> tensor of a file (or of one that begins at byte ``at`` of another, and reaches to its end), in the order in
-    which they lie; everything that the header claims is checked against it.
+    """Name -> tensor of a file (or of one that begins at byte ``at`` of another, and reaches to its end), in the order
+    in which they lie; everything that the header claims is checked against it.
 
     Raises:
         CheckpointError: see :func:`open_safetensors`.
@@ -188,8 +189,9 @@ def place_tensors(
 ) -> tuple[bytes, list[Placed], int]:
     """The first bytes of a file that will hold ``tensors`` (name -> shape, dtype), where each will lie, and its size.
 
-    Tensors whose size is a multiple of a higher power of two come first, up to ``align``, so that each begins at a multiple
-    of its own, and at least of its element's size; the header is padded with blanks, so that the first one does.
+    Tensors whose size is a multiple of a higher power of two come first, up to ``align``, so that each begins at a
+    multiple of its own, and at least of its element's size; the header is padded with blanks, so that the first one
+    does.
 
     Args:
         tensors: in the model's order, which is kept where sizes are alike.

@@ -64,7 +64,8 @@ def open_torch_file(path: Path) -> Source:
     """One file as a source.
 
     Raises:
-        CheckpointError: not a whole file by ``torch.save``, one that runs code, or with tensors that are not plain ones.
+        CheckpointError: not a whole file by ``torch.save``, one that runs code, or with tensors that are not plain
+            ones.
     """
     tensors, left_out = tensors_of_file(path)
     return Source(place=str(path), kind="a torch file", tensors=tensors, left_out=left_out)

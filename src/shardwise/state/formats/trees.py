@@ -1,7 +1,7 @@
 """Which entries of a nested mapping are a model's weights, and what they are called.
 
-Training scripts store weights alone, or under ``model`` or ``state_dict`` beside the optimizer and counters. What is not
-taken is told, each entry with its reason.
+Training scripts store weights alone, or under ``model`` or ``state_dict`` beside the optimizer and counters. What is
+not taken is told, each entry with its reason.
 """
 
 from collections.abc import Callable, Mapping

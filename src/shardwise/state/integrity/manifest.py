@@ -1,6 +1,8 @@
-"""The manifest: written last, it says what a checkpoint consists of, to the last block. A directory without one is none.
+"""The manifest: written last, it says what a checkpoint consists of, to the last block. A directory without one is
+none.
 
-It is JSON in one spelling only, so that its own SHA-256 can stand in it: another spelling of the same facts is refused too.
+It is JSON in one spelling only, so that its own SHA-256 can stand in it: another spelling of the same facts is refused
+too.
 """
 
 import hashlib
@@ -122,8 +124,8 @@ def step_of(folder: Path) -> int | None:
 
 
 def steps_in(root: Path) -> list[int]:
-    """Steps of the checkpoints below ``root``, ascending, whether they are whole or not; one that was moved to another disk, with
-    a link in its place, too."""
+    """Steps of the checkpoints below ``root``, ascending, whether they are whole or not; one that was moved to another
+    disk, with a link in its place, too."""
     found = (step_of(path) for path in root.iterdir() if path.is_dir())
     return sorted(step for step in found if step is not None)
 

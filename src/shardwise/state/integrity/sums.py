@@ -1,9 +1,10 @@
 """Checksums of a file's blocks, put together from what each rank has written of them.
 
-CRC-32C is affine over xor: the sum of a block, less (xor) that of as many zeros, is the xor of what each rank finds for the
-block with zeros in the place of all that it does not write. So ranks sum what passes through their hands, in any order and
-cut anywhere, and nobody reads a file again. The polynomial is Castagnoli's (IEEE Trans. Comm. 41(6), 1993; RFC 3720): it
-finds every burst of up to 32 bits, every odd number of flipped bits, and all but one in 2**32 of other damage.
+CRC-32C is affine over xor: the sum of a block, less (xor) that of as many zeros, is the xor of what each rank finds for
+the block with zeros in the place of all that it does not write. So ranks sum what passes through their hands, in any
+order and cut anywhere, and nobody reads a file again. The polynomial is Castagnoli's (IEEE Trans. Comm. 41(6), 1993;
+RFC 3720): it finds every burst of up to 32 bits, every odd number of flipped bits, and all but one in 2**32 of other
+damage.
 """
 
 import functools

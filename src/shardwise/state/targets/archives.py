@@ -1,5 +1,5 @@
-"""A zip archive as torch reads it, planned before its bytes are there: records stored as they are, each at a multiple of 64
-bytes, so that a file can be mapped into memory."""
+"""A zip archive as torch reads it, planned before its bytes are there: records stored as they are, each at a multiple
+of 64 bytes, so that a file can be mapped into memory."""
 
 import struct
 from collections.abc import Mapping

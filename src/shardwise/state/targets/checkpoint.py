@@ -1,4 +1,5 @@
-"""A checkpoint as a target: a Hugging Face directory, and a manifest with a checksum of every block. No run goes on from it."""
+"""A checkpoint as a target: a Hugging Face directory, and a manifest with a checksum of every block. No run goes on
+from it."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""A directory for ``torch.distributed.checkpoint.load`` as a target: tensors in chunks of rows, each as ``torch.save`` writes
-it, one after another, and ``.metadata`` that says where."""
+"""A directory for ``torch.distributed.checkpoint.load`` as a target: tensors in chunks of rows, each as ``torch.save``
+writes it, one after another, and ``.metadata`` that says where."""
 
 import zlib
 from collections.abc import Mapping, Sequence

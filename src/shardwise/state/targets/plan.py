@@ -1,4 +1,5 @@
-"""The plan of the files that weights are written to: made before the first byte, so that writing is nothing but copying."""
+"""The plan of the files that weights are written to: made before the first byte, so that writing is nothing but
+copying."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +56,8 @@ class ConversionPlan:
         pieces: what is copied, in the order of the files.
         finish: from the checksums of the pieces, in their order, everything else that the files hold.
         summed: whether ``finish`` needs them; else it is given zeros.
-        manifest: from the size of every file and the checksums of what was written to it, the file that is written last.
+        manifest: from the size of every file and the checksums of what was written to it, the file that is written
+            last.
     """
 
     files: Mapping[str, int]
