@@ -150,7 +150,7 @@ class Display:
         self.on_phase("Ctrl-C: ending the ranks")
 
     def _show_stop(self, *, reason: str) -> None:
-        asked = "Ctrl-C" if self._interrupted and reason == "SIGTERM" else reason  # which the launcher sends after Ctrl-C
+        asked = "Ctrl-C" if self._interrupted and reason == "SIGTERM" else reason  # the launcher sends it after Ctrl-C
         self.on_phase(f"{asked}: saving, to stop")
 
     def _show_world(self, *, device: str, layout: str, why: str) -> None:
