@@ -1,7 +1,7 @@
 """Runs code that asks for float32 in float64 instead, so that its rounding does not limit a comparison.
 
 Norms, rotary tables and losses of Hugging Face models compute in float32 whatever the model's dtype. With an allowed
-error of 1e-12 that alone would make the sides differ; lifted, both compute in float64 from end to end.
+error of 1e-12 that alone would hide every difference; lifted, both sides are float64 from end to end.
 """
 
 from typing import Any
