@@ -171,8 +171,8 @@ def compare_labels(seen: Tensor | None, batches: Iterable[Batch], counter: Any) 
 
 
 def judge_labels(seen: Tensor | None, summed: Tensor, where: str) -> Tensor | None:
-    """Decides from the sums of :func:`compare_labels` over the ranks whether labels are not shifted; all ranks decide
-    alike.
+    """Decides from the sums of :func:`compare_labels` over the ranks whether labels are not shifted; the same on all
+    ranks.
 
     Args:
         seen: what this function returned before; zeros [3] at first.
