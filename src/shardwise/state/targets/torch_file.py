@@ -47,7 +47,7 @@ def plan_torch_file(facts: Mapping[str, Fact], file: str, ties: Mapping[str, str
 
 
 def small_records() -> dict[str, bytes]:
-    """The small records that say how to read the others: version, byte order and so on."""
+    """The small records that say how to read the others: version and byte order."""
     return {"byteorder": sys.byteorder.encode(), "version": b"3\n"}
 
 
