@@ -42,7 +42,8 @@ def _bytes_of(value: object, rank: int) -> bytes:
 
 
 def judge_data(runtime: Runtime, digest: int, is_same: bool) -> None:
-    """Warns on rank 0 if the windows so far were equal on all ranks, and not all the same. All ranks decide the same."""
+    """Warns on rank 0 if the windows so far were equal on all ranks, and not all the same. All ranks decide the
+    same."""
     seen = runtime.same_data
     if seen is None:
         return
