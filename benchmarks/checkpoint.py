@@ -1,4 +1,4 @@
-"""Saving and resuming a run on local processes beside torch's distributed checkpoint (DCP), in one run, results equal.
+"""Measures saving and resuming on local processes, compared with torch's distributed checkpoint (DCP).
 
     python benchmarks/checkpoint.py                               # prints the tables; some minutes, a few GB of disk
     python benchmarks/checkpoint.py --write docs/benchmarks.md    # and puts them into the page

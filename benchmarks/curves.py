@@ -1,4 +1,4 @@
-"""The loss curves of 1, 2 and 4 ranks against one plain process, and the bytes each rank holds. Numbers for a picture.
+"""Measures loss curves of 1, 2 and 4 ranks against one plain process, and the bytes that each rank holds.
 
     python benchmarks/curves.py --out docs/data/curves.json     # many minutes on 2 cores; `make picture` draws it too
 

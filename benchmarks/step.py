@@ -1,4 +1,4 @@
-"""The time of one training step, ours against FSDP2 written out by hand, on 2 CPU ranks over gloo, in one run.
+"""Measures the time of a training step, Shardwise against FSDP2 written by hand, on 2 CPU ranks over gloo.
 
     python benchmarks/step.py                                   # prints a table; some minutes on 2 cores
     python benchmarks/step.py --write docs/benchmarks.md        # and puts it into the page

@@ -1,4 +1,4 @@
-"""Weights in and out on local processes: time, memory and bytes on the wire, beside what others do, results equal.
+"""Measures loading and saving weights on local processes, compared with other libraries: time, memory, bytes sent.
 
     python benchmarks/weights.py                                  # prints the tables; some minutes, a few GB of disk
     python benchmarks/weights.py --write docs/benchmarks.md       # and puts them into the page

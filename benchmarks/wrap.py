@@ -1,4 +1,4 @@
-"""The time to shard a model of 127 units, ours against ``fully_shard`` by hand, as one rank of 8, 512 and 8192.
+"""Measures the time to shard a model of 127 units, Shardwise against ``fully_shard``, as one rank of 8, 512 and 8192.
 
     python benchmarks/wrap.py                                   # prints a table; some minutes, nearly all of it by hand
     python benchmarks/wrap.py --write docs/benchmarks.md        # and puts it into the page

@@ -1,7 +1,7 @@
-"""Measure and draw the pictures of the pages: which bytes a rank holds, gathers, keeps; how exact a dtype is.
+"""Measures and draws the pictures of the docs: the bytes that a rank holds, gathers and keeps; precision of dtypes.
 
     python tools/draw_pages.py           # measures (two minutes on 2 cores) into docs/data/pages.json, then draws
-    python tools/draw_pages.py --draw    # draws from the figures there are
+    python tools/draw_pages.py --draw    # draws from the existing figures
 
 The figures come from the tests' own models and measurements, so the pages show what the tests assert.
 """

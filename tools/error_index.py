@@ -1,8 +1,8 @@
-"""Write docs/errors.md: every message Shardwise can raise, read from the code that raises it.
+"""Writes docs/errors.md: every error message that Shardwise can raise, read from the code that raises it.
 
-The source is parsed, not run. Each construction of a :class:`ShardwiseError` gives one row; its parts are shown as
+The source is parsed, not run. Each construction of a :class:`ShardwiseError` makes one row; its parts are shown as
 written, with ``{...}`` where a value is filled in. A construction without ``given``, ``why`` or ``fix``, or with an
-empty one, is told with its place, and the exit status is 1::
+empty one, is reported with its place, and the exit status is 1::
 
     python tools/error_index.py            # write docs/errors.md
     python tools/error_index.py --check    # exit 1 if the page is not what the code says

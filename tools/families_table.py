@@ -1,7 +1,7 @@
-"""Compares every model of tests/verify/test_families.py with one process and writes the outcome to docs/families.md.
+"""Compares every model of tests/verify/test_families.py with one process, and writes the results to docs/families.md.
 
 python tools/families_table.py                 # all of them: about 15 minutes on 2 cores
-python tools/families_table.py --case mamba    # some; the other rows stay
+python tools/families_table.py --case mamba    # only some; the other rows are kept
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Say which CUDA device PyTorch sees; if it sees none, say why nothing was tested, with exit status 1."""
+"""Prints which CUDA device PyTorch sees; if it sees none, prints why nothing was tested, with exit status 1."""
 
 import sys
 

@@ -1,9 +1,9 @@
-"""Damages checkpoints in every kind of way, loads them, and writes what came of it to docs/hostile-table.md, beside stock torch DCP.
+"""Damages checkpoints in many ways, and writes how Shardwise and torch DCP load them to docs/hostile-table.md.
 
     python tools/hostile_table.py                   # 40 of each kind: some minutes on 2 cores
     python tools/hostile_table.py --num 5 --print   # fewer, and only printed
 
-The seed is printed, and stands in the table; the same seed makes the same damage.
+The seed is printed, and is in the table; the same seed makes the same damage.
 """
 
 import argparse

@@ -1,9 +1,8 @@
-"""Check the shape of the house: imports point down, torch-free rooms stay so, private torch names have one home.
+"""Checks imports: they point down, torch-free folders stay torch-free, private torch names are in one folder.
 
-The source is parsed, not run. A *room* is a module or folder right under the package; rooms are ordered, and a room
-imports only rooms before it, wherever the import stands; some folders are the roof of their room, and are
-imported by nothing beside them in it. ``if TYPE_CHECKING:`` imports cost nothing at run time and are
-let through::
+The source is parsed, not run. A *room* is a module or folder directly under the package; rooms are ordered, and a room
+imports only rooms before it, wherever the import statement is; some folders are the top of their room, and no other
+file of the room imports them. ``if TYPE_CHECKING:`` imports cost nothing at run time and are accepted::
 
     python tools/house.py            # exit 1, with a line per fault
     python tools/house.py --report   # and how large it is, room by room; circles of files; files with one importer

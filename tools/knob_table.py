@@ -1,4 +1,4 @@
-"""Runs every knob of sharding and of how blocks run on 2 and 4 ranks and writes what came out to docs/knobs-table.md.
+"""Runs every option of sharding and of how blocks run, on 2 and 4 ranks, and writes the results to docs/knobs-table.md.
 
 python tools/knob_table.py            # some minutes on 2 cores
 python tools/knob_table.py --print    # only prints

@@ -1,4 +1,4 @@
-"""Runs that lose a peer, by every cause, under every launcher, either rank; writes what was said and when to docs/loss-table.md.
+"""Runs training that loses either rank, for every cause and launcher; writes messages and times to docs/loss-table.md.
 
 python tools/loss_table.py                   # 10 of each: an hour and more on 2 cores
 python tools/loss_table.py --num 1 --print   # fewer, and only printed; --quick leaves out what only takes long

@@ -1,11 +1,11 @@
-"""Draw ``docs/curves.svg``, the picture of the front page, from figures that are measured and checked first.
+"""Draws ``docs/curves.svg``, the picture of the README, from figures that are measured and checked first.
 
     python tools/make_picture.py           # runs benchmarks/curves.py (many minutes on 2 cores), then draws
     python tools/make_picture.py --draw    # draws from the figures in docs/data/curves.json
 
-Above, the losses of 1, 2 and 4 ranks on each other; below, how far each is from one plain process, on a logarithmic
-scale (the largest of 10 steps), beside how far that process is from itself when its micro-batches are cut otherwise.
-On the right, the bytes each rank holds. The largest distances go into the table of ``docs/parity.md``.
+Above, the losses of 1, 2 and 4 ranks on top of each other; below, the distance of each from one plain process, on a
+logarithmic scale (the largest of 10 steps), next to the distance of that process from itself with other micro-batches.
+On the right, the bytes that each rank holds. The largest distances go into the table of ``docs/parity.md``.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Runs every mistake of tests/mistakes in plain torch and with Shardwise, and writes what came out to docs/mistakes.md.
+"""Runs every mistake of tests/mistakes in plain torch and with Shardwise, and writes the results to docs/mistakes.md.
 
 python tools/mistakes_page.py                  # about a minute on 2 cores
-python tools/mistakes_page.py --only LabelsNotShifted MeanOnEachRank     # the others' rows stay as they are
+python tools/mistakes_page.py --only LabelsNotShifted MeanOnEachRank     # the other rows are kept
 python tools/mistakes_page.py --print          # only prints
 """
 

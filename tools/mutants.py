@@ -1,14 +1,13 @@
-"""Breaks the library on purpose, in one small way at a time, and says which of the breaks the tests notice.
+"""Mutation testing: breaks the library in one small way at a time, and reports which of the breaks the tests detect.
 
-    python tools/mutants.py --check          # is every snippet still there, once? (seconds, without torch)
+    python tools/mutants.py --check          # does every snippet still exist, once? (seconds, without torch)
     python tools/mutants.py --list           # names, and what each would do to a user
     python tools/mutants.py --only clip-scaled-gradients
     python tools/mutants.py --write          # all of them, into docs/mutants.md (most of an hour on 2 cores)
 
-A mutant is found by its text and not by its path: files and names may move, and what it breaks is still there. It is applied
-in a copy of the tree as git sees it, uncommitted work and all, and the tests named beside it run there. It counts as killed
-where a test fails, and also where it hangs for five minutes; a name that is not there or an import that fails is no kill, but
-a mutant that is badly written.
+A mutant is found by its text and not by its path, so that files and names may move. It is applied in a copy of the tree
+as git sees it, with uncommitted changes, and the tests named in it run there. It counts as killed if a test fails, and
+also if it hangs for five minutes; a missing name or a failing import is not a kill but a badly written mutant.
 """
 
 import argparse

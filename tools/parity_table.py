@@ -1,7 +1,7 @@
-"""Runs the whole parity matrix and writes its outcome to docs/parity-table.md.
+"""Compares all models with one process under all layouts and options, and writes the results to docs/parity-table.md.
 
     python tools/parity_table.py            # about 20 minutes on 2 cores
-    python tools/parity_table.py --sample   # each model under each layout once, the other choices dealt pairwise
+    python tools/parity_table.py --sample   # each model under each layout once, the other choices combined pairwise
     python tools/parity_table.py --case odd # one model, printed only
 
 Each cell of the table is the largest error over loss, every gradient, the norm and every updated parameter, over

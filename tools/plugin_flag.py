@@ -1,4 +1,4 @@
-"""Print the option that gives pytest our plugin, or nothing where the installed package gives it already."""
+"""Prints the option that loads our plugin in pytest, or nothing if the installed package loads it already."""
 
 from importlib.metadata import entry_points
 

@@ -1,9 +1,9 @@
-"""Whether a change of structure changed anything else: this tree beside an older commit, fact by fact.
+"""Checks that a refactoring changed nothing else: compares the behaviour of this tree with an older commit's.
 
     python tools/replay.py                        # all scenes of both trees, some 30 minutes on 2 cores; exit status 1: something differs
     python tools/replay.py --scene recipes        # one of recipes (no ranks), steps, files, public, errors
-    python tools/replay.py --base HEAD~3          # beside another commit than BASE
-    python tools/replay.py --keep DIR             # keeps the records; those of the base that lie there are not made again
+    python tools/replay.py --base HEAD~3          # compared with another commit than BASE
+    python tools/replay.py --keep DIR             # keeps the records; existing ones of the base are not made again
 
 Each tree is recorded by a process of its own that imports the tree's package and the models of its tests: recipes of every model under
 six layouts and five sets of options; collectives and the bits of losses, norms, gradients, parameters and optimizer state over three

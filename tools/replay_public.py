@@ -1,4 +1,4 @@
-"""What ``tools/replay.py`` records of what a user sees of one source tree: signatures, commands, and the words of errors.
+"""Records for ``tools/replay.py`` what a user sees of one source tree: signatures, commands, and texts of errors.
 
     PYTHONPATH=TREE/src python tools/replay_public.py public OUT.json     # in TREE: signatures, commands and messages
     PYTHONPATH=TREE/src python tools/replay_public.py errors OUT.json     # in TREE: errors that its tests of misuse construct

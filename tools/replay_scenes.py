@@ -1,4 +1,4 @@
-"""What ``tools/replay.py`` records of one source tree: the recipes it makes, the steps it takes, the files it writes.
+"""Records for ``tools/replay.py`` the recipes that one source tree makes, the steps it takes and the files it writes.
 
     PYTHONPATH=TREE/src:TREE/tests python tools/replay_scenes.py recipes OUT.json
 

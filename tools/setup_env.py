@@ -1,4 +1,4 @@
-"""Make the virtual environment that the Makefile's commands run in, and say what is happening while one waits.
+"""Makes the virtual environment that the Makefile's commands run in, and prints its progress.
 
 Standard library only, run by the system's Python. The package is installed in place with its development tools by one
 pip command, PyTorch named in the same command so that one choice is made for all::

@@ -1,10 +1,10 @@
-"""What a measured page was made from: a commit, and a digest of the code that the page measures.
+"""Stamps of the measured pages: the commit, and a digest of the code, from which a page was made; lists outdated pages.
 
     python tools/stamp.py            # lists the pages, and which of them are older than the code they measure
     python tools/stamp.py docs/units.md
 
-Each page that a tool measures ends with (a JSON file holds) a stamp. The digest is of the syntax of Python files without their
-docstrings, so comments and formatting do not count; ``make soak`` fails where it is another than that of the code.
+Each page that a tool measures ends with a stamp (a JSON file contains one). The digest is of the syntax of Python files
+without their docstrings, so comments and formatting do not count; ``make soak`` fails if the code has another digest.
 """
 
 import argparse

@@ -1,4 +1,5 @@
-"""How much of each transformers family is whole on every rank at once, by its configuration as it comes; no weights are made.
+"""The share of parameters that stays unsharded on every rank, for each transformers family with its default
+configuration; no weights are made.
 
     python tools/units_table.py                 # the table, on the terminal
     python tools/units_table.py --write         # into docs/units.md

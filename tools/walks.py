@@ -1,9 +1,9 @@
-"""How many calls of ours lie between what a user calls and what happens: five walks, each run once in one process.
+"""Counts the calls between what a user calls and what happens: five paths, each run once in one process.
 
     python tools/walks.py        # a line for each, with the functions on the way
 
-Counted are the frames of the package on the stack when the last one is reached, so that what is passed on by a queue to another thread is
-the walk of that thread. The fewer, the sooner a reader is where something happens.
+Counted are the frames of the package on the stack when the last call is reached; work that a queue passes to another
+thread is counted in that thread. The fewer, the sooner a reader finds where something happens.
 """
 
 import contextlib

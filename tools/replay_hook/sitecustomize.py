@@ -1,7 +1,8 @@
-"""Put first on PYTHONPATH, this makes every Python process write the errors of Shardwise that it constructs to a file.
+"""Makes every Python process write the errors of Shardwise that it constructs to a file, if first on PYTHONPATH.
 
-Python imports ``sitecustomize`` by itself when it starts, so that ranks, launchers and commands that a test starts are recorded too.
-``SHARDWISE_REPLAY_ERRORS`` is a folder: each process adds lines of JSON, ``[type, text]``, to a file of its own number.
+Python imports ``sitecustomize`` by itself when it starts, so that ranks, launchers and commands that a test starts are
+recorded too. ``SHARDWISE_REPLAY_ERRORS`` is a folder: each process adds lines of JSON, ``[type, text]``, to a file named
+after its process id.
 """
 
 import importlib.machinery

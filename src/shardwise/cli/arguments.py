@@ -1,7 +1,7 @@
-"""Read a command's arguments: argparse for options, our own words for mistakes, and dotted overrides picked out.
+"""Reads a command's arguments: options by argparse, with our own error messages, and dotted overrides.
 
 ``train run.yaml --train.steps=20 --nproc 2`` has a file, an override and an option. Overrides are taken out before
-argparse sees them, so they may stand anywhere.
+argparse runs, so they may be anywhere.
 """
 
 import argparse
@@ -22,14 +22,15 @@ _OVERRIDE_WITHOUT_VALUE = re.compile(r"--[A-Za-z_][\w-]*(?:\.[\w-]+)+")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser whose mistakes are :class:`ConfigError`, and whose long help is made only when asked for."""
+    """An argparse parser that raises :class:`ConfigError` for mistakes, and builds its long help only when it is
+    shown."""
 
     def __init__(self, *, prog: str, description: str):
         super().__init__(
             prog=prog,
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,  # an abbreviation would change its meaning when an option is added
+            allow_abbrev=False,  # an abbreviation could change its meaning when an option is added
         )
         self.more_help: Callable[[], str] | None = None
         self.instead: dict[str, str] = {}  # options of other commands that this one does not have -> what to write here
@@ -42,12 +43,12 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(self.prog, why=message, fix=f"see {self.prog} --help")
 
     def option_names(self) -> list[str]:
-        """The long options there are."""
+        """The long options that this parser has."""
         return [name for action in self._actions for name in action.option_strings if name.startswith("--")]
 
 
 def _fitted(text: str) -> str:
-    """Lines that are wider than the terminal go on below themselves, between words."""
+    """Wraps lines that are wider than the terminal, between words, with the rest indented below."""
     width = max(40, min(110, shutil.get_terminal_size().columns))
     lines: list[str] = []
     for line in text.splitlines():
@@ -58,10 +59,10 @@ def _fitted(text: str) -> str:
 
 
 def read_arguments(command: ModuleType, parser: Parser, words: Sequence[str]) -> argparse.Namespace:
-    """The arguments of one command, with ``overrides`` where it takes them.
+    """Parses the arguments of one command, with ``overrides`` if it takes them.
 
     Raises:
-        ConfigError: for an unknown option, a missing or surplus argument, an override without a value.
+        ConfigError: an option is unknown, an argument is missing or surplus, or an override has no value.
     """
     takes_overrides = getattr(command, "OVERRIDES", False)
     overrides, rest = _split(words, parser) if takes_overrides else ([], list(words))
@@ -74,7 +75,7 @@ def read_arguments(command: ModuleType, parser: Parser, words: Sequence[str]) ->
 
 
 def _split(words: Sequence[str], parser: Parser) -> tuple[list[str], list[str]]:
-    """Overrides, and the other words."""
+    """Splits the words of a command line into overrides and the others."""
     overrides: list[str] = []
     rest: list[str] = []
     for index, word in enumerate(words):
@@ -90,14 +91,14 @@ def _split(words: Sequence[str], parser: Parser) -> tuple[list[str], list[str]]:
 
 
 def _is_override(word: str, parser: Parser) -> bool:
-    """``--a.b=c``, ``a.b=c``, or a whole section, ``--train={...}``."""
+    """Whether a word is an override: ``--a.b=c``, ``a.b=c``, or a whole section, ``--train={...}``."""
     name, equals, _ = word.partition("=")
     if _OVERRIDE.fullmatch(word):
         return True
     if not equals or not name.startswith("--") or name in parser.option_names():
         return False
     if name[2:] not in _sections():
-        # Told here: argparse would take a word with a blank in it for a file.
+        # Refused here: argparse would take a word with a blank in it for a file.
         raise _surplus(word, parser, True)
     return True
 

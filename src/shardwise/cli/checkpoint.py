@@ -1,5 +1,5 @@
-"""``shardwise checkpoint ls | show | verify | prune``: what lies in a directory of checkpoints, or in that of a run, which is not
-started."""
+"""``shardwise checkpoint ls | show | verify | prune``: lists, shows, verifies and removes checkpoints in a directory of
+them or in the folder of a run. It starts no run."""
 
 import argparse
 import importlib
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
-# Imported when they are used: they need torch, and the help of a command does not.
+# Imported when they are used: they need torch, which the help of a command does not.
 MANIFEST = "shardwise.state.integrity.manifest"
 OPENED = "shardwise.state.checkpoint.opened"
 KEEPING = "shardwise.state.checkpoint.retention"
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_effects(args: argparse.Namespace) -> None:
-    """An option that would do nothing is a mistake."""
+    """Refuses an option that has no effect on this action."""
     prunes = args.action == "prune"
     given = {"--keep": args.keep, "--keep-every": args.keep_every, "--dry-run": args.dry_run or None}
     idle = next((option for option, value in given.items() if value is not None and not prunes), None)
@@ -76,10 +76,11 @@ def _check_effects(args: argparse.Namespace) -> None:
 
 
 def _place(path: Path) -> Path:
-    """The directory of checkpoints, or the checkpoint, that is meant: of the folder of a run, the directory in it."""
+    """The directory of checkpoints, or the checkpoint, that ``path`` names; for the folder of a run, the directory in
+    it."""
     manifest = importlib.import_module(MANIFEST)
     path = path.resolve()
-    below = path / "checkpoints"  # where shardwise train keeps them
+    below = path / "checkpoints"  # where shardwise train saves them
     goes_deeper = not _is_checkpoint(path) and not manifest.steps_in(path) and below.is_dir()
     return below if goes_deeper and manifest.steps_in(below) else path
 
@@ -105,7 +106,7 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _facts(saved: "SavedRun") -> dict[str, Any]:
-    """What is told of a checkpoint."""
+    """The properties of a checkpoint that are shown: step, size, layout, versions and so on."""
     manifest, state = saved.manifest, saved.brief()
     return {
         "step": manifest.step,
@@ -125,7 +126,7 @@ def _facts(saved: "SavedRun") -> dict[str, Any]:
 
 
 def _asked(folder: Path, ask: Callable[["SavedRun"], dict[str, Any]]) -> dict[str, Any]:
-    """What ``ask`` finds, with the path; or what is wrong."""
+    """The result of ``ask`` for a checkpoint, with its path and ``problem``: what is wrong with it, or None."""
     opened = importlib.import_module(OPENED)
     try:
         with opened.SavedRun(folder) as saved:
@@ -136,7 +137,7 @@ def _asked(folder: Path, ask: Callable[["SavedRun"], dict[str, Any]]) -> dict[st
 
 def _ls(path: Path, args: argparse.Namespace) -> int:
     rows = [_asked(folder, _facts) for folder in _folders(path)]
-    rows = [row for row in rows if Path(row["path"]).exists()]  # a run beside this may have pruned one
+    rows = [row for row in rows if Path(row["path"]).exists()]  # a run at the same time may have pruned one
     if args.json:
         print(json.dumps(rows, indent=1))
         return 0
@@ -226,7 +227,7 @@ def _prune(path: Path, args: argparse.Namespace) -> int:
 
 
 def _best_of(folders: list[Path]) -> str | None:
-    """The figure by which the run keeps its best checkpoint, as the newest says that can be read."""
+    """The metric by which the run keeps its best checkpoint, from the newest readable checkpoint."""
     for folder in reversed(folders):
         row = _asked(folder, _facts)
         if row["problem"] is None:

@@ -1,4 +1,5 @@
-"""``shardwise convert SRC DST``: weights of any kind to any other. Options and maps are checked before torch is imported."""
+"""``shardwise convert SRC DST``: converts weights from one file format to another. Options and key maps are checked
+before torch is imported."""
 
 import argparse
 import importlib
@@ -51,7 +52,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def more_help() -> str:
-    """The maps there are, and how one is written."""
+    """Help text: the key maps that exist, and how to write one."""
     from shardwise.config.keymap import map_names
 
     return (
@@ -117,7 +118,7 @@ def _report(done: "Converted", args: argparse.Namespace) -> str:
 
 
 class _Bar:
-    """A progress bar on a terminal; elsewhere nothing."""
+    """A progress bar on a terminal; does nothing elsewhere."""
 
     def __init__(self) -> None:
         from rich.console import Console

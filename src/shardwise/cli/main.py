@@ -1,11 +1,11 @@
-"""``shardwise <command>``: find the command, read its arguments, run it, and turn errors into sentences.
+"""``shardwise <command>``: finds the command, reads its arguments, runs it, and prints errors as text.
 
 A command is one file of this folder with ``add_arguments(parser)`` and ``run(args) -> int``. With ``OVERRIDES = True``
-it also takes ``--a.b=c`` (in ``args.overrides``), and with ``more_help() -> str`` adds to its ``--help``. Only the
-command that is called is imported, so that help and mistakes answer at once.
+it also takes ``--a.b=c`` (in ``args.overrides``), and ``more_help() -> str`` adds to its ``--help``. Only the command
+that is called is imported, so that help and errors appear at once.
 
-Exit status: 0 done, 1 failed, 2 not understood (a :class:`~shardwise.errors.ConfigError`), 75 stopped in order and to be gone
-on with (:class:`~shardwise.errors.Stopped`), 130 interrupted, 141 nobody reads what it writes.
+Exit status: 0 done, 1 failed, 2 not understood (a :class:`~shardwise.errors.ConfigError`), 75 stopped after saving, can
+be resumed (:class:`~shardwise.errors.Stopped`), 130 interrupted, 141 the reader of its output has gone.
 ``SHARDWISE_TRACEBACK=1`` shows where in the code an error came from.
 """
 
@@ -29,14 +29,14 @@ COMMANDS = {
     "checkpoint": ("shardwise.cli.checkpoint", "list, show, verify and prune the checkpoints of a run"),
     "verify": ("shardwise.cli.verify", "run your model sharded and in one process, and compare every gradient"),
 }
-"""Command -> (module, one line of help)."""
+"""Command -> (module, line of help)."""
 
 
 _BY_SIGNAL = {128 + number: number.name for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Runs the command line.
 
     Args:
         argv: arguments without the program's name; None: those of this process.
@@ -58,17 +58,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except SystemExit as end:
-        if end.code in _BY_SIGNAL:  # a launcher's, or a scheduler's: what was kept is said, and this says why
+        if end.code in _BY_SIGNAL:  # of a launcher or scheduler: what was kept is printed already, this is the reason
             print(f"ended by {_BY_SIGNAL[end.code]}", file=sys.stderr)
         raise
     except BrokenPipeError:
-        # The reader has left (`| head -1`), as the system's own tools end then; nor may Python flush into it at exit.
+        # The reader has gone (`| head -1`): end as other tools do, and do not let Python flush to it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 
 
 def error_text(error: ShardwiseError, stream: TextIO) -> str:
-    """An error as it is shown: its kind, what was given, why, fix; in colour where ``stream`` is a terminal."""
+    """An error as it is printed: its kind, what was given, why, fix; in colour if ``stream`` is a terminal."""
     kind, text = type(error).__name__, str(error)
     if not stream.isatty() or os.environ.get("NO_COLOR"):
         return f"{kind}: {text}"
@@ -113,7 +113,7 @@ def _version() -> str:
 
     try:
         return version("shardwise")
-    except PackageNotFoundError:  # run from a source tree that is only on the path
+    except PackageNotFoundError:  # a source tree on the path that is not installed
         return "(not installed)"
 
 

@@ -1,4 +1,4 @@
-"""How the command line is called from where the user stands: its name, where that finds it, or its place."""
+"""How the user can call the command line from the working directory: by its name, its path, or ``python -m``."""
 
 import os
 import shlex
@@ -10,8 +10,8 @@ __all__ = ["program"]
 
 
 def program() -> str:
-    """``shardwise``, where the PATH has this one; ``.venv/bin/shardwise`` or the like where an environment is not activated, as
-    under ``make demo``; ``python -m shardwise`` where there is no script."""
+    """``shardwise`` if the PATH leads to this one; ``.venv/bin/shardwise`` or the like in an environment that is not
+    activated, as under ``make demo``; ``python -m shardwise`` if there is no script."""
     started, script = Path(sys.argv[0]), Path(sys.executable).with_name("shardwise")
     script = started if started.name == "shardwise" else script
     found = shutil.which("shardwise")
@@ -28,6 +28,7 @@ def _python() -> str:
 
 
 def _from_here(path: Path) -> str:
-    """Relative where it is below the working directory; links are left as they are: an environment's Python is one."""
+    """The path, relative if it is below the working directory. Links are not resolved: an environment's Python is
+    one."""
     place = Path(os.path.abspath(path))
     return str(place.relative_to(Path.cwd())) if place.is_relative_to(Path.cwd()) else str(place)

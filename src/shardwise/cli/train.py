@@ -1,8 +1,8 @@
-"""``shardwise train [CONFIG] [--a.b=c ...]``: the main job.
+"""``shardwise train [CONFIG] [--a.b=c ...]``: trains a model on one or more ranks.
 
-Everything that can be told without a process is told first: the configuration, the layout, the model's function, the
-data file. Then the ranks are started (or, where torchrun or SLURM has started them, this process becomes one), and
-their events are shown until the report. Only the ranks import torch.
+Everything that can be checked without a process is checked first: the configuration, the layout, the model's function,
+the data file. Then the ranks are started (or this process is one, if torchrun or SLURM has started it), and their
+events are shown until the final report. Only the ranks import torch.
 """
 
 import argparse
@@ -40,8 +40,8 @@ NEXT = (
     ("{program} train {config} --train.steps={twice} --log.dir={long}", "this run, twice as long"),
     ("{program} train {config} --print-config", "every setting, and where it came from"),
 )
-"""Commands to try after a run, and what each shows; ``{program}`` is this one as it can be called, ``{config}`` the resolved
-configuration of the run, and the folders lie beside its own."""
+"""Commands to try after a run, and what each shows; ``{program}`` is how to call this program, ``{config}`` the
+resolved configuration of the run, and the folders are next to its own."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -64,7 +64,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def more_help() -> str:
-    """Every key of the configuration."""
+    """Help text: every key of the configuration."""
     from shardwise.config.render import config_help
     from shardwise.run.config import RunConfig
 
@@ -87,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_early(loaded: "Loaded[RunConfig]") -> None:
-    """Refuse what can be refused before a process starts: no layout, a missing model function, sizes, a missing data file."""
+    """Raises the errors that can be found before a process starts: an invalid layout, a missing model function, sizes
+    that do not fit, a missing data file."""
     from shardwise.config.target import check_target
     from shardwise.layout import parse_layout
     from shardwise.run.reference_config import check_reference_args
@@ -132,7 +133,7 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
 
 
 def _check_hf(folder: str, origin: str) -> None:
-    """Refuse a directory that is none, and a model whose library is not installed."""
+    """Refuses a path that is not a model directory, and a model whose library is not installed."""
     if not (Path(folder) / "config.json").is_file():
         raise ConfigError(
             f"model.hf={folder!r} ({origin})",
@@ -145,7 +146,7 @@ def _check_hf(folder: str, origin: str) -> None:
         )
 
 
-# ---- started here: this process launches the ranks and shows what they say -------------------------------------------
+# ---- started here: this process launches the ranks and shows their events --------------------------------------------
 
 
 def _launch(loaded: "Loaded[RunConfig]") -> int:
@@ -179,7 +180,7 @@ def _launch(loaded: "Loaded[RunConfig]") -> int:
 
 
 def _ranks(loaded: "Loaded[RunConfig]") -> tuple[int, str]:
-    """How many ranks, and why."""
+    """The number of ranks to start, and the reason for it."""
     from shardwise.launch import default_nproc
 
     launch = loaded.config.launch
@@ -202,7 +203,7 @@ def _started_by_others() -> bool:
 
 @contextlib.contextmanager
 def _shown_once_a_node() -> Iterator[None]:
-    """Within, what is wrong is so for every rank of a node: the first one shows it."""
+    """For errors that every rank of a node has: within, only the first rank of the node shows them."""
     try:
         yield
     except ShardwiseError as error:
@@ -233,7 +234,7 @@ def _be_a_rank(loaded: "Loaded[RunConfig]") -> int:
     if rank:
         run_rank(config, lambda event: None)
         return 0
-    # A preempted run says what is kept, too.
+    # A preempted run also prints what is kept.
     with terminable(), Display(unit=unit_of(config)) as display, RunFolder(config, display) as folder:
         display.row("ranks", f"{size}, as the launcher of this environment started them")
         display.on_phase("loading torch")
@@ -244,7 +245,7 @@ def _be_a_rank(loaded: "Loaded[RunConfig]") -> int:
 
 
 def _ranks_per_node() -> int:
-    from shardwise.world.env import ranks_per_node, read_env  # with torch, which this rank needs anyway
+    from shardwise.world.env import ranks_per_node, read_env  # imports torch, which this rank needs anyway
 
     return ranks_per_node(read_env())
 
@@ -273,7 +274,7 @@ def _report(folder: "RunFolder", result: dict[str, Any], no_picture: str | None)
 
 
 def _skipped_text(config: "RunConfig", count: int, steps: int) -> str:
-    """How many steps changed nothing, and what may help."""
+    """A text that says how many steps were skipped, and what may help."""
     from shardwise.techniques.precision.options import precision_of
 
     text = (
@@ -285,7 +286,7 @@ def _skipped_text(config: "RunConfig", count: int, steps: int) -> str:
 
 
 def next_commands(folder: Path, steps: int, program: str = "shardwise") -> list[tuple[str, str]]:
-    """:data:`NEXT` for a run of ``steps`` in ``folder``: (command, what it shows)."""
+    """The commands of :data:`NEXT` for a run of ``steps`` in ``folder``: (command, what it shows)."""
     places = {
         "program": program,
         "config": shlex.quote(str(folder / "config.yaml")),

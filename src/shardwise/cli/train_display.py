@@ -1,8 +1,8 @@
-"""How a training run looks while it runs: a live bar on a terminal, plain lines elsewhere; never two silent seconds.
+"""Shows a training run while it runs: a live bar on a terminal, plain lines elsewhere; never silent for two seconds.
 
-A display is fed events (see :mod:`shardwise.run.job`) and lines that ranks wrote. It knows nothing of processes.
-On a terminal the last lines are redrawn in place; in a pipe or a log file a thread repeats where the run stands
-whenever nothing was printed for a while.
+A display receives events (see :mod:`shardwise.run.job`) and lines that ranks wrote. It knows nothing of processes.
+On a terminal the last lines are redrawn in place; in a pipe or a log file a thread prints the run's progress whenever
+nothing was printed for a while.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ _INDENT = " " * 11
 
 
 class Display:
-    """Shows a run. Use it as a context manager: leaving it gives the terminal back.
+    """Shows the events of a training run. A context manager: leaving it restores the terminal.
 
     Args:
         stream: where to write.
         unit: of the loss ("nats/byte").
-        live: redraw in place; None: where ``stream`` is a terminal that can move its cursor.
-        clock: seconds, always rising.
+        live: redraw in place; None: if ``stream`` is a terminal that can move its cursor.
+        clock: returns seconds, and never goes back.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class Display:
         if self._thread is not None:
             self._thread.join()
 
-    # ---- what is fed in ----------------------------------------------------------------------------------------
+    # ---- input -------------------------------------------------------------------------------------------------
 
     def say(self, text: str = "") -> None:
-        """Prints a line for good."""
+        """Prints a line that is not redrawn."""
         with self._lock:
             self._spoken = self._clock()
             if self._screen is not None:
@@ -98,7 +98,7 @@ class Display:
                 self._write(text)
 
     def _write(self, text: str) -> None:
-        """A log file on a full disk is no reason to end a run; a reader that is gone (``| head``) is."""
+        """Writes a line. A log file on a full disk does not end a run; a reader that is gone (``| head``) does."""
         try:
             print(text, file=self.stream, flush=True)
         except BrokenPipeError:
@@ -106,17 +106,17 @@ class Display:
         except OSError as error:
             if not self._unwritable:
                 self._unwritable = True
-                with contextlib.suppress(OSError):  # it may be the same file
+                with contextlib.suppress(OSError):  # stderr may be the same file
                     print(f"the output cannot be written ({error.strerror}); the run goes on", file=sys.stderr)
 
     def row(self, label: str, text: str) -> None:
-        """Prints a labelled line for good; a long text goes on below itself."""
+        """Prints a line with a label; a long text is wrapped below it."""
         width = max(40, min(110, _width(self.stream)) - len(_INDENT))
         lines = [part for line in text.splitlines() for part in _wrapped(line, width)] or [""]
         self.say("\n".join(f"{label if n == 0 else '':<9}  {line}" for n, line in enumerate(lines)))
 
     def commands(self, label: str, commands: Sequence[tuple[str, str]]) -> None:
-        """Commands to copy, each with what it shows: beside it, or on a narrow terminal above it."""
+        """Prints commands to copy, each with what it shows: next to it, or above it on a narrow terminal."""
         width = max(len(command) for command, _ in commands)
         room = _width(self.stream) - len(_INDENT) if self.stream.isatty() else None
         lines = [f"{command:<{width}}  # {shows}" for command, shows in commands]
@@ -125,18 +125,18 @@ class Display:
         self.say("\n".join(f"{label if n == 0 else '':<9}  {line}" for n, line in enumerate(lines)))
 
     def on_phase(self, text: str) -> None:
-        """A new thing is being done; it is shown until the next."""
+        """Called when the run enters a new phase, which is shown until the next."""
         known = text in (self.phase, "training", "validating")
         self.phase, self._phase_since, self._news_since = text, self._clock(), self._clock()
         if not self.live and not known:
             self.say(f"... {text}")
 
     def on_line(self, rank: int, stream: str, line: str) -> None:
-        """A line that a rank wrote itself."""
+        """Prints a line that a rank wrote."""
         self.say(f"[rank {rank}] {line}")
 
     def on_event(self, rank: int, event: dict[str, Any]) -> None:
-        """An event of the run; kinds this display does not know are left to others."""
+        """Shows an event of the run; kinds that this display does not know are ignored."""
         fields = {key: value for key, value in event.items() if key != "kind"}
         show = getattr(self, f"_show_{event.get('kind')}", None)
         if show is not None:
@@ -150,7 +150,7 @@ class Display:
         self.on_phase("Ctrl-C: ending the ranks")
 
     def _show_stop(self, *, reason: str) -> None:
-        asked = "Ctrl-C" if self._interrupted and reason == "SIGTERM" else reason  # which the launcher sends after it
+        asked = "Ctrl-C" if self._interrupted and reason == "SIGTERM" else reason  # the launcher sends it after Ctrl-C
         self.on_phase(f"{asked}: saving, to stop")
 
     def _show_world(self, *, device: str, layout: str, why: str) -> None:
@@ -158,7 +158,7 @@ class Display:
         self.row("layout", f"{layout}: {why}")
 
     def _show_data(self, *, name: str, train_samples: int, val_samples: int, tokens_per_step: int) -> None:
-        self.began = True  # from here on there are files of this run
+        self.began = True  # from here on this run has files
         self.row(
             "data",
             f"{name}: {train_samples:,} samples to train on, {val_samples:,} to validate; "
@@ -203,10 +203,10 @@ class Display:
     def _show_weights(self, *, path: str) -> None:
         self.weights = path  # named in the report
 
-    # ---- what is drawn -----------------------------------------------------------------------------------------
+    # ---- drawing -----------------------------------------------------------------------------------------------
 
     def status(self) -> str:
-        """Where the run stands, in one line."""
+        """The progress of the run, in one line."""
         if not self.latest or self.phase != "training":
             return f"{self.phase} ({self._clock() - self._phase_since:.0f} s)"
         now = self.latest
@@ -240,27 +240,27 @@ class Display:
         told, quiet = None, _QUIET_S
         while not self._end.wait(0.2):
             now = self._clock()
-            # A run of hours shall not fill its log with what nobody reads.
+            # A run of hours must not fill its log with progress lines.
             least = _QUIET_S if now - self._started < _EARLY_S else _QUIET_LATER_S
             is_new = self.phase != "training" or told is not self.latest
             quiet = least if is_new else max(least, quiet)
             if now - self._spoken >= quiet:
                 told = self.latest
-                # What has not changed is said ever more rarely.
+                # Progress that has not changed is printed ever more rarely.
                 quiet = least if is_new else min(2 * quiet, _QUIET_LATER_S)
                 try:
                     self.say(f"{'':<9}  {self.status() if is_new or not self.latest else self._waiting()}")
                 except BrokenPipeError:
-                    return  # the main thread finds out at its next line, and ends the run
+                    return  # the main thread notices at its next line, and ends the run
 
     def _waiting(self) -> str:
-        """Where the run stands, for a reader who knows the figures of its last step."""
+        """The progress line while no new step has come: the last step, and the seconds since."""
         seconds = self._clock() - self._news_since
         return f"step {self.latest['step']}/{self.latest['steps']}, and no other for {seconds:.0f} s"
 
 
 def seconds_text(seconds: float) -> str:
-    """A time for people: "48 s", "3 min 20 s", "2 h 5 min"."""
+    """A duration as text: "48 s", "3 min 20 s", "2 h 5 min"."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -270,17 +270,17 @@ def seconds_text(seconds: float) -> str:
 
 
 def _printable(text: str) -> str:
-    """Text of a model in one line: whatever a terminal could take for a command becomes a blank."""
+    """A model's text in one line; control characters, which a terminal could obey, become blanks."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
 def _wrapped(line: str, width: int) -> list[str]:
-    # Between words only: a path that is cut at a hyphen cannot be copied.
+    # Broken only between words: a path that is cut at a hyphen cannot be copied.
     return textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def _continued(command: str, width: int) -> list[str]:
-    """A command over several lines, as a shell reads it."""
+    """A command wrapped over several lines, with the shell's backslashes."""
     first, *rest = textwrap.wrap(command, width - 4, break_long_words=False, break_on_hyphens=False)
     lines = [first, *(f"  {line}" for line in rest)]
     return [*(f"{line} \\" for line in lines[:-1]), lines[-1]]
@@ -288,6 +288,6 @@ def _continued(command: str, width: int) -> list[str]:
 
 def _width(stream: TextIO) -> int:
     try:
-        return os.get_terminal_size(stream.fileno()).columns or 110  # some terminals do not know their size
-    except (OSError, ValueError):  # no terminal, or no file at all
+        return os.get_terminal_size(stream.fileno()).columns or 110  # some terminals report 0
+    except (OSError, ValueError):  # not a terminal, or without a descriptor
         return 110

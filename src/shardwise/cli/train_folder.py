@@ -1,4 +1,4 @@
-"""The folder of a run, as the process that shows the run sees it: taken, given back, and told what is in it."""
+"""The folder of a run, as used by the process that shows the run: locked, released, and its files listed."""
 
 import contextlib
 import glob
@@ -20,14 +20,14 @@ Stamp = dict[Path, tuple[int, int]]
 
 
 class RunFolder:
-    """Taken for this process inside ``with``; a process that is killed lets go of it.
+    """The folder of a run, locked for this process inside ``with``; a process that is killed releases it.
 
-    The run's own files are written by rank 0, once it is certain that there will be a run. One that ends before has
-    the folder as it was: what taking it made is removed again.
+    The run's own files are written by rank 0, once it is certain that there will be a run. A run that ends before
+    leaves the folder as it was: what locking it made is removed again.
 
     Raises:
         CheckpointError: the folder cannot be made or written, or another run is writing there.
-        ConfigError: its disk has no room.
+        ConfigError: its disk has too little space.
     """
 
     def __init__(self, config: "RunConfig", display: "Display"):
@@ -77,7 +77,7 @@ class RunFolder:
                 release(held)
 
     def draw(self, unit: str) -> str | None:
-        """Draws the loss curve; the reason why there is none, as a line."""
+        """Draws the loss curve; returns None, or a line that says why there is no picture."""
         if not self.config.log.plot:
             return "no picture: log.plot=false"
         from shardwise.run.plot import plot_losses
@@ -92,7 +92,8 @@ class RunFolder:
         return plot_losses(curves, self.path / "loss.png", title="shardwise train", unit=unit)
 
     def files(self, *, picture: bool) -> list[str]:
-        """What a finished run left, a line each; without its picture, one that is there is an older run's."""
+        """The files of a finished run, a line each. ``picture``: whether it was drawn; if not, an existing one is an
+        older run's."""
         notes: dict[Path, str] = {
             self.metrics: "",
             self.path / "config.yaml": " (everything resolved)",
@@ -104,7 +105,7 @@ class RunFolder:
         return [f"{path}{note}" for path, note in notes.items() if path.exists()]
 
     def _kept(self) -> list[str]:
-        """After a failure or an interruption: how far the run came, and what is left of it, and where."""
+        """After a failure or an interruption: the steps that were done, and the files that are left, a line each."""
         notes: list[str] = []
         steps = [self.display.latest.get("step", 0)]
         try:
@@ -121,7 +122,7 @@ class RunFolder:
         now = _weights_in(self.weights)
         if self.display.weights is not None:
             lines.append(f"{self.display.weights} (weights, safetensors)")
-        elif now != self._before and now:  # renamed into place before it could be told
+        elif now != self._before and now:  # renamed into place, but not reported yet
             lines.append(f"{self.weights} (weights, safetensors)")
         elif self.weights is not None:
             lines.append(f"no weights{f' (those in {self.weights} are older)' if now else ''}")
@@ -133,7 +134,7 @@ class RunFolder:
         return read_metrics(self.metrics, say=say)
 
     def _clear(self) -> None:
-        """Removes halves of weights that a killed process left inside the folder; nobody else writes there now."""
+        """Removes incomplete weights that a killed process left in the folder; no other process writes there now."""
         if self.weights is None or self.path not in self.weights.parents:
             return
         for half in self.weights.parent.glob(f".{glob.escape(self.weights.name)}.saving-*"):
@@ -143,13 +144,13 @@ class RunFolder:
                 shutil.rmtree(half, ignore_errors=True)
 
     def _leave_no_trace(self) -> None:
-        with contextlib.suppress(OSError):  # in use, or gone already
+        with contextlib.suppress(OSError):  # in use, or removed already
             for place in self._made:
                 place.rmdir() if place.is_dir() else place.unlink()
 
 
 def unit_of(config: "RunConfig") -> str:
-    """The unit of the loss."""
+    """The unit of the loss: nats per token or per byte."""
     from shardwise.config.tokenizer import BYTES_MEANT, is_tokens
 
     data = config.data
@@ -174,7 +175,7 @@ def _points(rows: list[dict[str, Any]], kind: str) -> list[tuple[float, float]]:
 
 
 def _weights_in(folder: Path | None) -> Stamp:
-    """The files of weights in a folder, each with what tells it from one that takes its place."""
+    """The weight files in a folder, each with inode and time, which change when it is replaced."""
     found: Stamp = {}
     with contextlib.suppress(OSError):
         for file in folder.glob("*.safetensors") if folder is not None else ():

@@ -1,11 +1,11 @@
 """The proof line of a run: three of its steps in fp64, sharded and in one plain process, every gradient compared.
 
-The two sides and the comparison are those of :mod:`shardwise.verify`; here they are given the run's own model, data,
-layout, clipping and kind of optimizer, and run inside the ranks there are. The model is in eval mode: dropout would
-draw different numbers on the two sides.
+The two sides and the comparison are those of :mod:`shardwise.verify`, with the run's own model, data, layout, clipping
+and kind of optimizer, inside the run's ranks. The model is in eval mode: dropout would draw different numbers on the
+two sides.
 
-It runs on the CPU, whatever the run's device, and takes no longer than the run did, or a quarter of a minute: what it leaves
-out for that it says.
+It runs on the CPU, whatever the run's device, and takes no longer than the run did, or a quarter of a minute; the line
+says what it leaves out for that.
 """
 
 import math
@@ -23,10 +23,11 @@ __all__ = ["MOST_PARAMS", "NUM_STEPS", "prove"]
 
 NUM_STEPS = 3
 MOST_PARAMS = 5_000_000
-"""Larger models are left out: each rank sends its share of every gradient and weight to rank 0, in fp64, per step."""
+"""Larger models are not compared: each rank sends its part of every gradient and weight to rank 0, in fp64, per
+step."""
 
 _LEAST_S = 15.0
-_FLOPS_PER_S = 5e9  # of a CPU in fp64: a low guess, only for how many micro-batches there is time for
+_FLOPS_PER_S = 5e9  # of a CPU in fp64: a low guess, used only to choose the number of micro-batches
 _SIDES = 2
 
 
@@ -34,16 +35,17 @@ def prove(config: "RunConfig", world: "World", *, seconds: float = math.inf) -> 
     """Compares three steps of the run with one plain process; every rank must call it.
 
     Args:
-        config: the run.
+        config: the configuration of the run.
         world: its ranks.
-        seconds: that the run took, the same on every rank: the comparison leaves out steps and micro-batches to take no longer.
+        seconds: how long the run took, the same on every rank: the comparison leaves out steps and micro-batches to
+            take no longer.
 
     Returns:
         ``largest``, the largest relative difference of a gradient (None: not compared), ``name`` of that parameter, and
         ``text``, the line to show. Equal on every rank.
 
     Raises:
-        VerifyError: something differs by more than rounding; on every rank.
+        VerifyError: on every rank; something differs by more than rounding.
     """
     from shardwise.run.build import build_plain
     from shardwise.techniques.fold import options_of_proof
@@ -57,7 +59,7 @@ def prove(config: "RunConfig", world: "World", *, seconds: float = math.inf) -> 
     parallel, without = options_of_proof(config.parallel, world.device.type)
     num_steps, start = 1, time.monotonic()
     found = _compared(config, world, parallel, num_steps, most)
-    # Equal on every rank: rank 0, which runs both sides, says whether there is time for all of them.
+    # Equal on every rank: rank 0, which runs both sides, decides whether there is time for all steps.
     if world.broadcast((time.monotonic() - start) * (1 + NUM_STEPS) <= budget):
         num_steps = NUM_STEPS
         found = _compared(config, world, parallel, num_steps, most)
@@ -74,7 +76,7 @@ def prove(config: "RunConfig", world: "World", *, seconds: float = math.inf) -> 
 
 
 def _micro_batches(config: "RunConfig", world: "World", num_params: int, budget_s: float) -> tuple[int, list[str]]:
-    """How many micro-batches of each window there is time for, and what to say of it."""
+    """The number of micro-batches of each step that there is time for, and texts that say what is left out."""
     data = config.data
     whole = -(-data.global_batch // data.micro_batch)
     flops = 6.0 * num_params * data.micro_batch * data.seq_len * _SIDES * NUM_STEPS
@@ -84,7 +86,7 @@ def _micro_batches(config: "RunConfig", world: "World", num_params: int, budget_
 
 
 def _compared(config: "RunConfig", world: "World", parallel: Any, num_steps: int, most: int) -> tuple[Any, int]:
-    """The largest difference of a gradient in so many steps, and how many gradients there were; on every rank."""
+    """The largest difference of a gradient in ``num_steps`` steps, and the number of gradients; on every rank."""
     from shardwise.verify import GATES, compare, run_oracle, run_sharded
 
     task = _task(config, world, num_steps, most)
@@ -94,7 +96,7 @@ def _compared(config: "RunConfig", world: "World", parallel: Any, num_steps: int
         try:
             outcome = compare(task, run_oracle(task), records, gate=GATES[task.dtype]).worst["grad"]
         except VerifyError as error:
-            outcome = error  # told on every rank, so that none waits for the others
+            outcome = error  # sent to every rank, so that none waits for the others
     outcome = world.broadcast(outcome)
     if isinstance(outcome, VerifyError):
         raise outcome
@@ -102,7 +104,8 @@ def _compared(config: "RunConfig", world: "World", parallel: Any, num_steps: int
 
 
 def _task(config: "RunConfig", world: "World", num_steps: int, most: int) -> Any:
-    """What both sides run: the first windows of the run, with the micro-batches of all ranks, at most ``most`` of each."""
+    """The task that both sides run: the first windows of the run, each with at most ``most`` micro-batches of all
+    ranks."""
     import torch
 
     from shardwise.data.loader import Loader

@@ -1,4 +1,5 @@
-"""What each rank of ``shardwise train`` runs: opens the world, trains, proves. Started by the launcher or by torchrun."""
+"""The program of each rank of ``shardwise train``: opens the world, trains, compares with one process. Started by the
+launcher or by torchrun."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ __all__ = ["main", "run_rank"]
 
 
 def main(config: bytes) -> dict[str, Any]:
-    """The target of the launcher; ``config`` is a run as JSON. Events go to the launching process."""
+    """What the launcher calls on each rank. ``config``: the configuration as JSON. Sends events to the launcher."""
     import msgspec
 
     from shardwise.run.config import RunConfig
@@ -24,11 +25,11 @@ def main(config: bytes) -> dict[str, Any]:
 
 
 def run_rank(config: "RunConfig", send: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    """Trains and proves in this process, one rank among those its environment names. All ranks must call it.
+    """Trains and compares with one process, on this rank (as its environment says). All ranks must call it.
 
     Args:
-        config: a whole run, the same on every rank.
-        send: takes events; called on rank 0 only, once the world is open.
+        config: the configuration of the run, the same on every rank.
+        send: called with events, on rank 0 only, once the world is open.
 
     Returns:
         what :func:`shardwise.run.job.train` returns, with ``seconds`` and ``proof``.
@@ -54,14 +55,14 @@ def run_rank(config: "RunConfig", send: Callable[[dict[str, Any]], object]) -> d
     return result
 
 
-# ---- ranks that others started may have been given different commands ------------------------------------------------
+# ---- ranks started by another launcher may have different commands ---------------------------------------------------
 
 
 def _agree_on_config(config: "RunConfig", world: "World") -> None:
-    """Raises on every rank if two of them were given different runs; all ranks must call it.
+    """Raises on every rank if two of them have different configurations; all ranks must call it.
 
-    A launcher that starts each node by a command of its own lets them differ, and a step count, a learning rate or a
-    data file that differs trains on without an error, or hangs at the end.
+    They can differ where each node is started by its own command. A different step count, learning rate or data file
+    would train without an error, or hang at the end.
     """
     from shardwise.world import agree_on
 
@@ -77,13 +78,14 @@ def _agree_on_config(config: "RunConfig", world: "World") -> None:
 
 
 def _facts(config: "RunConfig") -> tuple[dict[str, Any], dict[str, str]]:
-    """What every rank must have alike, by key; and what to print for a key whose fact is a digest.
+    """The settings that must be equal on every rank, by key; and what to print for a key whose value is a digest.
 
-    Left out, since nodes may rightly differ in them: ``log``, and the path of ``checkpoint.export`` (rank 0 alone writes,
-    and a node's scratch folder or a date in a name is its own), but not whether there are weights to write, in which all
-    ranks take part; ``launch`` (how many ranks a node starts was checked against the world; of ``device``, what "auto"
-    came to is compared); ``parallel.layout``, which the world compared as resolved. Data and a tokenizer are compared by what is in the file, not by its path: each node may read a copy on its own
-    disk, and copies under one path may be of different ages.
+    Left out, since nodes may differ in them: ``log``, and the path of ``checkpoint.export`` (only rank 0 writes, and a
+    node's scratch folder or a date in a name is its own), but not whether weights are written, in which all ranks take
+    part; ``launch`` (the number of ranks of a node was checked against the world; of ``device``, the device that "auto"
+    chose is compared); ``parallel.layout``, which the world has compared once resolved. Data and a tokenizer are
+    compared by the contents of the file, not by its path: each node may read a copy on its own disk, and copies under
+    one path may be of different ages.
     """
     import msgspec
 
@@ -125,7 +127,7 @@ def _device_text(world: Any) -> str:
 
 
 def _layout_text(layout: Any) -> str:
-    """Why a layout saves what it saves, in words."""
+    """What a layout shards and replicates, as text."""
     shard, copies = layout.dp_shard, layout.dp_replicate
     parts = []
     if shard > 1:

@@ -1,4 +1,4 @@
-"""``shardwise verify MODEL --layout L``: run a model sharded and in one process, and compare.
+"""``shardwise verify MODEL --layout L``: trains a model sharded and in one process, and compares them.
 
 The model's function and the layout's text are checked before torch is imported.
 """
@@ -46,7 +46,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def more_help() -> str:
-    """The keys of the configuration that verify takes."""
+    """Help text: the configuration keys that verify takes."""
     from shardwise.config.loader import dotted_keys
     from shardwise.run.config import RunConfig
 
@@ -117,7 +117,7 @@ def _check_model(given: str) -> None:
 
 
 def _parallel(overrides: list[str]) -> tuple[Any, bool]:
-    """The techniques asked for, and whether nothing is said of sharding."""
+    """The ``Parallel`` that the overrides ask for, and whether they leave sharding at its default."""
     from shardwise.errors import ConfigError
     from shardwise.run.config import load_config
     from shardwise.techniques import fold
@@ -138,7 +138,7 @@ def _parallel(overrides: list[str]) -> tuple[Any, bool]:
 
 
 def _elsewhere() -> dict[str, str]:
-    """Keys that verify does not read, and what to do in their place."""
+    """Keys that verify does not read, and what to use instead."""
     from shardwise.techniques import TECHNIQUES
 
     return _ELSEWHERE | {f"parallel.{option.key}": t.without for t in TECHNIQUES if t.without for option in t.options}

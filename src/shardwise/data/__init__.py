@@ -1,4 +1,4 @@
-"""Samples on their way to a step: files of tokens, the global order of samples, windows of micro-batches, labels.
+"""Data loading: files of tokens, the shuffled order of samples, micro-batches of each optimizer step, labels.
 
-Nothing is imported here: the command line looks at some of these files before it knows torch.
+Nothing is imported here: the command line uses some of these files before it imports torch.
 """

@@ -1,4 +1,4 @@
-"""Micro-batches: the mapping a model and a loss read, and how samples become one."""
+"""Micro-batches: the mapping of tensors that model and loss read, and collating samples into one."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,13 +12,16 @@ from shardwise.errors import ConfigError
 __all__ = ["IGNORED", "MicroBatch", "default_collate"]
 
 IGNORED = -100
-"""The label of a position whose prediction does not count."""
+"""The label of a position that the loss ignores."""
 
 
 class Place(tuple[int, int]):
-    """Which window of a Loader a micro-batch is of: (epoch, place of its first sample in the epoch's order), and which Loader, by number:
-    it may have come through threads and processes that read ahead; and how many micro-batches the window has, paddings aside, over all
-    ranks."""
+    """The window that a micro-batch of a Loader belongs to: (epoch, position of its first sample in the epoch's order).
+
+    Attributes:
+        loader: number of the Loader; a number, since the batch may pass through threads and processes that read ahead.
+        num_micro: micro-batches of the window over all ranks, without paddings.
+    """
 
     loader: int | None = None
     num_micro: int | None = None
@@ -31,15 +34,15 @@ class Place(tuple[int, int]):
 
 
 class MicroBatch(dict[str, Tensor]):
-    """One micro-batch: a mapping from names to tensors that knows its place in the window.
+    """One micro-batch of a gradient accumulation window: a dict of tensors, with its index in the window.
 
     Args:
         tensors: the mapping, as the model and the loss read it.
-        index: index of this global micro-batch within its window, the same under every data-parallel degree. Paddings
-            count on from the last real one, so that no two of a window share an index.
-        padding: True for a copy that is only there so that every rank has equally many; its sums count as 0.
-        window: which window it is of, (epoch, place of its first sample in the epoch's order): the same on all ranks, or some of them
-            have lost a window. None: not known.
+        index: index of this micro-batch among those of all ranks in its window, the same under every data-parallel
+            degree. Paddings are numbered after the last real one, so that no two of a window share an index.
+        padding: True for a copy that exists only so that every rank has equally many; its sums count as 0.
+        window: the window it belongs to, (epoch, position of its first sample in the epoch's order). If ranks differ in
+            it, some of them have lost a window. None: not known.
     """
 
     index: int
@@ -63,13 +66,14 @@ class MicroBatch(dict[str, Tensor]):
 
 
 def default_collate(samples: Sequence[Any]) -> dict[str, Tensor]:
-    """Stacks samples of one kind into a batch: a new first dim of ``len(samples)``.
+    """Stacks samples into a batch, as a DataLoader's ``collate_fn`` does: tensors get a new first dim of
+    ``len(samples)``.
 
-    A sample is a mapping of tensors, numbers or arrays (its keys stay), one tensor, or a tuple ``(input, labels)``. A
-    tensor of integers [T] is called ``input_ids``, any other ``input``.
+    A sample is a mapping of tensors, numbers or arrays (its keys are kept), one tensor, or a tuple ``(input, labels)``.
+    A tensor of integers [T] is called ``input_ids``, any other ``input``.
 
     Raises:
-        ConfigError: samples of unequal shapes or keys, or of a kind this function does not know.
+        ConfigError: samples have unequal shapes or keys, or are of a kind this function does not know.
     """
     rows = [_as_mapping(sample) for sample in samples]
     names = list(rows[0])

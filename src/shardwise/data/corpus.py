@@ -1,8 +1,9 @@
-"""Token sequences from files: text as bytes or by a tokenizer, ``.npy`` and ``.bin`` arrays; and a text that every Python has.
+"""Datasets of token sequences from files: text as bytes or through a tokenizer, ``.npy`` and ``.bin`` arrays; and a
+text that comes with Python.
 
-A file is one long row of tokens, cut into windows of ``seq_len + 1``. Neighbours share one token, the last target of
-the one and the first input of the other, so that every token but the first is predicted exactly once an epoch.
-Arrays are memory-mapped: a file larger than memory is fine, and the ranks of one machine share its pages.
+A file is one long row of tokens, cut into windows of ``seq_len + 1``. Neighbouring windows share one token, the last
+target of one and the first input of the next, so that every token but the first is predicted exactly once per epoch.
+Arrays are memory-mapped: a file may be larger than memory, and the ranks of one machine share its pages.
 """
 
 import functools
@@ -20,9 +21,9 @@ __all__ = ["BYTES", "TokenFile", "TokenWindows", "encode", "pydoc_text"]
 BYTES = 256
 """Size of the vocabulary when the tokens are bytes."""
 
-# Characters that a tokenizer is given at once: what it makes of them takes some 100 bytes for each token.
+# Characters tokenized at once: the tokenizer's result takes some 100 bytes per token.
 _PIECE = 1 << 20
-_SCANNED = 1 << 26  # tokens looked at when a file is opened; what lies behind is checked as it is read
+_SCANNED = 1 << 26  # tokens checked when a file is opened; later ones are checked when they are read
 
 
 def pydoc_text() -> str:
@@ -43,21 +44,22 @@ def pydoc_text() -> str:
 
 
 def encode(path: str | Path | None, tokenizer: Path) -> np.ndarray:
-    """The tokens of a text by a ``tokenizer.json``, uint32 [n], without special tokens. It is given about a million characters at
-    once, cut at the end of a line. The same on every rank, and kept for the next call.
+    """Tokenizes a text with a ``tokenizer.json``: uint32 [n], without special tokens. The tokenizer gets about a
+    million characters at once, cut at the end of a line. The result is the same on every rank, and cached for the next
+    call.
 
     Args:
         path: a file in UTF-8; None: :func:`pydoc_text`.
-        tokenizer: the file.
+        tokenizer: path of the ``tokenizer.json``.
 
     Raises:
-        ConfigError: the text is not UTF-8, the file is no tokenizer, or the library ``tokenizers`` is missing.
+        ConfigError: the text is not UTF-8, the file is not a tokenizer, or the library ``tokenizers`` is missing.
     """
     ages = tuple(file and Path(file).stat().st_mtime_ns for file in (path, tokenizer))
     return _encoded(path and str(path), str(tokenizer), ages)
 
 
-@functools.lru_cache(maxsize=1)  # a run opens its data twice, to train and to prove
+@functools.lru_cache(maxsize=1)  # a run opens its data twice: to train, and to compare with one process
 def _encoded(path: str | None, tokenizer: str, ages: tuple[Any, ...]) -> np.ndarray:
     try:
         from tokenizers import Tokenizer
@@ -69,7 +71,7 @@ def _encoded(path: str | None, tokenizer: str, ages: tuple[Any, ...]) -> np.ndar
         ) from error
     try:
         read = Tokenizer.from_file(tokenizer)
-    except Exception as error:  # the library raises no kind of its own
+    except Exception as error:  # the library has no exception class of its own
         raise ConfigError(
             f"data.tokenizer={tokenizer!r}",
             why=f"it cannot be read as a tokenizer: {error}",
@@ -95,13 +97,14 @@ def _encoded(path: str | None, tokenizer: str, ages: tuple[Any, ...]) -> np.ndar
 
 
 class TokenWindows:
-    """A dataset of windows over one row of tokens: ``[i]`` is ``{"input_ids": int64 [seq_len + 1]}``.
+    """A dataset of fixed-length sequences cut from one row of tokens: ``[i]`` is ``{"input_ids": int64 [seq_len +
+    1]}``.
 
     Args:
         tokens: integers [n], in memory or memory-mapped.
-        seq_len: positions predicted per window.
+        seq_len: positions predicted per sequence.
         vocab: tokens must lie in ``[0, vocab)``; None: only negative ones are refused.
-        name: what errors call it.
+        name: its name in errors.
 
     Raises:
         ConfigError: fewer than ``seq_len + 1`` tokens, not a row of integers, or a token outside the vocabulary.
@@ -137,10 +140,10 @@ class TokenWindows:
         return {"input_ids": torch.from_numpy(window.astype(np.int64))}
 
     def split(self, val_fraction: float) -> "tuple[TokenWindows, TokenWindows]":
-        """Cuts by position: the last ``val_fraction`` of the tokens is for validation, and shares none with training.
+        """Splits by position: the last ``val_fraction`` of the tokens is for validation, and shares none with training.
 
         Raises:
-            ConfigError: a fraction outside (0, 1), or a part shorter than one window.
+            ConfigError: the fraction is outside (0, 1), or a part is shorter than one sequence.
         """
         if not 0.0 < val_fraction < 1.0:
             raise ConfigError(
@@ -155,10 +158,10 @@ class TokenWindows:
         )
 
     def limit(self, vocab: int) -> None:
-        """The vocabulary is known now.
+        """Sets the size of the vocabulary, once it is known.
 
         Raises:
-            ConfigError: a token outside of it.
+            ConfigError: a token is outside of it.
         """
         self.vocab = vocab
         self._check_range(self.tokens[:_SCANNED], 0)
@@ -175,17 +178,17 @@ class TokenWindows:
 
 
 class TokenFile(TokenWindows):
-    """A :class:`TokenWindows` over a file: bytes of a text, or an array of tokens that was saved before.
+    """A :class:`TokenWindows` over a file: the bytes of a text, or a saved array of tokens.
 
     Args:
         path: ``.npy`` (a one-dimensional integer array), ``.bin`` (raw integers of ``dtype``), or any text file, whose
             bytes are the tokens.
-        seq_len: positions predicted per window.
-        dtype: of the integers in a ``.bin`` file ("uint16"); the other kinds know theirs.
+        seq_len: positions predicted per sequence.
+        dtype: of the integers in a ``.bin`` file ("uint16"); not used for the other kinds.
         vocab: tokens must lie in ``[0, vocab)``; None: only negative ones are refused.
 
     Raises:
-        ConfigError: the file is missing or unreadable, or is not what its name says; and as :class:`TokenWindows`.
+        ConfigError: the file is missing or unreadable, or is not what its name says; and as for :class:`TokenWindows`.
     """
 
     def __init__(self, path: str | Path, seq_len: int, *, dtype: str | None = None, vocab: int | None = BYTES):

@@ -1,7 +1,7 @@
-"""What a dataset keeps itself: objects with ``state_dict`` and ``load_state_dict``, and random generators, found by their places.
+"""The state inside a dataset, for resuming: objects with ``state_dict`` and ``load_state_dict``, and random generators.
 
-A :class:`~shardwise.Loader` reads samples by number, so that a dataset without either is the same after a resume. One that counts, or
-draws, goes on from its own state, which is each rank's own: every rank reads other samples.
+A :class:`~shardwise.Loader` reads samples by number, so that a dataset without either is the same after a resume. One
+that counts or draws random numbers resumes from its own state. Each rank has its own, since it reads other samples.
 """
 
 import copy
@@ -19,15 +19,15 @@ from shardwise.world.rng import is_generator
 
 __all__ = ["DatasetState", "put_states", "states_in"]
 
-_DEPTH, _MOST = 4, 64  # how far inside an object is looked, and how many entries of a list or mapping are
+_DEPTH, _MOST = 4, 64  # levels of attributes searched; longer lists and mappings are not searched
 
 
 @dataclass(frozen=True)
 class DatasetState:
-    """Objects with a state of their own, or their states.
+    """The stateful objects inside a dataset, or copies of their states.
 
     Attributes:
-        values: place ("dataset.transform.rng") -> the object, or once :meth:`taken` its state.
+        values: place ("dataset.transform.rng") -> the object, or its state in what :meth:`taken` returns.
     """
 
     values: Mapping[str, Any]
@@ -36,12 +36,12 @@ class DatasetState:
         return bool(self.values)
 
     def taken(self) -> "DatasetState":
-        """Copies of what they hold now."""
+        """Copies of the objects' states now."""
         return DatasetState({place: _state_of(value) for place, value in self.values.items()})
 
 
 def states_in(**roots: Any) -> DatasetState:
-    """What is found at ``roots``, and inside them."""
+    """Finds the stateful objects among ``roots``, and inside them."""
     found: dict[str, Any] = {}
     seen: set[int] = set()
     for name, root in roots.items():
@@ -51,7 +51,7 @@ def states_in(**roots: Any) -> DatasetState:
 
 
 def put_states(found: DatasetState, states: Mapping[str, Any]) -> list[str]:
-    """Gives the objects in ``found`` their states; returns the places that are missing on one side."""
+    """Loads ``states`` into the objects in ``found``; returns the places that are missing on one side."""
     places = [place for place in states if place in found.values]
     for place in sorted(places, key=lambda place: is_generator(found.values[place])):
         _set_state(found.values[place], states[place])

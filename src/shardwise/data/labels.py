@@ -1,8 +1,10 @@
-"""Labels: how they are made and shifted, what is counted of them, and whether they stand at the places of their own tokens.
+"""Labels of a language model: making and shifting them, counting the valid ones, and detecting labels that are not
+shifted.
 
-Collators of Hugging Face and TRL give ``labels`` as a copy of ``input_ids`` (prompt and padding -100) and leave the shift to the
-model's own loss; trained on them by a loss of aligned labels, a model learns to copy its input. One batch does not always tell: a run of one token equals
-itself shifted, and a batch may have few labels. So the labels of all micro-batches and ranks are judged together.
+Collators of Hugging Face and TRL return ``labels`` as a copy of ``input_ids`` (prompt and padding -100) and leave the
+shift to the model's own loss. Trained on them with a loss that expects aligned labels, a model learns to copy its
+input. One batch does not always show it: a run of one token equals itself shifted, and a batch may have few labels. So
+the labels of all micro-batches and ranks are compared together.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,17 +28,17 @@ __all__ = [
 
 Batch = Mapping[str, Tensor]
 
-_FEWEST = 8  # labelled positions to judge by: fewer of a masked language model may all have kept their tokens
-_FEWEST_SHIFTED = 3  # inputs may be noised on purpose: one such label may happen to be the next token
+_FEWEST = 8  # labelled positions needed: fewer of a masked language model may all have kept their tokens
+_FEWEST_SHIFTED = 3  # inputs may have noise on purpose: one changed label may happen to be the next token
 
 
 def make_labels(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Makes labels where there are none: sequences of T+1 tokens become T inputs and the T tokens that follow them.
+    """Makes next-token labels where there are none: T+1 tokens become T inputs and the T tokens that follow them.
 
     ``input_ids`` [B, T+1] becomes ``input_ids`` [B, T] and ``labels`` [B, T], where ``labels[b, t]`` is the target of
     ``logits[b, t]``. Other tensors whose first two dims are [B, T+1] (masks, positions) lose their last column too. A
-    target that ``attention_mask`` hides gets the label -100, which no loss counts. A batch that has ``labels``
-    already passes through unchanged, and they must be aligned; so does one without ``input_ids``.
+    target that ``attention_mask`` hides gets the label -100, which no loss counts. A batch that already has ``labels``,
+    which must be aligned, is returned unchanged; so is one without ``input_ids``.
 
     Raises:
         ConfigError: ``input_ids`` is not [B, T+1] with T >= 1.
@@ -47,14 +49,16 @@ def make_labels(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def shift_labels(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Shifts labels by one, once: :func:`make_labels`, also where ``labels`` [B, T+1] are given at the places of their own tokens, as
-    collators of Hugging Face and TRL give them (a copy of ``input_ids``, prompt and padding -100).
+    """Shifts labels by one for next-token prediction: does what :func:`make_labels` does, and also shifts ``labels``
+    [B, T+1] that are a copy of ``input_ids`` (prompt and padding -100), as collators of Hugging Face and TRL return
+    them.
 
-    ``labels[:, 1:]`` come beside ``input_ids[:, :-1]``. A batch without ``input_ids`` passes through unchanged.
+    The result has ``input_ids[:, :-1]`` and ``labels[:, 1:]``. A batch without ``input_ids`` is returned unchanged.
 
     Raises:
-        ConfigError: ``input_ids`` is not [B, T+1] with T >= 1, ``labels`` have another shape, or they are shifted already, where that
-            shows: at least three labels differ from the input at their place, and each is the next input.
+        ConfigError: ``input_ids`` is not [B, T+1] with T >= 1, ``labels`` have another shape, or they are visibly
+            shifted already: at least three labels differ from the input at their position, and each label is the next
+            input.
     """
     if "input_ids" not in batch:
         return dict(batch)
@@ -82,18 +86,18 @@ def _shifted(batch: Mapping[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
             fix="give samples of seq_len + 1 tokens, or add aligned labels to the batch (prepare=None)",
         )
     out = {name: value[:, :-1] if value.shape[:2] == ids.shape else value for name, value in batch.items()}
-    labels = tokens[:, 1:].long().clone()  # memory of its own: masking labels in place must not change the inputs
+    labels = tokens[:, 1:].long().clone()  # a copy: masking labels in place must not change the inputs
     if "attention_mask" in batch and batch["attention_mask"].shape == ids.shape:
         labels = labels.masked_fill(batch["attention_mask"][:, 1:] == 0, IGNORED)
     out["labels"] = labels
     out = {name: value.contiguous() for name, value in out.items()}
-    if isinstance(batch, MicroBatch):  # of a Loader, whose paddings must stay paddings
+    if isinstance(batch, MicroBatch):  # from a Loader: a padding must stay a padding
         return MicroBatch(out, index=batch.index, padding=batch.padding, window=batch.window)
     return out
 
 
 def valid_labels(batch: Batch) -> Tensor:
-    """Labels that are not -100: what is counted where nothing else is said.
+    """The default count of a micro-batch: its labels that are not -100.
 
     Raises:
         ConfigError: the batch has no labels.
@@ -114,8 +118,8 @@ def _example_of_count(batch: Batch) -> str:
 
 
 def _refuse_shifted(tokens: Tensor, labels: Tensor) -> None:
-    """Raises ConfigError for ``labels`` [B, T] that are the tokens after ``tokens`` [B, T] already, where it shows: never for a copy of
-    ``tokens``, which has no label that differs."""
+    """Raises ConfigError if ``labels`` [B, T] are visibly the tokens after ``tokens`` [B, T] already; never for a copy
+    of ``tokens``, in which no label differs."""
     if _are_next_tokens(tokens, labels):
         raise ConfigError(
             "shift_labels of labels that are shifted already",
@@ -132,8 +136,8 @@ def _are_next_tokens(tokens: Tensor, labels: Tensor) -> bool:
 
 
 def refuse_second_shift(module: nn.Module, _: Any, kwargs: Mapping[str, Any]) -> None:
-    """A forward pre-hook. Raises ConfigError where a causal language model of transformers, which shifts the labels it is given, is given
-    labels that are the next tokens already, where it shows."""
+    """A forward pre-hook for causal language models of transformers, which shift the labels they receive: raises
+    ConfigError if the labels are visibly the next tokens already."""
     ids, labels = kwargs.get("input_ids"), kwargs.get("labels")
     if not isinstance(ids, Tensor) or not isinstance(labels, Tensor) or ids.dim() != 2 or labels.shape != ids.shape:
         return
@@ -154,8 +158,9 @@ def shifts_labels(module: nn.Module) -> bool:
 
 
 def compare_labels(seen: Tensor | None, batches: Iterable[Batch], counter: Any) -> Tensor:
-    """What this rank adds to an exchange, float64 [3]: labelled positions, those whose label is another token than the input there,
-    and those whose next input is another than their own. Zeros where ``counter`` is the user's own, or ``seen`` was enough."""
+    """Three counts, float64 [3], to be summed over the ranks: labelled positions, those whose label differs from the
+    input there, and those whose next input differs from their own. Zeros if ``counter`` is the user's own or ``seen``
+    is None."""
     total = torch.zeros(3, dtype=torch.float64)
     if counter is not valid_labels or seen is None:
         return total
@@ -166,18 +171,19 @@ def compare_labels(seen: Tensor | None, batches: Iterable[Batch], counter: Any) 
 
 
 def judge_labels(seen: Tensor | None, summed: Tensor, where: str) -> Tensor | None:
-    """Judges labels by what :func:`compare_labels` gave, summed over the ranks; every rank comes to the same.
+    """Decides from the sums of :func:`compare_labels` over the ranks whether labels are not shifted; the same on all
+    ranks.
 
     Args:
         seen: what this function returned before; zeros [3] at first.
-        summed: of the batches since.
-        where: they are, for the message.
+        summed: the counts of the batches since, summed over the ranks.
+        where: where these batches are, for the message.
 
     Returns:
-        all that was seen so far, to go on with; None where it was enough, and no more need be compared.
+        the counts so far, for the next call; None if the labels are fine and no more need be compared.
 
     Raises:
-        ConfigError: all labels are the inputs at their own places.
+        ConfigError: all labels are the inputs at their own positions.
     """
     if seen is None:
         return None
@@ -206,6 +212,6 @@ def _have_causal_labels(batch: Batch) -> bool:
 
 def _compared(tokens: Tensor, labels: Tensor) -> Tensor:
     labelled = labels != IGNORED
-    # Where a token is followed by itself, a label that equals it may well be the next one.
+    # Where a token is followed by itself, a label that equals it may be the next token as well.
     turns = labelled[..., :-1] & (tokens[..., 1:] != tokens[..., :-1])
     return torch.stack([labelled.sum(), (labelled & (labels != tokens)).sum(), turns.sum()]).double()

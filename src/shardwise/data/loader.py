@@ -1,7 +1,7 @@
-"""Windows of micro-batches, cut from one global order of samples, so that every data-parallel degree sees the same.
+"""The data loader: each optimizer step gets the same samples under every data-parallel degree, split over the ranks.
 
 The order of an epoch is a permutation that depends on (seed, epoch) alone. A *window* is the next ``global_batch``
-samples of that order: what one optimizer step sees. It is cut into micro-batches of ``micro_batch`` samples, and
+samples of that order: those of one optimizer step. It is cut into micro-batches of ``micro_batch`` samples, and
 micro-batch ``g`` goes to data-parallel rank ``g % dp``::
 
     order    7 2 9 4 | 0 5 1 8 | 3 6        global_batch=4, micro_batch=1, dp=2, ten samples
@@ -10,7 +10,7 @@ micro-batch ``g`` goes to data-parallel rank ``g % dp``::
     rank 1   2 4       5 8       6
 
 The position is counted in samples of the global order, never in batches of a rank: a run may stop with four ranks and
-go on with two, and no sample is seen twice or missed.
+resume with two, and no sample is seen twice or missed.
 """
 
 import itertools
@@ -44,12 +44,12 @@ __all__ = [
 
 _LOADERS: "weakref.WeakValueDictionary[int, Loader]" = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
-_START = (-1, -1)  # the place of no window: before the first
-_KEPT = 64  # windows read ahead of training of which the dataset's own state is kept
+_START = (-1, -1)  # stands for the place before the first window
+_KEPT = 64  # the dataset's own state is kept for this many windows read ahead of training
 
 
 class DataWorld(Protocol):
-    """What the loader asks of a world: its data-parallel axis, its seed, its device."""
+    """What the loader needs of a world: the data-parallel axis, the seed, the device."""
 
     seed: int
 
@@ -60,23 +60,24 @@ class DataWorld(Protocol):
 
 
 class Loader:
-    """Iterates over the windows of one epoch, as lists of this rank's micro-batches on the world's device.
+    """Data loader and distributed sampler in one: yields, for each optimizer step of an epoch, the list of this rank's
+    micro-batches (a window), on the world's device.
 
-    Each ``iter()`` runs to the end of the current epoch, from the current position: from its start, unless a loop was
-    left early or a position was loaded. Each sample is seen once an epoch; the last window of an epoch may be smaller.
+    Each ``iter()`` runs from the current position to the end of the current epoch: from its start, unless a loop was
+    left early or a position was loaded. Each sample is seen once per epoch; the last window of an epoch may be smaller.
     Every rank gets equally many micro-batches of a window; a rank that has fewer gets paddings, copies marked
     ``.padding``. Each rank reads only its own samples. No communication: the ranks agree because the order is a
     function of the seed.
 
     Args:
         dataset: anything with ``len()`` and ``[i]``; the length must not change.
-        world: gives the data-parallel rank and size, the seed and the device.
-        global_batch: samples of one window, over all ranks.
-        micro_batch: samples of one forward of one rank; divides ``global_batch``.
+        world: has the data-parallel rank and size, the seed and the device.
+        global_batch: samples of one optimizer step, over all ranks.
+        micro_batch: samples of one forward of one rank; must divide ``global_batch``.
         collate: list of samples -> mapping of tensors; default :func:`default_collate`.
-        prepare: mapping -> mapping, applied to each micro-batch; default :func:`make_labels`, which makes ``labels`` where
-            there are none and leaves given ones, which must be aligned, as they are; :func:`shift_labels` shifts given ones too
-            (collators of Hugging Face and TRL); None leaves the batch as it is.
+        prepare: mapping -> mapping, applied to each micro-batch; default :func:`make_labels`, which makes ``labels``
+            where there are none and leaves existing ones, which must be aligned, as they are; :func:`shift_labels`
+            also shifts existing ones (collators of Hugging Face and TRL); None leaves the batch as it is.
         shuffle: False keeps the dataset's own order in every epoch.
 
     Raises:
@@ -113,10 +114,10 @@ class Loader:
         self._number = next(_NUMBERS)
         _LOADERS[self._number] = self
         self._begin()
-        self._turn = 0  # counts iterators and loaded positions, so that an iterator notices it is no longer the one
+        self._turn = 0  # counts iterators and loaded positions, so that an old iterator notices it
 
     def __len__(self) -> int:
-        """Windows in one whole epoch."""
+        """The number of windows (optimizer steps) of a whole epoch."""
         return -(-self.num_samples // self.global_batch)
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
@@ -128,7 +129,7 @@ class Loader:
             place = Place.of(self.epoch, self._position, self._number)
             self._reading(place)
             window = self._window(place)
-            # Before the yield: while the caller holds a window, the position is behind it.
+            # Before the yield: while the caller has a window, the position is already after it.
             self._position = min(self._position + self.global_batch, self.num_samples)
             self._num_handed_out += 1
             yield window
@@ -153,7 +154,7 @@ class Loader:
             if index < num_micro:
                 mine.append(self._micro_batch(index, place, stop))
             else:
-                # A rank without a micro-batch of its own copies the first one of the window.
+                # A rank without its own micro-batch copies the first one of the window.
                 source = mine[0] if mine else self._micro_batch(0, place, stop)
                 mine.append(MicroBatch(source, index=index, padding=True, window=place))
         return mine
@@ -172,16 +173,17 @@ class Loader:
     # ---- what was used -----------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """From here on windows are counted."""
+        """Starts counting the windows that are read and used, from the current position."""
         self._begun = self.epoch, self._position
         self._used: tuple[int, int] | None = None
         self._num_handed_out = 0
-        self._read: tuple[int, int] | None = None  # the last window that was begun to be read
-        # Behind each window that is not yet used: with a reader ahead, what the dataset has now is not what it had at the last used.
+        self._read: tuple[int, int] | None = None  # the last window whose reading began
+        # The dataset's state after each window not yet used: if windows are read ahead, its state now is not the one
+        # after the last used window.
         self._states: dict[tuple[int, int], DatasetState] = {}
 
     def _reading(self, place: Place) -> None:
-        """Before the window at ``place`` is read."""
+        """Keeps the dataset's own state from before the window at ``place`` is read."""
         own = self.own_states()
         if own:
             self._states[self._read or _START] = own.taken()
@@ -190,14 +192,14 @@ class Loader:
         self._read = tuple(place)
 
     def mark_used(self, place: tuple[int, int]) -> None:
-        """The window at ``place`` was trained, or evaluated: a checkpoint goes on behind it."""
+        """Notes that the window at ``place`` was trained or evaluated: a resumed run continues after it."""
         self._used = tuple(place)
         for older in [window for window in list(self._states) if window < self._used]:
             self._states.pop(older, None)
 
     def used_state_dict(self, num_trained: int | None) -> tuple[dict[str, Any], int]:
-        """:meth:`state_dict` after the last window that was trained or evaluated, where windows have kept their place; and how many
-        were read beyond those that were trained, where they have not.
+        """The :meth:`state_dict` after the last window that was trained or evaluated, and 0. If the windows have lost
+        their places: the current position, and the number of windows read beyond the trained ones.
 
         Args:
             num_trained: windows that were trained since the loader's position was set; None: not known.
@@ -210,11 +212,12 @@ class Loader:
         return self.state_dict(), max(0, self._num_handed_out - (num_trained or self._num_handed_out))
 
     def own_states(self) -> DatasetState:
-        """Objects with a state of their own in the dataset, ``collate`` and ``prepare``."""
+        """The stateful objects in the dataset, ``collate`` and ``prepare``."""
         return states_in(dataset=self.dataset, collate=self.collate, prepare=self.prepare)
 
     def used_states(self) -> DatasetState | None:
-        """Their states after the last window that was used; None: it was read in another process, or too long ago."""
+        """The states of :meth:`own_states` after the last used window; None: it was read in another process, or too
+        long ago."""
         own = self.own_states()
         if self._read == self._used:
             return own.taken()
@@ -232,13 +235,13 @@ class Loader:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last window handed out; plain numbers, the same on every rank."""
+        """The position after the last window yielded, as plain numbers; the same on every rank."""
         return self._state_at(self.epoch, self._position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a position, under any data-parallel degree, global batch and micro-batch.
+        """Resumes from a position, under any data-parallel degree, global batch and micro-batch.
 
-        The order of samples is that of the run that wrote the position: its seed replaces the world's.
+        The order of samples is that of the run that saved the position: its seed replaces the world's.
 
         Raises:
             ConfigError: the position belongs to another dataset or another order.
@@ -249,7 +252,7 @@ class Loader:
         self._begin()
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises what :meth:`load_state_dict` would; nothing changes."""
+        """Raises what :meth:`load_state_dict` would raise; changes nothing."""
         missing = [key for key in self.state_dict() if key not in state]
         if missing:
             raise ConfigError(
@@ -267,7 +270,7 @@ class Loader:
 
 
 def mark_used(batches: Iterable[Any]) -> None:
-    """Notes in the Loaders of these micro-batches that they were trained, or evaluated."""
+    """Notes in the Loaders of these micro-batches that they were trained or evaluated."""
     for place in dict.fromkeys(getattr(batch, "window", None) for batch in batches):
         loader = loader_of(place)
         if loader is not None and place is not None:
@@ -275,7 +278,7 @@ def mark_used(batches: Iterable[Any]) -> None:
 
 
 def loader_of(place: tuple[int, int] | None) -> Loader | None:
-    """The Loader of a window's place, if it is of one in this process."""
+    """The Loader that the window at ``place`` is from, if it is in this process; else None."""
     if not isinstance(place, Place) or place.loader is None:
         return None
     return _LOADERS.get(place.loader)

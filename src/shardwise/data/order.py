@@ -1,4 +1,4 @@
-"""The shuffled order of an epoch, as a function of the position."""
+"""The shuffled order of an epoch's samples, computed for single positions without storing the permutation."""
 
 import hashlib
 
@@ -28,7 +28,7 @@ def sample_order(positions: np.ndarray, num_samples: int, *, seed: int, epoch: i
     digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * _ROUNDS).digest()
     keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
     out = _permute(positions.astype(np.uint64), half, keys)
-    # A value outside is permuted again: each cycle returns to the inside, and two positions never meet.
+    # A value outside is permuted again: each cycle returns inside, and two positions never get the same value.
     while (outside := out >= num_samples).any():
         out[outside] = _permute(out[outside], half, keys)
     return out.astype(np.int64)

@@ -1,7 +1,9 @@
-"""Ranks that give their Loader other datasets: a list that each shuffled by a seed of its own, a random split, a part per rank.
+"""Detects ranks that pass different datasets to their Loader: a list shuffled with a seed per rank, a random split, a
+part per rank.
 
-A Loader deals one order of one dataset out to the ranks, so samples would be seen twice, and others never. Datasets that are read without
-side effects (lists, tensors, splits of them) are compared by a digest of a few samples, in an exchange that is made anyway.
+A Loader splits one order of one dataset over the ranks, so some samples would be seen twice, and others never. Datasets
+that can be read without side effects (lists, tensors, splits of them) are compared by a digest of a few samples, in an
+exchange that is made anyway.
 """
 
 import zlib
@@ -15,7 +17,7 @@ from torch.utils.data import Subset, TensorDataset
 
 __all__ = ["digest_of_dataset"]
 
-_BYTES = 1 << 16  # of one tensor
+_BYTES = 1 << 16  # of each tensor
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -24,8 +26,9 @@ class _UnknownError(Exception):
 
 
 def digest_of_dataset(dataset: Any) -> int:
-    """Of its length and its first, middle and last sample, and of all places that a ``Subset`` names. Samples of a class of the user's own
-    are not read, which may draw random numbers: of those, the attributes that have an element for each sample."""
+    """A digest of a dataset's length, its first, middle and last sample, and all indices of a ``Subset``. A dataset of
+    the user's own class may draw random numbers when read, so its samples are not read: the digest is of its attributes
+    that have an element per sample."""
     found = _of_value(len(dataset), 1)
     try:
         return _of_dataset(dataset, found)
@@ -61,7 +64,7 @@ def _of_attributes(dataset: Any, found: int) -> int:
 
 def _of_value(value: Any, found: int, limit: int | None = _BYTES) -> int:
     if isinstance(value, str):
-        value = value.rpartition("/")[2]  # of a path the name: folders may differ between nodes
+        value = value.rpartition("/")[2]  # only the name of a path: folders may differ between nodes
     if isinstance(value, _PLAIN):
         return zlib.crc32(repr(value).encode(), found)
     if type(value) is Tensor and value.layout is torch.strided and not value.is_meta:

@@ -1,4 +1,4 @@
-"""The job of ``shardwise train``: its parts built from a configuration, the run, what it writes and how it resumes.
+"""The training run of ``shardwise train``: built from a configuration, run, its files written, and resumed.
 
-Nothing is imported here: the command line looks at some of these files before it knows torch.
+Nothing is imported here: the command line uses some of these files before it imports torch.
 """

@@ -1,4 +1,4 @@
-"""The parts of a training run, each made from its section of the configuration."""
+"""Builds data, model, optimizer, scheduler and scaler of a training run, each from its section of the configuration."""
 
 import contextlib
 import inspect
@@ -56,7 +56,7 @@ _SENTENCE = re.compile(r"(?<=[.\n] )[A-Z][a-z]+(?:\s[a-z]+){7}(?=\s)")
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """What a run reads: windows to train and to validate on, and the training text, where the tokens are bytes."""
+    """The data of a run: datasets for training and validation, and the training text if the tokens are bytes."""
 
     name: str
     train: TokenWindows
@@ -65,12 +65,13 @@ class Corpus:
 
 
 def prompt_of(corpus: Corpus) -> str:
-    """The first eight words of a sentence in the validation text; else the first words there are, about 40 bytes."""
+    """A prompt: the first eight words of a sentence in the validation text; if it has none, its first words, about 40
+    bytes."""
     source = corpus.val or corpus.train
     text = bytes(source.tokens[: 1 << 16]).decode(errors="ignore")
     if match := _SENTENCE.search(text):
         return " ".join(match.group().split()) + " "
-    words = text[:400].split()[1:] or ["The"]  # the cut may stand in the middle of the first word
+    words = text[:400].split()[1:] or ["The"]  # the text may begin in the middle of a word
     taken: list[str] = []
     while words and sum(map(len, taken)) < 32:
         taken.append(words.pop(0))
@@ -82,10 +83,10 @@ def open_data(data: Data, *, vocab: int | None) -> Corpus:
 
     Args:
         data: the section of the config.
-        vocab: size of the model's vocabulary, None where it is not known.
+        vocab: size of the model's vocabulary; None if it is not known.
 
     Raises:
-        ConfigError: see :class:`~shardwise.data.corpus.TokenFile` and :func:`~shardwise.data.corpus.encode`.
+        ConfigError: as for :class:`~shardwise.data.corpus.TokenFile` and :func:`~shardwise.data.corpus.encode`.
     """
     tokenizer = tokenizer_path(data.tokenizer)
     is_bytes = tokenizer is None and not is_tokens(data.path)
@@ -103,18 +104,19 @@ def open_data(data: Data, *, vocab: int | None) -> Corpus:
 
 
 def vocab_of(config: RunConfig) -> int | None:
-    """The reference model says its vocabulary; another model's is its own business."""
+    """Size of the vocabulary of a Hugging Face directory or of the reference model; None for a model of the user's
+    own."""
     if config.model.hf is not None:
         return vocab_of_folder(config.model.hf, config.model.args)
     return config.model.args.get("vocab", BYTES) if config.model.build is None else None
 
 
 def limit_to_model(corpus: Corpus, model: nn.Module) -> None:
-    """Refuses tokens that a model of the user's own cannot take, where it says how many it knows: by ``get_input_embeddings()`` or
+    """Refuses tokens outside the vocabulary of a user's model, if it states its size: by ``get_input_embeddings()`` or
     ``config.vocab_size``, as models of transformers do.
 
     Raises:
-        ConfigError: a token is larger.
+        ConfigError: a token is too large.
     """
     embeddings: Any = None
     if callable(getattr(model, "get_input_embeddings", None)):
@@ -127,10 +129,11 @@ def limit_to_model(corpus: Corpus, model: nn.Module) -> None:
 
 
 def check_takes_tokens(config: RunConfig, model: nn.Module) -> None:
-    """Refuses a model of the user's own that takes no tokens, before the first step; every rank must call it.
+    """Refuses a user's model that does not accept tokens, before the first step; every rank must call it.
 
-    A model with an embedding passes: its errors are its own. Another may look tokens up in a parameter, or make them one-hot, so it
-    is tried: one forward of a sequence, in eval mode, without gradients. The random numbers of the run are left where they were.
+    A model with an embedding is accepted without a trial. Another may look tokens up in a parameter, or make them
+    one-hot, so it runs one forward of a sequence, in eval mode, without gradients. The random numbers of the run do not
+    change.
 
     Raises:
         ConfigError: the forward of tokens failed.
@@ -161,30 +164,30 @@ def check_takes_tokens(config: RunConfig, model: nn.Module) -> None:
     finally:
         model.train(was_training)
         if isinstance(model, FSDPModule):
-            model.reshard()  # plain FSDP2 keeps what the root's last forward gathered
+            model.reshard()  # plain FSDP2 keeps the parameters that the root's last forward gathered
 
 
 def build_model(config: RunConfig, world: World) -> nn.Module:
-    """The model of a config, laid over the world; every rank must call it."""
+    """Builds the model of a config and shards it over the ranks of ``world``; every rank must call it."""
     parallel = config.parallel
     if config.model.build is not None:
-        load_target(config.model.build, what="model.build")  # a transform may be registered beside the model
+        load_target(config.model.build, what="model.build")  # its file may also register a transform
     start = parallel.init or ("load" if config.model.start is not None else None)
     return shard(lambda: _unprepared(config), world, msgspec.structs.replace(parallel, init=start))
 
 
 def load_start(config: RunConfig, model: nn.Module) -> LoadReport | None:
-    """Gives the model the weights that the config names, if it names any; every rank must call it.
+    """Loads the weights that the config names, if any, into the model; every rank must call it.
 
     Raises:
-        CheckpointError: they cannot be read, or do not fit.
+        CheckpointError: the weights cannot be read, or do not fit.
     """
     given = config.model
     if given.start is None:
         return None
     try:
         return load_weights(model, given.start, strict=given.strict, rename=list(given.rename.items()), cast=given.cast)
-    except CheckpointError as error:  # its words are those of the call; a run has others
+    except CheckpointError as error:  # its fix names arguments of the call; a run has configuration keys
         for call, keys in (
             (
                 "strict=False, rename=",
@@ -204,18 +207,18 @@ def load_start(config: RunConfig, model: nn.Module) -> LoadReport | None:
 
 
 def set_tokenizer(config: RunConfig, model: nn.Module) -> None:
-    """Says which tokenizer belongs to the weights that are written: the one that the run uses, and none for bytes. For tokens that
-    were made before, it is that of where the weights came from."""
+    """Sets the tokenizer that is saved with the weights: the one that the run uses, and none for bytes. For tokens from
+    a file it is the tokenizer of the directory that the weights were loaded from."""
     if not is_tokens(config.data.path):
         runtime_of(model).tokenizer = tokenizer_path(config.data.tokenizer) or False
 
 
 def build_plain(config: RunConfig, world: World | None = None) -> nn.Module:
-    """The model of a config, not sharded: as its function returns it, or the reference model where none is named, and
-    changed by the config's techniques, on the CPU; ``world`` is for transforms that ask for it.
+    """Builds the model of a config without sharding it, on the CPU: what its function returns, or the reference model
+    if the config names none, changed by the config's techniques; ``world`` is passed to transforms that ask for it.
 
     Raises:
-        ConfigError: the arguments are none of the function's, it returns no module, or a transform is not known.
+        ConfigError: the function does not take the arguments, it returns no module, or a transform is not known.
         UsageError: a transform failed.
     """
     return prepared(_unprepared(config), config.parallel, world)
@@ -232,7 +235,7 @@ def _unprepared(config: RunConfig) -> nn.Module:
     try:
         module = function(**model.args)
     except TypeError as error:
-        # Only a call that does not fit is the config's fault; a TypeError from inside the function is passed on.
+        # Only wrong arguments are an error of the config; a TypeError from inside the function is passed on.
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
             raise
         raise ConfigError(
@@ -250,10 +253,10 @@ def _unprepared(config: RunConfig) -> nn.Module:
 
 
 def _arguments_of(function: Callable[..., object], given: Mapping[str, object]) -> str:
-    """Which keyword arguments a function takes, for the fix of a call that does not fit."""
+    """The keyword arguments that a function takes, as text for an error's fix."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # one written in C need not say
+    except ValueError:  # a function written in C may have no signature
         return "give the keyword arguments the function takes"
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     unknown = next((name for name in given if name not in names), "")
@@ -261,7 +264,8 @@ def _arguments_of(function: Callable[..., object], given: Mapping[str, object]) 
 
 
 def make_step(config: RunConfig, model: nn.Module) -> TrainStep:
-    """The step of a config with its optimizer and scheduler over a sharded model; every rank must call it."""
+    """Builds the :class:`TrainStep` of a config, with optimizer and scheduler, for a sharded model; every rank must
+    call it."""
     optim = make_optimizer(config.optim, model)
     return TrainStep(
         model,
@@ -276,15 +280,15 @@ def make_step(config: RunConfig, model: nn.Module) -> TrainStep:
 
 
 def make_scaler(config: RunConfig, model: nn.Module) -> torch.amp.GradScaler | None:
-    """The gradient scaler of a config, where :class:`TrainStep` would make one."""
+    """The gradient scaler with the config's settings; None where :class:`TrainStep` would not make one."""
     if not computes_half(runtime_of(model)):
         return None
     return torch.amp.GradScaler(world_of(model).device.type, **msgspec.structs.asdict(config.train.scaler))
 
 
 def make_optimizer(optim: Optim, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of a config over the trained parameters, in the groups that the model's own method
-    ``make_parameter_groups()`` makes where it has one; fused unless the config says otherwise."""
+    """Builds the optimizer of a config over the trained parameters, in the groups of the model's method
+    ``make_parameter_groups()`` if it has one; fused unless the config says otherwise."""
     params = grouped(model)
     fused = True if optim.fused is None else optim.fused
     if optim.name == "sgd":
@@ -297,7 +301,7 @@ def make_optimizer(optim: Optim, model: nn.Module) -> torch.optim.Optimizer:
 def make_scheduler(
     schedule: Schedule, optim: torch.optim.Optimizer, num_steps: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    """Linear rise over the warm-up, then a cosine down to the floor at the last step, or constant."""
+    """The learning rate scheduler: linear warmup, then constant or a cosine decay to the minimum at the last step."""
     warmup = schedule.warmup_steps or 0
 
     def factor(done: int) -> float:
@@ -312,8 +316,8 @@ def make_scheduler(
 
 
 def put_on_schedule(step: TrainStep) -> None:
-    """Sets the rates of a restored step by its own schedule: what it brought for its next step was set by that of the run
-    that saved it, which may have been shorter."""
+    """Sets the learning rates of a resumed step from this run's schedule: the checkpoint has those of the schedule of
+    the run that saved it, which may have been shorter."""
     optim, scheduler = step.optim, step.scheduler
     rates = [
         base * factor(scheduler.last_epoch)

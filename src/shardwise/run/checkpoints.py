@@ -1,4 +1,4 @@
-"""Checkpoints of a run of ``shardwise train``: whether there is one to go on from, and when the next is made."""
+"""Checkpoints of ``shardwise train``: whether there is one to resume from, and when the next one is saved."""
 
 import contextlib
 import itertools
@@ -22,17 +22,17 @@ __all__ = ["RunCheckpoints"]
 
 
 class RunCheckpoints:
-    """The checkpoints in ``log.dir``. All ranks make it and call it alike.
+    """Saves and resumes the checkpoints in ``log.dir``. All ranks must make it and call it in the same way.
 
     Attributes:
-        folder: where they are.
-        are_there: whether there is a run to go on from.
-        changes: what is configured otherwise than in that run, and takes effect.
-        unsaved: why the last save failed; None where it did not. Equal on every rank.
+        folder: the directory of the checkpoints.
+        are_there: whether there is a run to resume.
+        changes: settings that differ from that run's, and take effect.
+        unsaved: why the last save failed; None if it did not. Equal on every rank.
 
     Raises:
-        ConfigError: on every rank; what is configured otherwise would have no effect, or makes another run of it.
-        CheckpointError: older ones cannot be looked at, or (by :meth:`opened`) not moved aside.
+        ConfigError: on every rank; a setting that differs would have no effect, or makes it another run.
+        CheckpointError: older checkpoints cannot be read, or (by :meth:`opened`) cannot be moved aside.
     """
 
     def __init__(self, config: RunConfig, world: World):
@@ -54,8 +54,8 @@ class RunCheckpoints:
         return self.folder.is_dir() and bool(steps_in(self.folder))
 
     def _move_aside(self) -> None:
-        """Those of an older run, where this one starts anew. Beside the directory that they are in: where there is a link to
-        another disk, new ones go there too."""
+        """Moves the checkpoints of an older run aside if this run starts from the beginning. They stay next to their
+        real directory: if that is reached by a link to another disk, new checkpoints go there too."""
         if self.config.checkpoint.resume or not self._are_some():
             return
         place = self.folder.resolve()
@@ -66,7 +66,7 @@ class RunCheckpoints:
             if self.folder.is_symlink():
                 place.mkdir()
                 shutil.copymode(aside, place)
-        except OSError as error:  # it is where a disk is mounted, or what is above it is somebody else's
+        except OSError as error:  # it is a mount point, or its parent belongs to another user
             raise CheckpointError(
                 f"the older checkpoints in {place}",
                 why=f"they cannot be moved aside, to {aside}: {error.strerror or error}",
@@ -75,12 +75,12 @@ class RunCheckpoints:
 
     @contextlib.contextmanager
     def opened(self, step: TrainStep, last: dict[str, Any], emit: Callable[..., None]) -> Iterator[None]:
-        """Within, checkpoints are made, if the run asks for them; after, they are on disk.
+        """Within, checkpoints are saved, if the run asks for them; afterwards they are complete on disk.
 
         Args:
-            step: what is saved.
-            last: figures of the run that a resumed one has from the beginning.
-            emit: is told of saves that failed: ``emit("trouble", text=...)``.
+            step: the step that is saved.
+            last: latest figures of the run; a resumed run has them from its beginning.
+            emit: called for saves that failed: ``emit("trouble", text=...)``.
         """
         kept = self.config.checkpoint
         self._emit = emit
@@ -99,21 +99,21 @@ class RunCheckpoints:
             stop_after_s=kept.stop_after_s,
             sigusr1=kept.sigusr1,
         )
-        self._manager.says_stop = False  # whoever started the run does
+        self._manager.says_stop = False  # the process that started the run prints it
         with self._manager:
             yield
 
     def resume(self, loader: Loader) -> int:
-        """Puts the run, and the loader, where the newest good checkpoint stands, if there is one; returns the steps done before.
-        From here on the loader's position is saved."""
+        """Restores the run and the loader from the newest good checkpoint, if there is one; returns the number of steps
+        done before. From here on the loader's position is saved."""
         if self._manager is None:
             return 0
         self._manager.resume(loader)
         return self._manager.step.num_steps  # type: ignore[attr-defined]
 
     def save(self, done: int) -> None:
-        """Saves if it is time or asked for, and at the end of the run. A save that fails (a full disk) has changed nothing: the run goes on, and
-        the next one tries again.
+        """Saves a checkpoint if one is due or asked for, and at the end of the run. A save that fails (a full disk) has
+        changed nothing: the run continues, and the next save tries again.
 
         Raises:
             Stopped: the run was asked to stop, and has saved.
@@ -139,7 +139,8 @@ class RunCheckpoints:
             self._failed(error, is_last=is_last, is_only=every is None)
 
     def settle(self, *, is_over: bool = False) -> None:
-        """Waits for what is being written, and notes whether it failed; no other save comes where the run ``is_over``."""
+        """Waits for the save that is being written, and notes whether it failed. ``is_over``: the run is, and no other
+        save follows."""
         if self._manager is not None:
             try:
                 self._manager.wait()
@@ -148,13 +149,13 @@ class RunCheckpoints:
 
     def _failed(self, error: CheckpointError, *, is_last: bool, is_only: bool = False) -> None:
         self.unsaved = error
-        if not is_last:  # of the last one, the run's own error tells
+        if not is_last:  # a failure of the last one is in the run's error
             then = "another SIGUSR1 tries again" if is_only else "the next save tries again"
             self._emit("trouble", text=f"{error.given}: {error.why}; training goes on, and {then}")
 
 
 class _Figures:
-    """The run's last figures, as an object that a checkpoint takes."""
+    """The run's last figures, with ``state_dict`` and ``load_state_dict`` for the checkpoint."""
 
     def __init__(self, last: dict[str, Any]):
         self.last = last

@@ -1,7 +1,7 @@
-"""The sections of a training run's configuration, one record each, with the defaults of the demo.
+"""The configuration of ``shardwise train``: one record per section, with the defaults of the demo.
 
 The defaults train a byte-level language model of 0.8 million parameters for 500 steps of 2,048 bytes, so that
-``shardwise train`` without a file is a whole run. Every section checks itself; checks over two sections live in
+``shardwise train`` without a file is a whole run. Every section checks itself; checks over two sections are in
 :class:`RunConfig`.
 """
 
@@ -45,7 +45,7 @@ Shrink = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 
 
 class Model(Options, frozen=True, kw_only=True):
-    """What is trained."""
+    """Section ``model``: the model and its initial weights."""
 
     build: Annotated[
         str | None,
@@ -99,12 +99,12 @@ class Model(Options, frozen=True, kw_only=True):
 
     @property
     def start(self) -> str | None:
-        """Where the weights are that the run starts from."""
+        """Path of the weights that the run starts from; None for new ones."""
         return self.weights or self.hf
 
 
 class Data(Options, frozen=True, kw_only=True):
-    """What it is trained on, and how samples are grouped."""
+    """Section ``data``: the training data, sequence length and batch sizes."""
 
     path: Annotated[str | None, doc("a text file, or .npy or .bin of tokens; null: Python's help topics")] = None
     tokenizer: Annotated[
@@ -146,7 +146,7 @@ class Data(Options, frozen=True, kw_only=True):
 
 
 class Optim(Options, frozen=True, kw_only=True):
-    """Which optimizer, and its settings."""
+    """Section ``optim``: the optimizer and its settings."""
 
     name: Annotated[Literal["adamw", "sgd"], doc("adamw or sgd, as in torch.optim")] = "adamw"
     lr: Annotated[AboveZero, doc("learning rate at its highest")] = 3e-3
@@ -166,7 +166,7 @@ class Optim(Options, frozen=True, kw_only=True):
 
 
 class Schedule(Options, frozen=True, kw_only=True):
-    """How the learning rate moves over the run."""
+    """Section ``schedule``: the learning rate schedule."""
 
     name: Annotated[Literal["cosine", "constant"], doc("after warm-up: cosine down to the floor, or constant")] = (
         "cosine"
@@ -186,7 +186,7 @@ class Schedule(Options, frozen=True, kw_only=True):
 
 
 class Scaler(Options, frozen=True, kw_only=True):
-    """How the loss is scaled under float16, in the words of ``torch.amp.GradScaler``."""
+    """Section ``train.scaler``: loss scaling for float16, with the argument names of ``torch.amp.GradScaler``."""
 
     init_scale: Annotated[AboveZero, doc("what the loss is multiplied by at first")] = 65536.0
     growth_factor: Annotated[
@@ -199,7 +199,7 @@ class Scaler(Options, frozen=True, kw_only=True):
 
 
 class Train(Options, frozen=True, kw_only=True):
-    """How long, and by which rules."""
+    """Section ``train``: number of steps, gradient clipping, validation, seed."""
 
     steps: Annotated[Positive, doc("optimizer steps")] = 500
     max_grad_norm: Annotated[AboveZero | None, doc("gradients are scaled down to this norm; null: never")] = 1.0
@@ -219,7 +219,7 @@ class Train(Options, frozen=True, kw_only=True):
 
 
 class Checkpoint(Options, frozen=True, kw_only=True):
-    """What is kept of the run."""
+    """Section ``checkpoint``: the checkpoints and final weights that the run saves."""
 
     export: Annotated[
         str | None, doc("folder for the final weights (safetensors), inside log.dir unless absolute; null: none")
@@ -245,7 +245,7 @@ class Checkpoint(Options, frozen=True, kw_only=True):
 
     @property
     def are_made(self) -> bool:
-        """Whether a run makes checkpoints: every so often, or when it is asked to."""
+        """Whether a run saves checkpoints: at an interval, or when it is asked to."""
         return self.every is not None or self.stop_after_s is not None or self.sigusr1 == "save"
 
     def check(self) -> None:
@@ -261,7 +261,7 @@ class Checkpoint(Options, frozen=True, kw_only=True):
 
 
 class Log(Options, frozen=True, kw_only=True):
-    """Where figures go, and how often."""
+    """Section ``log``: where metrics are written, and how often."""
 
     dir: Annotated[str, doc("folder for metrics, picture and resolved configuration")] = "runs/latest"
     every: Annotated[Positive, doc("steps between lines of metrics")] = 10
@@ -269,7 +269,7 @@ class Log(Options, frozen=True, kw_only=True):
 
 
 class Launch(Options, frozen=True, kw_only=True):
-    """On what it runs."""
+    """Section ``launch``: the processes and devices of the run."""
 
     nproc: Annotated[Positive | None, doc("local processes; null: all accelerators, or 2 on a CPU")] = None
     device: Annotated[Literal["auto", "cpu", "cuda"], doc("auto: cuda where there is one, else cpu")] = "auto"
@@ -279,7 +279,7 @@ class Launch(Options, frozen=True, kw_only=True):
 
 
 class RunConfig(Options, frozen=True, kw_only=True):
-    """A whole training run."""
+    """The whole configuration of a training run."""
 
     model: Annotated[Model, doc("what is trained")] = Model()
     data: Annotated[Data, doc("what it is trained on, and how samples are grouped")] = Data()
@@ -314,12 +314,12 @@ class RunConfig(Options, frozen=True, kw_only=True):
                     why="it means the tokenizer in the directory of model.hf",
                     fix="name the directory that has it: data.tokenizer=DIRECTORY",
                 )
-            # Settled here, as warmup_steps below: what reads the data need not know of the model.
+            # Resolved here, like warmup_steps below: code that reads the data need not know the model.
             settled_data = msgspec.structs.replace(self.data, tokenizer=self.model.hf)
             msgspec.structs.force_setattr(self, "data", settled_data)
         schedule, steps = self.schedule, self.train.steps
         if schedule.warmup_steps is None:
-            # Settled here, so that everything after this sees a number, and --print-config shows it.
+            # Resolved here, so that all later code sees a number, and --print-config shows it.
             warmup = self.computed()["schedule", "warmup_steps"]
             settled = msgspec.structs.replace(schedule, warmup_steps=warmup)
             msgspec.structs.force_setattr(self, "schedule", settled)
@@ -332,7 +332,7 @@ class RunConfig(Options, frozen=True, kw_only=True):
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded[RunConfig]:
-    """The configuration of a run; see :func:`shardwise.config.loader.load_config`.
+    """Loads the configuration of a run; see :func:`shardwise.config.loader.load_config`.
 
     >>> loaded = load_config(None, ["train.steps=20"])
     >>> loaded.config.train.steps, loaded.origins["train.steps"], loaded.origins["train.seed"]

@@ -1,6 +1,6 @@
-"""Room on disk: what a run will write against what is free, and where else weights may go if the end finds no room.
+"""Disk space: compares what a run will write with what is free, and finds other folders for weights that do not fit.
 
-A run that finds the disk full when it has trained loses what it was for, so the room is looked at when it starts: by the
+A run that finds the disk full after training would lose its weights, so the space is checked at its start: by the
 launcher for the small files, by rank 0 with the weights once the model is built. Torch-free: launchers use it too.
 """
 
@@ -15,29 +15,30 @@ from shardwise.run.config import RunConfig
 
 __all__ = ["check_space", "small_files_bytes", "spare_folders"]
 
-METRICS_LINE = 800  # bytes; a line of a step has about 750
-TEXTS = 64 << 10  # the resolved configuration, the recipe, two samples
+METRICS_LINE = 800  # bytes; the line of a step has about 750
+TEXTS = 64 << 10  # bytes: the resolved configuration, the recipe, two samples
 PICTURE = 256 << 10
 
 
 def small_files_bytes(config: RunConfig) -> int:
-    """Most that a run writes besides weights, in bytes: metrics, picture, configuration and recipe; an estimate."""
+    """Estimates the most that a run writes apart from weights, in bytes: metrics, picture, configuration and recipe."""
     train, log = config.train, config.log
     lines = 6 + train.steps // log.every + train.steps // (train.eval_every or train.steps)
     return lines * METRICS_LINE + TEXTS + (PICTURE if log.plot else 0)
 
 
 def check_space(config: RunConfig, weights_bytes: int | None = None, checkpoint_bytes: int | None = None) -> None:
-    """Refuses a run whose files do not fit on the disk. What others write meanwhile, and quotas, it cannot see.
+    """Refuses a run whose files do not fit on the disk. It does not see quotas, or what other processes write
+    meanwhile.
 
     Args:
-        config: the run.
-        weights_bytes: size of the final weights; None where the model is not built yet.
-        checkpoint_bytes: that of a checkpoint; None likewise. One has to fit, beside what a save leaves free: with less room,
-            none would ever be written.
+        config: the configuration of the run.
+        weights_bytes: size of the final weights; None if the model is not built yet.
+        checkpoint_bytes: size of a checkpoint; None likewise. One must fit in addition to what a save leaves free: with
+            less space, none would ever be written.
 
     Raises:
-        ConfigError: with what is needed and what is free.
+        ConfigError: the files do not fit; with what is needed and what is free.
     """
     folder, export, small = Path(config.log.dir), config.checkpoint.export, small_files_bytes(config)
     needs = [(folder, small, f"{human_bytes(small)} of metrics, picture and texts", "log.dir")]
@@ -56,7 +57,7 @@ def check_space(config: RunConfig, weights_bytes: int | None = None, checkpoint_
         path, total = here[0][0], sum(need[1] for need in here)
         size, _, free = shutil.disk_usage(_standing(path))
         spare = _spare_bytes(size) if folder / "checkpoints" in places else 0
-        # A file system of no size (/proc) does not count: writing there tells what is wrong.
+        # A file system of size 0 (/proc) is not checked: writing there gives the right error.
         if size and free < total + spare:
             raise ConfigError(
                 f"{here[0][3]}: {str(path)!r}, with {human_bytes(free)} free on its disk",
@@ -68,14 +69,15 @@ def check_space(config: RunConfig, weights_bytes: int | None = None, checkpoint_
 
 
 def _spare_bytes(disk_bytes: int) -> int:
-    # Here: where there is a checkpoint to be written, torch is imported anyway.
+    # Imported here: this needs torch, which is imported anyway where a checkpoint will be written.
     from shardwise.state.checkpoint.commit import spare_bytes
 
     return spare_bytes(disk_bytes)
 
 
 def _check_folder(export: Path) -> None:
-    """Weights are written last, and a place they cannot go to would be found when there is a run to lose."""
+    """Raises ConfigError if the folder for the weights cannot be written. They are written last, when the whole run
+    would be lost."""
     given, fix = f"checkpoint.export: {str(export)!r}", "name another folder: --checkpoint.export=PATH"
     if export.exists() and not export.is_dir():
         raise ConfigError(given, why="it is a file, and the weights need a folder", fix=fix)
@@ -84,19 +86,19 @@ def _check_folder(export: Path) -> None:
 
 
 def spare_folders(size: int) -> list[Path]:
-    """New folders for ``size`` bytes that could not be written where they belong: in the working directory, and among the
-    temporary files. Only where the disk has that much free; the caller removes those it does not fill."""
+    """Makes new folders for ``size`` bytes that could not be written where they belong: in the working directory and in
+    the temporary directory, each only if its disk has that much free. The caller removes those it does not use."""
     found = []
     for parent in dict.fromkeys((os.getcwd(), tempfile.gettempdir())):
         try:
             if shutil.disk_usage(parent).free > size:
                 found.append(Path(tempfile.mkdtemp(prefix="shardwise-weights-", dir=parent)))
         except OSError:
-            continue  # a place that cannot be written either
+            continue  # this one cannot be written either
     return found
 
 
 def _standing(path: Path) -> Path:
-    """The folder itself, or the nearest above it that there is."""
+    """``path`` if it is an existing folder, or its nearest parent that is."""
     path = path.absolute()
     return next(place for place in (path, *path.parents) if os.path.isdir(place))

@@ -1,13 +1,15 @@
-"""What each rank of ``shardwise train`` runs, from an open world to exported weights.
+"""The training run that each rank of ``shardwise train`` executes, up to the exported weights.
 
-:func:`train` is the table of contents: data, model, optimizer, step, a completion before, the steps, a completion
-after, the weights. Every rank runs all of it, because every rank takes part in every forward; rank 0 alone writes
-files and speaks. It speaks in *events*, small dicts given to ``emit``; who started the ranks decides how they look.
+Start reading at :func:`train`: data, model, optimizer, step, a completion before training, the steps, a completion
+after, the weights. Every rank runs all of it, because every rank takes part in every forward; only rank 0 writes files
+and reports. It reports *events*, small dicts passed to ``emit``; the process that started the ranks decides how to show
+them.
 
 Events (``kind`` and its fields): ``phase`` text; ``data`` name, train_samples, val_samples, tokens_per_step; ``model``
-name, num_params, units, why; ``loaded`` text; ``resumed`` text; ``saved`` text; ``sample`` when, prompt, text, word_share; ``step`` step, steps, loss, grad_norm, lr,
-tokens_per_s, seconds_left, skipped, num_skipped (so far), memory; ``memory`` per_rank, one_process, rss; ``val`` step, loss, num_tokens;
-``stop`` reason; ``weights`` path; ``trouble`` text.
+name, num_params, units, why; ``loaded`` text; ``resumed`` text; ``saved`` text; ``sample`` when, prompt, text,
+word_share; ``step`` step, steps, loss, grad_norm, lr, tokens_per_s, seconds_left, skipped, num_skipped (so far),
+memory; ``memory`` per_rank, one_process, rss; ``val`` step, loss, num_tokens; ``stop`` reason; ``weights`` path;
+``trouble`` text.
 """
 
 import contextlib
@@ -56,22 +58,22 @@ SAMPLE_TEMPERATURE = 0.6
 
 
 def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
-    """Trains what ``config`` describes; every rank must call it, with the same config.
+    """Runs the training that ``config`` describes; every rank must call it, with the same config.
 
     Args:
-        config: a whole run.
+        config: the configuration of the run.
         world: the open world; it stays open.
         emit: called as ``emit(kind, **fields)`` on rank 0 with the events above.
 
     Raises:
-        ConfigError: the disk has no room for what the run will write, or the run that it would go on with is another one;
-            before the first step.
-        CheckpointError: at the end, where weights, the last checkpoint or metrics could not be written; it says what is kept, and
-            where.
+        ConfigError: before the first step; the disk has no room for what the run will write, or the run that it would
+            resume is another one.
+        CheckpointError: at the end; weights, the last checkpoint or metrics could not be written. It says what is kept,
+            and where.
         Stopped: the run was asked to stop, and has saved.
 
     Returns:
-        the last figures, equal on every rank but for memory: ``loss``, ``val_loss`` (None without validation data),
+        the last figures, equal on every rank except for memory: ``loss``, ``val_loss`` (None without validation data),
         ``num_params``, ``steps``, ``num_skipped``.
     """
     emit = emit if world.is_main else _silent
@@ -103,7 +105,7 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
 
 @dataclass(kw_only=True)
 class _Run:
-    """One training run on one rank: the parts, and the stages of it."""
+    """One training run on one rank: its parts, and a method per stage."""
 
     config: RunConfig
     world: World
@@ -123,13 +125,13 @@ class _Run:
             "steps": self.config.train.steps,
             "val_loss": None,
         }
-        self.done = 0  # steps, those before a resume included
+        self.done = 0  # steps, including those before a resume
         self.metrics: MetricsWriter | None = None
         self.unwritten: CheckpointError | None = None
 
     def tell(self, kind: str, **fields: Any) -> None:
-        """Writes a line of metrics and says it. A disk that is full ends the lines, not the training: it has weights to
-        give, and the error is raised once they are written."""
+        """Writes a line of metrics and emits the event. A full disk ends the metrics but not the training, whose
+        weights are still wanted; the error is raised once they are written."""
         if self.metrics is not None and self.unwritten is None:
             try:
                 self.metrics.write(kind=kind, **fields)
@@ -139,7 +141,7 @@ class _Run:
         self.emit(kind, **fields)
 
     def check_space(self) -> None:
-        """Refuses a run that would find the disk full at its end, or weights that cannot be written; all ranks take part."""
+        """Refuses a run for which the disk has no room, or whose weights cannot be written; all ranks must call it."""
         if self.config.checkpoint.export is not None:
             check_dtypes(self.model)
         problem: ConfigError | None = None
@@ -153,14 +155,14 @@ class _Run:
             raise problem
 
     def checkpoint_bytes(self) -> int:
-        """Size of a checkpoint: an estimate."""
+        """Estimates the size of a checkpoint in bytes."""
         trained = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
         optim = self.config.optim
         moments = 2 if optim.name == "adamw" else int(optim.momentum > 0)
         return weights_bytes(self.model) + moments * trained
 
     def resume(self, checkpoints: RunCheckpoints) -> None:
-        """Goes on from the newest checkpoint, if there is one; all ranks take part."""
+        """Resumes from the newest checkpoint, if there is one; all ranks must call it."""
         if checkpoints.are_there:
             self.emit("phase", text="resuming")
         self.done = checkpoints.resume(self.loader)
@@ -176,10 +178,10 @@ class _Run:
         self.emit("resumed", text=text + changes)
 
     def open_files(self) -> None:
-        """Writes the resolved configuration and the recipe, and begins the metrics, an older run's moved aside; those of the
-        run that is resumed are gone on with.
+        """Writes the resolved configuration and the recipe, and opens the metrics file: those of a resumed run are
+        continued, those of another older run moved aside.
 
-        Only now: a run that was refused before leaves the folder as it found it.
+        Called only after all checks: a run that is refused leaves the folder as it was.
         """
         if not self.world.is_main:
             return
@@ -204,7 +206,7 @@ class _Run:
         self.metrics = MetricsWriter(file)
 
     def introduce(self) -> None:
-        """Says what is trained on what."""
+        """Emits the events that describe the data and the model."""
         data, val = self.config.data, self.corpus.val
         self.emit(
             "data",
@@ -219,7 +221,8 @@ class _Run:
         self.emit("model", name=name, num_params=self.last["num_params"], units=len(recipe.units), why=why)
 
     def complete(self, when: str) -> None:
-        """Completes the same prompt before and after; on every rank, since every rank takes part in each forward."""
+        """Completes a prompt, the same before and after training; on every rank, since every rank takes part in each
+        forward."""
         if self.corpus.text is None or (when == "before" and self.done):
             return
         self.emit("phase", text=f"completing a prompt {when} training")
@@ -238,7 +241,8 @@ class _Run:
             self.tell("sample", when=when, prompt=prompt, text=text, word_share=share)
 
     def all_steps(self, checkpoints: RunCheckpoints) -> None:
-        """All optimizer steps that are left, epoch after epoch, with validations and checkpoints between."""
+        """Runs the optimizer steps that are left, over one or more epochs, with validation and checkpoints in
+        between."""
         train = self.config.train
         pace, first = Pace(train.steps, done=self.done), self.done + 1
         self.emit("phase", text="training")
@@ -260,7 +264,7 @@ class _Run:
                     return
 
     def report(self, done: int, out: Any, pace: Pace, *, is_first: bool) -> None:
-        """What a step gave: an event each, a line of metrics every ``log.every``."""
+        """Reports the result of a step: an event for each, a line of metrics every ``log.every`` steps."""
         figures = {
             "step": done,
             "steps": self.config.train.steps,
@@ -283,7 +287,7 @@ class _Run:
             self.emit("step", **figures)
 
     def measure(self) -> None:
-        """Memory of every rank against one process; all ranks take part."""
+        """Reports the memory of every rank, and what one process would need; all ranks must call it."""
         here, alone = state_bytes(self.model, self.step.optim)
         use = memory_of(self.model, self.step.optim)
         rows = self.world.gather({"state": here, "rss": use.rss, "cuda_peak": use.cuda_peak})
@@ -296,7 +300,7 @@ class _Run:
         )
 
     def validate(self, done: int) -> None:
-        """The mean loss over every validation token."""
+        """Computes and reports the mean loss over all validation tokens."""
         if self.corpus.val is None:
             return
         self.emit("phase", text="validating")
@@ -309,8 +313,8 @@ class _Run:
         self.emit("phase", text="training")
 
     def export(self, unsaved: CheckpointError | None) -> None:
-        """Writes the final weights; all ranks take part. Only then the error of the last checkpoint is raised, or that of the
-        metrics."""
+        """Writes the final weights; all ranks must call it. Only then it raises the error of the last checkpoint or of
+        the metrics."""
         name = self.config.checkpoint.export
         kept = "no weights were asked for"
         if name is not None:
@@ -327,7 +331,7 @@ class _Run:
             raise CheckpointError(unwritten.given, why=f"{unwritten.why}; {kept}", fix=unwritten.fix) from unwritten
 
     def rescue(self, error: CheckpointError) -> CheckpointError:
-        """Writes weights that could not be written where they belong to another disk; all ranks take part.
+        """Writes the weights to another disk if they could not be written where they belong; all ranks must call it.
 
         Returns:
             the error to raise, with what is kept and where; equal on every rank.
@@ -336,7 +340,7 @@ class _Run:
         saved: Path | None = None
         for folder in spare:
             if saved is None:
-                with contextlib.suppress(CheckpointError):  # the first error is the one to tell
+                with contextlib.suppress(CheckpointError):  # the first error is the one to report
                     saved = save_weights(self.model, folder)
             if self.world.is_main and (saved is None or saved.parent != folder):
                 with contextlib.suppress(OSError):
@@ -358,4 +362,4 @@ class _Run:
 
 
 def _silent(kind: str, **fields: Any) -> None:
-    """What ranks other than 0 say."""
+    """The ``emit`` of ranks other than 0: does nothing."""

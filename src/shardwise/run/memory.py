@@ -1,4 +1,4 @@
-"""Memory of one rank: its process, and what its shards of parameters, gradients and optimizer state take."""
+"""Memory of one rank: of its process, and of its shards of parameters, gradients and optimizer state."""
 
 import resource
 import sys
@@ -15,9 +15,9 @@ __all__ = ["MemoryUse", "local_bytes", "memory_of", "rss_bytes", "state_bytes"]
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUse:
-    """Bytes of one rank. ``rss`` is the whole process now; the next three are what the rank's shards hold.
+    """Memory of one rank in bytes. ``rss`` is that of the whole process now; the next three are of the rank's shards.
 
-    ``cuda_peak`` is the most the CUDA allocator had handed out so far, 0 without a device.
+    ``cuda_peak`` is the most that the CUDA allocator has allocated so far, 0 without a device.
     """
 
     rss: int
@@ -28,7 +28,7 @@ class MemoryUse:
 
     @property
     def state(self) -> int:
-        """Bytes of parameters, gradients and optimizer state: what sharding divides."""
+        """Bytes of parameters, gradients and optimizer state together, which sharding divides."""
         return self.params + self.grads + self.optim
 
     def as_dict(self) -> dict[str, int]:
@@ -36,10 +36,10 @@ class MemoryUse:
 
 
 def memory_of(model: nn.Module, optim: torch.optim.Optimizer | None = None) -> MemoryUse:
-    """Measures this rank, with no communication. Shared (tied) tensors count once.
+    """Measures the memory of this rank, without communication. Shared (tied) tensors count once.
 
-    Gradients count where they are: after ``zero_grad`` there are none. To see the most a step holds, call it between
-    backward and ``zero_grad``.
+    Gradients count if they exist: after ``zero_grad`` there are none. To see the most that a step holds, call it
+    between backward and ``zero_grad``.
     """
     params = {id(p): p for p in model.parameters()}.values()
     grads = [p.grad for p in params if p.grad is not None]
@@ -55,17 +55,18 @@ def memory_of(model: nn.Module, optim: torch.optim.Optimizer | None = None) -> M
 
 
 def state_bytes(model: nn.Module, optim: torch.optim.Optimizer) -> tuple[int, int]:
-    """Bytes of parameters, gradients and optimizer state: (on this rank, in one process that holds all); no communication.
+    """Bytes of parameters, gradients and optimizer state, on this rank and in one process that holds all; no
+    communication.
 
     Call it after the first step, when the optimizer has its state. A gradient is counted for every trained parameter,
-    as during a step. What one process would hold follows from the full shapes, with as much optimizer state per
+    as during a step. The bytes of one process are computed from the full shapes, with as much optimizer state per
     parameter as this rank has.
     """
     params = list({id(p): p for p in model.parameters()}.values())
     trained = [p for p in params if p.requires_grad]
     optim_bytes = memory_of(model, optim).optim
     mine = sum(map(local_bytes, trained))
-    whole = sum(p.numel() * p.element_size() for p in trained)  # a sharded parameter's numel is that of the whole
+    whole = sum(p.numel() * p.element_size() for p in trained)  # numel of a sharded parameter is of the full tensor
     frozen = [p for p in params if not p.requires_grad]
     here = 2 * mine + optim_bytes + sum(map(local_bytes, frozen))
     alone = 2 * whole + round(optim_bytes * whole / max(1, mine)) + sum(p.numel() * p.element_size() for p in frozen)
@@ -90,7 +91,7 @@ def _tensors(state: Any) -> Iterator[Tensor]:
 
 
 def rss_bytes() -> int:
-    """Resident memory of this process in bytes: now, where the system tells; else the most it has been."""
+    """Resident memory of this process in bytes: the current one if the system reports it, else the peak."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * resource.getpagesize()

@@ -1,4 +1,4 @@
-"""What a run writes down and shows: metrics as JSON lines, speed, and time left. Torch-free: launchers read it too."""
+"""Metrics of a run as JSON lines, its tokens per second, and the time left. Torch-free: launchers use it too."""
 
 import contextlib
 import json
@@ -17,15 +17,15 @@ __all__ = ["MetricsWriter", "Pace", "cut_metrics", "read_metrics"]
 
 
 class MetricsWriter:
-    """Appends one JSON object a line; what was written survives the death of the process.
+    """Appends metrics to a file, one JSON object per line; a killed process loses no line that it has written.
 
-    Each line goes to the system in one write, so a reader never sees half of one while the run lives, and a killed
-    run loses nothing it has written. A line is whole or absent: what a full disk took of one is cut off again, and a
-    file whose last line was cut off is continued on a new line.
-    NaN and infinities, which JSON cannot hold, are written as the strings "nan", "inf" and "-inf". One rank writes.
+    Each line goes to the system in one write, so a reader never sees half of one while the run is alive. A line is
+    whole or absent: a part of a line that went to a full disk is cut off again, and a file whose last line is
+    incomplete is continued on a new line. NaN and infinities, which JSON does not have, are written as the strings
+    "nan", "inf" and "-inf". Only one rank writes.
 
     Args:
-        path: the file; folders on the way are made.
+        path: the file; missing parent folders are made.
 
     Raises:
         CheckpointError: the file cannot be written.
@@ -53,10 +53,10 @@ class MetricsWriter:
         line = json.dumps(_plain(fields), allow_nan=False) + "\n"
         data, before = line.encode(), os.fstat(self._file).st_size
         try:
-            while data:  # a full disk may take a part only, and says so at the next write
+            while data:  # a full disk may accept a part only, and fails at the next write
                 data = data[os.write(self._file, data) :]
         except OSError as error:
-            with contextlib.suppress(OSError):  # the error of the write is the one to tell
+            with contextlib.suppress(OSError):  # the error of the write is the one to report
                 os.ftruncate(self._file, before)
             raise self._unwritable(error) from error
 
@@ -93,11 +93,11 @@ def _plain(value: Any) -> Any:
 
 
 def read_metrics(path: str | Path, *, say: Callable[[str], None] | None = None) -> list[dict[str, Any]]:
-    """Reads what a :class:`MetricsWriter` wrote; a line that was cut off by a crash is left out, and that is said.
+    """Reads the file of a :class:`MetricsWriter`; a line that a crash cut off is left out, and reported.
 
     Args:
         path: the file.
-        say: takes the sentence about lines left out; None: it is a Python warning.
+        say: called with the message about lines left out; None: it becomes a Python warning.
 
     Raises:
         OSError: the file cannot be read.
@@ -106,7 +106,7 @@ def read_metrics(path: str | Path, *, say: Callable[[str], None] | None = None) 
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         try:
             rows.append(json.loads(line))
-        except ValueError:  # no JSON, or no text: a torn line is the only kind of broken line the writer can leave
+        except ValueError:  # not JSON, or not text: the writer can leave no other broken line than an incomplete one
             torn.append(number)
     if torn:
         text = f"left out of {path}: line {', '.join(map(str, torn))}, which was cut off"
@@ -118,11 +118,11 @@ def read_metrics(path: str | Path, *, say: Callable[[str], None] | None = None) 
 
 
 def cut_metrics(path: Path, last: int) -> None:
-    """Leaves out what is said of steps after ``last``: a run that goes on from there says it again. The file is replaced in
-    one step.
+    """Removes the lines of steps after ``last``: a run resumed from there writes them again. The file is replaced
+    atomically.
 
     Raises:
-        OSError: it cannot be read or written.
+        OSError: the file cannot be read or written.
     """
     if not path.exists():
         return
@@ -133,13 +133,14 @@ def cut_metrics(path: Path, last: int) -> None:
 
 
 class Pace:
-    """Tokens per second and time left, over the last steps rather than the whole run, so that a slow start passes.
+    """Tokens per second and time left, measured over the last steps and not the whole run, so that a slow start is
+    forgotten.
 
     Args:
         num_steps: steps of the whole run.
         done: steps done before.
-        span: steps to look back.
-        clock: seconds, always rising.
+        span: number of last steps to measure over.
+        clock: returns seconds, and never goes back.
     """
 
     def __init__(
@@ -149,11 +150,12 @@ class Pace:
         self._marks: deque[tuple[float, int, int]] = deque([(clock(), done, 0)], maxlen=span + 1)
 
     def step(self, step: int, num_tokens: int) -> None:
-        """Notes that optimizer step number ``step`` (from 1) is done, with the tokens of all ranks in its window."""
+        """Records that optimizer step number ``step`` (from 1) is done. ``num_tokens``: those of all ranks in the
+        step."""
         self._marks.append((self._clock(), step, self._marks[-1][2] + num_tokens))
 
     def pause(self) -> None:
-        """Leaves out the time since the last step (a validation): the next steps are measured from here."""
+        """Excludes the time since the last step (a validation): the next steps are measured from now."""
         last = self._marks[-1]
         idle = self._clock() - last[0]
         moved = [(when + idle, step, tokens) for when, step, tokens in self._marks]
@@ -168,7 +170,7 @@ class Pace:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the last step; None before the first."""
+        """Estimated seconds until the last step; None before the first."""
         seconds, steps, _ = self._since()
         return seconds / steps * (self.num_steps - self._marks[-1][1]) if steps else None
 

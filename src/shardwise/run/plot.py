@@ -16,19 +16,19 @@ def plot_losses(curves: Mapping[str, Curve], path: str | Path, *, title: str, un
         curves: name -> points (step, loss). Points that are not finite leave a gap. Curves of up to 20 points get
             markers.
         path: the picture; its folder must exist.
-        title: above the picture.
+        title: text above the picture.
         unit: of the loss, on the vertical axis.
 
     Returns:
-        None when the picture was written; else one line saying why not, for the user: a missing drawing library is no
-        reason to end a run.
+        None if the picture was written; else one line for the user that says why not: a missing drawing library must
+        not end a run.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         return f"no picture: matplotlib is not installed ({error}); pip install 'shardwise[plot]'"
-    # A figure of its own, without pyplot: no window system, and no state shared with the user's figures.
+    # A figure without pyplot: no window system, and no state shared with the user's figures.
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

@@ -1,4 +1,5 @@
-"""A model from a Hugging Face directory: the class that its ``config.json`` names, built without values. Torch-free until then."""
+"""Builds a model from a Hugging Face directory: the class that its ``config.json`` names, without loading weights. Does
+not import torch before that."""
 
 import json
 from collections.abc import Mapping
@@ -15,29 +16,31 @@ __all__ = ["build_pretrained", "check_pretrained", "vocab_in"]
 
 
 def build_pretrained(folder: str, changes: Mapping[str, Any]) -> "nn.Module":
-    """The model that a directory describes, with values as its constructor draws them.
+    """Builds the model that a Hugging Face directory describes, initialised by its constructor.
 
     Args:
-        folder: with a ``config.json``.
-        changes: fields of the configuration that are to be others.
+        folder: a directory with a ``config.json``.
+        changes: fields of the configuration to change, and their values.
 
     Raises:
-        ConfigError: as :func:`check_pretrained` says.
+        ConfigError: as for :func:`check_pretrained`.
     """
     kind, config = check_pretrained(folder, changes)
     return kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
 
 
 def check_pretrained(folder: str, changes: Mapping[str, Any], *, what: str = "model.hf") -> tuple[Any, Any]:
-    """The class of transformers that a directory names (AutoModelForCausalLM where it names none), and its configuration.
+    """The class of transformers that a directory names (AutoModelForCausalLM if it names none), and its
+    configuration.
 
     Args:
-        folder: with a ``config.json``.
-        changes: fields of the configuration that are to be others.
-        what: the directory was given as, for messages.
+        folder: a directory with a ``config.json``.
+        changes: fields of the configuration to change, and their values.
+        what: the option that named the directory, for messages.
 
     Raises:
-        ConfigError: no configuration, a class that transformers does not have, or a field that the configuration has not.
+        ConfigError: there is no configuration, transformers does not have the class, or the configuration does not have
+            a field.
     """
     given = f"{what}={folder!r}"
     try:
@@ -75,7 +78,7 @@ def check_pretrained(folder: str, changes: Mapping[str, Any], *, what: str = "mo
 
 
 def vocab_in(folder: str) -> int | None:
-    """Size of the vocabulary that a directory's configuration names."""
+    """Size of the vocabulary in a directory's ``config.json``."""
     content = _content(folder, f"model.hf={folder!r}")
     size = content.get("vocab_size", (content.get("text_config") or {}).get("vocab_size"))
     return size if isinstance(size, int) else None

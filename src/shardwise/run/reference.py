@@ -1,4 +1,5 @@
-"""Our own small language model, Llama style: rotary positions, grouped queries, RMSNorm, SwiGLU; bytes as tokens.
+"""The reference model, a small language model like Llama: rotary positions, grouped queries, RMSNorm, SwiGLU; bytes as
+tokens.
 
 A plain ``nn.Module`` that knows nothing of Shardwise: no base class, no flags, a loop over ``self.blocks``. Every
 parameter and buffer is written by a ``reset_parameters`` method of the module that owns it, so the model can be built
@@ -21,10 +22,10 @@ __all__ = ["ReferenceConfig", "ReferenceModel", "build"]
 
 
 class Linear(nn.Linear):
-    """A linear layer without bias, drawn from a normal distribution of standard deviation ``std``."""
+    """A linear layer without bias, initialised from a normal distribution of standard deviation ``std``."""
 
     def __init__(self, dim_in: int, dim_out: int, std: float):
-        self.std = std  # before the base class: its constructor calls reset_parameters
+        self.std = std  # before super().__init__, which calls reset_parameters
         super().__init__(dim_in, dim_out, bias=False)
 
     def reset_parameters(self) -> None:
@@ -32,7 +33,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """An embedding table, drawn from a normal distribution of standard deviation ``std``."""
+    """An embedding table, initialised from a normal distribution of standard deviation ``std``."""
 
     def __init__(self, num: int, dim: int, std: float):
         self.std = std
@@ -43,7 +44,8 @@ class Embedding(nn.Embedding):
 
 
 class Rotary(nn.Module):
-    """Rotates pairs of channels by an angle that grows with the position; the table stays fp32."""
+    """Rotary position embedding: rotates pairs of channels by an angle that grows with the position; the table stays
+    fp32."""
 
     cos_TH: Tensor
     sin_TH: Tensor
@@ -72,7 +74,7 @@ class Rotary(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention in which each key and value head serves several query heads."""
+    """Causal grouped-query attention: each key and value head serves several query heads."""
 
     def __init__(self, config: ReferenceConfig, std: float, std_out: float):
         super().__init__()
@@ -93,7 +95,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: one branch gates the other."""
+    """The SwiGLU feed-forward layer: one branch gates the other."""
 
     def __init__(self, config: ReferenceConfig, std: float, std_out: float):
         super().__init__()
@@ -106,12 +108,12 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward, each on a normalised copy and added to the stream."""
+    """A transformer block: attention, then feed-forward, each on a normalised copy and added to the residual stream."""
 
     def __init__(self, config: ReferenceConfig):
         super().__init__()
         std = config.dim**-0.5 / 2
-        # Two additions a block: scaled down, so that the stream does not grow with the depth.
+        # Each block adds to the stream twice: scaled down, so that it does not grow with the depth.
         std_out = std / math.sqrt(2 * config.num_layers)
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config, std, std_out)
@@ -124,7 +126,7 @@ class Block(nn.Module):
 
 
 class ReferenceModel(nn.Module):
-    """A decoder: ``forward(input_ids [B, T]) -> logits [B, T, V]``."""
+    """The reference decoder-only language model: ``forward(input_ids [B, T]) -> logits [B, T, V]``."""
 
     def __init__(self, config: ReferenceConfig | None = None):
         super().__init__()
@@ -145,5 +147,6 @@ class ReferenceModel(nn.Module):
 
 
 def build(**sizes: int | float | bool) -> ReferenceModel:
-    """Builds the model from the fields of :class:`ReferenceConfig`; the function a config names as ``model.build``."""
+    """Builds the model from the fields of :class:`ReferenceConfig`; a config can name this function as
+    ``model.build``."""
     return ReferenceModel(ReferenceConfig(**sizes))  # type: ignore[arg-type]

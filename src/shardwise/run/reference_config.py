@@ -1,4 +1,4 @@
-"""The sizes of the reference model, and the check of what a config gives for them. Torch-free: launchers use it too."""
+"""The sizes of the reference model, and a check of those in a configuration. Torch-free: launchers use it too."""
 
 import dataclasses
 import math
@@ -61,18 +61,18 @@ class ReferenceConfig:
 def check_reference_args(
     args: Mapping[str, Any], *, seq_len: int, origins: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Refuses arguments that the reference model does not take, or cannot be built with.
+    """Refuses arguments that the reference model does not have, or cannot be built with.
 
     Args:
         args: the keyword arguments, ``model.args`` of a config.
-        seq_len: the longest sequence it will be given.
+        seq_len: the longest sequence that the model will run on.
         origins: where each dotted key was given, for the message.
 
     Returns:
-        the arguments, each of its own type.
+        the arguments, converted to their types.
 
     Raises:
-        ConfigError: naming the argument, and names like it.
+        ConfigError: with the name of the argument, and similar names.
     """
     kinds = {
         int: Annotated[int, msgspec.Meta(ge=1)],
@@ -93,7 +93,7 @@ def check_reference_args(
     try:
         sizes = ReferenceConfig(**taken)
     except ConfigError as error:
-        # The clash may be with a default, so the error speaks of sizes that were not given too.
+        # The conflict may be with a default, so the error also names sizes that were not given.
         given = ", ".join(name for name in ("dim", "num_heads", "num_kv_heads") if name in args)
         error.given = f"{error.given} (model.args: {given or 'none'} given, the others by default)"
         raise

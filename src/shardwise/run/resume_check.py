@@ -1,13 +1,13 @@
-"""Whether a run that is configured like this may go on from a checkpoint of its folder.
+"""Checks whether a run with this configuration may resume from a checkpoint in its folder.
 
-Every checkpoint of ``shardwise train`` holds the configuration of its run, and what was in the files that it names. A key
-that now has another value belongs to one of three kinds:
+Every checkpoint of ``shardwise train`` contains the configuration of its run, and digests of the files that it names. A
+key whose value has changed is of one of three kinds:
 
-- its value comes back with the checkpoint (:data:`RESTORED`), so that the new one would have no effect;
-- the checkpoint holds the weights of another model, or a place in the order of other data (:data:`FIXED`);
+- its value is restored from the checkpoint (:data:`RESTORED`), so that the new one would have no effect;
+- with the new value, the checkpoint's weights are of another model, or its data position of other data (:data:`FIXED`);
 - it takes effect from here on: all others.
 
-The first two are refused, by name and with both values.
+The first two are refused, with the key's name and both values.
 """
 
 import contextlib
@@ -44,19 +44,19 @@ RESTORED = {
     "train.scaler.": "the scale and its rules come with the checkpoint",
 }
 START = dict.fromkeys(("model.weights", "model.rename", "model.cast", "model.strict", "parallel.init"), _START)
-"""How a run gets its first values: may be left out of the command that goes on."""
+"""Keys for a run's initial values: the command that resumes it may leave them out."""
 FIXED = {
     "model.": _MODEL,
     **dict.fromkeys(("data.path", "data.tokenizer", "data.dtype", "data.val_fraction", "data.seq_len"), _DATA),
 }
 _OPEN = ("model.args.", "model.rename.", "parallel.")
-"""Below these, keys are the user's own, or come with the kind of a value."""
+"""Prefixes of keys that are not in the defaults: the user's own, or keys that depend on another value."""
 _OF_A_NODE = ("log.", "launch.", "checkpoint.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Saved:
-    """What a checkpoint tells of its run: keys and values, and what was in the files."""
+    """The configuration in a checkpoint: keys and values, and digests of the files that it names."""
 
     folder: Path
     values: Mapping[str, Any]
@@ -64,19 +64,19 @@ class _Saved:
 
 
 def texts_of(config: RunConfig) -> dict[str, str]:
-    """The files of a checkpoint by which it is known what run it is of."""
+    """The files in a checkpoint that identify its run: the configuration, and digests of the files that it names."""
     return {CONFIG: dump_config(config), FILES: json.dumps(_files_of(config), indent=1)}
 
 
 def changes_since(root: Path, config: RunConfig) -> list[str]:
-    """What is configured otherwise than in the newest checkpoint below ``root``, and takes effect: ``KEY OLD -> NEW``.
+    """The settings that differ from those of the newest checkpoint below ``root`` and take effect: ``KEY OLD -> NEW``.
 
     Raises:
-        ConfigError: other values of keys that cannot take effect, or with which it would be another run.
+        ConfigError: settings that differ and cannot take effect, or would make it another run.
     """
     saved = _newest(root)
     if saved is None:
-        return []  # none of ours, or none that can be read: it is told when the run is restored
+        return []  # not of `shardwise train`, or not readable: reported when the run is restored
     now, was, default = _flat(config), saved.values, _flat(RunConfig())
     files = _files_of(config)
     refused: dict[str, str] = {}
@@ -84,13 +84,13 @@ def changes_since(root: Path, config: RunConfig) -> list[str]:
     for key in dict.fromkeys((*now, *was)):
         old, new = (values.get(key, default.get(key)) for values in (was, now))
         if key not in now and key not in default and not key.startswith(_OPEN):
-            continue  # a key of another version
+            continue  # a key of another version of Shardwise
         if key in files or key in saved.files:
             same = _same_files(key, old, files, saved.files)
         else:
             same = old == new or (key == "model.build" and _file_name(old) == _file_name(new))
         if key == "data.tokenizer" and {old, new} <= {None, BYTES_MEANT}:
-            continue  # a text as bytes, said or not
+            continue  # both mean that a text is read as bytes
         if same or (_of(START, key) and new == default.get(key)):
             continue
         why = _of(RESTORED, key) or _of(START, key) or _of(FIXED, key)
@@ -139,12 +139,12 @@ def _newest(root: Path) -> _Saved | None:
 
 
 def _of(kinds: Mapping[str, str], key: str) -> str | None:
-    """What is said of a key, or of what is inside it."""
+    """The reason that ``kinds`` has for a key or for a prefix of it."""
     return next((why for name, why in kinds.items() if f"{key}.".startswith(f"{name.rstrip('.')}.")), None)
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value, in the form in which a file gives it; nothing for a mapping that is empty."""
+    """Dotted key -> value, as a configuration file would give it; an empty mapping has no key."""
     found: dict[str, Any] = {}
     for key, inner in (msgspec.to_builtins(value) if isinstance(value, msgspec.Struct) else value).items():
         if isinstance(inner, Mapping):
@@ -158,11 +158,11 @@ def _as_read(value: Any) -> Any:
     return [_as_read(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-# ---- what is in files: a copy elsewhere is the same --------------------------------------------------------------
+# ---- contents of files: a copy in another place is the same ------------------------------------------------------
 
 
 def _files_of(config: RunConfig) -> dict[str, str]:
-    """Key -> what is in the file that it names."""
+    """Key -> size and digest of the file that it names, as text."""
     found = {"data.path": _told("data.path", config.data.path)}
     tokenizer = tokenizer_path(config.data.tokenizer)
     if tokenizer is not None:
@@ -181,7 +181,7 @@ def _told(key: str, path: str | None) -> str:
 
 def _same_files(key: str, old: Any, files: Mapping[str, str], saved: Mapping[str, str]) -> bool:
     told = saved.get(key)
-    if told is None:  # of a checkpoint that does not say it: what is there now has to do
+    if told is None:  # the checkpoint does not have it: compare with the file as it is now
         try:
             told = _told(key, old) if key in files else None
         except OSError:
@@ -190,12 +190,12 @@ def _same_files(key: str, old: Any, files: Mapping[str, str], saved: Mapping[str
 
 
 def _file_name(build: Any) -> Any:
-    """``file.py:fn`` of a function in a file: the file may have moved."""
+    """``file.py:fn`` of a function in a file, without folders: the file may have moved."""
     return build.rpartition("/")[2] if isinstance(build, str) else build
 
 
 def file_sample(path: Path, blocks: int = 16, block_bytes: int = 1 << 16) -> str:
-    """What is in a file, by its size and 1 MiB of it, evenly spaced: the whole of a large file would take minutes."""
+    """A file's size and a digest of 1 MiB of it, evenly spaced, as text: all of a large file would take minutes."""
     size, digest = path.stat().st_size, hashlib.sha256()
     with path.open("rb") as file:
         for n in range(blocks):

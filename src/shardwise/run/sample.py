@@ -1,4 +1,4 @@
-"""Completions of a prompt, and how many of their words are real: a training run one can read."""
+"""Generates completions of a prompt, and measures how many of their words occur in the training text."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -25,23 +25,23 @@ def generate(
     seed: int = 0,
     on_token: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """Continues token sequences, one token at a time; every rank must call it, with the same arguments.
+    """Generates tokens, one at a time; every rank must call it, with the same arguments.
 
     Each token is one call of the module itself, so that a sharded model gathers its parameters as in training, and
-    all ranks make equally many calls. The choice is made on the CPU from a generator of its own: the same on every
-    rank, and the training's random numbers are left alone. The module returns to the mode (training or not) it was in.
+    all ranks make equally many calls. Tokens are drawn on the CPU from a separate generator: the same on every rank,
+    and the training's random numbers do not change. The module runs in eval mode, and returns to its mode afterwards.
 
     Args:
         model: ``model(input_ids [B, T]) -> logits [B, T, V]``.
         prompt: integers [B, T], T >= 1, on the model's device.
         num_tokens: tokens to add.
-        context: most positions the model may see at once; the last ones are kept.
+        context: most positions that the model may see at once; the last ones are used.
         temperature: 0 takes the most likely token; larger values draw from softmax(logits / temperature).
-        seed: of the draws.
-        on_token: called with the number of tokens made so far.
+        seed: of the generator.
+        on_token: called with the number of tokens generated so far.
 
     Returns:
-        integers [B, T + num_tokens], the prompt included.
+        integers [B, T + num_tokens], including the prompt.
 
     Raises:
         ConfigError: an empty prompt, a negative temperature, or no context.
@@ -58,7 +58,7 @@ def generate(
     try:
         for made in range(num_tokens):
             out = model(prompt[:, -context:])
-            # Hugging Face models return a record.
+            # Hugging Face models return an object with `.logits`.
             logits = getattr(out, "logits", out)[:, -1].float().cpu()
             if temperature == 0:
                 token = logits.argmax(-1, keepdim=True)
@@ -70,7 +70,7 @@ def generate(
     finally:
         model.train(was_training)
         if isinstance(model, FSDPModule):
-            model.reshard()  # plain FSDP2 keeps what the root's last forward gathered, and would compute with it again
+            model.reshard()  # plain FSDP2 keeps what the root's last forward gathered, and would use it again
     return prompt
 
 
@@ -78,26 +78,26 @@ def complete_text(model: nn.Module, prompt: str, num_bytes: int, *, device: torc
     """Continues a text with a byte-level model; every rank must call it.
 
     Returns:
-        the continuation alone; bytes that are no UTF-8, and tokens that are no bytes, appear as the replacement
+        only the continuation; bytes that are not UTF-8 and tokens that are not bytes appear as the replacement
         character.
     """
     data = prompt.encode()
     ids = torch.tensor([list(data)], dtype=torch.long, device=device)
     out = generate(model, ids, num_bytes, **options)[0].tolist()  # type: ignore[arg-type]
-    # 0xFF occurs in no UTF-8 text: a model with a larger vocabulary than bytes shows where it left them.
+    # 0xFF occurs in no UTF-8 text: it marks tokens above 255 of a model with a larger vocabulary.
     return bytes(min(token, 0xFF) for token in out[len(data) :]).decode(errors="replace")
 
 
 def vocabulary(text: str) -> frozenset[str]:
-    """The words of a text: runs of letters, in lower case."""
+    """The set of words in a text: runs of letters, in lower case."""
     return frozenset(word.lower() for word in _WORD.findall(text))
 
 
 def word_share(completion: str, words: Iterable[str]) -> float:
-    """The share of a completion's words that are in ``words``, from 0.0 to 1.0; 0.0 where it has none.
+    """The share of a completion's words that are in ``words``, from 0.0 to 1.0; 0.0 if it has none.
 
-    The last word is left out where the completion may have stopped in the middle of it. Words of one letter count
-    only as "a" and "i": any letter stands alone somewhere in a text, and noise is full of them.
+    The last word is left out if the completion may have stopped in the middle of it. Of one-letter words only "a" and
+    "i" count as real: any letter stands alone somewhere in a text, and random output is full of them.
     """
     known = words if isinstance(words, (set, frozenset)) else frozenset(words)
     found = [match.group().lower() for match in _WORD.finditer(completion) if match.end() < len(completion)]

@@ -1,4 +1,4 @@
-"""What the tokens of a run are: refused before a rank starts where a text would be read as other tokens than the model knows.
+"""Refuses, before any rank starts, a run whose text would be read as other tokens than those of the model's tokenizer.
 
 Torch-free: launchers use it too.
 """
@@ -17,15 +17,16 @@ from shardwise.run.pretrained import vocab_in
 __all__ = ["check_tokens", "vocab_of_folder"]
 
 _BYTES = 256
-_HEAD = 1 << 16  # bytes of a file that are looked at
+_HEAD = 1 << 16  # bytes of a file that are checked
 _INSTALL = "pip install 'shardwise[hf]'"
 
 
 def check_tokens(config: RunConfig, origins: Mapping[str, str]) -> None:
-    """Refuses a text for a model that has a tokenizer, until ``data.tokenizer`` says what its tokens are; and a file that is no text.
+    """Refuses a text for a model that has a tokenizer unless ``data.tokenizer`` is set; and a data file that is not
+    text.
 
     Raises:
-        ConfigError: with what to give.
+        ConfigError: with the option to set.
     """
     data = config.data
     if is_tokens(data.path) or data.tokenizer == BYTES_MEANT:
@@ -69,7 +70,7 @@ def _refuse_bytes(config: RunConfig, origins: Mapping[str, str]) -> None:
 
 
 def vocab_of_folder(folder: str | None, changes: Mapping[str, object]) -> int | None:
-    """Size of the vocabulary of a model directory, with the changes asked for; None where nothing says it."""
+    """Size of the vocabulary of a model directory, or that in ``changes``; None if neither has it."""
     changed = changes.get("vocab_size")
     return None if folder is None else changed if isinstance(changed, int) else vocab_in(folder)
 

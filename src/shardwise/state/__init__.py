@@ -1,4 +1,4 @@
-"""State in and out: whole tensors on rank 0, weights from and to files."""
+"""Loads and saves the state of a sharded model: full state dicts on rank 0, weight files, checkpoints, conversion."""
 
 from shardwise.state.full import full_state_dict, load_full_state_dict
 from shardwise.state.gathered import gathered

@@ -1,4 +1,5 @@
-"""The copy of a conversion: values block by block to the places that are planned for them, then all that is no value."""
+"""Writes the files of a conversion: tensor values block by block at their planned places, then headers and other
+files."""
 
 import os
 import zlib
@@ -22,20 +23,20 @@ from shardwise.state.writing import reserve, write_at
 
 __all__ = ["BlockCopy", "Progress"]
 
-_MAX_OPEN = 32  # files: a model may have hundreds, and a process may often have no more than 1024 of all kinds
+_MAX_OPEN = 32  # files: a model may have hundreds, and the limit of a process is often 1024
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, the bytes of it that are done, and all of them."""
+"""Called with the name of the stage, its bytes done so far, and its bytes in total."""
 
 
 class BlockCopy:
-    """The files of a conversion while they are written: a context manager that closes them.
+    """Writes the files of a conversion; a context manager that closes them.
 
     Args:
         plan: of the files.
-        items: the tensors that the plan's pieces are of.
-        beside: further files: name -> content.
-        work: where they are written, and what an earlier attempt has done there.
+        items: the tensors that the plan's pieces are parts of.
+        sidecars: further files: name -> content.
+        work: the folder they are written to, and what an earlier attempt has done there.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class BlockCopy:
         self._items = {item.name: item for item in items}
         self._sums = dict(work.done)  # number of a piece -> the CRC-32 of its bytes so far
         self._checksums = Sums() if plan.manifest is not None else None
-        self._open: dict[str, int] = {}  # the files that are open: descriptors
+        self._open: dict[str, int] = {}  # open files: name -> descriptor
 
     def __enter__(self) -> Self:
         return self
@@ -54,11 +55,11 @@ class BlockCopy:
         self._work.close_files(self._open.values())
 
     def values(self, reader: VerifiedFiles, progress: Progress) -> None:
-        """Every piece that is not there yet, on disk on return: a block is read into one buffer while the one before it is
-        written from the other.
+        """Writes every piece that is missing; all are on disk on return. A block is read into one buffer while the one
+        before it is written from the other.
 
         Raises:
-            CheckpointError: the source cannot be read, or is not what was written.
+            CheckpointError: the source cannot be read, or fails its checksums.
             OSError: a file cannot be written.
         """
         plan = self._plan
@@ -87,7 +88,7 @@ class BlockCopy:
         self._work.sync()
 
     def _write(self, number: int, memory: memoryview, position: int) -> None:
-        """A block of a piece, in the thread that writes."""
+        """Writes a block of a piece; runs in the writer thread."""
         piece = self._plan.pieces[number]
         if self._checksums is not None:
             self._checksums.add_part(piece.file, self._plan.files[piece.file], piece.offset + position, memory)
@@ -98,10 +99,10 @@ class BlockCopy:
             self._work.note(number, self._sums.get(number, 0), self._file(piece.file), piece.num_bytes)
 
     def rest(self) -> None:
-        """Headers, lists and further files; a manifest last. All of it is on disk on return.
+        """Writes headers, indices and further files, and a manifest last. All of it is on disk on return.
 
         Raises:
-            CheckpointError: what an earlier attempt has written is no longer what it was.
+            CheckpointError: what an earlier attempt wrote has changed since.
             OSError: a file cannot be written.
         """
         for name, data in self._sidecars.items():
@@ -117,7 +118,7 @@ class BlockCopy:
             self._shut(next(iter(self._open)))
 
     def _with_checksums(self, fixed: Sequence[Fixed], sums: Sums) -> tuple[dict[str, int], Sums]:
-        """Sizes and checksums of all that was written."""
+        """The sizes and checksums of all files written."""
         sizes = {**self._plan.files, **{name: len(data) for name, data in self._sidecars.items()}}
         for part in fixed:
             sums.add_part(part.file, sizes[part.file], part.offset, memoryview(part.data))
@@ -125,7 +126,7 @@ class BlockCopy:
         return sizes, sums
 
     def _sum_done(self, sums: Sums) -> None:
-        """What an earlier attempt has written is read again: it was summed in a process that is no more."""
+        """Reads again what an earlier attempt wrote, and adds its checksums, which ended with that process."""
         memory = memoryview(bytearray(BUFFER))
         with OpenFiles() as files:
             for number, checksum in self._work.done.items():
@@ -144,7 +145,7 @@ class BlockCopy:
                     )
 
     def _file(self, name: str, flags: int = 0) -> int:
-        """A descriptor of a file of the result, which is made; of those that are open the oldest gives way."""
+        """A descriptor of a file of the result, which is made if missing; closes the oldest if too many are open."""
         if name not in self._open:
             if len(self._open) >= _MAX_OPEN:
                 self._shut(next(iter(self._open)))
@@ -153,7 +154,7 @@ class BlockCopy:
         return self._open[name]
 
     def _shut(self, name: str) -> None:
-        """Closes a file; what was written to it is on disk."""
+        """Closes a file after syncing it to disk."""
         self._work.sync()  # the journal knows files by their descriptors
         os.fsync(self._open[name])
         os.close(self._open.pop(name))

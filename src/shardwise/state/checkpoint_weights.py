@@ -1,4 +1,5 @@
-"""The weights of a checkpoint as a source: its own, or those of a further model in it, whose checksums its manifest has."""
+"""Opens the weights in a checkpoint as a source, with their checksums: those of the model, or of a further model in
+it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ _RUN, _FURTHER = "training", "extra"  # folders of a checkpoint
 
 
 def home_of(path: Path) -> Path | None:
-    """The checkpoint that ``path`` is, or that it is the weights in; None: there is none, damaged or not."""
+    """The checkpoint that ``path`` is, or whose weights it is; None: there is none, not even a damaged one."""
     folder = path if path.is_dir() else path.parent
     for home in (folder, folder.parents[1] if folder.parent.name == _FURTHER else folder):
         named = step_of(home) is not None and (home / MANIFEST).exists()
@@ -24,22 +25,22 @@ def home_of(path: Path) -> Path | None:
 
 
 def newest_in(path: Path) -> Path | None:
-    """The newest checkpoint in a run's directory of them, by its step; None: there is none."""
+    """The newest checkpoint in a run's directory of checkpoints, by step; None: there is none."""
     steps = steps_in(path)
     return path / folder_name(steps[-1]) if steps else None
 
 
 def open_weights(path: Path, home: Path) -> Source:
-    """Weights in a checkpoint, of which headers and the files beside them have been compared with their checksums.
+    """Opens weights in a checkpoint; their headers and the files next to them have been compared with their checksums.
 
     Args:
         path: a directory or a file of weights.
         home: of the checkpoint.
 
     Raises:
-        CheckpointError: it is not whole, or not what was written.
+        CheckpointError: it is not complete, or fails its checksums.
     """
-    path, home = path.resolve(), home.resolve()  # `latest` may soon lead elsewhere
+    path, home = path.resolve(), home.resolve()  # `latest` may soon point elsewhere
     verified = VerifiedCheckpoint(home, Manifest.read(home))
     names = verified.manifest.files
     if path.is_file():

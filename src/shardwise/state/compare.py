@@ -1,4 +1,4 @@
-"""Whether what was written is what was to be written: both are read again, and every byte is compared."""
+"""Checks the result of a conversion: result and source are read again, and every byte is compared."""
 
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -21,10 +21,10 @@ __all__ = ["compare", "forget_pages"]
 def compare(
     place: Path, items: Sequence[ConvertedTensor], reader: VerifiedFiles, progress: Callable[[str, int, int], None]
 ) -> None:
-    """Reads the result as anyone would, and the source.
+    """Opens the result like any other source, and compares its tensors with the converted source.
 
     Raises:
-        VerifyError: the first tensor that is different, by name.
+        VerifyError: a tensor differs; with the name of the first.
     """
     result = open_source(place)
     reader.verify_with(result.verified)
@@ -51,7 +51,7 @@ def compare(
 
 
 def forget_pages(paths: Iterable[Path]) -> None:
-    """What is compared is what the disk has, not what is still in memory."""
+    """Drops files from the page cache, so that what is compared is read from the disk."""
     for path in paths:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,7 +1,7 @@
-"""Weights of any kind to any other: planned whole, then copied block by block, then moved to their place.
+"""Converts weights between formats: plans all files, copies values block by block, then moves the result to its place.
 
-What is held in memory is a few buffers of 8 MiB and the list of tensors, whatever the model. The copy goes on where it was
-killed (:mod:`shardwise.state.journal`), and nothing stands at the destination before all of it is on disk.
+Memory use is a few buffers of 8 MiB and the list of tensors, whatever the model. A conversion that was killed continues
+where it was (:mod:`shardwise.state.journal`), and nothing appears at the destination before all of it is on disk.
 """
 
 import json
@@ -37,7 +37,7 @@ __all__ = ["Conversion", "Converted", "convert"]
 
 @dataclass(frozen=True)
 class Converted:
-    """What was done: counts, in bytes and seconds, and what the user should know."""
+    """The result of a conversion: counts, bytes, seconds, and notes for the user."""
 
     kind: str
     num_tensors: int
@@ -49,13 +49,13 @@ class Converted:
 
 
 def convert(job: Conversion, progress: Progress = lambda what, done, total: None) -> Converted:
-    """Writes ``job.dest``; see :class:`Conversion`.
+    """Converts the weights in ``job.source`` to ``job.dest``; see :class:`Conversion`.
 
     Raises:
-        CheckpointError: a source that cannot be read whole, a destination that cannot be written or is there already.
-        ConfigError: rules, patterns or a dtype that do not fit the source.
-        UnsupportedError: a dtype that the target does not have.
-        VerifyError: with ``verify``, the first tensor that came out different.
+        CheckpointError: the source cannot be read completely, or the destination cannot be written or exists already.
+        ConfigError: rules, patterns or a dtype do not fit the source.
+        UnsupportedError: the target format does not have a dtype.
+        VerifyError: with ``verify``, a tensor of the result differs; with the name of the first.
     """
     begin = time.perf_counter()
     check_destination(job.source, job.dest, is_file=job.is_file, overwrite=job.overwrite)
@@ -78,7 +78,8 @@ def convert(job: Conversion, progress: Progress = lambda what, done, total: None
 
 
 def _put_together(job: Conversion, todo: "_Todo", progress: Progress) -> tuple[int, list[str]]:
-    """Makes the result beside its place and moves it there; returns the bytes that were there already, and what to tell."""
+    """Writes the result next to its place and moves it there; returns the bytes that an earlier attempt had written,
+    and notes."""
     single = job.dest.name if job.is_file else None
     fingerprint = todo.fingerprint(job)
     with Workplace(job.dest, fingerprint, fresh=job.fresh) as work, VerifiedFiles(todo.verified) as reader:
@@ -102,7 +103,7 @@ def _put_together(job: Conversion, todo: "_Todo", progress: Progress) -> tuple[i
 
 @dataclass(frozen=True)
 class _Todo:
-    """All that a conversion will write: tensors and their places, and whole files beside them."""
+    """Everything that a conversion will write: tensors, their places in files, and further files."""
 
     items: list[ConvertedTensor]
     plan: ConversionPlan
@@ -111,7 +112,7 @@ class _Todo:
     verified: VerifiedCheckpoint | None
 
     def fingerprint(self, job: Conversion) -> str:
-        """Another one as soon as anything of this changes, or a file of the source."""
+        """A text that changes if anything of this changes, or a file of the source."""
         tensors = [(item.source, item.name, places_of(item.stored)) for item in self.items]
         files = sorted(self.plan.files.items()), sorted(self.sidecars.items())
         return fingerprint_of((job.to, job.dest.name, files, self.plan.pieces, tensors))
@@ -148,13 +149,13 @@ def _plan(job: Conversion, source: Source, items: Sequence[ConvertedTensor], tie
 
 
 def _step(job: Conversion, source: Source) -> int:
-    """The step that the result's manifest names: that of its name, else its source's."""
+    """The step in the manifest of the result: that in its name, else that of the source."""
     named = step_of(job.dest)
     return named if named is not None else source.verified.manifest.step if source.verified is not None else 0
 
 
 def _sidecars(job: Conversion, source: Source, notes: list[str]) -> dict[str, bytes]:
-    """Configuration and tokenizer files that go along to a Hugging Face directory."""
+    """The configuration and tokenizer files that are copied to a Hugging Face directory."""
     if job.rules:
         notes.append("config.json and tokenizer files stay behind: renamed weights are not what they describe")
         return {}

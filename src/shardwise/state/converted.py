@@ -1,4 +1,4 @@
-"""What a conversion writes: a source's tensors under their new names, in their new dtypes, their rows in a new order."""
+"""The tensors that a conversion writes: those of the source, renamed, cast, and with reordered rows."""
 
 import json
 import re
@@ -23,8 +23,8 @@ __all__ = ["ConvertedTensor", "Reordered", "config_of", "converted_tensors", "pl
 
 @dataclass(frozen=True, eq=False)
 class Reordered(TensorSource):
-    """A tensor whose rows are those of ``inner`` in another order within each of ``heads`` equal parts: what a rotary
-    embedding takes for the two parts of its pairs lies in two halves, or in pairs."""
+    """A tensor with the rows of ``inner`` reordered within each of ``heads`` equal parts: rotary embeddings store the
+    two elements of a pair either in two halves or next to each other."""
 
     inner: TensorSource
     heads: int
@@ -38,7 +38,7 @@ class Reordered(TensorSource):
         rows = self.shape[0] // self.heads
         end = box.starts[0] + box.sizes[0]
         for head in range(box.starts[0] // rows, -(-end // rows)):
-            # One head at a time: any row of it can come from anywhere in it, and a head is small.
+            # One head at a time: its rows can come from anywhere in it, and a head is small.
             whole_head = Box((head * rows, *box.starts[1:]), (rows, *box.sizes[1:]))
             halves = self.inner.load(files, whole_head)
             grid = (2, rows // 2) if self.to_pairs else (rows // 2, 2)
@@ -49,13 +49,13 @@ class Reordered(TensorSource):
 
 @dataclass(frozen=True)
 class ConvertedTensor:
-    """A tensor to be written.
+    """A tensor of the source as the conversion writes it.
 
     Attributes:
-        name: what it will be called.
-        source: what it is called in the source.
+        name: its name in the result.
+        source: its name in the source.
         stored: its values.
-        dtype: what it is written in.
+        dtype: its dtype in the result.
     """
 
     name: str
@@ -68,7 +68,7 @@ class ConvertedTensor:
         return Fact(self.stored.shape, self.dtype)
 
     def block(self, box: Box, buffer: Tensor, files: OpenFiles) -> Tensor:
-        """The bytes of ``box`` as they are written, in ``buffer``."""
+        """Reads ``box`` into ``buffer``, and returns its bytes as they are written."""
         memory = buffer[: box.numel * DTYPE_BYTES[self.dtype]]
         with errors_about(self.source):
             self.stored.read(box, memory.view(dtype_of(self.dtype)).view(box.sizes), files)
@@ -78,17 +78,17 @@ class ConvertedTensor:
 def converted_tensors(
     source: Source, rules: Sequence[Rule], config: Mapping[str, Any], dtype: str | None, keep: Sequence[str]
 ) -> tuple[list[ConvertedTensor], list[str]]:
-    """What is written, in the source's order, and what the user should know of it.
+    """The tensors to write, in the source's order, and notes for the user.
 
     Args:
-        source: what is converted.
-        rules: of a key map; a name that no rule matches stays.
+        source: the weights to convert.
+        rules: of a key map; a name that no rule matches is kept.
         config: the model's ``config.json``, for numbers of heads.
         dtype: for floating-point tensors; None: as they are.
-        keep: regular expressions of (new) names that keep their dtype.
+        keep: regular expressions for (new) names that keep their dtype.
 
     Raises:
-        ConfigError: rules or patterns that match nothing, two tensors with one name, heads that cannot be told.
+        ConfigError: rules or patterns match nothing, two tensors get one name, or the number of heads is not known.
     """
     if not source.tensors:
         raise CheckpointError(source.place, why=f"{source.kind} without a tensor in it", fix="name another source")
@@ -173,10 +173,10 @@ def _some(names: Sequence[str]) -> str:
 
 
 def config_of(home: Path, path: Path | None) -> dict[str, Any]:
-    """The model's configuration: of ``path``, else ``config.json`` or ``params.json`` in ``home``, else nothing.
+    """The model's configuration: from ``path``, else ``config.json`` or ``params.json`` in ``home``, else empty.
 
     Raises:
-        ConfigError: a file that is no JSON object.
+        ConfigError: the file is not a JSON object.
     """
     places = [path] if path is not None else [home / "config.json", home / "params.json"]
     for place in places:
@@ -189,20 +189,20 @@ def config_of(home: Path, path: Path | None) -> dict[str, Any]:
                 f"the configuration {place}", why=f"it cannot be read: {error}", fix="give config.json"
             ) from None
         if isinstance(content, dict):
-            inner = content.get("text_config")  # of a model with an image part: the language model's numbers
+            inner = content.get("text_config")  # of a vision-language model: the numbers of its language model
             return {**inner, **content} if isinstance(inner, dict) else content
         raise ConfigError(f"the configuration {place}", why="it is no JSON object", fix="give the model's config.json")
     return {}
 
 
 def places_of(stored: TensorSource) -> tuple[Any, ...]:
-    """Where a tensor's bytes are, and in which order they are taken."""
+    """The places of a tensor's bytes, in the order in which they are read."""
     order = (stored.heads, stored.to_pairs) if isinstance(stored, Reordered) else ()
     return (*order, stored.shape, stored.dtype, *stored.origins)
 
 
 def ties_among(items: Sequence[ConvertedTensor]) -> dict[str, str]:
-    """Name -> the first name of the same values: tensors that lie at one place of the source."""
+    """Tied tensors, which are at one place in the source: name -> the first name of the same values."""
     first: dict[Any, str] = {}
     ties: dict[str, str] = {}
     for item in items:

@@ -1,4 +1,5 @@
-"""Where a conversion's result may go: what stands there is replaced only when that was asked for, and only if it is weights."""
+"""Checks the destination of a conversion: what exists there is replaced only if the user asked for it and if it is
+weights."""
 
 import os
 import re
@@ -15,16 +16,16 @@ _OF_DCP = re.compile(r"__\d+_\d+\.distcp|\.metadata")
 
 
 def check_destination(source: Path, dest: Path, *, is_file: bool, overwrite: bool) -> None:
-    """Refuses a place where the result cannot be, or where something else would be lost.
+    """Refuses a destination that is not possible, or where something else would be lost.
 
     Args:
-        source: what is converted.
-        dest: where to.
-        is_file: whether the result is one file, else a directory.
-        overwrite: whether the user asked for what stands there to be replaced.
+        source: path of the weights to convert.
+        dest: path of the result.
+        is_file: whether the result is one file; otherwise it is a directory.
+        overwrite: whether the user asked to replace what exists there.
 
     Raises:
-        CheckpointError: something stands there that must not be replaced.
+        CheckpointError: something exists there that must not be replaced.
         ConfigError: source and destination contain each other, or a file would replace a directory.
     """
     if dest.resolve() == source.resolve():
@@ -52,7 +53,7 @@ def check_destination(source: Path, dest: Path, *, is_file: bool, overwrite: boo
 
 
 def _check_replaceable(dest: Path, is_file: bool) -> None:
-    """A directory is replaced as a whole, so nothing may be in it that is no result of a conversion."""
+    """Refuses to replace a directory with files that no conversion wrote, since it would be replaced as a whole."""
     if is_file:
         raise ConfigError(
             f"converting to {dest}", why="it is a directory, and one file is written", fix="name a file in it"

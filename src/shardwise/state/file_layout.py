@@ -1,6 +1,6 @@
-"""Where every tensor of a model will lie in its final files: names, files, offsets; and which rank writes what of it.
+"""The plan of a model's weight files: name, file and offset of every tensor, and which rank writes which part of it.
 
-Made on every rank from the recipe alone, so that all of them have the same plan without a word.
+Every rank makes it from the recipe alone, so that all have the same plan without communication.
 """
 
 import math
@@ -28,13 +28,13 @@ __all__ = [
     "stored_dtypes",
 ]
 
-SHARD_BYTES = 5 << 30  # of one file at most, where nothing else is asked for
-BLOCK = 32 << 20  # bytes of a piece that one of its holders writes before it is another's turn
+SHARD_BYTES = 5 << 30  # default for the largest size of a file
+BLOCK = 32 << 20  # bytes that one holder of a piece writes before the next holder's turn
 
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A file to be written: its first bytes, its tensors, its size in bytes."""
+    """A file to be written: its header, its tensors, its size in bytes."""
 
     name: str
     head: bytes
@@ -44,7 +44,7 @@ class PlannedFile:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """All files, and which view each stored tensor is."""
+    """All files of a model, and the view of the model's tensors that each stored tensor is."""
 
     files: tuple[PlannedFile, ...]
     views: Mapping[str, View]
@@ -59,14 +59,14 @@ class FileLayout:
         return WEIGHTS if len(self.files) == 1 else INDEX
 
     def index(self) -> bytes | None:
-        """What says which tensor is in which file; None where there is one file."""
+        """The index file, which says which tensor is in which file; None if there is only one file."""
         total = sum(tensor.num_bytes for file in self.files for tensor in file.tensors)
         return index_of({file.name: [tensor.name for tensor in file.tensors] for file in self.files}, total)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of work of one rank: ``box`` of the model's tensor ``name``, which lies at ``local`` of the rank's own tensor,
+    """A part that one rank writes: ``box`` of the model's tensor, which is at ``local`` of the rank's local tensor,
     goes to ``stored`` of ``tensor`` in ``file``."""
 
     file: PlannedFile
@@ -86,10 +86,10 @@ def stored_dtypes(runtime: Runtime, dtype: str | None = None) -> dict[str, str]:
     Args:
         runtime: of the model.
         dtype: what floating parameters are written in; None: what they are stored in. Buffers keep theirs: a rounded
-            position or running variance is another model. So do numbers of one byte, which have a scale beside them.
+            position or running variance makes another model. So do numbers of one byte, which have a separate scale.
 
     Raises:
-        UnsupportedError: a dtype that safetensors does not know, by name.
+        UnsupportedError: safetensors does not have the dtype of a tensor; with its name.
     """
     recipe = runtime.recipe
     found = {
@@ -110,13 +110,13 @@ def stored_dtypes(runtime: Runtime, dtype: str | None = None) -> dict[str, str]:
 
 
 def file_layout_of(runtime: Runtime, *, max_shard_bytes: int, dtype: str | None = None, align: int = 8) -> FileLayout:
-    """The plan of a model's files: tensors in the model's order, a new file where the next one would not fit.
+    """Plans a model's files: tensors in the model's order, a new file where the next one would not fit.
 
     Args:
         runtime: of the model.
-        max_shard_bytes: size of a file's tensors at most, in bytes; one larger tensor has a file to itself.
-        dtype: as :func:`stored_dtypes` takes it.
-        align: as :func:`~shardwise.state.formats.safetensors.place_tensors` takes it.
+        max_shard_bytes: largest size of a file's tensors, in bytes; a larger tensor has a file to itself.
+        dtype: as for :func:`stored_dtypes`.
+        align: as for :func:`~shardwise.state.formats.safetensors.place_tensors`.
     """
     dtypes = stored_dtypes(runtime, dtype)
     views = naming_of(runtime.module, shapes_of(runtime)).views
@@ -127,7 +127,8 @@ def file_layout_of(runtime: Runtime, *, max_shard_bytes: int, dtype: str | None 
 def planned_files(
     facts: Mapping[str, tuple[tuple[int, ...], str]], *, max_shard_bytes: int, align: int = 8, stem: str = "model"
 ) -> tuple[PlannedFile, ...]:
-    """The files of tensors (name -> shape, dtype), which are divided as :func:`filing_of` says; names begin with ``stem``."""
+    """Plans the files for tensors (name -> shape, dtype), divided as :func:`file_layout_of` says; file names begin with
+    ``stem``."""
     sizes = {name: math.prod(shape) * DTYPE_BYTES[kind] for name, (shape, kind) in facts.items()}
     files = []
     for file, names in lay_out(sizes, max_shard_bytes, stem).items():
@@ -137,8 +138,8 @@ def planned_files(
 
 
 def parts_of(runtime: Runtime, file_layout: FileLayout, rank: int) -> Iterator[Part]:
-    """What ``rank`` writes, file by file. Over all ranks every element is written once: what several hold, they take in
-    turns, and a buffer is rank 0's."""
+    """The parts that ``rank`` writes, file by file. Over all ranks every element is written once: ranks with the same
+    piece take turns, and rank 0 writes the buffers."""
     number = 0
     for file in file_layout.files:
         for tensor in file.tensors:
@@ -147,7 +148,7 @@ def parts_of(runtime: Runtime, file_layout: FileLayout, rank: int) -> Iterator[P
             step = max(1, BLOCK // DTYPE_BYTES[tensor.dtype])
             for piece, local, holders in _pieces(runtime, view, rank):
                 part = common(piece, view.box)
-                # Whose turn it is follows from the tensor and the block: the holders of a piece count alike.
+                # The turn follows from the tensor's number and the block: all holders of a piece count in the same way.
                 for turn, box in enumerate(blocks(part, step) if part is not None else (), start=number):
                     if holders[turn % len(holders)] == rank:
                         inner = box.within(piece)
@@ -158,7 +159,7 @@ def parts_of(runtime: Runtime, file_layout: FileLayout, rank: int) -> Iterator[P
 
 
 def _pieces(runtime: Runtime, view: View, rank: int) -> list[tuple[Box, tuple[int, ...], tuple[int, ...]]]:
-    """``(box of the model's tensor, where it begins in the rank's own, ranks that hold it)``."""
+    """``(box of the model's tensor, where it begins in the rank's local tensor, ranks that hold it)`` of each piece."""
     param = runtime.recipe.params.get(view.name)
     if param is None:
         shape = runtime.recipe.buffers[view.name].shape

@@ -1,4 +1,4 @@
-"""Files that are read and written at offsets: descriptors kept open, whole reads or an error, one buffer for all."""
+"""Reads files at offsets: descriptors are kept open, a read is complete or an error, one buffer is shared."""
 
 import errno
 import os
@@ -10,20 +10,20 @@ from shardwise.errors import CheckpointError
 
 __all__ = ["BUFFER", "OpenFiles", "Stamp", "stamp_of", "unreadable"]
 
-BUFFER = 8 << 20  # bytes that are in flight at most where values cannot go straight to their place
+BUFFER = 8 << 20  # bytes of the buffer for values that cannot be read or written directly
 _MAX_OPEN = 64
 
 
-# Size, and the times of the last change of its bytes and of what is said about it (ns): of a file as it was when its header was
-# read. The second cannot be set, as by a copy that keeps times. No inode: some network file systems number a file anew.
+# Size, mtime and ctime (ns) of a file when its header was read. ctime cannot be set, unlike mtime by a copy that keeps
+# times. No inode: some network file systems change it.
 Stamp = tuple[int, int, int]
 
 
 def stamp_of(path: Path) -> Stamp:
-    """Another one as soon as the file has changed, or another has taken its place.
+    """A file's :data:`Stamp`, which differs once the file has changed or been replaced.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the file cannot be read.
     """
     try:
         stat = path.stat()
@@ -33,10 +33,10 @@ def stamp_of(path: Path) -> Stamp:
 
 
 class OpenFiles:
-    """Descriptors of the files that are being read; a context manager that closes them.
+    """Reads parts of files and keeps the files open; a context manager that closes them.
 
     Attributes:
-        num_bytes: bytes read so far: what a rank reads is a promise, and this is how it is checked.
+        num_bytes: bytes read so far, to check the promise that a rank reads only its own pieces.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class OpenFiles:
         """Fills ``memory`` with the bytes of ``path`` from ``offset`` on.
 
         Raises:
-            CheckpointError: the file cannot be read, or ends before.
+            CheckpointError: the file cannot be read, or is too short.
         """
         done = 0
         try:
@@ -79,7 +79,7 @@ class OpenFiles:
         self.num_bytes += len(memory)
 
     def scratch(self, num_bytes: int) -> memoryview:
-        """A buffer of that size; the next call gives the same memory again."""
+        """A buffer of that size; the next call returns the same memory again."""
         if len(self._scratch) < num_bytes:
             self._scratch = memoryview(bytearray(max(num_bytes, min(BUFFER, 2 * num_bytes))))
         return self._scratch[:num_bytes]
@@ -93,7 +93,7 @@ class OpenFiles:
 
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:
-    """The error of a file that the system does not give."""
+    """The error for a file that cannot be opened or read."""
     return CheckpointError(
         f"the file {path}",
         why=f"reading failed: {error.strerror or error}",

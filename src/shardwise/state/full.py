@@ -1,7 +1,7 @@
-"""The whole state of a sharded module on rank 0, put together from the ranks' pieces.
+"""Full state dicts: the full tensors of a sharded module on rank 0, assembled from the ranks' shards, and loaded back.
 
-Each piece is sent once, by its first owner, straight to rank 0: nothing is gathered on ranks that do not need it. Names are
-canonical; which rank holds what is asked of the recipe alone.
+Each piece is sent once, by its first owner, directly to rank 0: nothing is gathered on ranks that do not need it. Names
+are canonical; which rank holds what follows from the recipe alone.
 """
 
 import math
@@ -26,23 +26,24 @@ __all__ = ["full_state_dict", "gather_tensors", "load_full_state_dict"]
 
 
 def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[str, Any]:
-    """Every parameter and persistent buffer, whole, on rank 0's CPU; ``{}`` on the other ranks. All ranks must call it.
+    """The full state dict of a sharded model: every parameter and persistent buffer, unsharded, on rank 0's CPU; ``{}``
+    on the other ranks. All ranks must call it.
 
-    The keys are those of the unsharded module's ``state_dict()``, in its order; tied names map to one tensor. What a module
-    adds by ``get_extra_state`` is rank 0's, as it is.
+    The keys are those of the unsharded module's ``state_dict()``, in its order; tied names map to one tensor. The
+    result of a module's ``get_extra_state`` is that of rank 0, unchanged.
 
     Args:
         model: from ``parallelize``.
         trainable_only: leave out frozen parameters, buffers and extra states.
 
     Raises:
-        RankError: a rank does not come: it has left, or makes another call.
+        RankError: a rank does not take part: it has exited, or makes another call.
     """
     runtime = runtime_of(model)
     runtime.check_values()
-    # What follows cannot be waited for with a limit: a rank that does not come is named here.
+    # The sends that follow have no timeout: a rank that does not take part is named here.
     runtime.world.agreement.sum({}, "full_state_dict, before it is gathered")
-    found: dict[str, Any] = {} if trainable_only else extra_states(model)  # on every rank: one may talk to the others
+    found: dict[str, Any] = {} if trainable_only else extra_states(model)  # on every rank: it may communicate
     wanted = {name: param for name, param in runtime.recipe.params.items() if param.trainable or not trainable_only}
     gathered = gather_tensors(runtime, ((name, runtime.local_tensors_of(name)) for name in wanted))
     for (name, param), whole in zip(wanted.items(), gathered, strict=True):
@@ -61,33 +62,33 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[s
 def load_full_state_dict(
     model: nn.Module, state: Mapping[str, Any], *, strict: bool = True, rename: Rename = (), cast: bool = False
 ) -> LoadReport:
-    """Loads rank 0's whole ``state`` into the shards of all ranks. All ranks must call it; what the others give is not read.
+    """Loads a full state dict on rank 0 into the shards of all ranks. All ranks must call it; the ``state`` of the
+    others is ignored.
 
-    Rank 0 sends every rank its own pieces, a bounded buffer at a time; no rank holds more than its shards beside that.
+    Rank 0 sends every rank its pieces, a bounded buffer at a time; apart from that no rank holds more than its shards.
 
     Args:
         model: from ``parallelize``.
-        state: name -> tensor, as :func:`full_state_dict` or an unsharded module's ``state_dict()`` gives it.
-        strict: False: what is missing or not the model's is left out, and told.
-        rename: as :func:`load_weights` takes it.
+        state: name -> tensor, as from :func:`full_state_dict` or an unsharded module's ``state_dict()``.
+        strict: False: names that are missing, or not the model's, are left out and reported.
+        rename: as for :func:`load_weights`.
         cast: True: floating values of another dtype than the model stores are converted.
 
     Raises:
-        CheckpointError: on every rank; names, shapes or dtypes that do not fit. Nothing has changed then.
+        CheckpointError: on every rank; names, shapes or dtypes do not fit. Nothing has changed then.
     """
     return load_weights(model, state, strict=strict, rename=rename, cast=cast, shared_files=False)
 
 
 def gather_tensors(runtime: Runtime, items: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor | None]:
-    """Tensors that are cut as parameters are, one after the other whole on rank 0's CPU; None elsewhere. All ranks must call
-    it, with the same names, and go to the end.
+    """Gathers sharded tensors: yields each in full on rank 0's CPU, None elsewhere. All ranks must call it, with the
+    same names, and iterate to the end.
 
-    What comes next travels already while a tensor is being put together; what lies in one stretch is received where it will
-    stay.
+    The next tensors are sent while one is assembled; contiguous pieces are received directly into the result.
 
     Args:
         runtime: of the model.
-        items: the parameter's name, and this rank's part: of the parameter, or of what an optimizer keeps for it.
+        items: a parameter's name, and this rank's shard: of the parameter, or of the optimizer's state for it.
     """
     act = _receive if runtime.world.is_main else _send
     under_way: deque[_Gathering] = deque()
@@ -107,11 +108,11 @@ _IN_FLIGHT = 64 << 20  # bytes that are sent or expected at a time
 
 @dataclass
 class _Gathering:
-    """One tensor on its way."""
+    """One tensor that is being sent or received."""
 
     whole: Tensor | None = None
     works: list[Any] = field(default_factory=list)
-    packed: list[tuple[Tensor, list[Slice]]] = field(default_factory=list)  # arrived in one stretch, to be laid out
+    packed: list[tuple[Tensor, list[Slice]]] = field(default_factory=list)  # received in one buffer, to be copied
     num_bytes: int = 0
 
     def finish(self) -> Tensor | None:
@@ -157,7 +158,7 @@ def _receive(runtime: Runtime, name: str, local: Tensor) -> _Gathering:
 
 
 def _pieces_to_send(runtime: Runtime, name: str, rank: int) -> list[Slice]:
-    """Pieces that ``rank`` is the first to hold: those rank 0 does not have and gets from it."""
+    """The pieces whose first holder is ``rank``; for ranks other than 0, those that it sends to rank 0."""
     param, coord = runtime.recipe.params[name], runtime.recipe.grid.coord(rank)
     return [
         piece for piece, holders in zip(extents(param, coord), owners(param, coord), strict=True) if holders[0] == rank
@@ -165,7 +166,7 @@ def _pieces_to_send(runtime: Runtime, name: str, rank: int) -> list[Slice]:
 
 
 def _order(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Names in the order of the module's own state dict: by module, then parameters, buffers, extra state."""
+    """Sorts names in the order of the module's own state dict: by module, then parameters, buffers, extra state."""
     wanted = set(names)
     found = []
     for prefix, module in canonical_modules(model):

@@ -1,4 +1,5 @@
-"""Whole parameters for a moment: to read them, to generate text, to compute log-probabilities outside of a training step."""
+"""``gathered``: all-gathers a model's parameters temporarily, to read them, to generate text, or to compute
+log-probabilities outside of a training step."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,15 +15,15 @@ __all__ = ["gathered"]
 
 @contextlib.contextmanager
 def gathered(model: nn.Module) -> Iterator[nn.Module]:
-    """Within: every parameter of ``model`` is whole on every rank, in the dtype that is computed in; read only. All ranks must
-    enter it, and leave it.
+    """Within, every parameter of ``model`` is unsharded on every rank, in its compute dtype, and read only. All ranks
+    must enter it, and leave it.
 
     Args:
-        model: from ``parallelize``; it is what ``with`` gives.
+        model: from ``parallelize``; ``with ... as`` returns it.
 
     Raises:
-        UsageError: when it ends, if a parameter was written: shards do not take over what is written to the whole.
-        RankError: a rank does not come.
+        UsageError: at the end, if a parameter was written: the shards do not get what is written to the full tensor.
+        RankError: a rank does not take part.
 
     Example:
         >>> with gathered(model):  # doctest: +SKIP

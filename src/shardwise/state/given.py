@@ -1,7 +1,7 @@
-"""What a program gave its optimizer, its scheduler and its gradient scaler when it built them.
+"""The settings with which a program built its optimizer, scheduler and gradient scaler, to compare them on resume.
 
-A checkpoint holds it beside the values that are in force when it is saved: a rate that a scheduler, or the loop itself, has moved is
-no changed setting, and a rate that the program now gives otherwise is one.
+A checkpoint contains them next to the current values: a learning rate that a scheduler or the loop has changed is not a
+changed setting, but one that the program now builds the optimizer with is.
 """
 
 import copy
@@ -22,14 +22,14 @@ from shardwise.state.optimizer import settings_of
 __all__ = ["Change", "Given", "Settled", "scheduler_changes", "scheduler_settings"]
 
 HOW = frozenset({"foreach", "capturable", "differentiable", "fused"})
-"""How a step is computed, not what: the program's own is in force."""
+"""Settings of how a step is computed, not what: the program's own are used."""
 _MOVED = ("lr", "momentum", "betas", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
-"""What a scheduler sets in a group."""
+"""Settings of a parameter group that a scheduler sets."""
 _POSITION = frozenset(
     {"last_epoch", "base_lrs", "_last_lr", "_step_count", "_get_lr_called_within_step", "_is_initial", "T_cur", "T_i"}
     | {"best", "num_bad_epochs", "cooldown_counter", "mode_worse"}
 )
-"""What a scheduler's state holds that is no setting, or stands in the groups."""
+"""Entries of a scheduler's state that are not settings, or are in the groups too."""
 _SCALER = {
     "scale": "init_scale",
     "growth_factor": "growth_factor",
@@ -43,15 +43,16 @@ _SEEN: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class Change:
-    """One setting that the program gives otherwise than the run that was saved.
+    """One setting that differs between the program and the saved run.
 
     Attributes:
-        name: by which it may be overridden.
-        place: of what: "group 0 (embed.weight and 3 more)".
-        now: what the program gives.
-        was: what the saved run was given.
-        group: number of the group, if it is of one.
-        part: "optimizer", "scheduler" or "scaler"; "" for a scheduler in ``extra``, of which nothing can be overridden.
+        name: its name, by which it may be overridden.
+        place: what it is a setting of: "group 0 (embed.weight and 3 more)".
+        now: the program's value.
+        was: the value in the saved run.
+        group: number of the parameter group, if it is of one.
+        part: "optimizer", "scheduler" or "scaler"; "" for a scheduler in ``extra``, whose settings cannot be
+            overridden.
     """
 
     name: str
@@ -62,7 +63,7 @@ class Change:
     part: str = "optimizer"
 
     def is_named_in(self, override: Sequence[str]) -> bool:
-        """Whether the program's value is to take effect."""
+        """Whether ``override`` names it, so that the program's value takes effect."""
         return self.part != "" and (self.name in override or self.part in override)
 
     def __str__(self) -> str:
@@ -71,18 +72,18 @@ class Change:
 
 @dataclass
 class Settled:
-    """What is put into a run in place of what the checkpoint has.
+    """The values that replace those of the checkpoint when a run is resumed.
 
     Attributes:
-        groups: for each group, settings that replace the saved ones.
-        step: entries of the step's state that do.
+        groups: for each parameter group, settings that replace the saved ones.
+        step: entries of the step's state that replace the saved ones.
     """
 
     groups: list[dict[str, Any]]
     step: dict[str, Any] = field(default_factory=dict)
 
     def settings(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The settings that the groups take, in their order."""
+        """The settings of each parameter group after the resume, in order."""
         return [
             {key: value for key, value in theirs.items() if key not in HOW} | mine
             for theirs, mine in zip(saved, self.groups, strict=True)
@@ -90,12 +91,12 @@ class Settled:
 
 
 class Given:
-    """Settings as they were before the first step.
+    """The settings of optimizer, scheduler and gradient scaler as they were before the first step.
 
     Args:
         runtime: of the model.
         optim: built from its parameters.
-        scheduler: with which a :class:`~shardwise.TrainStep` was built; None: none, or one that it does not know.
+        scheduler: the scheduler of the :class:`~shardwise.TrainStep`; None: none, or one that the step does not know.
         scaler: the same for the gradient scaler.
     """
 
@@ -108,7 +109,7 @@ class Given:
             self.take()
 
     def take(self) -> None:
-        """Takes down what is there now: before the first step the program may still set something by hand."""
+        """Records the settings as they are now: before the first step the program may still set some by hand."""
         self._groups = _SEEN[self._optim] = [
             settings_of(self._runtime, group, self._runtime.parameters) for group in self._optim.param_groups
         ]
@@ -121,17 +122,17 @@ class Given:
         self._of_scaler = {name: state[key] for key, name in _SCALER.items() if key in state}
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint; equal on every rank."""
+        """The recorded settings, for a checkpoint; equal on every rank."""
         groups = [
             {key: value for key, inner in group.items() if (value := _plain(inner)) is not _NONE}
             for group in self._groups
         ]
         return {"groups": groups, "scheduler": self._of_scheduler, "scaler": self._of_scaler}
 
-    # ---- what is other than it was ---------------------------------------------------------------------------
+    # ---- what has changed ------------------------------------------------------------------------------------
 
     def changes(self, saved: Mapping[str, Any]) -> list[Change]:
-        """All settings that are other than in ``saved``, what :meth:`state` gave for the run that was saved."""
+        """All settings that differ from those of the saved run. ``saved``: the :meth:`state` in its checkpoint."""
         return [
             *self._group_changes(saved["groups"]),
             *scheduler_changes(type(self._scheduler).__name__, self._of_scheduler, saved["scheduler"]),
@@ -155,16 +156,17 @@ class Given:
                     yield Change(key, place, now[key], was[key], number)
 
     def known(self) -> list[str]:
-        """Names that can be overridden."""
+        """The names of settings that can be overridden."""
         groups = (key for group in self._groups for key in group if key not in ("params", "param_names", "initial_lr"))
         scheduler = () if self._scheduler is None else ("scheduler", *map(_name_in, self._of_scheduler))
         names = dict.fromkeys((*groups, *scheduler, *self._of_scaler))
         return [name for name in names if not name.startswith("_")]
 
-    # ---- what is put in place --------------------------------------------------------------------------------
+    # ---- what takes effect -----------------------------------------------------------------------------------
 
     def settled(self, accepted: Iterable[Change], step: Mapping[str, Any]) -> Settled:
-        """What makes the ``accepted`` changes take effect in a run whose saved step has the state ``step``. Nothing changes yet.
+        """The values that make the ``accepted`` changes take effect. ``step``: the state of the saved step. Nothing
+        changes yet.
 
         Raises:
             ConfigError: a scheduler would undo them.
@@ -191,7 +193,8 @@ class Given:
         return found
 
     def _rescheduled(self, found: Settled, step: Mapping[str, Any]) -> Settled:
-        """The program's own schedule, at the step where the saved one was: as if it had been this one from the beginning."""
+        """Adds the rates and the state of the program's own scheduler at the step of the checkpoint: as if the run had
+        used it from the beginning."""
         saved, begun = step["scheduler"], getattr(self._scheduler, "last_epoch", None)
         if scheduler_position(self._scheduler) != self._position:
             raise ConfigError(
@@ -207,7 +210,7 @@ class Given:
         try:
             for _ in range(num_steps):
                 twin.step()
-        except Exception as error:  # of the scheduler's own rules: OneCycleLR ends after total_steps
+        except Exception as error:  # of the scheduler itself: OneCycleLR ends after total_steps
             raise ConfigError(
                 f"override: {type(self._scheduler).__name__} as it is built now",
                 why=f"it cannot be stepped {num_steps} times, to where the checkpoint is: {type(error).__name__}: {error}",
@@ -220,7 +223,7 @@ class Given:
 
 
 class _Groups:
-    """What a scheduler needs of an optimizer."""
+    """A stand-in for the optimizer, with only what a scheduler needs of it."""
 
     def __init__(self, param_groups: list[dict[str, Any]], defaults: Mapping[str, Any]):
         self.param_groups, self.defaults = param_groups, defaults
@@ -229,7 +232,8 @@ class _Groups:
 
 
 def _twin(scheduler: Any, groups: _Groups) -> Any:
-    """A copy that sets the rates of ``groups``; functions that it was given are shared."""
+    """A copy of a scheduler that sets the rates of ``groups``; it shares the functions that the scheduler was built
+    with."""
     twin = copy.copy(scheduler)
     twin.__dict__ = {key: list(value) if type(value) is list else value for key, value in vars(scheduler).items()}
     twin.optimizer = groups
@@ -242,7 +246,7 @@ def _twin(scheduler: Any, groups: _Groups) -> Any:
 
 
 def scheduler_settings(scheduler: Any) -> dict[str, Any]:
-    """Path -> value of what loading a scheduler's state would replace and is no position; {} for what keeps no state."""
+    """Path -> value of the settings in a scheduler's state, without its position; {} for an object without state."""
     state = scheduler.state_dict() if callable(getattr(scheduler, "state_dict", None)) else {}
     return dict(_settings_in(state)) if isinstance(state, Mapping) else {}
 
@@ -250,7 +254,8 @@ def scheduler_settings(scheduler: Any) -> dict[str, Any]:
 def scheduler_changes(
     kind: str, mine: Mapping[str, Any], saved: Mapping[str, Any], part: str = "scheduler"
 ) -> list[Change]:
-    """What of a scheduler is other than it was; what follows from another setting is left out."""
+    """The settings of a scheduler that differ from the saved ones; those that follow from another setting are left
+    out."""
     found = {
         path: Change(_name_in(path), f"the {kind}", mine[path], was, part=part)
         for path, was in saved.items()
@@ -262,7 +267,7 @@ def scheduler_changes(
 
 
 def scheduler_position(scheduler: Any) -> Any:
-    """Where a scheduler is: it has not been stepped between two equal ones."""
+    """The position of a scheduler: if two are equal, it has not been stepped in between."""
     return getattr(scheduler, "last_epoch", None), getattr(scheduler, "_step_count", None)
 
 
@@ -284,7 +289,8 @@ def _name_in(path: str) -> str:
 
 
 def _given_in(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a group that a program gives: the rate from which a scheduler starts, and no momentum that one cycles."""
+    """The settings of a group that the program gave: with a scheduler, the initial learning rate, and without the
+    momentum that it cycles."""
     found = {key: value for key, value in group.items() if key not in ("params", "param_names") and key not in HOW}
     if "initial_lr" in found:
         found["lr"] = found.pop("initial_lr")
@@ -296,7 +302,7 @@ def _given_in(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A copy of what a checkpoint can hold and compare; ``_NONE`` of anything else."""
+    """A copy of a value that a checkpoint can store and compare; ``_NONE`` for any other value."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":

@@ -1,8 +1,8 @@
-"""What a Hugging Face model's files call its tensors, where that is not what its modules call them.
+"""The names of a Hugging Face model's tensors in its files, where they differ from those in its modules.
 
-transformers keeps, for every kind of model, rules that lead from the names in files to the names in modules and back: other
-names, experts that lie apart in files and in one tensor in the module. The rules are asked, not copied: they are run on
-tensors without values, and what comes out tells by its offset and strides which part of which tensor it is.
+For every kind of model, transformers has rules that convert names in files to names in modules and back: other names,
+or experts that are separate in files and one tensor in the module. The rules are called, not copied: they are run on
+tensors without values, and the offset and strides of a result show which part of which tensor it is.
 """
 
 import contextlib
@@ -25,10 +25,11 @@ __all__ = ["older_name", "stored_views", "turned_view"]
 
 
 def stored_views(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, View]:
-    """Name in files -> which part of which tensor, for the tensors of ``shapes``; ``{}`` where files have the module's names.
+    """Name in files -> the part of a tensor that it is, for the tensors of ``shapes``; ``{}`` if files have the
+    module's names.
 
     Raises:
-        UnsupportedError: a rule that changes values, or their order in other ways than by cutting and turning.
+        UnsupportedError: a rule changes values, or their order in other ways than by slicing and permuting dims.
     """
     revert = _rules("revert_weight_conversion") if is_pretrained(model) else None
     if revert is None:
@@ -56,7 +57,7 @@ def stored_views(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dic
 
 
 def older_name(model: nn.Module) -> Callable[[str], str]:
-    """From a name in files of an older version to what it is called now."""
+    """A function from a name in files of an older version to its current name."""
     if not is_pretrained(model):
         return lambda name: name
     apply = _rules("apply_renamings")
@@ -70,10 +71,11 @@ def older_name(model: nn.Module) -> Callable[[str], str]:
 
 
 def turned_view(model: nn.Module, name: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> View | None:
-    """A tensor of shape ``stored`` as the whole of the model's ``name``, of ``shape``, with its dims in another order.
+    """The view for a stored tensor of shape ``stored`` that is the model's ``name``, of ``shape``, with permuted dims;
+    None if no rule permutes it.
 
-    Some rules turn what they find in files only where its shape is not the module's (published experts of Qwen3-VL-MoE, whose
-    dims have changed places since), so they say nothing about how a tensor is saved. None where no rule turns it.
+    Some rules permute a tensor of files only if its shape is not the module's (published experts of Qwen3-VL-MoE, whose
+    dims have been swapped since), so they say nothing about how a tensor is saved.
     """
     kind, apply = _rules("WeightConverter"), _rules("apply_converters")
     mapping = _rules("get_model_conversion_mapping", "transformers.conversion_mapping")
@@ -90,7 +92,7 @@ def turned_view(model: nn.Module, name: str, stored: tuple[int, ...], shape: tup
         try:
             made = rule.convert(name, model=model, config=model.config).get(name)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-            return None  # it is for tensors of another form
+            return None  # the rule is for tensors of another form
     made = made[0] if isinstance(made, list) else made
     if made is None or tuple(made.shape) != shape or made.untyped_storage()._cdata != empty.untyped_storage()._cdata:
         return None
@@ -105,7 +107,7 @@ def _apply(apply: Callable[..., str], renamings: list[Any], name: str) -> str:
 
 
 def _rules(name: str, module: str = "transformers.core_model_loading") -> Any:
-    """A function of transformers that versions before 5 do not have."""
+    """A function of transformers; None in versions before 5, which do not have it."""
     import importlib
 
     try:
@@ -116,7 +118,8 @@ def _rules(name: str, module: str = "transformers.core_model_loading") -> Any:
 
 @contextlib.contextmanager
 def _own_classes(model: nn.Module) -> Iterator[None]:
-    """Within: every module is of the class it was before it was sharded; the rules ask for names of classes."""
+    """Within: every module has the class that it had before it was sharded, since the rules use the names of
+    classes."""
     swapped = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
     try:
         for module, kind in swapped:
@@ -128,7 +131,7 @@ def _own_classes(model: nn.Module) -> Iterator[None]:
 
 
 class _WithoutCopies(TorchFunctionMode):
-    """Within: what would copy a tensor into another order gives the view itself."""
+    """Within: functions that would copy a permuted tensor return the view itself."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func in (Tensor.contiguous, Tensor.clone, torch.clone):

@@ -1,7 +1,7 @@
-"""The folder in which a conversion's result is put together, beside its place, and the journal of what of it is done.
+"""The work folder of a conversion, next to the result's place, with a journal of the parts that are done.
 
-A line of the journal is written when the values it names are on disk, so that a conversion that was killed goes on where
-it was: one with another source or other options has another fingerprint, and starts anew.
+A line of the journal is written when the values it names are on disk, so that a conversion that was killed continues
+where it was. One with another source or other options has another fingerprint, and starts from the beginning.
 """
 
 import contextlib
@@ -19,25 +19,26 @@ from shardwise.state.staging import exchange, sync_folder
 
 __all__ = ["Workplace", "fingerprint_of"]
 
-SYNC = 256 << 20  # bytes written between two syncs: what a kill can cost
+SYNC = 256 << 20  # bytes written between two syncs: what a kill can lose
 
 
 def fingerprint_of(facts: Any) -> str:
-    """A text that is another one as soon as anything of what is to be done is another."""
+    """A digest of ``facts``, which differs if anything about the conversion differs."""
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 class Workplace:
-    """A context: the folder is locked while it is open, and stays for the next attempt unless :meth:`commit` is reached.
+    """The work folder of a conversion; a context manager that locks it. It is kept for the next attempt unless
+    :meth:`commit` is reached.
 
     Attributes:
-        files: where the result is put together.
+        files: the folder that the result is written to.
         done: piece -> checksum, of an earlier attempt.
         notes: what the user should know.
     """
 
     def __init__(self, dest: Path, fingerprint: str, *, fresh: bool):
-        self.dest = Path(os.path.abspath(dest))  # "." has no name
+        self.dest = Path(os.path.abspath(dest))  # absolute: "." has no name
         self.folder = self.dest.with_name(f".{self.dest.name}.converting")
         self.files = self.folder / "files"
         self.done: dict[int, int] = {}
@@ -72,17 +73,17 @@ class Workplace:
 
     def close_files(self, descriptors: Iterable[int]) -> None:
         """Closes the files of the result; what was written to them counts as done."""
-        with contextlib.suppress(OSError):  # what could not be synced is done again
+        with contextlib.suppress(OSError):  # parts that could not be synced are done again
             self.sync()
         for descriptor in descriptors:
             os.close(descriptor)
 
     def _read(self) -> None:
         text = (self.folder / "journal").read_text(encoding="utf-8", errors="replace")
-        lines = text.split("\n")[:-1]  # the last one is empty, or was cut off
+        lines = text.split("\n")[:-1]  # the last one is empty or incomplete
         head, *rest = lines or [""]
         if head == self._fingerprint and not self._fresh:
-            with contextlib.suppress(ValueError):  # a line that is damaged, and those after it: done again
+            with contextlib.suppress(ValueError):  # parts of a damaged line and of those after it are done again
                 for line in rest:
                     piece, checksum = json.loads(line)
                     self.done[int(piece)] = int(checksum)
@@ -94,12 +95,13 @@ class Workplace:
         self._begin()
 
     def discard_if_empty(self) -> None:
-        """Gives the room back where nothing was converted: a disk that is full stays as it was."""
+        """Removes the folder if nothing was converted, so that a full disk stays as it was."""
         if os.fstat(self._journal).st_size <= len(self._fingerprint) + 1:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def trust(self, homes: Mapping[int, str], sizes: Mapping[str, int]) -> None:
-        """Believes the journal only of files that are there: a kill behind the last rename leaves it without them.
+        """Ignores journal lines of files that are missing: a kill after the last rename leaves the journal without
+        them.
 
         Args:
             homes: piece -> its file.
@@ -112,7 +114,7 @@ class Workplace:
         }
         believed = {piece: value for piece, value in self.done.items() if homes.get(piece) in whole}
         if believed != self.done:
-            # Before the files are made again: they would stand for what the old lines say.
+            # Before the files are made again: the old lines would then seem to describe them.
             self._waiting, self.done = list(believed.items()), believed
             self._begin()
             self.sync()
@@ -122,7 +124,7 @@ class Workplace:
         os.write(self._journal, f"{self._fingerprint}\n".encode())
 
     def note(self, piece: int, checksum: int, descriptor: int, num_bytes: int) -> None:
-        """A piece has been written to ``descriptor``."""
+        """Notes that a piece has been written to ``descriptor``; its journal line is written at the next sync."""
         self._waiting.append((piece, checksum))
         self._unsynced.add(descriptor)
         self._num_unsynced += num_bytes
@@ -130,7 +132,7 @@ class Workplace:
             self.sync()
 
     def sync(self) -> None:
-        """Puts what was written on disk, and only then says so in the journal."""
+        """Syncs what was written to disk, and only then writes its journal lines."""
         for descriptor in self._unsynced:
             os.fdatasync(descriptor)
         if self._waiting:
@@ -139,17 +141,17 @@ class Workplace:
         self._unsynced = set()
 
     def commit(self, single: str | None) -> None:
-        """Moves the result to its place, where the older one stays until then.
+        """Moves the result to its place, where an older one stays until then.
 
         Args:
-            single: the file that is the result; None: all of the folder is.
+            single: the file that is the result; None: the whole folder is.
         """
         result = self.files if single is None else self.files / single
         sync_folder(self.files)
         if single is not None or not os.path.lexists(self.dest):
             os.replace(result, self.dest)
         else:
-            os.ftruncate(self._journal, 0)  # what it says is not of the older result, which the folder has from here on
+            os.ftruncate(self._journal, 0)  # from here on the folder has the older result, which it does not describe
             os.fsync(self._journal)
             exchange(result, self.dest)
         sync_folder(self.dest.parent)

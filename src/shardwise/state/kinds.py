@@ -1,4 +1,4 @@
-"""The three meanings of a state dict of a sharded model, in the words of ``torch.distributed.fsdp.StateDictType``."""
+"""State dicts of a sharded model in three kinds, named as in ``torch.distributed.fsdp.StateDictType``."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -20,15 +20,15 @@ from shardwise.world.collectively import collectively
 
 __all__ = ["StateDictType", "load_state_dict", "state_dict"]
 
-TOPOLOGY = "_shardwise_topology"  # entry of a LOCAL state dict: what it belongs to
+TOPOLOGY = "_shardwise_topology"  # entry of a LOCAL state dict: the topology it belongs to
 
 
 class StateDictType(StrEnum):
-    """What a state dict holds.
+    """The kind of a state dict: full tensors, DTensor shards, or plain local tensors.
 
-    FULL: whole tensors on rank 0's CPU, ``{}`` elsewhere; loads under any layout. SHARDED: on every rank, its shards as
-    DTensors that know their place, as ``model.state_dict()`` gives them; ``torch.distributed.checkpoint`` saves it, and
-    loads it under any layout. LOCAL: on every rank, its bare local tensors; loads under the same topology only.
+    FULL: full tensors on rank 0's CPU, ``{}`` elsewhere; loads under any layout. SHARDED: on every rank, its shards as
+    DTensors, as ``model.state_dict()`` returns them; ``torch.distributed.checkpoint`` saves it, and loads it under any
+    layout. LOCAL: on every rank, its plain local tensors; loads only under the same topology.
     """
 
     FULL_STATE_DICT = "FULL_STATE_DICT"
@@ -41,12 +41,13 @@ class StateDictType(StrEnum):
         raise ConfigError(f"state dict type {value!r}", why="there is no such type", fix=f"use one of {known}")
 
     def to_torch(self) -> TorchStateDictType:
-        """torch's member of the same name."""
+        """The member of torch's ``StateDictType`` with the same name."""
         return TorchStateDictType[self.name]
 
 
 def state_dict(model: nn.Module, kind: str | StateDictType = StateDictType.SHARDED_STATE_DICT) -> dict[str, Any]:
-    """Parameters and persistent buffers of a sharded model, by canonical name. For FULL all ranks must call it.
+    """The state dict of a sharded model: parameters and persistent buffers by canonical name. For FULL all ranks must
+    call it.
 
     SHARDED and LOCAL tensors share memory with the model. Tied names map to one tensor.
     """
@@ -70,11 +71,11 @@ def load_state_dict(
     state: Mapping[str, Any],
     kind: str | StateDictType = StateDictType.SHARDED_STATE_DICT,
 ) -> LoadReport:
-    """Loads what :func:`state_dict` of the same ``kind`` gave. All ranks must call it.
+    """Loads a state dict from :func:`state_dict` of the same ``kind``. All ranks must call it.
 
     Raises:
-        CheckpointError: on every rank; names, shapes or dtypes that do not fit, or a topology that is not the one it was
-            taken under. Nothing has changed then.
+        CheckpointError: on every rank; names, shapes or dtypes do not fit, or the topology is not the one it was made
+            under. Nothing has changed then.
     """
     kind, runtime = StateDictType(kind), runtime_of(model)
     if kind is StateDictType.FULL_STATE_DICT:

@@ -1,7 +1,7 @@
-"""Weights in: each rank reads the bytes of its own pieces, straight into its shards.
+"""Loads weights: each rank reads the bytes of its own pieces, directly into its shards.
 
-In this order: names, shapes and dtypes are matched, on every rank; only when all of them fit on all ranks the first byte
-is copied. A read that fails after that leaves a model that refuses to be used until it is loaded whole.
+First, names, shapes and dtypes are matched on every rank; only if everything fits on all ranks, values are copied. A
+read that fails after that leaves a model that refuses to be used until it is loaded completely.
 """
 
 import os
@@ -42,28 +42,29 @@ def load_weights(
     shared_files: bool = True,
     check_finite: bool = False,
 ) -> LoadReport:
-    """Loads parameters and persistent buffers of a sharded model, from any layout into any layout. All ranks must call it.
+    """Loads parameters and persistent buffers of a sharded model, from any layout into any layout. All ranks must call
+    it.
 
-    Each rank reads its own pieces, and no more, from files that every rank can see: no tensor is whole in memory, nothing
-    travels. Either everything fits and is loaded, or nothing of the model has changed.
+    Each rank reads only its own pieces, from files that every rank can see: no full tensor is in memory, and nothing is
+    sent. Either everything fits and is loaded, or nothing of the model has changed.
 
     Args:
         model: from ``parallelize``.
         source: a Hugging Face model directory, a checkpoint (every block that is read is compared with its checksum), a
-            safetensors file, a torch file, a DCP directory, or a state dict of whole tensors.
-        strict: False: names that are missing, and names that are not the model's, are left out and told.
-        rename: ``(regex, replacement)`` pairs, applied in order to the names of the source; a replacement of None leaves
-            the tensor out. What wrappers add (``_orig_mod.``, ``module.``) and a prefix that all names share or lack
-            (``model.``) are seen to without it.
+            safetensors file, a torch file, a DCP directory, or a state dict of full tensors.
+        strict: False: names that are missing, and names that are not the model's, are left out and reported.
+        rename: ``(regex, replacement)`` pairs, applied in order to the names of the source; a replacement of None
+            leaves the tensor out. Prefixes of wrappers (``_orig_mod.``, ``module.``) and a prefix that all names share
+            or lack (``model.``) are handled without it.
         cast: True: values of another dtype than the model stores are converted; False: they are refused.
-        shared_files: False: only rank 0 sees the source; it sends every rank its pieces.
+        shared_files: False: only rank 0 sees the source, and sends every rank its pieces.
         check_finite: True: values that are NaN or infinite are refused; everything is read twice.
 
     Raises:
-        CheckpointError: on every rank; what is missing, does not fit, or cannot be read, by name and file.
-        ConfigError: a ``rename`` that matches nothing.
+        CheckpointError: on every rank; something is missing, does not fit, or cannot be read; with name and file.
+        ConfigError: a ``rename`` matches nothing.
         UsageError: ``source`` is neither a path nor a mapping.
-        RankError: a rank does not come.
+        RankError: a rank does not take part.
 
     Example:
         >>> report = load_weights(model, "checkpoints/llama")  # doctest: +SKIP
@@ -102,7 +103,7 @@ def _load_own_pieces(runtime: Runtime, source: Any, rules: Rules, files: Verifie
             with errors_about(name):
                 for piece, part in runtime.parts(name, local[name]):
                     stored.read(piece.box, part, files)
-        plan.refuse_changed_files()  # every rank has planned before: all have seen one version
+        plan.refuse_changed_files()  # all ranks made their plan before this: all have read one version
         return _sums_of_shared(runtime, {name: local[name] for name in plan.tensors})
 
     before = files.num_bytes
@@ -127,14 +128,15 @@ def _load_from_rank0(runtime: Runtime, source: Any, rules: Rules, files: Verifie
     problems: list[Exception] = []
 
     def part_of(name: str, piece: Slice) -> Tensor:
-        """A read that fails gives zeros, so that the ranks that wait for it are served, and is told afterwards."""
+        """Reads a piece on rank 0. If a read fails it returns zeros, so that ranks that wait for it receive something;
+        the error is raised afterwards."""
         assert plan is not None  # on rank 0
         values = torch.zeros(piece.sizes, dtype=local[name].dtype)
         if not problems:
             try:
                 with errors_about(name):
                     plan.tensors[name].read(piece.box, values, files)
-            except Exception as error:  # whatever it is: the ranks wait for what comes
+            except Exception as error:  # any error: the other ranks wait for the piece
                 problems.append(error)
         return values
 
@@ -151,7 +153,7 @@ def _load_from_rank0(runtime: Runtime, source: Any, rules: Rules, files: Verifie
     return replace(report, num_bytes=sum(local[name].numel() * local[name].itemsize for name in names))
 
 
-Sums = dict[tuple[int, ...], int]  # ranks that hold the same pieces -> a sum over what this one holds of them
+Sums = dict[tuple[int, ...], int]  # ranks that hold the same pieces -> a checksum of this rank's copies
 
 
 def _sums_of_shared(runtime: Runtime, local: Mapping[str, Tensor]) -> Sums:
@@ -166,10 +168,10 @@ def _sums_of_shared(runtime: Runtime, local: Mapping[str, Tensor]) -> Sums:
 
 
 def _refuse_other_values(world: World, sums: Sums) -> None:
-    """Ranks that hold the same piece must have read the same values: files of one name may differ from node to node.
+    """Refuses different values on ranks that hold the same piece: files with one name may differ from node to node.
 
     Raises:
-        CheckpointError: they have not.
+        CheckpointError: ranks have read different values.
     """
     told = world.gather(sums)
     for holders in {holders for other in told for holders in other}:
@@ -182,15 +184,15 @@ def _refuse_other_values(world: World, sums: Sums) -> None:
 
 
 def _sum_of_bits(tensor: Tensor, before: int = 0) -> int:
-    """The CRC-32C of the tensor's bytes, behind others whose sum is ``before``."""
+    """The CRC-32C of the tensor's bytes, appended to bytes whose checksum is ``before``."""
     for part in bytes_of(tensor).split(BUFFER):
         before = crc32c.crc32c(part.cpu().numpy().data, before)
     return before
 
 
 def _after(runtime: Runtime, extra: Mapping[str, Any], folder: Path | None) -> None:
-    """What comes with weights besides tensors."""
-    if folder is not None:  # values that come without a directory are still those of the model that came from one
+    """Restores what comes with the weights and is not a tensor: their directory's path, and extra state."""
+    if folder is not None:  # values from no directory are still of the model that was loaded from one
         runtime.loaded_from = folder.resolve()
     if extra:
         set_extra_states(runtime.module, extra)

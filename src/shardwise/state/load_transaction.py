@@ -1,4 +1,5 @@
-"""While a model's values are being written: it cannot be used, and if that fails half way, not until they are whole again."""
+"""Blocks a model from being used while its weights are loaded, and after a load that failed half way, until a complete
+load."""
 
 from collections.abc import Collection, Mapping
 from types import TracebackType
@@ -13,13 +14,16 @@ __all__ = ["LoadTransaction", "refuse_left_half"]
 
 
 class LoadTransaction:
-    """Within, the tensors of ``names`` are written; what a model that was built for loading has besides takes its
-    constructor's values. After an exception the model refuses to be used: it is neither old nor new.
+    """A context manager for writing a model's tensors; after an exception the model refuses to be used, since some of
+    its tensors are old and others new.
+
+    Within, the caller writes the tensors of ``names``. If the model was built for loading (without values), its other
+    tensors get their constructor's values.
 
     Args:
         runtime: of the model.
         local: its ``local_tensors()``.
-        names: those of them that the caller writes.
+        names: the ones that the caller writes.
     """
 
     def __init__(self, runtime: Runtime, local: Mapping[str, Tensor], names: Collection[str]):
@@ -54,15 +58,15 @@ class LoadTransaction:
 
 
 def refuse_left_half(runtime: Runtime, place: str, names: Collection[str]) -> None:
-    """After a load that failed half way, the next one has to bring all that the first had begun to write.
+    """Refuses a load that does not contain all tensors that an earlier load, which failed, had begun to write.
 
     Args:
         runtime: of the model.
         place: where the weights come from, for messages.
-        names: canonical, of the tensors that will be written.
+        names: canonical names of the tensors that will be written.
 
     Raises:
-        CheckpointError: they are not all of them.
+        CheckpointError: some of those tensors are missing.
     """
     left = sorted(runtime.half_loaded - set(names))
     if left:

@@ -1,4 +1,4 @@
-"""Whether stored weights fit a model: everything that can be known before a byte is copied."""
+"""Matches stored weights to a model's tensors, and checks names, shapes and dtypes before any value is copied."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ __all__ = ["LoadPlan", "Rules", "all_of", "own_boxes", "plan_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What ``load_weights`` was told."""
+    """The options of ``load_weights`` that say which names and dtypes are accepted."""
 
     strict: bool
     rename: Rename
@@ -35,54 +35,56 @@ class Rules:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What will be loaded: everything has been checked."""
+    """The checked plan of a load: which stored tensor goes to which tensor of the model."""
 
     report: LoadReport
     tensors: Mapping[str, TensorSource]
     extra: Mapping[str, Any]
     folder: Path | None
-    verified: bool  # by checksums, which are compared as the values are read
+    verified: bool  # checksums are compared when values are read
 
     def refuse_changed_files(self) -> None:
-        """Raises:
-        CheckpointError: a file is not what it was when its header was read.
+        """Refuses files that changed while they were read.
+
+        Raises:
+            CheckpointError: a file is not what it was when its header was read.
         """
         if not self.verified:
             refuse_changed(self.tensors.values())
 
     @property
     def digest(self) -> str:
-        """What has to be the same on every rank."""
+        """A text that must be equal on every rank: names, shapes and dtypes."""
         return repr([(name, stored.shape, stored.dtype) for name, stored in self.tensors.items()])
 
 
-Boxes = Callable[[str, TensorSource], list[Box]]  # of a tensor: what this rank looks at when values are checked
+Boxes = Callable[[str, TensorSource], list[Box]]  # tensor -> boxes of it that this rank reads to check values
 
 
 def own_boxes(runtime: Runtime, name: str, stored: TensorSource) -> list[Box]:
-    """What this rank holds of the tensor."""
+    """The boxes of a tensor that this rank holds."""
     if name not in runtime.recipe.params:
         return all_of(name, stored)
     return [piece.box for piece in runtime.view.extents(name)]
 
 
 def all_of(_: str, stored: TensorSource) -> list[Box]:
-    """The whole tensor."""
+    """One box: the full tensor."""
     return [whole(stored.shape)]
 
 
 def plan_of(runtime: Runtime, source: Any, rules: Rules, files: VerifiedFiles, boxes: Boxes) -> LoadPlan:
-    """Opens the source, and finds for each tensor of the model the stored one that fits.
+    """Opens the source, and finds the stored tensor for each tensor of the model.
 
     Args:
         runtime: of the model.
-        source: as ``load_weights`` takes it, or opened.
+        source: as for ``load_weights``, or already opened.
         rules: which names and dtypes may differ.
-        files: to read values with, where two have to be compared.
-        boxes: which part of a tensor this rank compares.
+        files: reads values where two tensors must be compared.
+        boxes: which parts of a tensor this rank compares.
 
     Raises:
-        CheckpointError: what is missing, does not fit, or cannot be read.
+        CheckpointError: something is missing, does not fit, or cannot be read.
     """
     opened = source if isinstance(source, Source) else open_source(source)
     files.verify_with(opened.verified)
@@ -162,7 +164,8 @@ def _refuse_unfit(matched: Matched, wanted: Mapping[str, Wanted], source: Source
 
 
 def _may_be(there: str, here: str, *, cast: bool) -> bool:
-    """Numbers are rounded where that is asked for; they never become integers, or lose an imaginary part or their scale."""
+    """Whether values of dtype ``there`` may be loaded as ``here``: with ``cast`` they may be rounded, but never become
+    integers, or lose an imaginary part or their scale."""
     both = (is_rounded(there) and is_rounded(here)) or (dtype_of(there).is_complex and dtype_of(here).is_complex)
     return there == here or (cast and both)
 
@@ -176,7 +179,7 @@ def _and_more(count: int, what: str) -> str:
 
 
 def _refuse_untied(matched: Matched, source: Source, files: OpenFiles, boxes: Boxes) -> None:
-    """The model ties two names, and the source holds a tensor for each: they must be equal, or one would be lost."""
+    """Refuses different tensors in the source for two names that the model ties: one of them would be lost."""
     for home, others in matched.doubles.items():
         first = matched.tensors[home]
         for name, other in others.items():
@@ -195,7 +198,7 @@ def _refuse_untied(matched: Matched, source: Source, files: OpenFiles, boxes: Bo
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """NaN is equal to itself here: what went out comes in."""
+    """Whether two tensors are equal bit by bit; NaN is equal to itself, so that what was saved can be loaded."""
     return torch.equal(bytes_of(a), bytes_of(b))
 
 

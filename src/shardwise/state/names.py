@@ -1,6 +1,7 @@
-"""Which stored tensor is which of the model's: names as they are, without what wrappers add, renamed, with a prefix.
+"""Finds the stored tensor for each tensor of a model by name: as it is, renamed, without wrapper prefixes, with a
+prefix.
 
-Whatever is done to names is counted and told, and never twice: a name that is the model's as it stands is left alone.
+Every change of names is counted and reported. A name that is already one of the model's is never changed.
 """
 
 import itertools
@@ -22,7 +23,7 @@ __all__ = ["Matched", "Rename", "Wanted", "match_names"]
 Rename = Sequence[tuple[str, str | None]]  # (regex, replacement as re.sub takes it; None: the tensor is left out)
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-_PREFIXES = ("model", "module", "state_dict")  # what trainers put before all names
+_PREFIXES = ("model", "module", "state_dict")  # prefixes that trainers add to all names
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,13 @@ class Wanted:
 
 @dataclass
 class Matched:
-    """What was found: model's name -> stored tensor, and everything that has to be told.
+    """The result of matching names: model's name -> stored tensor, and what is reported to the user.
 
     Attributes:
         tensors: canonical name -> stored tensor.
         names: canonical name -> its name in the source.
-        doubles: canonical name -> further stored tensors, by name in the source, of a tensor that the model ties.
-        missing, unexpected, ignored, renamed: as in the report.
+        doubles: canonical name of a tied tensor -> its further stored tensors, by name in the source.
+        missing, unexpected, ignored, renamed: as in :class:`~shardwise.state.report.LoadReport`.
     """
 
     tensors: dict[str, TensorSource] = field(default_factory=dict)
@@ -60,15 +61,16 @@ def match_names(
     """Finds each of ``wanted`` in ``source``.
 
     Args:
-        model: the module, whose class may say what else its weights are called.
-        wanted: canonical name -> what it is.
-        computed: names of buffers that the model makes itself; stored by some older exports, and not loaded.
-        source: where to look.
+        model: the module, whose class may have other names for its weights.
+        wanted: canonical name -> shape, dtype and aliases.
+        computed: names of buffers that the model computes itself; some older exports store them, and they are not
+            loaded.
+        source: the stored weights.
         rename: regular expressions that are applied first, in order, to the names in the source.
 
     Raises:
-        ConfigError: a ``rename`` that is not one, or that matches nothing.
-        CheckpointError: two tensors of the source that end under one name.
+        ConfigError: a ``rename`` is not valid, or matches nothing.
+        CheckpointError: two tensors of the source get one name.
     """
     found = Matched(ignored=dict(source.left_out))
     current = _renamed({name: name for name in source.tensors}, rename, found)
@@ -129,7 +131,7 @@ def _renamed(current: dict[str, str], rename: Rename, found: Matched) -> dict[st
 
 
 def _unwrapped(current: dict[str, str], known: Mapping[str, Any], found: Matched) -> dict[str, str]:
-    """Without what wrappers put into names: only where the name is not the model's as it stands."""
+    """Removes what wrappers add to names, only where a name is not already one of the model's."""
     changed: dict[str, str] = {}
     all_wrapped = all(now.startswith("module.") for now in current.values())
     for name, now in current.items():
@@ -139,7 +141,7 @@ def _unwrapped(current: dict[str, str], known: Mapping[str, Any], found: Matched
         inner = bare
         while inner not in known and inner.startswith("module."):
             inner = inner.removeprefix("module.")
-        # Where all names begin so, it is a wrapper's even if what is left needs another prefix.
+        # If all names begin with it, a wrapper added it, even if the rest of the name needs another prefix.
         bare = inner if inner in known or all_wrapped else bare
         if bare != now:
             changed[name] = bare
@@ -151,7 +153,7 @@ def _unwrapped(current: dict[str, str], known: Mapping[str, Any], found: Matched
 def _prefixed(
     current: dict[str, str], known: Mapping[str, Any], prefixes: Iterable[str], found: Matched
 ) -> dict[str, str]:
-    """With one prefix added to, or removed from, all names that do not fit: the one that makes most of them fit."""
+    """Adds one prefix to, or removes it from, all names that do not fit: the one with which most of them fit."""
     strange = {name: now for name, now in current.items() if now not in known}
     taken = {now for now in current.values() if now in known}
     best: tuple[dict[str, str], str] = ({}, "")
@@ -168,13 +170,13 @@ def _prefixed(
 
 
 def _prefixes(model: nn.Module) -> list[str]:
-    own = getattr(model, "base_model_prefix", "")  # of Hugging Face classes: where the headless model sits
+    own = getattr(model, "base_model_prefix", "")  # of Hugging Face classes: where the headless model is
     return list(dict.fromkeys([*([own] if isinstance(own, str) and own else []), *_PREFIXES]))
 
 
 def _shared(names: Iterable[str]) -> list[str]:
-    """What all names begin with, of which one side may have more than the other: ``app`` and ``app.net`` of ``app.net.weight``
-    and ``app.net.bias``."""
+    """The common prefixes of all names, one of which the other side may lack: ``app`` and ``app.net`` for
+    ``app.net.weight`` and ``app.net.bias``."""
     paths = [name.split(".")[:-1] for name in names]
     shared = [parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]
     return [".".join(shared[:length]) for length in range(1, len(shared) + 1)]
@@ -183,7 +185,7 @@ def _shared(names: Iterable[str]) -> list[str]:
 def _updated(
     current: dict[str, str], known: Mapping[str, Any], newer: Callable[[str], str], found: Matched
 ) -> dict[str, str]:
-    """With the names of today, where the model's library has rules for those of older versions."""
+    """Updates names of older versions, if the model's library has rules for them."""
     changed = {name: newer(now) for name, now in current.items() if now not in known and newer(now) != now}
     if changed:
         found.renamed.append(f"{len(changed)} names of an older version of the model's library")
@@ -198,7 +200,8 @@ def _sort_out(
     source: Source,
     found: Matched,
 ) -> dict[str, dict[str, TensorSource]]:
-    """Puts each stored tensor where it belongs; gives those that are parts: canonical name -> name in files -> stored."""
+    """Assigns each stored tensor to a tensor of the model; returns those that are only parts of one: canonical name ->
+    name in files -> stored tensor."""
     seen: dict[str, str] = {}
     parts: dict[str, dict[str, TensorSource]] = {}
     for name, now in current.items():
@@ -227,7 +230,7 @@ def _sort_out(
 def _assemble(
     home: str, want: Wanted, views: Mapping[str, View], stored: Mapping[str, TensorSource], found: Matched
 ) -> None:
-    """One tensor of the model from the stored ones that are its parts."""
+    """Assembles a tensor of the model from the stored tensors that are its parts."""
     absent = tuple(name for name in views if name not in stored)
     if absent:
         found.missing += absent
@@ -249,7 +252,7 @@ def _assemble(
 
 
 def _turn(naming: Naming, wanted: Mapping[str, Wanted], found: Matched) -> None:
-    """Puts the dims in order of what files hold with its dims in another one, where the model's library says so."""
+    """Permutes the dims of stored tensors whose dims are in another order, if a rule of the model's library says so."""
     turned = {}
     for home, stored in found.tensors.items():
         shape = wanted[home].shape
@@ -265,7 +268,7 @@ def _turn(naming: Naming, wanted: Mapping[str, Wanted], found: Matched) -> None:
 
 
 def _excuse(model: nn.Module, found: Matched) -> None:
-    """What a Hugging Face class says its weights may lack, or hold too much."""
+    """Accepts missing and unexpected names that a Hugging Face class allows."""
     lacked = [p for p in getattr(model, "_keys_to_ignore_on_load_missing", None) or () if isinstance(p, str)]
     excused = [name for name in found.missing if any(re.search(pattern, name) for pattern in lacked)]
     found.ignored.update(dict.fromkeys(excused, "it is not there, as the model's class allows"))

@@ -1,4 +1,5 @@
-"""What a model's tensors are called in its files: as its modules are, or as its library or the task around it has it."""
+"""The names of a model's tensors in its weight files: those of its modules, or those of its library or of the
+``TaskModel`` around it."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,12 +18,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Naming:
-    """How names in files and canonical names go together.
+    """The relation between names in files and canonical names.
 
     Attributes:
-        module: whose files these are: the root, or the model in a module that only adds a loss to it.
-        prefix: what the canonical names of ``module``'s tensors begin with; "" for the root.
-        views: name in files -> which part of which tensor, by canonical name; of every tensor.
+        module: the module that the files are of: the root, or the model in a module that only adds a loss to it.
+        prefix: prefix of the canonical names of ``module``'s tensors; "" for the root.
+        views: name in files -> the part of a tensor (by canonical name) that it is; for every tensor.
     """
 
     module: nn.Module
@@ -30,23 +31,23 @@ class Naming:
     views: Mapping[str, View]
 
     def in_files(self, name: str) -> str:
-        """The name of ``module``'s own for a canonical name."""
+        """The name in ``module`` of a tensor with a canonical name."""
         return name.removeprefix(self.prefix)
 
 
 def naming_of(root: nn.Module, shapes: Shapes) -> Naming:
-    """How the tensors of ``shapes`` are called in the files that are written.
+    """The names that the tensors of ``shapes`` get in written files.
 
-    A ``TaskModel`` is trained so that its model can be used without it: its files are the model's, and what the loss owns
-    lies beside under names of its own. Where two tensors would share a name, they keep their canonical ones.
+    The model of a ``TaskModel`` is to be used without it: its files have the model's names, and the loss's tensors are
+    next to them under their canonical names. If two tensors would share a name, all keep their canonical names.
     """
     return next(_namings(root, shapes))
 
 
 def naming_of_source(root: nn.Module, shapes: Shapes, names: Iterable[str]) -> Naming:
-    """The same for files that are there, in which a task's tensors may have canonical names too."""
+    """The names in existing files, in which a task's tensors may also have canonical names; those that match most."""
     there = set(names)
-    # The first of equals: the one that is written.
+    # max returns the first of equals: the one that naming_of uses for writing.
     return max(_namings(root, shapes), key=lambda naming: len(there & naming.views.keys()))
 
 
@@ -57,12 +58,12 @@ def _namings(root: nn.Module, shapes: Shapes) -> Iterator[Naming]:
     if prefix and (naming := _naming(within, prefix, shapes)) is not None:
         yield naming
     naming = _naming(root, "", shapes)
-    assert naming is not None  # nothing lies beside the root
+    assert naming is not None  # no tensor is outside the root
     yield naming
 
 
 def _naming(module: nn.Module, prefix: str, shapes: Shapes) -> Naming | None:
-    """None if a tensor outside of ``module`` has the name of one of its own."""
+    """The naming for files of ``module``; None if a tensor outside of it has the name of one of its own."""
     own = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
     views = stored_views(module, own) or {name: view_of_all(name, shape) for name, shape in own.items()}
     if prefix:
@@ -72,7 +73,7 @@ def _naming(module: nn.Module, prefix: str, shapes: Shapes) -> Naming | None:
 
 
 def shapes_of(runtime: Runtime) -> dict[str, tuple[int, ...]]:
-    """Of every parameter and persistent buffer, in the recipe's order."""
+    """The shapes of every parameter and persistent buffer, in the recipe's order."""
     recipe = runtime.recipe
     found = {name: param.shape for name, param in recipe.params.items()}
     return found | {name: buffer.shape for name, buffer in recipe.buffers.items() if buffer.persistent}

@@ -1,8 +1,8 @@
-"""The whole state of an optimizer on rank 0, and back: keyed by canonical names, never by order.
+"""Full optimizer state dicts on rank 0, and loading them: keyed by canonical names, never by order.
 
 The form is that of torch's ``get_optimizer_state_dict``: ``{"state": {name: {key: value}}, "param_groups": [{"params":
-[name, ...], "lr": ...}]}``. What is shaped like the parameter is cut like it; everything else (step counts) is the same on
-every rank.
+[name, ...], "lr": ...}]}``. State with the parameter's shape is sharded like it; everything else (step counts) is equal
+on every rank.
 """
 
 import copy
@@ -32,23 +32,25 @@ __all__ = [
     "settings_of",
 ]
 
-# What schedulers add to groups, and what torch's optimizers have gained from version to version: no other optimizer's.
+# Settings that schedulers add to groups, and that torch's optimizers have gained from version to version: they do not
+# mean that another optimizer saved the state.
 _SAVED_BY_OTHERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
 _FLAGS = frozenset({"foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"})
 
 
 def full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
-    """Everything that ``optim`` keeps, whole, on rank 0's CPU; ``{}`` on the other ranks. All ranks must call it.
+    """The full state dict of an optimizer, unsharded, on rank 0's CPU; ``{}`` on the other ranks. All ranks must call
+    it.
 
     Args:
         model: from ``parallelize``.
         optim: built from its parameters; as it is or from :func:`~shardwise.local_optimizer`.
 
     Raises:
-        UsageError: the optimizer holds a parameter that is not the model's.
-        UnsupportedError: state that is neither shaped like its parameter nor the same on every rank (Adafactor's rows and
-            columns), of a parameter that is cut.
-        RankError: a rank does not come.
+        UsageError: the optimizer has a parameter that is not the model's.
+        UnsupportedError: state of a sharded parameter is neither shaped like it nor equal on every rank (Adafactor's
+            rows and columns).
+        RankError: a rank does not take part.
     """
     runtime = runtime_of(model)
     names = names_of(runtime, optim)
@@ -68,24 +70,26 @@ def full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimizer) ->
 
 
 def load_full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Gives ``optim`` rank 0's whole ``state``, cut as the model is. All ranks must call it; what the others give is not read.
+    """Loads a full optimizer state dict on rank 0 into ``optim`` on all ranks, sharded like the model. All ranks must
+    call it; the ``state`` of the others is ignored.
 
-    The optimizer may be fresh: what it will keep is made here, not filled into what it happens to have. Its groups take
-    the settings (learning rate and so on) of the groups that their parameters were in.
+    The optimizer may be new: its state is created here, not copied into existing state. Its parameter groups get the
+    settings (learning rate and so on) of the groups that their parameters were in.
 
     Args:
         model: from ``parallelize``.
         optim: built from its parameters.
-        state: as :func:`full_optimizer_state_dict` gives it, under any layout, or torch's ``get_optimizer_state_dict`` with
-            ``full_state_dict=True``.
+        state: from :func:`full_optimizer_state_dict` under any layout, or from torch's ``get_optimizer_state_dict``
+            with ``full_state_dict=True``.
 
     Raises:
-        CheckpointError: on every rank; state of other parameters, shapes or another optimizer. Nothing has changed then.
-        UsageError: the optimizer holds a parameter that is not the model's.
+        CheckpointError: on every rank; the state is of other parameters, shapes or another optimizer. Nothing has
+            changed then.
+        UsageError: the optimizer has a parameter that is not the model's.
     """
     runtime = runtime_of(model)
     world, place = runtime.world, "load_full_optimizer_state_dict, matching names"
-    names_of(runtime, optim)  # on every rank: a parameter that is not the model's
+    names_of(runtime, optim)  # on every rank: raises for a parameter that is not the model's
     told = collectively(world, place, lambda: match_state(runtime, optim, state), on_main=True)
     told, settings = world.broadcast(told)
     made: dict[str, dict[str, Any]] = {name: dict(values) for name, values in told.items()}
@@ -110,8 +114,8 @@ def install_state(
     made: Mapping[str, Mapping[str, Any]],
     settings: Iterable[Mapping[str, Any]],
 ) -> None:
-    """Gives ``optim`` state that fits it: name -> key -> this rank's value, and the settings of each group. Values of the shape
-    of this rank's shard are the optimizer's from here on; others are copied."""
+    """Sets the state of ``optim``: name -> key -> this rank's value, and the settings of each group. Values with the
+    shape of this rank's shard belong to the optimizer from here on; others are copied."""
     for group, wanted in zip(optim.param_groups, settings, strict=True):
         group.update({key: _as_before(value, group.get(key)) for key, value in wanted.items()})
     optim.state.clear()
@@ -137,12 +141,12 @@ def names_of(runtime: Runtime, optim: torch.optim.Optimizer) -> list[str]:
 
 
 def agreed_kinds(runtime: Runtime, optim: torch.optim.Optimizer, place: str) -> dict[str, dict[str, bool]]:
-    """Canonical name -> key of the parameter's state -> whether it is cut as the parameter is; in the model's order. All ranks
-    must call it.
+    """Canonical name -> key of the parameter's state -> whether it is sharded like the parameter; in the model's order.
+    All ranks must call it.
 
     Raises:
-        UsageError: a parameter that is not the model's, or ranks that keep different state.
-        UnsupportedError: state that is neither shaped like its parameter nor the same on every rank, of one that is cut.
+        UsageError: a parameter is not the model's, or ranks have different state.
+        UnsupportedError: state of a sharded parameter is neither shaped like it nor equal on every rank.
     """
     names = names_of(runtime, optim)
     return collectively(
@@ -159,7 +163,7 @@ def agreed_kinds(runtime: Runtime, optim: torch.optim.Optimizer, place: str) -> 
 
 
 def _kinds(runtime: Runtime, name: str, values: Mapping[str, Any]) -> dict[str, bool]:
-    """Key -> whether the value is cut as the parameter is."""
+    """Key -> whether the value is sharded like the parameter."""
     shape = runtime.local_tensors_of(name).shape
     param = runtime.recipe.params[name]
     found = {}
@@ -177,7 +181,7 @@ def _kinds(runtime: Runtime, name: str, values: Mapping[str, Any]) -> dict[str, 
 
 
 def settings_of(runtime: Runtime, group: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """A group as it is saved: its parameters' names, and everything else on the CPU."""
+    """A parameter group as it is saved: its parameters' names, and everything else on the CPU."""
     members = {id(param) for param in group["params"]}
     mine = [name for name in names if id(runtime.parameters[name]) in members]
     rest = {key: _on_cpu(value) for key, value in group.items() if key != "params"}
@@ -189,7 +193,8 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _placed(key: str, value: Any, param: nn.Parameter, group: Mapping[str, Any]) -> Any:
-    """State as the optimizer keeps it: cut values like the parameter, step counts where its kernel looks for them."""
+    """A value as the optimizer needs it: sharded values like the parameter, step counts on the device that its kernel
+    uses."""
     if not isinstance(value, Tensor):
         return value
     if value.dim() == 0 and not (param.dim() == 0 and key != "step"):
@@ -201,7 +206,7 @@ def _placed(key: str, value: Any, param: nn.Parameter, group: Mapping[str, Any])
 
 
 def _as_before(value: Any, own: Any) -> Any:
-    """A setting of this group's own: groups that share a tensor (a learning rate) would be scheduled together."""
+    """A copy of a setting for this group: groups that share a tensor (a learning rate) would be scheduled together."""
     if isinstance(value, Tensor):
         return value.to(own.device if isinstance(own, Tensor) else value.device, copy=True)
     return copy.deepcopy(value)
@@ -213,15 +218,16 @@ def _as_before(value: Any, own: Any) -> Any:
 def match_state(
     runtime: Runtime, optim: torch.optim.Optimizer, state: Mapping[str, Any]
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """Name -> key -> the value, or the dtype of one that is cut; and the settings of each group.
+    """Checks that a full state fits an optimizer: name -> key -> the value, or only the dtype of a sharded one; and the
+    settings of each group.
 
     Args:
         runtime: of the model.
-        optim: that will take the state.
-        state: as :func:`full_optimizer_state_dict` gives it; of cut tensors only shapes and dtypes are looked at.
+        optim: the optimizer that will get the state.
+        state: from :func:`full_optimizer_state_dict`; of sharded tensors only shapes and dtypes are used.
 
     Raises:
-        CheckpointError: state of other parameters, shapes or another optimizer.
+        CheckpointError: the state is of other parameters, shapes or another optimizer.
     """
     names = names_of(runtime, optim)
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping) or "param_groups" not in state:
@@ -266,7 +272,7 @@ def _values_of(runtime: Runtime, name: str, values: Mapping[str, Any]) -> dict[s
         elif tuple(value.shape) == shape:
             found[key] = value.dtype
         elif not runtime.recipe.params[name].cuts:
-            found[key] = value  # of a shape of its own (Adafactor's rows), the same on every rank
+            found[key] = value  # of another shape (Adafactor's rows), equal on every rank
         else:
             raise CheckpointError(
                 f"optimizer state {key!r} of shape {list(value.shape)}",
@@ -281,7 +287,7 @@ def _values_of(runtime: Runtime, name: str, values: Mapping[str, Any]) -> dict[s
 def _group_settings(
     runtime: Runtime, optim: torch.optim.Optimizer, number: int, saved: Iterable[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The settings that one group of ``optim`` takes over: those of the saved groups its parameters were in."""
+    """The settings for one group of ``optim``: those of the saved groups that its parameters were in."""
     group = optim.param_groups[number]
     members = {id(param) for param in group["params"]}
     names = [name for name, param in runtime.parameters.items() if id(param) in members]

@@ -1,4 +1,4 @@
-"""What loading did: which tensors came, under which names, and which did not."""
+"""The report of loading weights: which tensors were loaded, under which names, and which were not."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,18 +12,20 @@ _SHOWN = 8
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
-    """What :func:`~shardwise.load_weights` did. Equal on every rank but for ``num_bytes`` and ``seconds``; ``print`` it.
+    """The report of :func:`~shardwise.load_weights`; ``print`` it. Equal on every rank except for ``num_bytes`` and
+    ``seconds``.
 
     Attributes:
         place: where the weights came from.
         num_tensors: tensors of the model that were loaded; tied ones count once.
         num_bytes: bytes that this rank read or received.
         seconds: how long it took on this rank.
-        missing: names in the model that the source does not have; they are as they were, or ``fresh`` (``strict=False``).
-        fresh: the model had no values before (``init="load"``): what is missing took those of its constructor.
+        missing: names in the model that the source does not have; their values are as before, or ``fresh``
+            (``strict=False``).
+        fresh: the model had no values before (``init="load"``): missing tensors got those of its constructor.
         unexpected: names in the source that the model does not have (``strict=False``).
         ignored: name in the source -> why it is not the model's to load.
-        renamed: what was done to names, in words, with counts.
+        renamed: the changes of names, as text with counts.
         cast: name -> (dtype there, dtype here), where they differ (``cast=True``).
     """
 
@@ -61,6 +63,6 @@ class LoadReport:
 
 
 def shortened(names: "tuple[str, ...] | list[str]") -> str:
-    """The first names, and how many more there are."""
+    """The first names as text, and how many more there are."""
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

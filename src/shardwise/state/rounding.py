@@ -1,4 +1,4 @@
-"""Values that are written in a dtype of a smaller range: none of them may become infinite."""
+"""Casts values to a dtype with a smaller range, and refuses finite values that would become infinite."""
 
 import torch
 from torch import Tensor
@@ -10,17 +10,17 @@ __all__ = ["copy_checked", "refuse_overflow"]
 
 
 def copy_checked(out: Tensor, values: Tensor, place: str) -> None:
-    """Copies ``values`` to ``out``, in its dtype and on its device.
+    """Copies ``values`` to ``out``, cast to its dtype and device.
 
     Raises:
-        CheckpointError: a finite value is beyond that dtype; ``place`` says where it was read.
+        CheckpointError: a finite value is out of that dtype's range; ``place`` says where it was read.
     """
     out.copy_(values)
     refuse_overflow(out, values, place)
 
 
 def refuse_overflow(rounded: Tensor, values: Tensor, place: str) -> None:
-    """Of ``values``, and the same in another dtype.
+    """Compares ``values`` with the same values cast to another dtype, ``rounded``.
 
     Raises:
         CheckpointError: a finite value has become infinite.
@@ -31,7 +31,7 @@ def refuse_overflow(rounded: Tensor, values: Tensor, place: str) -> None:
     if values.is_complex():
         numbers, rounded = torch.view_as_real(values.resolve_conj()), torch.view_as_real(rounded.resolve_conj())
     least, most = (float(number) for number in torch.aminmax(numbers))
-    if -end <= least and most <= end:  # most often, and at the price of one look at each value
+    if -end <= least and most <= end:  # the usual case, with one pass over the values
         return
     num = int(rounded.isinf().sum()) - int(numbers.isinf().sum())
     if num:
@@ -45,6 +45,7 @@ def refuse_overflow(rounded: Tensor, values: Tensor, place: str) -> None:
 
 
 def _has_smaller_range(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """bfloat16's is not: it ends 0.4 % before float32's, where nothing is but marks for "infinite" (masks), which become that."""
+    """Whether ``dtype`` has a much smaller range than ``other``. That of bfloat16 ends only 0.4 % before float32's:
+    values there stand for infinity (masks), and may become infinite."""
     rounded = all(kind.itemsize > 1 and (kind.is_floating_point or kind.is_complex) for kind in (dtype, other))
     return rounded and 2 * torch.finfo(dtype).max < torch.finfo(other).max

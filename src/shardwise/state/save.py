@@ -1,7 +1,7 @@
-"""Weights out: plain safetensors files in which every rank writes its own bytes at their place.
+"""Saves weights as plain safetensors files, into which every rank writes its own bytes at their offsets.
 
-Nothing is gathered and no rank holds more than its shard: the plan of the files (:mod:`shardwise.state.file_layout`) follows
-from the recipe. The directory is made beside its place and moved there when all of it is on disk
+Nothing is gathered, and no rank holds more than its shard: the plan of the files (:mod:`shardwise.state.file_layout`)
+follows from the recipe. The directory is written next to its place and moved there when all of it is on disk
 (:mod:`shardwise.state.staging`).
 """
 
@@ -51,29 +51,30 @@ def save_weights(
     max_shard_bytes: int = SHARD_BYTES,
     dtype: str | torch.dtype | None = None,
 ) -> Path:
-    """Writes every parameter and persistent buffer as a Hugging Face model directory. All ranks must call it.
+    """Saves the weights of a sharded model as a Hugging Face directory of safetensors files: every parameter and
+    persistent buffer. All ranks must call it.
 
-    The files hold canonical names, those of a ``TaskModel`` the names in its model; a tied tensor is stored once, under its
-    first name. Each rank writes its own pieces at their place in the final files; ranks that do not see the directory send
-    theirs to rank 0, a buffer at a time. The directory appears complete or not at all: an older one is replaced when the
-    new one is on disk, and files in it that are not weights stay. The configuration and tokenizer files of the directory
-    that the model was loaded from are carried along, and a Hugging Face model's own configuration is written. What modules
-    return by ``get_extra_state`` is left out, with a warning: the format holds tensors only.
+    The files have canonical names (for a ``TaskModel`` the names in its model); a tied tensor is stored once, under its
+    first name. Each rank writes its own pieces at their offsets in the final files; ranks that do not see the directory
+    send theirs to rank 0, a buffer at a time. The directory appears complete or not at all: an older one is replaced
+    when the new one is on disk, and files in it that are not weights are kept. The configuration and tokenizer files of
+    the directory that the model was loaded from are copied, and a Hugging Face model's own configuration is written.
+    The result of ``get_extra_state`` is left out, with a warning: the format has tensors only.
 
     Args:
         model: from ``parallelize``.
-        dest: the directory; it is made. Rank 0's counts.
-        max_shard_bytes: size of one file at most, in bytes; a tensor is never divided.
+        dest: the directory; it is made. Rank 0's path is used.
+        max_shard_bytes: largest size of one file, in bytes; a tensor is never divided.
         dtype: floating parameters are written in it; None: as they are stored. Buffers are written as they are.
 
     Returns:
-        the path of ``model.safetensors``, or of the index where there are several files.
+        the path of ``model.safetensors``, or of the index if there are several files.
 
     Raises:
         CheckpointError: on every rank, if one of them cannot write.
-        ConfigError: a dtype or a size that cannot be.
-        UnsupportedError: on every rank, for a tensor of a dtype that the format does not know (complex128).
-        RankError: a rank does not come, or is lost on the way.
+        ConfigError: an invalid dtype or size.
+        UnsupportedError: on every rank, if the format does not have the dtype of a tensor (complex128).
+        RankError: a rank does not take part, or is lost during the save.
     """
     runtime = runtime_of(model)
     runtime.check_values()
@@ -96,7 +97,7 @@ def save_weights(
             fix="give every rank the same",
         ),
     )
-    states = extra_states(model)  # on every rank: one may talk to the others
+    states = extra_states(model)  # on every rank: it may communicate
     saving = _Saving(runtime, file_layout, Path(dest), kind)
     try:
         collectively(world, "save_weights, making the files", saving.make_files, on_main=True)
@@ -106,7 +107,7 @@ def save_weights(
         collectively(world, "save_weights, putting it in place", saving.finish, on_main=True)
     finally:
         saving.close()
-    if world.is_main:  # last: where warnings are errors, the others must not be left alone
+    if world.is_main:  # last: where warnings are errors, other ranks must not wait for this one
         _tell_extra_states(states)
         for note in saving.notes:
             warnings.warn(note, stacklevel=2)
@@ -119,8 +120,8 @@ def weights_bytes(model: nn.Module) -> int:
 
 
 def check_dtypes(model: nn.Module) -> None:
-    """Raises UnsupportedError, naming the tensor, if :func:`save_weights` could not write ``model``; no communication, equal
-    on every rank."""
+    """Raises UnsupportedError, with the tensor's name, if :func:`save_weights` could not write ``model``; no
+    communication, the same on every rank."""
     stored_dtypes(runtime_of(model))
 
 
@@ -156,23 +157,23 @@ def _tell_extra_states(states: dict[str, Any]) -> None:
 
 
 class _Saving:
-    """One save on one rank: its stages, in the order in which they are called."""
+    """One save on one rank, with a method per stage, in the order in which they are called."""
 
     def __init__(self, runtime: Runtime, file_layout: FileLayout, dest: Path, dtype: str | None):
         self.runtime, self.world, self.file_layout, self.dtype = runtime, runtime.world, file_layout, dtype
         self.dest = dest
         self.staged: Staged | None = None  # on rank 0
-        self.folder = dest  # where files are written, as rank 0 calls it
+        self.folder = dest  # where files are written: rank 0's path
         self.absent: frozenset[int] = frozenset()  # ranks that do not see it
         self.notes: list[str] = []
 
     def make_files(self) -> None:
-        """On rank 0: the files in their final size, with their headers. A full disk is found before a byte of the weights
-        is written."""
+        """On rank 0: makes the files in their final size, with their headers, so that a full disk is found before any
+        weights are written."""
         _refuse_file(self.dest)
         try:
             dest = self.dest.resolve()
-        except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a name that cannot be one
+        except (OSError, RuntimeError, ValueError) as error:  # a cycle of links, an invalid name
             raise CheckpointError(f"weights to {self.dest}", why=str(error), fix="name another folder") from error
         check_place(dest)
         try:
@@ -185,7 +186,7 @@ class _Saving:
             raise self._unwritten(error) from error
 
     def meet(self) -> None:
-        """Finds out who sees the directory: by a token in it, and not by its name, which may be on any disk."""
+        """Finds out which ranks see the directory: by a random token in it, since its name may exist on any disk."""
         world, token = self.world, b""
         if self.staged is not None:
             self.folder, token = self.staged.path, os.urandom(8)
@@ -196,7 +197,7 @@ class _Saving:
         self.absent = frozenset(rank for rank, sees in enumerate(seen) if not sees)
 
     def write_own(self) -> None:
-        """This rank's pieces, straight from its shards, each file put on disk when it is done."""
+        """Writes this rank's pieces directly from its shards, and syncs each file when it is done."""
         if self.world.rank in self.absent:
             return
         local = self.runtime.local_tensors()
@@ -206,13 +207,14 @@ class _Saving:
                     for part in parts:
                         write_part(descriptor, part, local[part.view.name][part.local])
                     os.fsync(descriptor)
-        except CheckpointError:  # a value that the dtype cannot hold
+        except CheckpointError:  # a value out of the dtype's range
             raise
         except OSError as error:
             raise self._unwritten(error) from error
 
     def stream(self) -> None:
-        """What ranks elsewhere hold goes through rank 0, in messages of bounded size, rank by rank."""
+        """Sends the pieces of ranks that do not see the directory to rank 0, in messages of bounded size, rank by
+        rank."""
         if self.world.rank in self.absent:
             self._send()
         if not self.world.is_main:
@@ -233,13 +235,14 @@ class _Saving:
                 try:
                     with errors_about(part.view.name):
                         refuse_overflow(rounded, block, f"to be written in {part.tensor.dtype}")
-                except CheckpointError as error:  # told when rank 0 waits for nothing any more
+                except CheckpointError as error:  # raised once rank 0 has received everything
                     problem = problem or error
         if problem is not None:
             raise problem
 
     def _receive(self, rank: int, path: Path, parts: list[Part], problem: OSError | None) -> OSError | None:
-        """Takes what ``rank`` sends for one file; all of it even where it cannot be written, since the rank must not wait."""
+        """Receives and writes what ``rank`` sends for one file; all of it even if it cannot be written, since the rank
+        must not wait."""
         wires = ((part, box, size) for part in parts for box, size in stored_boxes(part))
         try:
             if problem is not None:
@@ -260,7 +263,7 @@ class _Saving:
         return wire.cpu().numpy().data
 
     def finish(self) -> None:
-        """On rank 0: what lies beside the weights, then all of it into its place."""
+        """On rank 0: writes the index, configuration and tokenizer files, then moves the directory to its place."""
         assert self.staged is not None
         try:
             (self.folder / TOKEN).unlink()
@@ -277,7 +280,7 @@ class _Saving:
             raise self._unwritten(error) from error
 
     def close(self) -> None:
-        """Removes what has not come to its place."""
+        """Removes the directory if it has not been moved to its place."""
         if self.staged is not None:
             self.staged.close()
 
@@ -290,7 +293,7 @@ class _Saving:
 
 
 def sees_token(folder: Path, token: bytes) -> bool:
-    """Whether this rank sees the directory that rank 0 has made."""
+    """Whether this rank sees the directory that rank 0 made, by the token in it."""
     try:
         return (folder / TOKEN).read_bytes() == token
     except OSError:

@@ -1,4 +1,5 @@
-"""What lies beside a model's weights so that stock libraries open them: its configuration, its tokenizer."""
+"""The configuration and tokenizer files that are saved with a model's weights, so that other libraries can open
+them."""
 
 import copy
 from pathlib import Path
@@ -12,22 +13,22 @@ from shardwise.state.naming import naming_of, shapes_of
 
 __all__ = ["sidecar_files"]
 
-_MOST = 256 << 20  # bytes of one file: what is larger is no configuration
+_MOST = 256 << 20  # bytes of one file: a larger one is not a configuration
 
 
 def sidecar_files(runtime: Runtime, dtype: str | None = None) -> tuple[dict[str, bytes], list[str]]:
-    """File name -> content, of what the directory had that the model was loaded from, and of a Hugging Face model's
-    configuration as it is now; and what has to be told.
+    """File name -> content of the configuration and tokenizer files from the directory that the model was loaded from,
+    and of a Hugging Face model's current configuration; and notes for the user.
 
     Args:
-        runtime: of the model. The tokenizer is the one that it was trained with, where that is known.
-        dtype: of its parameters as they are stored, if it is not the model's own.
+        runtime: of the model. The tokenizer is the one that it was trained with, if that is known.
+        dtype: of its parameters in the files, if it is not the model's own.
     """
     found: dict[str, bytes] = {}
     notes: list[str] = []
     if runtime.loaded_from is not None:
         try:
-            runtime.loaded_from.stat()  # it may have gone
+            runtime.loaded_from.stat()  # it may have been removed
             paths = sidecars_of(runtime.loaded_from)
             if runtime.tokenizer is not None:
                 paths = [path for path in paths if path.name not in TOKENIZER_FILES]
@@ -54,7 +55,7 @@ def _of_hugging_face(runtime: Runtime, dtype: str | None) -> dict[str, bytes]:
 
 def _config_text(model: Any, runtime: Runtime, dtype: str | None) -> str:
     config = copy.deepcopy(model.config)
-    root = model is runtime.module  # which replicas give another class
+    root = model is runtime.module  # replicas give the root another class
     config.architectures = [runtime.recipe.module_class if root else user_class(model).__name__]
     stored = [param.storage for param in runtime.recipe.params.values()]
     if stored:

@@ -1,4 +1,5 @@
-"""``open_source``: from what a user names to a :class:`~shardwise.state.stored.Source`. The one place that knows the kinds."""
+"""``open_source``: opens weights of any supported kind as a :class:`~shardwise.state.stored.Source`. Only this file
+knows all kinds."""
 
 import os
 from collections.abc import Mapping
@@ -30,15 +31,15 @@ __all__ = ["open_source"]
 
 
 def open_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
-    """What ``source`` holds; nothing but names, shapes, dtypes and places is read.
+    """Opens weights; only names, shapes, dtypes and places are read, no values.
 
     Args:
-        source: a Hugging Face model directory, a checkpoint, a run's directory of them (the newest is meant), a DCP directory,
-            a safetensors file, a file by ``torch.save``, or a state dict.
+        source: a Hugging Face model directory, a checkpoint, a run's directory of checkpoints (the newest is used), a
+            DCP directory, a safetensors file, a file of ``torch.save``, or a state dict.
 
     Raises:
-        CheckpointError: nothing there, not whole, or of no kind that is known here.
-        UsageError: neither a path nor a mapping of tensors.
+        CheckpointError: it does not exist, is not complete, or is of no supported kind.
+        UsageError: it is neither a path nor a mapping of tensors.
     """
     if isinstance(source, Mapping):
         return _open_mapping(source)
@@ -93,7 +94,8 @@ def _open_folder(path: Path) -> Source:
 
 
 def _open_file(path: Path) -> Source:
-    """One file: by its beginning, since names say little; the endings of other kinds are known, and say much."""
+    """Opens one file, by its first bytes, since its name says little; files of other kinds are recognised by their
+    endings."""
     if path.suffix == ".distcp":
         raise CheckpointError(
             f"weights from {path}", why="it is one file of a DCP directory", fix=f"name the directory: {path.parent}"
@@ -147,8 +149,8 @@ def _open_mapping(state: Mapping[str, Any]) -> Source:
 
 
 def _model_in(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Name -> value of the model's, which may stand under a key (``{"model": ..., "epoch": 3}``), and name -> why not, of what
-    stands beside it: as in files by ``torch.save``."""
+    """Name -> value of the model's entries, which may be under a key (``{"model": ..., "epoch": 3}``); and for the
+    others, name -> why they are left out. As in files of ``torch.save``."""
     arrays = [name for name, value in state.items() if isinstance(value, np.ndarray)]
     if arrays and not any(isinstance(value, Tensor | Mapping) for value in state.values()):
         raise UsageError(

@@ -1,8 +1,9 @@
-"""A directory that appears complete or not at all: made beside its place, put on disk, then moved there in one step.
+"""Makes a directory appear complete or not at all: it is written next to its place, synced, then moved there
+atomically.
 
-An older directory of that name stays as it is until then. Where the system can, the two change places in one step
-(Linux: renameat2 with RENAME_EXCHANGE); else there is a moment in which both lie beside the name. What others keep in
-the old directory goes along.
+An older directory of that name stays as it is until then. If the system can, the two are exchanged in one step (Linux:
+renameat2 with RENAME_EXCHANGE); otherwise there is a moment in which neither has the name. Other files in the old
+directory are kept.
 """
 
 import contextlib
@@ -25,18 +26,18 @@ _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
 
 
 class Staged:
-    """A new directory beside ``dest``, and a lock file beside that, which is held as long as the directory is being filled.
+    """A new directory next to ``dest``, with a lock file next to it that is held while the directory is being written.
 
     Attributes:
-        path: where to write.
-        dest: where it will be.
+        path: the directory to write to.
+        dest: its final path.
     """
 
     def __init__(self, dest: Path):
         self.dest = dest
         dest.parent.mkdir(parents=True, exist_ok=True)
         remove_left_overs(dest.parent, dest.name)
-        # The lock first: a directory of this kind without one that is held is left over.
+        # The lock first: a directory like this without a held lock is a left-over of a killed save.
         while True:
             self.path = dest.with_name(f".{dest.name}.saving-{secrets.token_hex(4)}")
             self._lock = os.open(_lock_of(self.path), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -46,23 +47,23 @@ class Staged:
         self.path.mkdir()
 
     def commit(self) -> None:
-        """Moves the directory to its place, and puts that on disk. Its files are on disk already; files of an older directory
-        that are not a model's weights go along.
+        """Moves the directory to its place, and syncs that. Its files are on disk already; files of an older directory
+        that are not a model's weights are kept.
 
         Raises:
-            OSError: it cannot be moved there; what was there is as it was.
+            OSError: it cannot be moved; what was there is unchanged.
         """
         self.move(keeps_others=True)
         sync_folder(self.dest.parent)
 
     def move(self, *, keeps_others: bool) -> None:
-        """Moves the directory to its place; a crash of the machine may still undo that.
+        """Moves the directory to its place without syncing that: a crash of the machine may undo it.
 
         Args:
-            keeps_others: whether files of an older directory that are not a model's weights go along.
+            keeps_others: whether files of an older directory that are not a model's weights are kept.
 
         Raises:
-            OSError: it cannot be moved there; what was there is as it was.
+            OSError: it cannot be moved; what was there is unchanged.
         """
         older = self.dest.exists() and any(self.dest.iterdir())
         if self.dest.exists():
@@ -78,8 +79,8 @@ class Staged:
             os.replace(self.path, self.dest)
 
     def close(self) -> None:
-        """Removes what is left: the half-made directory, or after :meth:`commit` the old one."""
-        if self.path.is_symlink():  # it stood where the new one stands; what it names is not ours
+        """Removes the incomplete directory, or after :meth:`commit` the old one."""
+        if self.path.is_symlink():  # the old one was a link; its target is not ours
             self.path.unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=True)
         with contextlib.suppress(OSError):
@@ -92,13 +93,13 @@ def _lock_of(path: Path) -> Path:
 
 
 def _hold(descriptor: int, path: Path) -> bool:
-    """Whether the lock is held now, and is the file that others find under its name."""
+    """Takes the lock; returns whether it is held now and still is the file that others find under its name."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        return True  # a file system without locks: left-overs stay where they are
+        return True  # a file system without locks: left-overs are not removed
     try:
         return os.fstat(descriptor).st_ino == path.stat().st_ino
     except FileNotFoundError:
@@ -106,7 +107,7 @@ def _hold(descriptor: int, path: Path) -> bool:
 
 
 def check_place(dest: Path) -> None:
-    """Refuses a place that no directory can be moved to.
+    """Refuses a destination to which no directory can be moved.
 
     Raises:
         CheckpointError: with the reason.
@@ -126,20 +127,20 @@ def check_place(dest: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Puts the names in a directory on disk."""
+    """Syncs a directory, so that the names in it are on disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that syncs no directories
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # the file system cannot sync directories
             raise
     finally:
         os.close(descriptor)
 
 
 def remove_left_overs(folder: Path, name: str | None = None) -> None:
-    """Removes directories of saves to ``folder / name`` (None: to any name in it) that were killed: nobody holds their
-    lock."""
+    """Removes the directories of killed saves to ``folder / name`` (None: to any name in it): those whose lock is not
+    held."""
     for lock in folder.glob(f".{'*' if name is None else glob.escape(name)}.saving-*.lock"):
         try:
             descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
@@ -150,22 +151,22 @@ def remove_left_overs(folder: Path, name: str | None = None) -> None:
             shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
             lock.unlink(missing_ok=True)
         except OSError:
-            continue  # a save that is going on
+            continue  # a save that is still running
         finally:
             os.close(descriptor)
 
 
 def _take_rights(old: Path, new: Path) -> None:
-    """Who may read and write the old directory may the new one."""
+    """Gives the new directory the owner and the permissions of the old one."""
     facts = old.stat()
     with contextlib.suppress(OSError):
         os.chown(new, facts.st_uid, facts.st_gid)
     with contextlib.suppress(OSError):
-        os.chmod(new, stat.S_IMODE(facts.st_mode))  # after the owner: a change of owner takes set-id bits away
+        os.chmod(new, stat.S_IMODE(facts.st_mode))  # after chown, which clears set-id bits
 
 
 def _take_along(old: Path, new: Path) -> None:
-    """Puts what others keep in the old directory into the new one as well: by links, so that it is in both."""
+    """Adds the other files of the old directory to the new one, by hard links, so that they are in both."""
     for entry in old.iterdir():
         target = new / entry.name
         if is_of_weights(entry.name) or target.exists():
@@ -177,7 +178,7 @@ def _take_along(old: Path, new: Path) -> None:
 
 
 def _take_late(old: Path, new: Path, top: bool = True) -> None:
-    """What was put into the old directory while the new one was made ready, at any depth."""
+    """Moves files that were added to the old directory while the new one was prepared, at any depth."""
     for entry in old.iterdir():
         target = new / entry.name
         if top and is_of_weights(entry.name):
@@ -196,7 +197,7 @@ def _link(source: str | Path, target: str | Path) -> None:
 
 
 def exchange(a: Path, b: Path) -> None:
-    """Two directories change names, in one step where the system can."""
+    """Exchanges the names of two directories, in one step if the system can."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     here = -100  # AT_FDCWD of fcntl.h
     if rename is not None and rename(here, os.fsencode(a), here, os.fsencode(b), _EXCHANGE) == 0:

@@ -1,8 +1,8 @@
-"""Tensors that are stored somewhere, and reading a part of one: the one way in which weights come in.
+"""Reads parts of stored tensors, from any kind of source: all weights are loaded through this.
 
-Whatever a source is (safetensors files, a torch file, a DCP directory, a state dict in memory), it is a :class:`Source`:
-names, each with a :class:`TensorSource` that can be asked for any box. Files are read at the offsets of that box, straight into
-the memory that the values are for where dtype and order allow it, else through a buffer of bounded size.
+Every source (safetensors files, a torch file, a DCP directory, a state dict in memory) is a :class:`Source`: names,
+each with a :class:`TensorSource` from which any box can be read. Files are read at the offsets of that box, directly
+into the target memory if dtype and order allow it, otherwise through a buffer of bounded size.
 """
 
 import math
@@ -26,23 +26,23 @@ from shardwise.state.rounding import copy_checked
 
 __all__ = ["Chunk", "FileTensor", "InMemoryTensor", "Source", "TensorSource", "is_rounded", "refuse_changed"]
 
-SHORT_RUN = 4096  # bytes, a page: to read what lies between shorter runs costs less than another call
+SHORT_RUN = 4096  # bytes, a page: for shorter runs, reading what is between them costs less than another call
 
 
 def is_rounded(dtype: str) -> bool:
-    """Whether tensors of ``dtype`` take another one where weights are written in it.
+    """Whether tensors of ``dtype`` are cast when weights are written in another dtype.
 
-    Numbers of one byte do not: they are quantized weights, and what they mean stands in a scale beside them.
+    Numbers of one byte are not: they are quantized weights, whose meaning depends on a separate scale.
     """
     return dtype in FLOATING
 
 
 @dataclass(frozen=True, eq=False)
 class TensorSource(ABC):
-    """A tensor that can be read in parts.
+    """A stored tensor that can be read in parts.
 
     Attributes:
-        shape: of the whole tensor.
+        shape: of the full tensor.
         dtype: torch's name for it, without ``torch.``.
     """
 
@@ -51,15 +51,15 @@ class TensorSource(ABC):
 
     @abstractmethod
     def read(self, box: Box, out: Tensor, files: OpenFiles) -> None:
-        """Writes the values of ``box`` to ``out``, of the box's sizes, in any dtype and on any device.
+        """Reads the values of ``box`` into ``out``, which has the box's sizes, any dtype and any device.
 
         Raises:
-            CheckpointError: a file that cannot be read, by name; a finite value that ``out`` cannot hold.
+            CheckpointError: a file cannot be read (with its name), or a finite value is out of the range of ``out``.
         """
 
     @property
     def origins(self) -> tuple["Chunk", ...]:
-        """All places in files that its values come from."""
+        """All places in files from which its values are read."""
         return ()
 
     @property
@@ -71,7 +71,7 @@ class TensorSource(ABC):
         return self.numel * dtype_of(self.dtype).itemsize
 
     def load(self, files: OpenFiles, box: Box | None = None) -> Tensor:
-        """The values of ``box`` (None: all of it), as a new CPU tensor."""
+        """Reads ``box`` (None: all of it) into a new CPU tensor."""
         box = whole(self.shape) if box is None else box
         out = torch.empty(box.sizes, dtype=dtype_of(self.dtype))
         self.read(box, out, files)
@@ -80,8 +80,8 @@ class TensorSource(ABC):
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor and where its bytes are: at ``offset`` of ``file``, row-major, or with ``strides`` (in elements)
-    from there. ``stamp`` is the file's, from before its header was read."""
+    """A box of a tensor and the place of its bytes: at ``offset`` of ``file``, row-major or with ``strides`` (in
+    elements). ``stamp``: of the file, from before its header was read."""
 
     box: Box
     file: Path
@@ -92,7 +92,7 @@ class Chunk:
 
 @dataclass(frozen=True, eq=False)
 class FileTensor(TensorSource):
-    """A tensor in files: in chunks that tile it."""
+    """A tensor in files, in chunks that tile it."""
 
     chunks: tuple[Chunk, ...]
 
@@ -101,7 +101,7 @@ class FileTensor(TensorSource):
         return self.chunks
 
     def read(self, box: Box, out: Tensor, files: OpenFiles) -> None:
-        if len(self.chunks) == 1:  # most are stored so, and there are many
+        if len(self.chunks) == 1:  # the usual case, and there are many tensors
             _read_chunk(self.chunks[0], box, out, self.dtype, files)
             return
         for chunk in self.chunks:
@@ -112,7 +112,7 @@ class FileTensor(TensorSource):
 
 @dataclass(frozen=True, eq=False)
 class InMemoryTensor(TensorSource):
-    """A tensor in memory, whole."""
+    """A full tensor in memory, as of a state dict."""
 
     tensor: Tensor
 
@@ -126,17 +126,17 @@ class InMemoryTensor(TensorSource):
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Weights to be read.
+    """Opened weights that can be read, of any kind of file or a state dict.
 
     Attributes:
         place: where they are, for messages.
-        kind: what that is, for messages ("a Hugging Face directory").
-        tensors: name -> tensor, as they are called there.
-        left_out: name -> why, of what is there and is no weight.
+        kind: the kind of source, for messages ("a Hugging Face directory").
+        tensors: name in the source -> tensor.
+        left_out: name -> why it is left out, for entries that are not weights.
         extra: name -> what a module's ``get_extra_state`` returned; in state dicts.
-        verified: the checkpoint that it is in, whose checksums are compared where it is read by
+        verified: the checkpoint that it is in; its checksums are compared if it is read by
             :class:`~shardwise.state.integrity.reading.VerifiedFiles`.
-        folder: the directory of a model, with its config and tokenizer files; None where there is none.
+        folder: the directory of a model, with its config and tokenizer files; None if there is none.
     """
 
     place: str
@@ -149,7 +149,8 @@ class Source:
 
 
 def refuse_changed(tensors: Iterable[TensorSource]) -> None:
-    """For the end of reading: values at offsets of one version of a file may have been taken from another.
+    """Refuses files that changed while they were read: values may come from another version than their offsets. Called
+    after reading.
 
     Raises:
         CheckpointError: a file is no longer what it was when its header was read.
@@ -164,7 +165,7 @@ def refuse_changed(tensors: Iterable[TensorSource]) -> None:
 
 
 def _read_chunk(chunk: Chunk, box: Box, out: Tensor, dtype: str, files: OpenFiles) -> None:
-    """Reads ``box``, counted from the chunk's beginning."""
+    """Reads ``box``, which is relative to the chunk's beginning."""
     kind = dtype_of(dtype)
     if chunk.strides is not None:
         _read_strided(chunk, box, out, kind, files)
@@ -193,7 +194,7 @@ def _read_chunk(chunk: Chunk, box: Box, out: Tensor, dtype: str, files: OpenFile
 
 
 def _read_strided(chunk: Chunk, box: Box, out: Tensor, kind: torch.dtype, files: OpenFiles) -> None:
-    """Reads the stretch that covers a few rows, and takes what is wanted from it."""
+    """Reads ranges that cover a few rows each, and copies the needed values from them."""
     strides = chunk.strides if chunk.strides is not None else row_strides(chunk.box.sizes)
     for part in _parts_that_span(box, strides, BUFFER // kind.itemsize):
         first = sum(start * stride for start, stride in zip(part.starts, strides, strict=True))
@@ -209,13 +210,13 @@ def _span(box: Box, strides: tuple[int, ...]) -> int:
 
 
 def _parts_that_span(box: Box, strides: tuple[int, ...], max_span: int) -> Iterator[Box]:
-    """``box`` in parts each of which lies in a stretch of at most ``max_span`` elements."""
+    """Divides ``box`` into parts, each within a range of at most ``max_span`` elements."""
     if not box.numel:
         return
     if _span(box, strides) <= max_span or box.numel == 1:
         yield box
         return
-    # Halved along the dim whose steps are the widest: what is left lies closer together.
+    # Halved along the dim with the widest span, so that the halves span less.
     dim = max((d for d, size in enumerate(box.sizes) if size > 1), key=lambda d: strides[d] * (box.sizes[d] - 1))
     half = box.sizes[dim] // 2
     for start, size in ((0, half), (half, box.sizes[dim] - half)):

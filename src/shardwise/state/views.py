@@ -1,4 +1,5 @@
-"""Stored tensors that are parts of the model's: what a library's files call apart what its modules hold as one."""
+"""Stored tensors that are parts of a model's tensors: some libraries' files store separately what a module has as
+one."""
 
 from dataclasses import dataclass
 
@@ -13,8 +14,8 @@ __all__ = ["Assembled", "View", "view_at", "view_of_all"]
 
 @dataclass(frozen=True)
 class View:
-    """A stored tensor as a part of one of the model's: ``box`` of tensor ``name``, whose dims are the model's ``dims``, in that
-    order; the others have size 1 in the box."""
+    """A stored tensor as a part of a model's tensor: ``box`` of tensor ``name``, with the model's ``dims`` in that
+    order; the other dims have size 1 in the box."""
 
     name: str
     box: Box
@@ -26,30 +27,30 @@ class View:
 
     @property
     def is_in_order(self) -> bool:
-        """Whether the stored tensor has the model's dims, all of them, in the model's order."""
+        """Whether the stored tensor has all of the model's dims, in the model's order."""
         return self.dims == tuple(range(len(self.box.sizes)))
 
     def to_stored(self, box: Box) -> Box:
-        """A box of the model's tensor, inside the view's, in the stored tensor's dims."""
+        """Converts a box of the model's tensor, inside the view's box, to the stored tensor's dims."""
         inner = box.within(self.box)
         return Box(tuple(inner.starts[dim] for dim in self.dims), tuple(inner.sizes[dim] for dim in self.dims))
 
     def turned(self, values: Tensor) -> Tensor:
-        """Values of a box of the model's tensor, as they lie in the stored one: a view of ``values``."""
+        """The values of a box of the model's tensor with the stored tensor's dims: a view of ``values``."""
         others = [dim for dim in range(values.dim()) if dim not in self.dims]
         return values.permute((*self.dims, *others))[(..., *(0 for _ in others))]
 
 
 def view_of_all(name: str, shape: tuple[int, ...]) -> View:
-    """A tensor that is stored as the model has it."""
+    """The view for a tensor that is stored as the model has it."""
     return View(name, whole(shape), tuple(range(len(shape))))
 
 
 def view_at(
     name: str, shape: tuple[int, ...], offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]
 ) -> View | None:
-    """The view that lies at ``offset`` of a row-major tensor of ``shape`` with these sizes and strides, all in elements; None if
-    it is no box of it."""
+    """The view at ``offset`` of a row-major tensor of ``shape`` with these sizes and strides, all in elements; None if
+    it is not a box of that tensor."""
     steps = row_strides(shape)
     starts = []
     for step, size in zip(steps, shape, strict=True):
@@ -60,7 +61,7 @@ def view_at(
         fits = [d for d, step in enumerate(steps) if step == stride and d not in dims and starts[d] + size <= shape[d]]
         if not fits:
             return None
-        # Dims of size 1 have the stride of the next one: the longest is meant.
+        # A dim of size 1 has the same stride as the next one: take the longest.
         dim = max(fits, key=lambda d: shape[d])
         dims.append(dim)
         boxed[dim] = size
@@ -69,7 +70,7 @@ def view_at(
 
 @dataclass(frozen=True, eq=False)
 class Assembled(TensorSource):
-    """A tensor of the model that is stored in parts, which tile it."""
+    """A tensor of the model that is stored in several parts, which tile it."""
 
     parts: tuple[tuple[View, TensorSource], ...]
 

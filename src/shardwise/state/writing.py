@@ -1,4 +1,5 @@
-"""Writing parts of tensors at their place in files: from where they lie if they can go as they are, else block by block."""
+"""Writes parts of tensors at their offsets in files: directly from their memory if possible, otherwise block by
+block."""
 
 import contextlib
 import errno
@@ -30,17 +31,17 @@ __all__ = [
     "write_part",
 ]
 
-LARGE = 1 << 20  # bytes: of a write that is worth a word to the system
-BEHIND = 4 * BUFFER  # bytes: how far back pages are looked for that have reached the disk
+LARGE = 1 << 20  # bytes: writes of at least this size are flushed to the disk
+BEHIND = 4 * BUFFER  # bytes: how far back pages that have reached the disk are dropped
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def reserve(descriptor: int, size: int) -> None:
-    """Makes a file ``size`` bytes long, with room on the disk for them where the file system can promise that.
+    """Makes a file ``size`` bytes long, with disk space reserved if the file system can do that.
 
     Raises:
-        OSError: there is no room.
+        OSError: there is not enough space.
     """
     try:
         os.posix_fallocate(descriptor, 0, size)
@@ -51,7 +52,7 @@ def reserve(descriptor: int, size: int) -> None:
 
 
 def by_file(folder: Path, parts: Iterator[Part]) -> Iterator[tuple[Path, list[Part]]]:
-    """The parts in the order they come in, those of one file together."""
+    """Groups the parts by file, in their order."""
     gathered: list[Part] = []
     for part in parts:
         if gathered and part.file is not gathered[0].file:
@@ -63,15 +64,15 @@ def by_file(folder: Path, parts: Iterator[Part]) -> Iterator[tuple[Path, list[Pa
 
 
 def write_part(descriptor: int, part: Part, values: Tensor) -> None:
-    """Writes ``values``, the part's box of the model's tensor; from where they are if they lie there as they will in the
-    file, else through a buffer."""
+    """Writes ``values``, the part's box of the model's tensor; directly if their bytes are as in the file, otherwise
+    through a buffer."""
     for offset, memory in stretches(part, values):
         write_at(descriptor, memory, offset)
 
 
 def stretches(part: Part, values: Tensor) -> Iterator[tuple[int, memoryview]]:
-    """``(offset in the file, bytes)`` of ``values``, the part's box of the model's tensor: where they are if they lie there as
-    they will in the file, else block by block."""
+    """``(offset in the file, bytes)`` of ``values``, the part's box of the model's tensor: views of their memory if its
+    bytes are as in the file, otherwise converted block by block."""
     tensor = part.tensor
     straight = values.device.type == "cpu" and dtype_name(values.dtype) == tensor.dtype and values.is_contiguous()
     if straight and part.view.is_in_order:
@@ -84,14 +85,14 @@ def stretches(part: Part, values: Tensor) -> Iterator[tuple[int, memoryview]]:
 
 
 def stored_boxes(part: Part) -> Iterator[tuple[Box, int]]:
-    """``(box of the stored tensor, bytes)`` of each message or buffer that a part takes."""
+    """``(box of the stored tensor, number of bytes)`` of each message or buffer that a part needs."""
     itemsize = DTYPE_BYTES[part.tensor.dtype]
     for box in blocks(part.stored, BUFFER // itemsize):
         yield box, box.numel * itemsize
 
 
 def stored_blocks(part: Part, values: Tensor) -> Iterator[tuple[Box, Tensor, Tensor]]:
-    """``values`` block by block: each as it is, and as it will lie in the file, on the CPU."""
+    """Yields ``values`` block by block: the box, the values as they are, and as they are written, on the CPU."""
     turned = part.view.turned(values)
     for box, _ in stored_boxes(part):
         block = turned[index_of(box.within(part.stored))]
@@ -99,7 +100,7 @@ def stored_blocks(part: Part, values: Tensor) -> Iterator[tuple[Box, Tensor, Ten
 
 
 def write_box(descriptor: int, part: Part, box: Box, memory: memoryview) -> None:
-    """Writes a box of the stored tensor, whose bytes are ``memory``, in the stretches in which it lies in the file."""
+    """Writes a box of the stored tensor, whose bytes are ``memory``, to its contiguous ranges of the file."""
     for offset, stretch in _stretches_of_box(part, box, memory):
         write_at(descriptor, stretch, offset)
 
@@ -113,7 +114,7 @@ def _stretches_of_box(part: Part, box: Box, memory: memoryview) -> Iterator[tupl
 
 
 def write_at(descriptor: int, memory: memoryview, offset: int) -> None:
-    """Writes all of ``memory`` at ``offset``; what is large is on its way to the disk when this returns."""
+    """Writes all of ``memory`` at ``offset``; large writes are already being flushed to the disk when this returns."""
     done = 0
     while done < len(memory):
         num = os.pwrite(descriptor, memory[done : done + BUFFER], offset + done)
@@ -123,17 +124,18 @@ def write_at(descriptor: int, memory: memoryview, offset: int) -> None:
 
 
 def send_off(descriptor: int, offset: int, num_bytes: int) -> None:
-    """Has the system write these bytes to the disk now, and forget those before them that are there already.
+    """Asks the system to write these bytes to the disk now, and to drop earlier ones that are there from its page
+    cache.
 
-    Otherwise they pile up as new pages of the cache until a sync: measured beside it, four to six times slower.
+    Otherwise dirty pages pile up until a sync: measured in comparison, four to six times slower.
     """
-    with contextlib.suppress(OSError, AttributeError):  # advice: a system may not know it
+    with contextlib.suppress(OSError, AttributeError):  # only advice, which a system may not have
         os.posix_fadvise(descriptor, max(0, offset - BEHIND), num_bytes + BEHIND, os.POSIX_FADV_DONTNEED)
 
 
 @contextlib.contextmanager
 def opened(path: Path, flags: int = 0) -> Iterator[int]:
-    """A descriptor of the file, for writing; ``flags`` beside that."""
+    """Opens a file for writing, with further ``flags``; yields the descriptor."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o666)
     try:
         yield descriptor

@@ -1,4 +1,5 @@
-"""One optimizer step: the window of micro-batches, the loss contract, what ranks agree on, clipping, scaling, evaluation.
+"""One optimizer step over several micro-batches (a window): gradient accumulation, loss, gradient clipping, loss
+scaling, the exchanges between ranks, evaluation.
 
-:mod:`step <shardwise.step.step>` is the table of contents: ``TrainStep`` and its parts, each in the file of its name.
+Start reading at :mod:`step <shardwise.step.step>`: ``TrainStep``, whose parts each have a file of their name.
 """

@@ -1,4 +1,5 @@
-"""Clipping gradients, by the norm of all of them together and by the value of each element; exact under every layout."""
+"""Gradient clipping, by the norm of all gradients together and by the value of each element; exact under every
+layout."""
 
 import math
 from dataclasses import dataclass
@@ -19,16 +20,17 @@ NormType = float | Literal["inf"]
 
 @dataclass(frozen=True)
 class Clipping:
-    """What a step does to its gradients before the update. With both limits the norm comes first: it is measured once, of the
-    gradients as they came, and clamping elements afterwards only makes it smaller, so that both limits hold.
+    """The gradient clipping of a step, applied before the optimizer's update. With both limits the norm is clipped
+    first: it is measured once, of the unclipped gradients, and clamping elements afterwards only makes it smaller, so
+    both limits hold.
 
     Args:
-        max_grad_norm: the norm of all gradients is scaled down to this; None: it is measured only.
+        max_grad_norm: the norm of all gradients is scaled down to this; None: it is only measured.
         norm_type: p of that norm, above 0; ``inf`` or ``"inf"`` for the largest element.
         clip_grad_value: each element is clamped to [-value, value], after the norm; None: it is not.
 
     Raises:
-        ConfigError: a limit or p that is no number above 0.
+        ConfigError: a limit or p is not a number above 0.
     """
 
     max_grad_norm: float | None = None
@@ -57,7 +59,7 @@ class Clipping:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What ranks must have alike."""
+        """The settings that must be equal on every rank."""
         limits = {"max_grad_norm": self.max_grad_norm, "clip_grad_value": self.clip_grad_value}
         return {"norm_type": self.p} | {name: None if x is None else float(x) for name, x in limits.items()}
 
@@ -65,12 +67,12 @@ class Clipping:
         return ", ".join(f"{name}={value}" for name, value in self.facts.items())
 
     def refuse_unfit(self, runtime: Runtime) -> None:
-        """Raises UnsupportedError if values are to be clamped and a trained parameter is complex."""
+        """Raises UnsupportedError if ``clip_grad_value`` is set and a trained parameter is complex."""
         if self.clip_grad_value is not None:
             _refuse_complex(runtime, f"clip_grad_value={self.clip_grad_value}")
 
     def apply(self, runtime: Runtime, norm: float) -> None:
-        """Clips the gradients of a model, whose norm (of this type, over all ranks) is ``norm``. No communication."""
+        """Clips a model's gradients. ``norm``: their norm of type ``norm_type`` over all ranks. No communication."""
         if self.max_grad_norm is not None:
             scale_gradients(runtime, norm, float(self.max_grad_norm))
         if self.clip_grad_value is not None:
@@ -78,10 +80,10 @@ class Clipping:
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, *, norm_type: NormType = 2.0) -> Tensor:
-    """Scales all gradients so that their norm over the whole model is at most ``max_norm``; returns the norm before,
-    0-dim float64 on the CPU, equal on every rank. All ranks must call it, after the window.
+    """Scales all gradients so that their norm over the whole model is at most ``max_norm``; returns the norm before
+    clipping, 0-dim float64 on the CPU, equal on every rank. All ranks must call it, after the window.
 
-    Each element is counted once, whatever the mesh, ties or replicas. Gradients that are not finite are left so.
+    Each element is counted once, whatever the mesh, ties or replicas. Gradients that are not finite stay so.
 
     Args:
         model: from ``parallelize``.
@@ -97,7 +99,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, norm_type: NormType = 
     refuse_in_window(runtime, "clip_grad_norm_", "clip after the with block, once for all micro-batches")
     refuse_unreduced(runtime, "clip_grad_norm_")
     total = GradientNorm(runtime, p)
-    settings = f"max_norm={float(max_norm)}, norm_type={p}"  # part of the place: ranks with other settings are refused
+    settings = f"max_norm={float(max_norm)}, norm_type={p}"  # part of its name: ranks that differ are refused
     summed = runtime.world.agreement.sum({"norm": total.entry()}, f"clipping ({settings})")
     norm = total.finish(summed["norm"])
     scale_gradients(runtime, float(norm), float(max_norm))
@@ -137,7 +139,8 @@ def _is_limit(value: Any) -> bool:
 
 
 def _number(value: Any) -> float:
-    """``value`` as a number: Python's, numpy's or a tensor of one element; NaN for anything else, True among it."""
+    """``value`` as a float, from a Python or numpy number or a one-element tensor; NaN for anything else, bools
+    included."""
     try:
         return math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -145,7 +148,7 @@ def _number(value: Any) -> float:
 
 
 def _as_p(norm_type: Any) -> float:
-    """The p of a norm, as torch takes it: a number, or the word "inf"."""
+    """The p of a norm as a float; given as torch accepts it: a number, or the string "inf"."""
     p = _number(norm_type)
     if not p > 0:
         raise ConfigError(

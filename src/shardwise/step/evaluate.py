@@ -32,14 +32,16 @@ def evaluate(
     count: Callable[[Batch], Any] | None = None,
     forward: Callable[..., Any] = call,
 ) -> dict[str, float]:
-    """Sums of the loss over all ranks' batches divided by all their valid tokens; equal on every rank.
+    """Evaluates the model: the loss summed over all ranks' batches, divided by all their valid tokens; equal on every
+    rank.
 
-    All ranks must call it. They may have different numbers of batches: under FSDP every forward is collective, so before
-    each one the ranks tell whether any has a batch left, and one without runs a copy that counts as nothing and after
-    which buffers are restored. Buffers that the model writes in eval mode are made equal at the end, as after a window.
-    Random numbers that a forward draws belong to the batch's place among all ranks' batches: that of a :class:`Loader` is
-    counted over its windows without their paddings, others are dealt round robin. They are the same in every evaluation and
-    under every layout, and training draws what it would have drawn without one.
+    All ranks must call it. They may have different numbers of batches: under FSDP every forward is collective, so
+    before each one the ranks exchange whether any has a batch left. A rank without one runs a copy that is not counted,
+    and its buffers are restored afterwards. Buffers that the model writes in eval mode are made equal at the end, as
+    after a window. Random numbers that a forward draws depend on the batch's place among all ranks' batches: batches of
+    a :class:`Loader` are numbered over its windows without their paddings, others round robin over the ranks. They are
+    the same in every evaluation and under every layout, and training draws the same numbers as it would without the
+    evaluation.
 
     Args:
         model: from ``parallelize``; put in eval mode, and back afterwards.
@@ -51,8 +53,9 @@ def evaluate(
 
     Raises:
         UsageError: no rank has a batch.
-        ConfigError: an entry of the loss is a mean; labels that are the inputs at their own places (see :mod:`shardwise.data.labels`).
-        RankError: a rank does not come: it has left, or makes another call.
+        ConfigError: an entry of the loss is a mean; labels that are the inputs at their own places (see
+            :mod:`shardwise.data.labels`).
+        RankError: a rank does not take part: it has exited, or makes another call.
     """
     refuse_uncallable(loss=loss, forward=forward)
     refuse_autocast(runtime_of(model), "an evaluation")
@@ -64,7 +67,7 @@ def evaluate(
 
 
 class _Sums:
-    """What one rank adds up over its batches, and its means with the others."""
+    """The sums of the loss and its metrics over one rank's batches, and their means over all ranks."""
 
     def __init__(self, runtime: Runtime, loss: Loss | None, counter: Any, forward: Any):
         self.runtime, self.loss, self.counter, self.forward = runtime, loss, counter, forward
@@ -85,8 +88,8 @@ class _Sums:
         self.written = buffers_written(self.runtime, versions)  # in eval mode: a layer that only trains writes nothing
 
     def _streams(self, number: int) -> contextlib.AbstractContextManager[None]:
-        """Random numbers of a batch's own, (seed, its place among all ranks' batches): the same under every layout and in
-        every evaluation, and training's are left where they were."""
+        """Within: random numbers from a stream seeded by (seed, the batch's number among all ranks' batches), the same
+        under every layout and in every evaluation. The training's streams do not advance."""
         world = self.runtime.world
         return forked_streams(derive_seed(world.seed, "evaluate", number), world.device, self.runtime.generators)
 
@@ -95,7 +98,7 @@ class _Sums:
         output = self.forward(model, batch, StepState.at(self.runtime.step, batch, item.number, is_training=False))
         sums = as_sums(output if loss is None else loss(output, batch))
         check.try_loss(loss, output, batch, sums, counts=counts)
-        check.agree(sorted(sums), check.entry(sorted(sums)))  # with itself: the others hear at the end
+        check.agree(sorted(sums), check.entry(sorted(sums)))  # with its own entry: the others learn of it in `means`
         for name, value in sums.items():
             value = value.double().cpu() if counts else torch.zeros((), dtype=torch.float64)
             self.totals[name] = self.totals.get(name, torch.zeros((), dtype=torch.float64)) + value
@@ -103,7 +106,7 @@ class _Sums:
             self.tokens += float(torch.as_tensor(self.counter(batch)))
 
     def means(self) -> dict[str, float]:
-        """Over all ranks; buffers are made equal on the way, and a problem of any rank is raised on all."""
+        """The means over all ranks. Also makes buffers equal, and raises a problem of any rank on all of them."""
         counts = self.runtime.world.counts
         agreed = self.runtime.world.agreement.sum(
             {
@@ -145,7 +148,8 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 class _Item(NamedTuple):
-    """A batch that this rank runs: whether its sums count, and its number among the batches of all ranks; a copy's is its source's."""
+    """A batch that this rank runs, whether its sums count, and its number among all ranks' batches (a copy has the
+    number of its source)."""
 
     batch: Batch
     counts: bool
@@ -162,14 +166,15 @@ def _flat(loader: Iterable[Any], axis: Any) -> Iterator[_Item]:
 
 
 class _Numbers:
-    """Numbers of this rank's batches among those of all ranks, without a word between them: every rank has a batch of each window
-    of a Loader, a padding at least. Batches of no Loader are dealt round robin."""
+    """Numbers this rank's batches among those of all ranks, without communication: every rank has at least one batch of
+    each window of a Loader, if only a padding. Batches that are not from a Loader are numbered round robin over the
+    ranks."""
 
     def __init__(self, axis: Any):
         self._axis = axis
-        self._round = 0  # batches of this rank so far, paddings among them
-        self._begin = self._end = 0  # numbers of the window that the last batch was of, or of its round
-        self._last: tuple[Place, int] | None = None  # of a Loader's batch: its window, and its index there
+        self._round = 0  # batches of this rank so far, paddings included
+        self._begin = self._end = 0  # range of numbers of the window (or the round) of the last batch
+        self._last: tuple[Place, int] | None = None  # of the last batch of a Loader: its window, and its index there
 
     def next(self, batch: Batch) -> int:
         rank, size = self._axis.rank, self._axis.size
@@ -180,21 +185,22 @@ class _Numbers:
             self._end, self._last = self._round * size, None
             return this * size + rank
         index = getattr(batch, "index", 0)
-        # The window may come as a list, batch by batch, or twice in a row.
+        # A window may be given as a list, batch by batch, or twice in a row.
         if self._last is None or self._last[0] != place or self._last[1] >= index:
             self._begin, self._end = self._end, self._end + num_micro
         self._last = place, index
         if getattr(batch, "padding", False):
-            index = rank if rank < num_micro else 0  # what the Loader copied
+            index = rank if rank < num_micro else 0  # of the batch that the Loader copied
         return self._begin + index
 
 
 def _in_step(runtime: Runtime, batches: Iterator[_Item], check: SumCheck, counter: Any) -> Iterator[_Item]:
-    """Batches until no rank has one left; a rank without repeats its last, or one of another rank, uncounted. ``check``
-    is begun anew for each, and due on every rank or on none: until one of them could tell everything."""
+    """Yields batches until no rank has one left; a rank without one repeats its last batch, or one of another rank,
+    uncounted. Calls ``check.begin`` before each. The check is due on all ranks or on none: once one rank has settled
+    every entry, it ends on all."""
     agreement = runtime.world.agreement
     last: _Item | None = None
-    seen: Tensor | None = torch.zeros(3)  # of labels; not what training has seen: these are other data
+    seen: Tensor | None = torch.zeros(3)  # label comparison, separate from the training's: these are other data
     for i in itertools.count():
         item = next(batches, None)
         check.begin(i)

@@ -1,4 +1,5 @@
-"""What a sharded module must agree on before a step: units entered, parameters used, 0-dim gradients, buffers written."""
+"""What the ranks exchange about a sharded module before an optimizer step: units entered, parameters used, 0-dim
+gradients, buffers written."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +19,8 @@ __all__ = ["Exchange", "buffer_versions", "buffers_written", "sync_buffers"]
 
 
 class Exchange:
-    """What the module itself must agree on before a step, packed into the second exchange and carried out after it."""
+    """The module's own entries of the exchange before an optimizer step, and what is done with their sums over the
+    ranks."""
 
     def __init__(self, runtime: Runtime, versions: Mapping[str, Any]):
         self.runtime, self.versions = runtime, versions
@@ -46,7 +48,7 @@ class Exchange:
             raise self._units_differ()
         if "used" in summed:
             for name, count in zip(runtime.trainable, summed["used"].tolist(), strict=True):
-                if not count:  # no rank used it: None, as in one process, so that no optimizer decays it
+                if not count:  # no rank used it: None, as in one process, so that weight decay skips it
                     runtime.parameters[name].grad = None
         if runtime.replicated:
             self._whole.set(summed, [bool(summed["used"][runtime.trainable.index(n)]) for n in runtime.replicated])
@@ -74,20 +76,22 @@ class Exchange:
 
 
 def buffer_versions(runtime: Runtime) -> dict[str, tuple[int, int, float]]:
-    """What tells whether a buffer was written: its identity (``self.ema = ...``), its version (in-place operations) and
-    a digest of its values (``.data`` writes count no version)."""
+    """Per buffer, what shows later whether it was written: its identity (``self.ema = ...``), its version (in-place
+    operations) and a digest of its values (writes to ``.data`` do not change the version)."""
     return _marks(tensors_of(runtime.module, "_buffers"))
 
 
 def buffers_written(runtime: Runtime, versions: Mapping[str, Any]) -> Tensor:
-    """For an exchange: a flag per buffer, whether this rank wrote it since :func:`buffer_versions` gave ``versions``."""
+    """A flag per buffer, to be summed over the ranks: whether this rank wrote it since :func:`buffer_versions` returned
+    ``versions``."""
     buffers = tensors_of(runtime.module, "_buffers")
     changed = _changed_buffers(runtime, buffers, versions)
     return torch.tensor([float(name in changed) for name in buffers])
 
 
 def sync_buffers(runtime: Runtime, summed: Tensor, place: str) -> None:
-    """Makes buffers that any rank wrote equal, from the sum of :func:`buffers_written`. All ranks call it."""
+    """Makes the buffers equal that any rank wrote: ``summed`` is :func:`buffers_written` summed over the ranks. All
+    ranks must call it."""
     flags = zip(tensors_of(runtime.module, "_buffers").values(), summed.tolist(), strict=True)
     _same_buffers(runtime, [buffer for buffer, flag in flags if flag], place)
 
@@ -96,14 +100,14 @@ def _marks(buffers: Mapping[str, Tensor]) -> dict[str, tuple[int, int, float]]:
     if not buffers:
         return {}
     values = [torch.view_as_real(b) if b.is_complex() else b for b in buffers.values()]
-    sums = [(v.detach().double() + 0.3).pow(3).sum() for v in values]  # odd powers: a sign that flips shows
-    digests = torch.stack([total.to(sums[0].device) for total in sums]).tolist()  # one wait for the device
+    sums = [(v.detach().double() + 0.3).pow(3).sum() for v in values]  # odd power: a flipped sign changes the digest
+    digests = torch.stack([total.to(sums[0].device) for total in sums]).tolist()  # one device synchronization
     return {name: (id(b), b._version, digest) for (name, b), digest in zip(buffers.items(), digests, strict=True)}
 
 
 def _changed_buffers(runtime: Runtime, buffers: Mapping[str, Tensor], versions: Mapping[str, Any]) -> set[str]:
-    """Buffers written since the window began. Batch norm's kernels write running statistics without counting a version,
-    so those of a layer in training count as written."""
+    """Names of the buffers written since the window began. Batch norm's kernels write running statistics without
+    changing their version, so those of a layer in train mode always count as written."""
     changed = {name for name, mark in _marks(buffers).items() if mark != versions.get(name)}
     statistics = {
         id(buffer)
@@ -115,6 +119,7 @@ def _changed_buffers(runtime: Runtime, buffers: Mapping[str, Tensor], versions: 
 
 
 def _same_buffers(runtime: Runtime, changed: list[Tensor], place: str) -> None:
-    """Buffers that changed on any rank become equal again, by the policy: rank 0's, or the mean over ranks."""
+    """Makes buffers that changed on any rank equal: those of rank 0, or the mean over ranks, as the recipe's option
+    ``buffers`` says."""
     mean = runtime.recipe.entry("data", DataEntry).buffers == "mean"
     runtime.world.agreement.sync_tensors(changed, f"{place}, making buffers equal", mean=mean)

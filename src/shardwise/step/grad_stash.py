@@ -1,4 +1,4 @@
-"""What was there before a window, or before a micro-batch of it, and comes back: gradients and buffers."""
+"""Copies of gradients and buffers from before a window or a micro-batch, which are restored or added back later."""
 
 from collections.abc import Collection, Mapping
 
@@ -12,8 +12,8 @@ __all__ = ["GradStash", "clone_buffers", "restore_buffers"]
 
 
 class GradStash:
-    """Gradients from before a window, put aside when it is made: only the window's contribution is summed over ranks,
-    what is there already has been."""
+    """Gradients that exist when a window begins, put aside on construction: they have been summed over the ranks
+    already, so only what the window adds to them must be."""
 
     def __init__(self, runtime: Runtime):
         self.runtime = runtime
@@ -23,15 +23,16 @@ class GradStash:
             self._aside.put(name, without_history=True)
 
     def add_back(self) -> None:
-        """Adds them to the window's, as one process would have."""
+        """Adds the put-aside gradients to those of the window, as one process would have accumulated them."""
         self._aside.add_back()
 
     def put_back(self) -> None:
-        """Gradients as before the window."""
+        """Restores the gradients from before the window."""
         self._aside.put_back(self.runtime.parameters)
 
     def zero(self, ids: Collection[int], set_to_none: bool) -> None:
-        """What ``zero_grad(set_to_none)`` does to gradients, for those that were put aside of parameters with these identities."""
+        """Does what ``zero_grad(set_to_none)`` does, to the put-aside gradients of the parameters with these ``id()``
+        values."""
         kept = self._aside.kept
         for name in [name for name in kept if id(self.runtime.parameters[name]) in ids]:
             if set_to_none:
@@ -46,7 +47,7 @@ class GradStash:
 
     @property
     def names(self) -> list[str]:
-        """Parameters whose gradients were put aside, and not cleared since."""
+        """Parameters whose gradients were put aside and have not been cleared since."""
         return [name for name in self._aside.kept if name not in self._zeroed]
 
 

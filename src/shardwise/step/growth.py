@@ -1,8 +1,8 @@
-"""How a number grows with the micro-batch: its values on one, two and three copies of it tell a sum from a mean.
+"""Tells a sum from a mean: how a loss grows when it is computed on one, two and three copies of a micro-batch.
 
-A sum of the samples' terms gives f, 2f, 3f; a mean f, f, f; a sum with a mean (or a penalty) added to it lies between, on a
-straight line that does not start at 0. What lies on no line (contrastive losses, whose terms depend on the other samples) is
-none of these.
+A sum over samples gives f, 2f, 3f; a mean f, f, f; a sum with a mean (or a penalty) added to it lies between, on a
+straight line that does not start at 0. What lies on no line (contrastive losses, whose terms depend on the other
+samples) is none of these.
 """
 
 import math
@@ -16,19 +16,20 @@ from shardwise.model.pytrees import leaves_of, map_leaves, tensors_within
 
 __all__ = ["Copies", "Growth", "growths_of"]
 
-_ROUNDING = {8: 1e-9, 4: 3e-4}  # bytes of a number -> the share of it that a mean beside a sum must exceed
-_OF_FORWARD = 1e-2  # the same where forward ran anew: other sizes are computed by other kernels
-_SQUARE = 1e-3  # how far from 4 and 9 times
-_SAME = 0.1  # how near to each other values of a mean are where each had other random numbers
-_MOST_BYTES = 256 << 20  # of copies; above, two samples are copied, in their own dtype
+_ROUNDING = {8: 1e-9, 4: 3e-4}  # bytes per number -> a mean added to a sum shows above this share of it
+_OF_FORWARD = 1e-2  # the same where forward ran again: other batch sizes use other kernels
+_SQUARE = 1e-3  # tolerance around 4 times and 9 times
+_SAME = 0.1  # tolerance between values of a mean that were computed with different random numbers
+_MOST_BYTES = 256 << 20  # of three copies in float64; above it, only two samples are copied, in their own dtype
 
 
 class Growth(NamedTuple):
-    """A number on one, two and three copies of a micro-batch.
+    """A loss (or another entry) computed on one, two and three copies of a micro-batch.
 
     Attributes:
-        noise: the share by which it differs when it is computed again; above 0 where random numbers are in it.
-        rounding: the share of it that says nothing.
+        once, twice, thrice: its values on one, two and three copies.
+        noise: the relative difference when it is computed again on one copy; above 0 where random numbers are in it.
+        rounding: relative differences up to this may be rounding, and prove nothing.
     """
 
     once: float
@@ -39,17 +40,17 @@ class Growth(NamedTuple):
 
     @property
     def tells(self) -> bool:
-        """False for 0 and for what is not finite, of which nothing can be said."""
+        """Whether the values show anything; False for 0 and for values that are not finite."""
         return self.once != 0.0 and all(math.isfinite(value) for value in self)
 
     @property
     def rest(self) -> float:
-        """The share of the number that does not grow: 0 of a sum, 1 of a mean."""
+        """The share of the value that does not grow with the copies: 0 for a sum, 1 for a mean."""
         return (2 * self.once - self.twice) / self.once
 
     @property
     def is_square(self) -> bool:
-        """Twice over is four times as large, three times over nine times."""
+        """Whether it grows with the square of the copies: four times as large on two, nine times on three."""
         return abs(self.twice / self.once - 4) < _SQUARE and abs(self.thrice / self.once - 9) < _SQUARE
 
     @property
@@ -66,7 +67,7 @@ class Growth(NamedTuple):
 
 
 def growths_of(runs: Sequence[Mapping[str, Tensor]], *, of_forward: bool) -> dict[str, Growth]:
-    """How each entry grows that every run has: of one copy, of one copy again, of two and of three."""
+    """The :class:`Growth` of each entry that all four runs have: on one copy, one copy again, two and three copies."""
     names = [name for name in runs[0] if all(name in run for run in runs)]
     found = {}
     for name in names:
@@ -77,7 +78,7 @@ def growths_of(runs: Sequence[Mapping[str, Tensor]], *, of_forward: bool) -> dic
 
 
 class Copies:
-    """A micro-batch and the model's output for it, one to three times over: whatever has a row for each sample is copied.
+    """A micro-batch and the model's output for it, repeated along the batch dim: each tensor with a row per sample is.
 
     Raises:
         ValueError: the micro-batch has no tensor with a row for each sample.
@@ -94,18 +95,20 @@ class Copies:
 
     @property
     def is_of_samples(self) -> bool:
-        """Whether copies are a micro-batch of the same kind for the model: no tensor in it has another first dim (edges of a graph
-        would have to point to the copies) but 1, which is of all samples."""
+        """Whether the copies are a valid micro-batch for the model: the first dim of every tensor is the number of
+        samples, or 1 (shared by all samples). Another one, such as the edges of a graph, would have to point to the
+        copies."""
         return all(x.shape[0] in (self.size, 1) for x in self._given.values() if isinstance(x, Tensor) and x.dim())
 
     @property
     def is_whole(self) -> bool:
-        """Whether all that the output holds has a row for each sample, so that copies of it are the output for the copies."""
+        """Whether every tensor of the output has a row per sample, so that its copies are the output for the copied
+        batch."""
         return self._holds(lambda x: x.dim() > 0 and x.shape[0] == self.size)
 
     @property
     def is_rows_and_numbers(self) -> bool:
-        """The same, but for 0-dim tensors in it: a loss, or a part of one, that the forward computed."""
+        """The same, except that 0-dim tensors are allowed: a loss, or a part of one, that the forward computed."""
         return self._holds(lambda x: x.dim() == 0 or x.shape[0] == self.size)
 
     def _holds(self, fits: Any) -> bool:
@@ -117,11 +120,12 @@ class Copies:
         return self._repeated(self._given, num)
 
     def for_loss(self, num: int, *, exact: bool, computed: Any = None) -> tuple[Any, dict[str, Any]]:
-        """``num`` copies of output and micro-batch, for the loss.
+        """``num`` copies of the output and of the micro-batch, for the loss.
 
         Args:
-            exact: in float64, if they are small.
-            computed: what the model returned for the copies; its rows are taken from the copies, and only the rest from it.
+            exact: convert to float64, if they are small.
+            computed: what the model returned for the copied batch. Only its tensors without a row per sample are used;
+                the others are copies of the first output.
         """
         output = self._repeated(self._output, num)
         if computed is not None:

@@ -1,4 +1,5 @@
-"""What a step cannot train with, told before it computes anything; and a loss that leads back to no parameter."""
+"""Checks of the model, optimizer, scheduler and loss before a training step computes anything; and errors for a loss
+that has no gradient."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -38,7 +39,7 @@ _FUNCTIONS = {
 
 
 def refuse_parameters(loss: Any) -> None:
-    """Raises UsageError for a loss with parameters: nothing would shard or reduce them."""
+    """Raises UsageError for a loss with parameters: nothing would shard them or reduce their gradients."""
     if type(loss).__module__ == nn.modules.loss.__name__ or getattr(loss, "__module__", "") == F.__name__:
         name = getattr(loss, "__name__", type(loss).__name__)
         function = _FUNCTIONS.get(name, name if name in _FUNCTIONS.values() else "cross_entropy")
@@ -115,8 +116,8 @@ def _refuse_foreign_parameters(runtime: Runtime, optim: torch.optim.Optimizer) -
 
 
 def facts_of_schedule(runtime: Runtime, optim: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
-    """What a scheduler's state is of, which it does not say itself: its class, those inside it, and the first parameter of
-    each group, since it knows groups by their numbers."""
+    """What a learning rate scheduler's state belongs to, which the state itself does not say: its class, the classes of
+    the schedulers inside it, and the first parameter of each parameter group, since it knows groups only by number."""
     members = [{id(param) for param in group["params"]} for group in optim.param_groups]
     names = runtime.parameters.items()
     return {
@@ -131,7 +132,8 @@ def _class_of(scheduler: Any) -> str:
 
 
 def refuse_other_state(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raises CheckpointError for the state of a step that has other parts than this one, whose state is ``own``."""
+    """Raises CheckpointError if the state ``given`` has other parts (scheduler, scaler) than ``own``, this step's
+    state."""
     facts = {"scheduler_class", "scheduler_groups"}  # older states lack them
     missing, unknown = sorted(own.keys() - given.keys() - facts), sorted(given.keys() - own.keys() - facts)
     if missing or unknown:
@@ -170,7 +172,8 @@ def _listed(names: Any) -> str:
 
 
 def refuse_autocast(runtime: Runtime, what: str) -> None:
-    """Raises UsageError inside ``torch.autocast``: it rounds operator by operator, otherwise than the recipe's dtypes."""
+    """Raises UsageError inside ``torch.autocast``: it casts per operator, which differs from the dtypes of the
+    recipe."""
     device = runtime.world.device.type
     if torch.is_autocast_enabled(device):
         dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
@@ -184,14 +187,14 @@ def refuse_autocast(runtime: Runtime, what: str) -> None:
 
 
 def refuse_gradless(runtime: Runtime) -> None:
-    """Raises UsageError where no backward can come to a gradient, whatever the loss, or inside autocast: told before the first forward."""
+    """Raises UsageError, before the first forward, where no loss can have a gradient, or inside autocast."""
     refuse_autocast(runtime, "a training step")
     if torch.is_inference_mode_enabled() or not torch.is_grad_enabled() or not _is_trained(runtime):
         raise no_gradient(runtime)
 
 
 def no_gradient(runtime: Runtime) -> UsageError:
-    """Why a loss has no gradient on this rank."""
+    """The error for a loss that has no gradient on this rank, with the cause."""
     if torch.is_inference_mode_enabled():
         return UsageError(
             "a training step inside torch.inference_mode()",
@@ -222,7 +225,7 @@ def refuse_unused(runtime: Runtime, used: Tensor | None) -> None:
 
     Args:
         runtime: of the model.
-        used: how many ranks used each trainable parameter, where the engine tells it; None: gradients tell.
+        used: how many ranks used each trainable parameter, where the engine knows it; None: gradients show it.
     """
     is_used = (
         any(runtime.parameters[n].grad is not None for n in runtime.trainable) if used is None else bool(used.any())
@@ -237,10 +240,10 @@ def refuse_unused(runtime: Runtime, used: Tensor | None) -> None:
 
 
 def nothing_of(output: Any, error: ShardwiseError) -> Tensor:
-    """0 as a function of a model's output: its backward runs the collectives that other ranks wait for, and no more.
+    """0, computed from a model's output: its backward runs the collectives that other ranks wait for, and adds nothing.
 
     Raises:
-        ShardwiseError: ``error``, where the output has no gradient either.
+        ShardwiseError: ``error``, if the output has no gradient either.
     """
     found = [x for x in leaves_of(output) if isinstance(x, Tensor) and x.requires_grad]
     if not found:
@@ -249,7 +252,7 @@ def nothing_of(output: Any, error: ShardwiseError) -> Tensor:
 
 
 def explain_no_gradient(runtime: Runtime, error: BaseException) -> UsageError | None:
-    """torch's error of a backward without a graph, in our words; None for any other."""
+    """Translates torch's error for a backward without a graph; None for any other error."""
     return no_gradient(runtime) if "does not require grad and does not have a grad_fn" in str(error) else None
 
 

@@ -1,9 +1,9 @@
-"""Optimizers that step on local shards.
+"""Optimizers that step on the local tensors of DTensor parameters, without DTensor's dispatch.
 
 A stock optimizer on DTensor parameters spends most of a small model's step in DTensor's dispatch, although an
 elementwise update needs no communication: each shard's update is the shard of the update. :func:`local_optimizer`
 lets the optimizer step on the plain local tensors; outside ``step`` its parameter groups and state are what the user
-expects, keyed by the model's parameters, with DTensor values, so schedulers and checkpoint tools go on working.
+expects, keyed by the model's parameters, with DTensor values, so schedulers and checkpoint tools keep working.
 """
 
 import types
@@ -32,12 +32,15 @@ _ELEMENTWISE = (
 
 
 def is_elementwise(optim: torch.optim.Optimizer) -> bool:
-    """Whether an update of an element depends on that element's gradient and state only."""
+    """Whether the update of each element depends only on that element's gradient and state."""
     return type(optim) in _ELEMENTWISE
 
 
 def local_optimizer(optim: Opt) -> Opt:
-    """The same optimizer, stepping on local shards. Idempotent. No communication, no copy.
+    """Makes an elementwise optimizer (such as AdamW or SGD) step on each rank's local shards; returns the same
+    optimizer.
+
+    Idempotent. No communication, no copy.
 
     Raises:
         UnsupportedError: an optimizer that is not known to be elementwise (Muon, LBFGS, Adafactor, your own): its
@@ -55,14 +58,14 @@ def local_optimizer(optim: Opt) -> Opt:
 
 
 class _LocalStep:
-    """Swaps shards in before ``step`` and the model's parameters back after it."""
+    """Swaps the local shards into an optimizer before its ``step``, and the model's parameters back in after it."""
 
     def __init__(self, optim: torch.optim.Optimizer):
         self.optim = optim
         self._locals: dict[nn.Parameter, nn.Parameter] = {}
         self._local_state: dict[nn.Parameter, dict[str, Any]] = {}
-        self._known: dict[nn.Parameter, dict[str, Any]] = {}  # user-visible values the local ones stand for
-        self._shown_from: dict[nn.Parameter, dict[str, Any]] = {}  # the local values they were made from
+        self._known: dict[nn.Parameter, dict[str, Any]] = {}  # user-visible state that the local state stands for
+        self._shown_from: dict[nn.Parameter, dict[str, Any]] = {}  # the local state that it was made from
 
     def install(self) -> None:
         inner = self.optim.step
@@ -82,7 +85,7 @@ class _LocalStep:
         step._shardwise_local = True  # type: ignore[attr-defined]
         if hasattr(inner, "_wrapped_by_lr_sched"):
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        self.optim.step = types.MethodType(step, self.optim)  # bound: a scheduler made later takes it apart
+        self.optim.step = types.MethodType(step, self.optim)  # bound: a scheduler made later reads its __func__
 
     def _run(self, inner: Callable[[], Any]) -> Any:
         optim = self.optim
@@ -108,7 +111,7 @@ class _LocalStep:
                 local = self._locals[param] = nn.Parameter(shard.detach(), requires_grad=param.requires_grad)
             local.grad = None if param.grad is None else local_tensor(param.grad)
             state = shown.get(param)
-            if not state:  # never stepped, or taken away by the user, as by loading a state from before its first step
+            if not state:  # never stepped, or removed by the user, as by loading a state from before the first step
                 for kept in (self._local_state, self._known, self._shown_from):
                     kept.pop(param, None)
             elif not _same_values(state, self._known.get(param)):  # loaded or edited by the user
@@ -123,8 +126,8 @@ class _LocalStep:
             if not state:
                 continue
             self._local_state[param] = state
-            # A DTensor holds a view of the tensor it was made from, so what it was made from is remembered: made anew
-            # at every step, they took an eighth of the step of a model with many small parameters.
+            # A DTensor is a view of the local tensor it was made from, so it is made again only if that tensor is
+            # replaced: doing so at every step took an eighth of the step of a model with many small parameters.
             if not _same_values(state, self._shown_from.get(param)):
                 shown[param] = {key: like_parameter(value, param) for key, value in state.items()}
                 self._known[param], self._shown_from[param] = dict(shown[param]), dict(state)

@@ -1,4 +1,4 @@
-"""The loss contract: a sum over this micro-batch's valid tokens, and a count that depends on the batch alone.
+"""How losses are defined here: a sum over the micro-batch's valid tokens, and a count that depends on the batch alone.
 
 Means cannot be combined: a mean of means weights a short micro-batch as much as a long one (measured: gradients
 off by half). So losses are sums, the tokens of all ranks and micro-batches of a window are counted first, and each
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 Loss = Callable[[Any, Batch], Tensor | Mapping[str, Tensor]]
-_TARGETS = {"labels", "label", "targets", "target", "y"}  # the loss's, unless the forward has a parameter of that name
+_TARGETS = {"labels", "label", "targets", "target", "y"}  # for the loss, unless it is a parameter of the forward
 _TAKES = {"loss": "output, batch", "count": "batch", "forward": "model, batch"}
 
 
@@ -57,7 +57,7 @@ def next_token_loss(output: Any, batch: Batch) -> Tensor:
 
 
 def _logits_of(output: Any) -> Tensor:
-    """Logits of an output that is no tensor."""
+    """The ``.logits`` of a model output that is not a tensor."""
     found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     if isinstance(found, Tensor):
         return found
@@ -106,9 +106,9 @@ next_token_loss.count = valid_labels  # type: ignore[attr-defined]
 
 
 def count_of(loss: Any, count: Callable[[Batch], Any] | None) -> Callable[[Batch], Any]:
-    """The function that counts a micro-batch: ``count`` if given, else ``loss.count``, else valid labels.
+    """The function that counts the tokens of a micro-batch: ``count`` if given, else ``loss.count``, else valid labels.
 
-    The returned function raises ConfigError for a batch it has nothing to count in.
+    The returned function raises ConfigError for a batch in which it finds nothing to count.
 
     Raises:
         UsageError: ``count`` cannot be called.
@@ -121,7 +121,7 @@ def count_of(loss: Any, count: Callable[[Batch], Any] | None) -> Callable[[Batch
 
 @dataclass(frozen=True)
 class _Count:
-    """A count of the user's own, which may ask for a key that the batch does not have."""
+    """The user's ``count``, with an error that helps if it reads a key that the batch does not have."""
 
     count: Callable[[Batch], Any]
 
@@ -149,11 +149,12 @@ def refuse_uncallable(**given: Any) -> None:
 
 
 def call(model: nn.Module, batch: Batch) -> Any:
-    """The model on a batch: each key that the forward has a parameter for, by name (labels are left to the loss); all of them to a
-    forward with ``**kwargs``. Where no key is one of its parameters and it asks for one tensor, the batch's only input, in place.
+    """Calls the model on a batch: each key that the forward has a parameter for, by name (labels are for the loss); all
+    of them to a forward with ``**kwargs``. Where no key is one of its parameters and it asks for one tensor, the
+    batch's only input, in place.
 
     Raises:
-        UsageError: a parameter would be given nothing, or the batch has more than one input for it; pass ``forward=``.
+        UsageError: a parameter would receive nothing, or the batch has more than one input for it; pass ``forward=``.
     """
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     parameters = inspect.signature(model.forward).parameters.values()
@@ -167,7 +168,7 @@ def call(model: nn.Module, batch: Batch) -> Any:
     rest = [key for key in others if key not in _TARGETS and not _is_number(inputs[key])]
     if takes_any and not missing:
         return model(**inputs)
-    # Keys beyond the required parameters are the loss's; with none required, one may be a misspelt parameter.
+    # Keys beyond the required parameters are for the loss; if none is required, a key may be a misspelt parameter.
     if named and not missing and (required or not rest):
         return model(**named)
     in_place = len(required) == 1 and required[0].kind is not inspect.Parameter.KEYWORD_ONLY
@@ -177,12 +178,12 @@ def call(model: nn.Module, batch: Batch) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a 0-dim tensor: a factor of the loss, without a row for each sample."""
+    """Whether ``value`` is a 0-dim tensor, which has no row per sample: a factor of the loss."""
     return isinstance(value, Tensor) and not value.dim()
 
 
 def _unfit_batch(model: nn.Module, inputs: Batch, missing: list[str], named: Any, rest: list[str]) -> UsageError:
-    """The error of a batch whose keys do not say what the forward is given."""
+    """The error for a batch whose keys do not match the parameters of the forward."""
     if missing and named:
         why = f"the names do not match: the batch has {sorted(named)}, and nothing for {missing}"
     elif len(missing) == 1 and len(rest) > 1:
@@ -202,16 +203,16 @@ def _unfit_batch(model: nn.Module, inputs: Batch, missing: list[str], named: Any
 
 
 def forward_of(loss: Loss | None, forward: Callable[..., Any]) -> Callable[[nn.Module, Batch, StepState], Any]:
-    """How the model is called: ``forward``; without a loss and with the default, the module takes the batch itself. Either is given the
-    state too if it takes one."""
+    """The function that calls the model: ``forward``; or, without a loss and with the default ``forward``, the module
+    on the batch itself. Either also receives the step's state if it takes one."""
     return batch_of_forward if loss is None and forward is call else with_state(forward)
 
 
 def as_sums(result: Any) -> dict[str, Tensor]:
-    """A loss's result as name -> 0-dim sum, ``"loss"`` first.
+    """What a loss returned, as a dict name -> 0-dim sum, ``"loss"`` first.
 
     Raises:
-        ConfigError: not a 0-dim tensor, nor a mapping of them with the key ``"loss"``.
+        ConfigError: it is neither a 0-dim tensor nor a mapping of them with the key ``"loss"``.
     """
     sums = dict(result) if isinstance(result, Mapping) else {"loss": result}
     if "loss" not in sums:
@@ -246,19 +247,19 @@ def as_sums(result: Any) -> dict[str, Tensor]:
 
 
 class TaskModel(nn.Module):
-    """A model and its loss as one module, for a loss that owns parameters: ``forward(batch)`` returns the sum. A subclass may take
-    ``forward(batch, state)``, with the step's :class:`StepState`.
+    """A model and its loss as one module, for a loss that has parameters: ``forward(batch)`` returns the sum. A
+    subclass may take ``forward(batch, state)``, with the step's :class:`StepState`.
 
-    Use it with ``TrainStep(task, optim, loss=None, count=...)``. Its weights are saved and loaded as those of ``model``, under
-    the names they have there; what the loss owns lies beside them.
+    Use it with ``TrainStep(task, optim, loss=None, count=...)``. Its weights are saved and loaded as those of
+    ``model``, under the names they have there; the loss's own are saved next to them.
 
     Args:
-        model: gives the output.
+        model: computes the output.
         loss: ``loss(output, batch)`` -> sum over the micro-batch, 0-dim, or a mapping of sums; may be a module.
         forward: how to call the model on a batch: ``forward(model, batch)``, or ``forward(model, batch, state)``.
     """
 
-    _weights_of = "model"  # what is saved is for the model without the task: see shardwise.state.naming
+    _weights_of = "model"  # weights are saved for the model without the task: see shardwise.state.naming
 
     def __init__(self, model: nn.Module, loss: Loss, *, forward: Callable[..., Any] = call):
         super().__init__()

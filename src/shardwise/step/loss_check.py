@@ -1,8 +1,9 @@
-"""Whether a loss returns sums: tried on copies of a micro-batch, a sum grows with their number and a mean stays.
+"""Checks that a loss returns sums and not means: on copies of a micro-batch, a sum grows with their number, a mean does
+not.
 
-The loss alone is tried first, on copies of the model's output. Where that does not show a sum (the output is not one row for
-each sample, the loss is computed inside the forward), forward and loss run on copies of the micro-batch, once, before the
-step is taken.
+The loss alone is tried first, on copies of the model's output. Where that does not show a sum (the output is not one
+row for each sample, the loss is computed inside the forward), forward and loss run on copies of the micro-batch, once,
+before the step is taken.
 """
 
 import contextlib
@@ -26,48 +27,50 @@ __all__ = ["SumCheck", "agreed_problem"]
 
 T = TypeVar("T")
 
-_RUNS = (1, 1, 2, 3)  # numbers of copies; one of them again shows whether random numbers are in it
+_RUNS = (1, 1, 2, 3)  # numbers of copies; the second run on one copy shows whether random numbers are in it
 
 
 class SumCheck:
-    """Tells for each entry of a loss, once, whether it is a sum; all ranks take part alike.
+    """Determines once for each entry of a loss whether it is a sum; all ranks take part in the same way.
 
-    An entry that is 0 tells nothing, so it is tried until it was told on some rank: ``"loss"`` in every window, another
-    entry in the first window and then ever more rarely, since it may stay 0 for ever. A window in which something is to
-    be told runs the loss again in each of its micro-batches, paddings too, whatever this rank has found
-    meanwhile: a loss may hold a collective (a sharded teacher), and then every rank must run it equally often.
+    An entry that is 0 shows nothing, so it is tried until some rank has settled it: ``"loss"`` in every window, another
+    entry in the first window and then ever more rarely, since it may stay 0 for ever. While an entry is open, a window
+    runs the loss again in each of its micro-batches, paddings too, whatever this rank has found
+    meanwhile: a loss may contain a collective (a sharded teacher), and then every rank must run it equally often.
 
     Args:
         count: what is counted in a micro-batch.
 
     Attributes:
         is_due: whether this window tries the loss; equal on every rank.
-        unclear: entries that the loss alone did not show to be sums on this rank, with what it showed, if that says it all;
-            :meth:`try_forward` settles them.
+        unclear: entries that the loss alone did not show to be sums on this rank, with how they grew, where that means
+            something; :meth:`try_forward` settles them.
     """
 
     def __init__(self, count: Callable[[Batch], Any]) -> None:
         self._count = count
-        self.settled: set[str] = set()  # entries told on some rank: equal on every rank
+        self.settled: set[str] = set()  # entries settled by some rank: equal on every rank
         self.names: set[str] = set()  # entries the loss has returned
-        self.found: set[str] = set()  # entries told on this rank in this window
+        self.found: set[str] = set()  # entries settled by this rank in this window
         self.unclear: dict[str, _Seen | None] = {}
         self.is_due = True
-        self._batch: Batch | None = None  # what forward is tried on
+        self._batch: Batch | None = None  # the micro-batch for `try_forward`
         self._error: Exception | None = None  # of the loss on copies
 
     def begin(self, num_steps: int) -> None:
-        """A window starts (in an evaluation, a batch), after ``num_steps`` others."""
+        """Called when a window begins (in an evaluation, a batch), after ``num_steps`` others."""
         self.found = set()
         is_metric_due = num_steps & (num_steps - 1) == 0  # 0, 1, 2, 4, 8, ...
         self.is_due = "loss" not in self.settled or (is_metric_due and not self.names <= self.settled)
 
     def entry(self, names: list[str]) -> Tensor:
-        """For the exchange: what this rank has told of ``names``, or will tell by :meth:`try_forward`."""
+        """For the exchange: a flag for each of ``names``, whether this rank has settled it or leaves it to
+        :meth:`try_forward`."""
         return torch.tensor([float(name in self.found or name in self.unclear) for name in names])
 
     def agree(self, names: list[str], summed: Tensor) -> None:
-        """Takes what all ranks have told of ``names``."""
+        """Marks as settled those of ``names`` that any rank has flagged. ``summed``: :meth:`entry`, summed over the
+        ranks."""
         self.names = set(names)
         self.settled |= {name for name, told in zip(names, summed.tolist(), strict=True) if told}
 
@@ -81,7 +84,7 @@ class SumCheck:
             output: the model's output for ``batch``.
             batch: the micro-batch.
             once: what the loss returned for it.
-            counts: False for a padding: it runs as on the other ranks, and tells nothing.
+            counts: False for a padding: it runs, as on the other ranks, but its result is not used.
         """
         self.names |= once.keys()
         if not self.is_due:
@@ -106,9 +109,10 @@ class SumCheck:
                 self._batch = batch
 
     def _by_loss(self, loss: Loss | None, output: Any, batch: Batch) -> tuple[dict[str, Growth], str]:
-        """How each entry grows with copies of the output, and what that is worth: ``"whole"`` where they are what the model would
-        return, ``"but for numbers"`` where 0-dim tensors in it are not, ``"means"`` where the micro-batch has more than samples in
-        it (edges of a graph) and a sum over those would not grow, ``""`` for any other output."""
+        """How each entry grows with copies of the output, and how far that can be trusted: ``"whole"`` where the copies
+        are what the model would return, ``"but for numbers"`` where 0-dim tensors in them are not, ``"means"`` where
+        the micro-batch has tensors with other numbers of rows (edges of a graph), over which a sum would not grow,
+        ``""`` for any other output."""
         if loss is None:
             return {}, ""
         with torch.no_grad(), _without_warnings():
@@ -117,7 +121,7 @@ class SumCheck:
                 runs = _in_float64_or_as_it_is(
                     lambda exact: [as_sums(loss(*copies.for_loss(num, exact=exact))) for num in _RUNS]
                 )
-            except Exception as error:  # an output that can be used once, a distribution of a fixed size
+            except Exception as error:  # such as an output that can be used only once, a distribution of a fixed size
                 self._error = error
                 return {}, ""
         return growths_of(runs, of_forward=False), self._worth(copies)
@@ -129,14 +133,14 @@ class SumCheck:
         return "whole" if copies.is_whole else "but for numbers" if copies.is_rows_and_numbers else ""
 
     def try_forward(self, runtime: Runtime, forward: Callable[[Batch], Any], loss: Loss | None) -> None:
-        """Settles what is unclear on any rank: forward and loss on copies of a micro-batch, without a trace. All ranks must call it,
-        outside a window.
+        """Settles the unclear entries of any rank: runs forward and loss on copies of a micro-batch, without side
+        effects. All ranks must call it, outside a window.
 
         Raises:
-            ConfigError: on every rank, for an entry that is no sum.
+            ConfigError: on every rank, for an entry that is not a sum.
         """
         unclear, batch = self.unclear, self._batch
-        assert batch is not None  # whoever was due has kept one
+        assert batch is not None  # every rank has kept one in `try_loss`
         growths = self._by_forward(runtime, forward, loss, batch)
         problem = None
         for name, seen in unclear.items():
@@ -155,7 +159,7 @@ class SumCheck:
     def _by_forward(
         self, runtime: Runtime, forward: Callable[[Batch], Any], loss: Loss | None, batch: Batch
     ) -> dict[str, Growth]:
-        """How each entry grows when forward runs on the copies; nothing where it cannot."""
+        """How each entry grows when forward runs on the copies; empty where it cannot run on them."""
         with _without_a_trace(runtime):
             try:
                 plain = Copies(batch, None)
@@ -168,7 +172,7 @@ class SumCheck:
                     runs = [as_sums(output) for output in outputs]
                 else:
                     runs = _runs_of_loss(loss, Copies(batch, outputs[0]), outputs)
-            except Exception as error:  # a model for one size of batch only
+            except Exception as error:  # such as of a model that takes one batch size only
                 if isinstance(error, RankError) or is_lost_peer(error):
                     raise
                 self._error = error
@@ -178,14 +182,16 @@ class SumCheck:
 
 
 class _Seen(NamedTuple):
-    """What the loss alone has shown: an entry that does not grow as a sum, and whether that says it all."""
+    """An entry that does not grow as a sum in the loss alone, and whether that proves it (all the output was
+    copied)."""
 
     growth: Growth
     is_whole: bool
 
 
 def _in_float64_or_as_it_is(run: Callable[[bool], T]) -> T:
-    """``run`` in float64, where a mean shows beside a sum of millions; as it is for a loss with constants of another dtype."""
+    """Calls ``run`` with float64, where a mean shows even next to a sum of millions; in the given dtypes if that fails,
+    as for a loss with constants of another dtype."""
     try:
         return run(True)
     except Exception:
@@ -209,21 +215,21 @@ def _runs_of_loss(loss: Loss, copies: Copies, outputs: list[Any]) -> list[dict[s
 
 
 def _problem(name: str, seen: _Seen | None, by_forward: Growth | None) -> ConfigError | None:
-    """What is wrong with an entry that the loss alone did not show to be a sum, if anything."""
+    """The error for an entry that the loss alone did not show to be a sum; None if it is one."""
     if seen is not None and (by_forward is None or not by_forward.noise):
         if by_forward is not None and abs(by_forward.rest) < abs(seen.growth.rest) / 2:
-            return None  # what stayed was computed in the forward, and grows there
+            return None  # what did not grow was computed in the forward, where it does
         return _no_sum(name, seen.growth)
     assert by_forward is not None
     return None if by_forward.kind in ("sum", "other") else _no_sum(name, by_forward)
 
 
 def agreed_problem(runtime: Runtime, problem: ShardwiseError | None) -> ShardwiseError:
-    """The fault of the loss to raise on this rank: its own, else what the ranks that have one found. All ranks call it."""
+    """The error of the loss to raise on this rank: its own, else that of another rank. All ranks must call it."""
     found = runtime.world.agreement.gather(problem, "naming a fault of the loss")
     ranks = tuple(rank for rank, error in enumerate(found) if error is not None)
     error = problem or found[ranks[0]]
-    if problem is not None or isinstance(error, ConfigError):  # a mean is one on every rank, whoever could tell
+    if problem is not None or isinstance(error, ConfigError):  # a mean is one on every rank, whichever rank found it
         return error
     return RankError(
         f"rank {', '.join(map(str, ranks))} could not run backward",
@@ -264,8 +270,8 @@ def _part(name: str, growth: Growth) -> ConfigError:
 
 @contextlib.contextmanager
 def _without_a_trace(runtime: Runtime) -> Iterator[None]:
-    """Buffers as before; no gradients; compiled blocks run as they were written, since sizes that never come again would have them
-    compiled for any size."""
+    """Within: no gradients, no warnings, and compiled blocks run uncompiled, since sizes that never come again would
+    have torch compile them for any size. Buffers are restored afterwards."""
     kept = clone_buffers(runtime)
     try:
         with torch.no_grad(), _without_warnings(), torch.compiler.set_stance("force_eager"):
@@ -276,14 +282,14 @@ def _without_a_trace(runtime: Runtime) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """What torch has to say of shapes concerns the copies."""
+    """Within: no warnings, since those of torch about shapes would be about the copies."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def _warn_of_square(name: str) -> None:
-    """Each sample meets each other one."""
+    """Warns of a loss that pairs each sample with each other one."""
     warnings.warn(
         f"the {name} grows with the square of the number of samples: four times as large for a micro-batch twice over, nine times for three copies. "
         "Where an output of shape [N, 1] meets a target of shape [N], torch makes [N, N] of them: output.squeeze(-1). A loss of pairs of samples is "

@@ -1,4 +1,5 @@
-"""The mode of a model in a training step: dropout and batch norm act otherwise in eval mode, and nothing in torch warns of it."""
+"""A warning for training steps of a model in eval mode: dropout and batch norm act differently there, and torch does
+not warn."""
 
 import warnings
 
@@ -11,15 +12,16 @@ __all__ = ["EvalMode", "acts_by_mode"]
 
 
 class EvalMode:
-    """Warns once, on the first rank, of training steps of a model in eval mode whose modules act by the mode.
+    """Warns once, on the first rank, of training steps in eval mode of a model with modules that depend on the mode.
 
     Modules that are kept in eval mode on purpose (frozen batch norm) leave the whole model in train mode: no warning.
 
     Args:
-        is_main: of the ranks, this one warns.
+        is_main: whether this rank is the one that warns.
 
     Attributes:
-        is_meant: no warning: the model is in eval mode on purpose, as in a comparison whose two sides must draw no random numbers.
+        is_meant: True for no warning: the model is in eval mode on purpose, as in a comparison whose two sides must
+            draw no random numbers.
     """
 
     def __init__(self, *, is_main: bool):
@@ -48,8 +50,8 @@ _DROPS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
 
 
 def acts_by_mode(module: nn.Module) -> bool:
-    """Whether torch's own ``module`` computes otherwise in train mode: dropout that drops (of its own, of attention weights, between
-    the layers of an LSTM), a slope that is drawn, a norm with running statistics."""
+    """Whether a module of torch computes something else in train mode: active dropout (a dropout layer, of attention
+    weights, between the layers of an LSTM), RReLU's random slope, a norm with running statistics."""
     if isinstance(module, _DROPS):
         return module.p > 0
     if isinstance(module, nn.RNNBase):

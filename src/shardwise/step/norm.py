@@ -1,7 +1,7 @@
-"""The norm of the whole gradient: each element counted once over all ranks, whatever the mesh, ties or replicas.
+"""The gradient norm of the full model: each element counted once over all ranks, whatever the mesh, ties or replicas.
 
-Two halves around an exchange, so that a step's norm travels with what it exchanges anyway: :meth:`GradientNorm.entry` is
-what this rank brings, :meth:`GradientNorm.finish` the norm from the sum of all ranks' entries.
+It is computed in two halves around an all-reduce, so that it travels with what a step exchanges anyway:
+:meth:`GradientNorm.entry` is this rank's part, :meth:`GradientNorm.finish` the norm from the sum of all ranks' parts.
 """
 
 import math
@@ -16,7 +16,7 @@ __all__ = ["GradientNorm"]
 
 
 class GradientNorm:
-    """The p-norm over a model's gradients.
+    """The p-norm of all gradients of a model, over all ranks.
 
     Args:
         runtime: of the model.
@@ -29,8 +29,8 @@ class GradientNorm:
         self.runtime, self.norm_type, self.whole_after = runtime, norm_type, whole_after
 
     def entry(self) -> Tensor:
-        """This rank's part, from the pieces of which it is the first owner: a power sum, or for p = inf the largest
-        element, in a slot of its own, because exchanges are sums."""
+        """This rank's part, from the pieces of which it is the first owner: a sum of powers, or for p = inf the largest
+        element, in this rank's own slot, because exchanges add up."""
         runtime = self.runtime
         grads = ((name, grad) for name, grad in runtime.gradients().items() if name not in self.whole_after)
         own = norm_power_sum((piece for name, grad in grads for piece in runtime.owned(name, grad)), self.norm_type)

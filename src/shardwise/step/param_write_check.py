@@ -1,5 +1,5 @@
-"""Whether a forward wrote to the model's parameters in place: lost under FSDP2, which computes with gathered copies; under
-replicas right only where every rank writes the same."""
+"""Detects a forward that writes to the model's parameters in place. Under FSDP2, which computes with gathered copies,
+such a write is lost; under replicas it is correct only where every rank writes the same."""
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ __all__ = ["ParamWriteCheck"]
 
 
 class ParamWriteCheck:
-    """Made when a window begins, asked when it ends. Versions are compared, which cost nothing to read; values only where
-    one has changed."""
+    """Compares parameters at the end of a window with those at its beginning, when it is made: by their version
+    counters, which cost nothing to read, and by value only where one has changed."""
 
     def __init__(self, runtime: Runtime):
         self.runtime = runtime
@@ -23,12 +23,13 @@ class ParamWriteCheck:
         self._versions = {id(tensor): tensor._version for _, tensor in self._computed_with()}
 
     def entry(self) -> Tensor:
-        """For the window's second exchange: what was written on this rank, with a digest of values that have to be equal."""
+        """For the window's second exchange: which parameters this rank wrote, with a digest of values that must be
+        equal."""
         told = [(name, None if self._is_lost(name) else _digest(t)) for name, t in self._written().items()]
         return self.runtime.world.agreement.same(digest_of(repr(told)))
 
     def check(self, summed: Tensor) -> None:
-        """Raises UnsupportedError, on every rank, if a write is lost or ranks wrote different values."""
+        """Raises UnsupportedError on every rank if a write is lost or ranks wrote different values."""
         runtime = self.runtime
         written = list(self._written())
         if runtime.world.agreement.all_same(summed) and not any(map(self._is_lost, written)):
@@ -59,7 +60,7 @@ class ParamWriteCheck:
         return {n: t for n, t in self._computed_with() if t._version != self._versions.get(id(t), 0)}
 
     def _computed_with(self) -> list[tuple[str, Tensor]]:
-        """The tensors that forward computes with; under FSDP2 the gathered ones there are, new ones being of version 0."""
+        """The tensors that forward computes with; under FSDP2 those that are gathered now. New ones have version 0."""
         runtime = self.runtime
         if not self._watches:
             return []

@@ -1,4 +1,4 @@
-"""Parameter groups for an optimizer: as the model itself makes them, over the parameters that it has on this rank."""
+"""Parameter groups for an optimizer: those that the model's own method makes, over the parameters of this rank."""
 
 import warnings
 from collections.abc import Iterable, Mapping
@@ -18,27 +18,29 @@ _METHOD = "make_parameter_groups"
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     """The groups that a model wants its optimizer to have: ``torch.optim.AdamW(sw.parameter_groups(model), lr=3e-4)``.
 
-    They are what its own method ``make_parameter_groups()`` returns, parameters or groups of them with options; of the outermost
-    modules that have one, where the model is wrapped. Trained parameters of modules without one are a group of their own.
+    They are what its method ``make_parameter_groups()`` returns: parameters, or groups of them with options. Where the
+    model is wrapped, the outermost modules that have the method are called. Trained parameters of modules without it
+    form one more group.
 
     Args:
-        model: from ``parallelize``. Its parameters are shards there.
+        model: from ``parallelize``. The method sees its parameters as shards.
 
     Returns:
-        groups, each a new mapping with a list ``params`` and the options that the method gave it.
+        groups, each a new mapping with a list ``params`` and the options that the method returned for it.
 
     Raises:
-        UsageError: the model was not parallelized, or what the method returned is no parameter of the model or is one twice.
+        UsageError: the model was not parallelized, or the method returned something that is not a parameter of the
+            model, or one parameter twice.
 
     Warns:
-        UserWarning: trained parameters that the model's own method leaves out, which the optimizer will not change.
+        UserWarning: trained parameters that the model's method leaves out, which the optimizer will not change.
     """
     runtime_of(model)  # groups made before would hold parameters that sharding replaces
     return grouped(model)
 
 
 def grouped(model: nn.Module) -> list[dict[str, Any]]:
-    """The same, of a plain model too."""
+    """The groups of :func:`parameter_groups`, also for a model that was not parallelized."""
     names = {id(param): name for name, param in model.named_parameters()}
     groups: list[dict[str, Any]] = []
     methods = methods_called(model, _METHOD)
@@ -73,7 +75,8 @@ def grouped(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _groups(made: Any) -> list[dict[str, Any]]:
-    """As torch's optimizers take them: a group, groups, parameters, or parameters with their names."""
+    """``made`` as a list of groups; given as torch's optimizers take it: a group, groups, parameters, or named
+    parameters."""
     entries: list[Any] = [made] if isinstance(made, Mapping | Tensor) else list(made)
     if not entries or not isinstance(entries[0], Mapping):
         entries = [{"params": entries}]

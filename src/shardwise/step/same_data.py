@@ -1,7 +1,7 @@
-"""Ranks that are given the same samples, window after window: those of a DataLoader without a DistributedSampler, seeded alike.
+"""Warns where all ranks train on the same samples, as with a DataLoader without a DistributedSampler and equal seeds.
 
-The first windows that come from no Loader are compared by a digest, in an exchange that is made anyway. Data that does not change (a
-benchmark's, one batch that is learnt by heart) is no mistake.
+The first windows that do not come from a Loader are compared by a digest, in an exchange that is made anyway. Data that
+does not change (a benchmark's, one batch to overfit on) is accepted.
 """
 
 import warnings
@@ -15,15 +15,15 @@ from shardwise.step.loss import Batch
 
 __all__ = ["digest_of_data", "judge_data"]
 
-_WINDOWS = 3  # in a row; two ranks may draw the same few samples once
-_BYTES = 1 << 16  # of a tensor
+_WINDOWS = 3  # equal ones in a row; two ranks may draw the same few samples once
+_BYTES = 1 << 16  # of each tensor, from its start
 
 
 def digest_of_data(runtime: Runtime, batches: list[Batch]) -> int:
-    """Of this rank's micro-batches, the first and the last; 0 where nothing is to be compared."""
+    """A digest of this rank's first and last micro-batch; 0 where there is nothing to compare."""
     if runtime.same_data is None or runtime.world.axis("dp").size == 1 or not batches:
         return 0
-    if any(getattr(batch, "window", None) is not None for batch in batches):  # a Loader's: no two ranks have the same
+    if any(getattr(batch, "window", None) is not None for batch in batches):  # of a Loader: each rank has others
         return runtime.world.rank
     found = 1
     for batch in batches[:: max(1, len(batches) - 1)]:
@@ -36,13 +36,14 @@ def _bytes_of(value: object, rank: int) -> bytes:
     if not isinstance(value, Tensor):
         return repr(value).encode()
     if value.layout is not torch.strided or value.is_meta or type(value) is not Tensor:
-        return repr(rank).encode()  # not looked into: taken to differ
+        return repr(rank).encode()  # not read: assumed to differ
     part = value.detach().reshape(-1)[: _BYTES // value.element_size()]
     return repr(tuple(value.shape)).encode() + part.contiguous().view(torch.uint8).cpu().numpy().tobytes()
 
 
 def judge_data(runtime: Runtime, digest: int, is_same: bool) -> None:
-    """Warns on rank 0 where the windows so far were equal on all ranks, and changed. Every rank comes to the same."""
+    """Warns on rank 0 if the windows so far were equal on all ranks, and not all the same. All ranks decide the
+    same."""
     seen = runtime.same_data
     if seen is None:
         return

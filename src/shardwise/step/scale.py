@@ -1,9 +1,10 @@
-"""Gradient scaling for float16: the loss is multiplied up, so that small gradients do not underflow, and gradients are
-divided down again before they are clipped.
+"""Loss scaling for float16: the loss is multiplied by a scale, so that small gradients do not underflow, and gradients
+are divided by it before they are clipped.
 
-torch's own ``GradScaler`` holds the scale and the rule by which it grows and backs off. Two things are done here: gradients
-are divided shard by shard (torch's ``unscale_`` fails where DTensors stand beside plain tensors, as 0-dim parameters do),
-and whether one is infinite is told to the scaler by all ranks together, so that every rank skips the same steps.
+torch's own ``GradScaler`` holds the scale and the rule by which it grows and backs off. Two things are done here:
+gradients are divided shard by shard (torch's ``unscale_`` fails where DTensors are mixed with plain tensors, such as
+0-dim parameters), and all ranks together decide whether a gradient is infinite and report it to the scaler, so that
+every rank skips the same steps.
 """
 
 import math
@@ -23,16 +24,16 @@ __all__ = ["LossScale", "computes_half", "unscale_gradients_"]
 
 
 class LossScale:
-    """What a :class:`~shardwise.step.step.TrainStep` does with a scaler; without one, nothing.
+    """The loss scaling of a :class:`~shardwise.step.step.TrainStep`; without a scaler it does nothing.
 
     Args:
         runtime: of the model.
-        optim: whose steps the scaler is told of.
+        optim: the optimizer whose steps are scaled.
         scaler: a ``torch.amp.GradScaler``; None: a new one if a trained parameter is computed in float16, else none.
 
     Raises:
-        UsageError: another object.
-        UnsupportedError: parameters that are stored in float16.
+        UsageError: ``scaler`` is another object.
+        UnsupportedError: parameters are stored in float16.
     """
 
     def __init__(self, runtime: Runtime, optim: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None):
@@ -46,7 +47,7 @@ class LossScale:
 
     @property
     def value(self) -> float | None:
-        """What the loss is multiplied by; None without a scaler."""
+        """The scale that the loss is multiplied by; None without a scaler."""
         return None if self.scaler is None else self.scaler.get_scale()
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -55,32 +56,32 @@ class LossScale:
 
     def unscale(self) -> None:
         """Divides every local gradient by the scale, in place."""
-        scale = self.value  # once: on an accelerator it waits for the device
+        scale = self.value  # read once: on an accelerator it waits for the device
         if scale is not None:
             _divide(list(self._runtime.gradients().values()), scale)
 
     def update(self, *, is_finite: bool) -> None:
-        """After a step, taken or skipped: the scale grows or backs off, alike on every rank."""
+        """Lets the scale grow or back off after a step, taken or skipped; the same on every rank."""
         if self.scaler is not None:
             tell_scaler(self.scaler, self._optim, found_inf=not is_finite)
             self.scaler.update()
 
     def explains(self, loss: float) -> bool:
-        """Whether the scale may be why gradients are not finite, so that a smaller one helps: not if the loss itself is not,
-        and not if it multiplies nothing up."""
+        """Whether the scale may be the cause of gradients that are not finite, so that a smaller one helps: not if the
+        loss itself is not finite, and not at a scale of 1 or below."""
         scale = self.value
         return scale is not None and scale > 1 and math.isfinite(loss)
 
 
 def unscale_gradients_(model: nn.Module, optim: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> bool:
-    """In a loop of your own, in the place of ``scaler.unscale_(optim)``: divides the gradients of the optimizer's
-    parameters by the scale. All ranks must call it, after the window and before clipping.
+    """Replaces ``scaler.unscale_(optim)`` in your own training loop: divides the gradients of the optimizer's
+    parameters by the loss scale. All ranks must call it, after the window and before clipping.
 
     Returns:
         whether they are finite on every rank; if not, ``scaler.step(optim)`` skips the step on all of them.
 
     Raises:
-        UsageError: called twice for one step, or nothing was scaled.
+        UsageError: it is called twice for one step, or nothing was scaled.
 
     Example:
         >>> with sw.window(model, batches) as w:  # doctest: +SKIP
@@ -106,7 +107,7 @@ def unscale_gradients_(model: nn.Module, optim: torch.optim.Optimizer, scaler: t
     gradients = runtime.gradients()
     grads = [grad for name, grad in gradients.items() if id(runtime.parameters[name]) in held]
     _divide(grads, scaler.get_scale())
-    norm = GradientNorm(runtime)  # of all gradients: what is not finite in one of them spoils the step
+    norm = GradientNorm(runtime)  # of all gradients: one that is not finite makes it not finite
     summed = runtime.world.agreement.sum({"norm": norm.entry()}, "unscaling gradients")
     is_finite = math.isfinite(float(norm.finish(summed["norm"])))
     tell_scaler(scaler, optim, found_inf=not is_finite)
@@ -120,7 +121,7 @@ def _divide(grads: list[Tensor], scale: float) -> None:
 
 
 def computes_half(runtime: Runtime) -> bool:
-    """Whether a trained parameter is computed with in float16, so that its gradients may underflow."""
+    """Whether a trained parameter is used in float16 computations, so that its gradients may underflow."""
     return any(param.trainable and param.compute == "float16" for param in runtime.recipe.params.values())
 
 

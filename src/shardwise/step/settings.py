@@ -1,4 +1,5 @@
-"""Settings that every rank must step with alike: replicas would drift apart without a word, and shards be stepped at other rates."""
+"""Checks that all ranks step with the same optimizer settings: otherwise replicas would silently drift apart, and
+shards be updated with different learning rates."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,8 @@ _NUMBERS = (bool, int, float, complex, str, tuple, list, type(None))
 
 
 def digest_of_settings(optim: torch.optim.Optimizer) -> int:
-    """Of what can be read of every group without waiting for a device: a loop, a scheduler outside of the step or a resumed state may have
-    changed it on one rank."""
+    """A digest of the settings of every parameter group that can be read without waiting for a device: the loop, a
+    scheduler outside the step or a resumed state may have changed them on one rank."""
     return digest_of(
         repr([[(key, _read(value)) for key, value in group.items() if key != "params"] for group in optim.param_groups])
     )
@@ -32,7 +33,8 @@ def _read(value: Any) -> Any:
 
 
 def agree_on_settings(step: "TrainStep") -> None:
-    """Raises RankError on every rank if ranks would step differently: replicas would drift apart without a word."""
+    """Raises RankError on every rank if ranks would step with different settings: replicas would silently drift
+    apart."""
     facts: dict[str, Any] = {
         "optimizer": type(step.optim).__qualname__,
         "scheduler": type(step.scheduler).__qualname__,

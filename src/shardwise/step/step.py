@@ -1,4 +1,4 @@
-"""``TrainStep``: one optimizer step on a window, with every decision taken by all ranks together."""
+"""``TrainStep``: one optimizer step on the micro-batches of a window; all ranks take every decision together."""
 
 import math
 import warnings
@@ -37,15 +37,15 @@ __all__ = ["StepOutput", "TrainStep"]
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step did; equal on every rank.
+    """The result of an optimizer step: loss, gradient norm, tokens, metrics; equal on every rank.
 
     Attributes:
-        step: windows run so far, this one included.
+        step: number of windows run so far, including this one.
         loss: sum over all ranks' valid tokens divided by their number (nats per token for a cross entropy).
-        grad_norm: norm of the whole gradient before clipping, of the step's ``norm_type``.
+        grad_norm: norm of the full model's gradient before clipping, of the step's ``norm_type``.
         num_tokens: valid tokens of the window, over all ranks.
         skipped: True if the step was not taken because something was not finite.
-        metrics: the loss's other entries, divided alike.
+        metrics: the other entries of the loss, divided in the same way.
         loss_scale: what the loss was multiplied by for float16; None without a scaler.
     """
 
@@ -59,35 +59,39 @@ class StepOutput:
 
 
 class TrainStep:
-    """A stateful step: owns the step count, the scheduler and the gradient scaler. All ranks must build and call it alike.
+    """One optimizer step per call, with gradient accumulation, gradient clipping, loss scaling and a scheduler. It owns
+    the step count, the scheduler and the gradient scaler. All ranks must build and call it in the same way.
 
     ``step(window)`` counts the window's tokens over all ranks, runs forward and backward of each micro-batch on
-    ``loss_sum / tokens`` (times the loss scale), sums gradients over ranks, measures the norm, unscales, clips, and steps
-    if everything is finite; then the scheduler, then ``zero_grad``. Elementwise optimizers step on local shards (:func:`local_optimizer`).
+    ``loss_sum / tokens`` (times the loss scale), sums gradients over ranks, measures the norm, unscales, clips, and
+    steps if everything is finite; then the scheduler, then ``zero_grad``. Elementwise optimizers step on local shards
+    (:func:`local_optimizer`).
 
     Args:
         model: from ``parallelize``.
         optim: built from the model's parameters after ``parallelize``.
-        loss: ``loss(output, batch)`` -> sum over valid tokens, 0-dim, or a mapping of such sums with the key ``"loss"``;
-            None: the forward returns it: the module's, which takes the batch (:class:`TaskModel`), or ``forward``.
+        loss: ``loss(output, batch)`` -> sum over valid tokens, 0-dim, or a mapping of such sums with the key
+            ``"loss"``; None: the forward returns that: the module's own, which takes the batch (:class:`TaskModel`), or
+            ``forward``.
         count: ``count(batch)`` -> valid tokens; default ``loss.count``, else labels that are not -100.
-        forward: ``forward(model, batch)`` -> output, how to call the model on a batch; or ``forward(model, batch, state)``, with the
-            step's :class:`StepState`.
+        forward: ``forward(model, batch)`` -> output, how to call the model on a batch; or
+            ``forward(model, batch, state)``, with the step's :class:`StepState`.
         scheduler: stepped after each step that was taken.
         max_grad_norm: gradients are scaled down so that their norm is at most this; None only measures it.
         norm_type: p of the norm, above 0; ``inf`` or ``"inf"`` for the largest element.
-        clip_grad_value: each element of a gradient is clamped to [-value, value], after ``max_grad_norm``; None: it is not. These
-            three are attributes too: what a loop sets them to, on all ranks alike, is what the next step does.
-        scaler: a ``torch.amp.GradScaler``; None: a new one where float16 is computed in, else none. A step whose gradients
-            overflow under it is skipped on all ranks, and the scale backs off; ``on_nonfinite`` is for the rest: a loss
-            that is not finite, or gradients that are not at a scale of 1 or below.
-        on_nonfinite: ``"raise"``, or ``"skip"`` the step on all ranks, when the loss or a gradient is NaN or infinite;
-            parameters, optimizer, scheduler and buffers stay as they were.
+        clip_grad_value: each element of a gradient is clamped to [-value, value], after ``max_grad_norm``; None: it is
+            not. These three are attributes too: a loop may set them, to the same values on all ranks, for the next
+            step.
+        scaler: a ``torch.amp.GradScaler``; None: a new one if the model computes in float16, else none. A step whose
+            gradients overflow under it is skipped on all ranks, and the scale backs off; ``on_nonfinite`` is for the
+            rest: a loss that is not finite, or gradients that are not finite at a scale of 1 or below.
+        on_nonfinite: ``"raise"`` an error or ``"skip"`` the step on all ranks, when the loss or a gradient is NaN or
+            infinite; parameters, optimizer, scheduler and buffers stay as they were.
 
     Raises (by the call):
-        NonFiniteError: naming the ranks and the first parameter.
-        RankError: a peer was lost or disagrees.
-        ConfigError: a loss that takes a mean, returns no 0-dim sum, or a batch nothing can be counted in.
+        NonFiniteError: with the ranks and the first parameter that is not finite.
+        RankError: another rank was lost or disagrees.
+        ConfigError: a loss that takes a mean or returns no 0-dim sum, or a batch in which nothing can be counted.
     """
 
     def __init__(
@@ -122,7 +126,7 @@ class TrainStep:
         self.max_grad_norm, self.norm_type, self.clip_grad_value = max_grad_norm, norm_type, clip_grad_value
         self.on_nonfinite = on_nonfinite
         self.num_steps = self.num_skipped = 0
-        # The scheduler's own count after the step of this object; None: this object has not stepped it.
+        # The scheduler's `last_epoch` after this object stepped it; None: this object has not stepped it.
         self._scheduled: int | None = None
         self._has_told_schedule = False
         self._runtime: Runtime = runtime
@@ -150,7 +154,8 @@ class TrainStep:
             may_skip = self.on_nonfinite == "skip" or self.scaler is not None
             kept = clone_buffers(self._runtime) if may_skip else {}
             sums, problem = self._forward_backward(w)
-            # Settings are part of a name: ranks that clip otherwise than the others are refused, or replicas would drift apart.
+            # The settings are part of the entry's name: ranks that clip differently are refused, or replicas would
+            # drift apart.
             norm_entry = f"norm ({clipping})"
             agreed = w.finish({**self._entries(sums, problem), norm_entry: norm_of.entry()})
         if float(agreed["problem"]):
@@ -179,21 +184,21 @@ class TrainStep:
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The gradient scaler that is used; None where nothing is scaled."""
+        """The gradient scaler in use; None where nothing is scaled."""
         return self._scale.scaler
 
     @property
     def clipping(self) -> Clipping:
-        """How gradients are clipped: the attributes ``max_grad_norm``, ``norm_type`` and ``clip_grad_value`` as they are now.
+        """The gradient clipping now: the attributes ``max_grad_norm``, ``norm_type`` and ``clip_grad_value``.
 
         Raises:
-            ConfigError: one of them has been set to what is no number above 0.
+            ConfigError: one of them has been set to something that is not a number above 0.
         """
         return Clipping(self.max_grad_norm, self.norm_type, self.clip_grad_value)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the step owns, for a checkpoint: counts, the place in the streams of random numbers, scheduler and scaler.
-        Equal on every rank; the model's and the optimizer's state are their own."""
+        """State dict for a checkpoint: step counts (which also place the random streams), scheduler, scaler. Equal on
+        every rank. Without the state of model and optimizer, which have their own."""
         parts = {"scheduler": self.scheduler, "scaler": self.scaler}
         facts = {} if self.scheduler is None else facts_of_schedule(self._runtime, self.optim, self.scheduler)
         return {
@@ -205,15 +210,15 @@ class TrainStep:
         }
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises what :meth:`load_state_dict` would; nothing changes."""
+        """Raises what :meth:`load_state_dict` would raise; changes nothing."""
         refuse_other_state(self.state_dict(), state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what :meth:`state_dict` gave. All ranks must call it, with the same state.
+        """Resumes from a state dict of :meth:`state_dict`. All ranks must call it, with the same state.
 
         Raises:
-            CheckpointError: the state of a step with another scheduler or scaler, of groups in another order that a scheduler knows
-                by number, or of something else. Nothing has changed then.
+            CheckpointError: the state is of a step with another scheduler or scaler, of parameter groups in another
+                order (a scheduler knows them by number), or of something else. Nothing has changed then.
         """
         self.check_state_dict(state)
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
@@ -226,7 +231,7 @@ class TrainStep:
 
     def _forward_backward(self, w: Window) -> tuple[dict[str, Tensor], ShardwiseError | None]:
         """Forward and backward of every micro-batch of a window. Returns this rank's detached sums (float64, CPU), and
-        a fault of the loss that all ranks must hear of."""
+        an error of the loss that all ranks must raise."""
         totals: dict[str, Tensor] = {}
         detached: ShardwiseError | None = None
         self._sums.begin(self.num_steps)
@@ -245,7 +250,8 @@ class TrainStep:
         return {name: value.cpu() for name, value in totals.items()}, detached
 
     def _try_forward(self) -> None:
-        """Where the loss alone did not show that it is a sum; the step is not taken yet."""
+        """Runs forward and loss on copies of a micro-batch, where the loss alone did not show that it is a sum. Called
+        before the optimizer steps."""
         state = StepState(self.num_steps + 1)
 
         def forward(batch: Batch) -> Any:
@@ -258,17 +264,17 @@ class TrainStep:
             raise
 
     def _entries(self, sums: Mapping[str, Tensor], problem: ShardwiseError | None) -> dict[str, Tensor | float]:
-        """What the step adds to the window's second exchange."""
+        """What the step adds to the window's second exchange between ranks."""
         counts = self._runtime.world.counts
         return {
             "problem": float(problem is not None),
             "told": self._sums.entry(sorted(sums)),
             "unclear": float(bool(self._sums.unclear)),
-            # The loop, a scheduler of its own or a resumed state may have changed them on one rank.
+            # The loop, its own scheduler or a resumed state may have changed them on one rank.
             "settings": self._runtime.world.agreement.same(digest_of_settings(self.optim)),
             **{
                 f"sum of {name}": value if counts else torch.zeros(()) for name, value in sums.items()
-            },  # by name: a rank with other metrics is named
+            },  # an entry per metric: a rank with other metrics is named in the error
         }
 
     def _step(self, clipping: Clipping, norm: float) -> None:
@@ -285,7 +291,7 @@ class TrainStep:
         self._drop_gradients()
 
     def _warn_of_second_schedule(self) -> None:
-        """A loop that steps the scheduler too, as one without a TrainStep does: the schedule would pass that much faster."""
+        """Warns of a loop that steps the scheduler too: learning rates would change faster than was set."""
         before, self._scheduled = self._scheduled, None
         if before is None or (now := self.scheduler.last_epoch) <= before or self._has_told_schedule:
             return
@@ -297,7 +303,8 @@ class TrainStep:
         )
 
     def _refuse_step(self, norm: float, loss: float, own_loss: Tensor, kept: Mapping[str, Tensor]) -> None:
-        """Leaves everything as it was; every rank comes here or none, since the numbers are the same."""
+        """Raises or skips a step that is not finite; everything stays as it was. All ranks get here or none, since the
+        numbers are equal."""
         if self.on_nonfinite == "raise" and not self._scale.explains(loss):
             error = self._nonfinite(norm, loss, own_loss)
             self._drop_gradients()
@@ -307,7 +314,7 @@ class TrainStep:
         self.num_skipped += 1
 
     def _refuse_old_gradients(self) -> None:
-        """A step is one window: gradients from elsewhere would pass by clipping and the check that all is finite."""
+        """Raises UsageError for gradients from outside the window: they would change what is clipped and checked."""
         for name, grad in self._runtime.gradients().items():
             if bool(grad.any()):
                 raise UsageError(
@@ -331,7 +338,7 @@ class TrainStep:
         where = f"the loss of rank {_listed(by_loss)} is not finite"
         if not by_loss:
             where = f"every rank's loss is finite, the gradient in the shards of rank {_listed(by_gradient)} is not"
-            if not by_gradient:  # not of a gradient: of its powers
+            if not by_gradient:  # the gradients are finite, their powers are not
                 where = (
                     f"loss and gradients are finite, the sum of their powers for norm_type={self.clipping.p:g} is not"
                 )
@@ -355,7 +362,8 @@ def _listed(ranks: tuple[int, ...]) -> str:
 
 
 def methods_called(module: nn.Module, name: str) -> list[Callable[[], Any]]:
-    """The bound methods ``name`` of the outermost modules that have one: each calls those inside it, as it likes."""
+    """The bound methods ``name`` of the outermost modules that have one; those call the ones inside them if they
+    want."""
     method = getattr(module, name, None)
     if callable(method):
         return [method]

@@ -1,5 +1,5 @@
-"""The first exchange of a window: how many tokens all ranks and micro-batches have, whether every rank can begin, and
-whether the run was asked to stop after it."""
+"""The first exchange of a window: the token count over all ranks and micro-batches, whether every rank can begin, and
+whether the run was asked to stop after this window."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -24,12 +24,14 @@ _FIX_LENGTH = "give every rank the same number of micro-batches per window: sw.L
 def agree_on_count(
     runtime: Runtime, batches: list[Batch], counter: Callable[[Batch], Any], *, trains: bool
 ) -> int | float:
-    """Valid tokens of this window over all ranks. All ranks must call it; with ``trains``, what can have no gradient is told too.
+    """Counts the valid tokens of this window over all ranks. All ranks must call it; with ``trains``, it also refuses
+    what can have no gradient.
 
     Raises:
-        RankError: ranks came with different numbers of micro-batches, or one of them could not begin.
+        RankError: ranks have different numbers of micro-batches, or one of them could not begin.
         UsageError: an empty window, a model or mode without a gradient.
-        ConfigError: nothing says how many tokens a batch has, or it is no number; labels that are the inputs at their own places.
+        ConfigError: nothing says how many tokens a batch has, or the count is not a number; labels that are the inputs
+            at their own places.
     """
     tokens, problem, labels = 0, None, torch.zeros(3)
     try:
@@ -37,8 +39,8 @@ def agree_on_count(
             refuse_gradless(runtime)
         if not batches:
             raise UsageError("an empty window", why="a step needs at least one micro-batch", fix=_FIX_LENGTH)
-        # Summed as tensors: one wait for the device instead of one per micro-batch. In float64: a count may be a sum of
-        # weights, and the layout must not show in it.
+        # Summed as tensors: one device synchronization instead of one per micro-batch. In float64: a count may be a sum
+        # of weights, which must not depend on the layout.
         tokens = sum(torch.as_tensor(counter(b)).double() for b in batches if not getattr(b, "padding", False))
         labels = compare_labels(runtime.labels_seen, batches, counter)
     except ShardwiseError as error:
@@ -125,7 +127,7 @@ def _samples(told: tuple[int, int] | None) -> str:
 
 
 def _refuse_problem(runtime: Runtime, sums: Mapping[str, Tensor], problem: ShardwiseError | None, place: str) -> None:
-    """A rank that cannot go on raises its own error; the others name it, instead of waiting for it."""
+    """Raises on all ranks if one cannot continue: that rank its own error, the others a RankError that names it."""
     if not float(sums["problem"]):
         return
     texts = runtime.world.agreement.gather(str(problem) if problem else None, place)

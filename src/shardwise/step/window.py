@@ -1,15 +1,15 @@
-"""A window: the micro-batches of one optimizer step, counted, run and reduced so that the sum is the one process's.
+"""A window: gradient accumulation over the micro-batches of one optimizer step, with the same gradients as one process.
 
     with sw.window(model, batches) as w:
         for b in w:
             (loss(model(b["input_ids"]), b) / w.num_tokens).backward()
 
-Entering exchanges the token count and the number of micro-batches (the first of two exchanges per window). Iterating
-reduces gradients at the last micro-batch only, sums parts of gradients that a technique leaves to each rank, and gives each
-micro-batch its own random stream. Leaving exchanges what
-must be agreed before the step (the second): which parameters were used, the units entered, gradients of 0-dim
-parameters, and whatever the caller adds. Gradients that were there before are put aside, and the window's are added to
-them at its end, as in one process. An exception on the way restores the module: synchronising again, gradients as before.
+Entering sums the token count and the number of micro-batches over the ranks (the first of two exchanges per window).
+Iterating reduces gradients at the last micro-batch only, sums parts of gradients that a technique leaves to each rank,
+and gives each micro-batch its own random stream. Leaving exchanges what must be agreed before the step (the second
+exchange): which parameters were used, the units entered, gradients of 0-dim parameters, and what the caller adds.
+Gradients from before the window are put aside and added to the window's at its end, as in one process. An exception
+inside restores the module: gradients are synchronised again, and are what they were before.
 """
 
 import contextlib
@@ -35,18 +35,18 @@ from shardwise.step.param_write_check import ParamWriteCheck
 from shardwise.step.token_count import agree_on_count
 from shardwise.world.rng import derive_seed, forked_streams
 
-_LOOKED_AT = 3  # windows whose labels a model that shifts them itself is asked about
+_LOOKED_AT = 3  # windows in which the labels given to a model that shifts them itself are checked
 
 __all__ = ["Window", "accumulate", "count_tokens", "window"]
 
 
 @dataclass
 class TokenCount:
-    """The count of a window that is not a :class:`TrainStep`'s, and whether the loop has asked for it.
+    """Whether your own training loop has read the token count of its window (not used by :class:`TrainStep`).
 
     Attributes:
-        num_summed: micro-batches of all ranks, whose gradients are summed.
-        is_read: it was asked for.
+        num_summed: number of micro-batches of all ranks, whose gradients are summed.
+        is_read: whether the count was read.
     """
 
     num_summed: int
@@ -54,12 +54,15 @@ class TokenCount:
 
 
 class Window:
-    """See the module's text. Made by :func:`window`; all ranks enter, iterate to the end and leave it.
+    """Gradient accumulation over the micro-batches of one optimizer step: a context manager and an iterator over them.
+
+    Made by :func:`window`. All ranks must enter it, iterate to the end and leave it; the module's text says what each
+    does.
 
     Attributes:
-        num_tokens: valid tokens of all ranks and micro-batches, 1 if there are none: what a sum is divided by. While a padding
-            micro-batch runs it is infinite, so that its sums count as 0.
-        num_valid: the same count as it is, 0 included.
+        num_tokens: valid tokens of all ranks and micro-batches, 1 if there are none: the divisor of a summed loss.
+            While a padding micro-batch runs it is infinite, so that its sums count as 0.
+        num_valid: the same count, but 0 if there are none.
     """
 
     def __init__(
@@ -69,12 +72,12 @@ class Window:
         self.runtime: Runtime = runtime_of(model)
         self._tokens: int | float = 0
         self._count_of_tokens = TokenCount(0)
-        self.agreed: dict[str, Tensor] | None = None  # sums of the second exchange
+        self.agreed: dict[str, Tensor] | None = None  # sums over the ranks of the second exchange
         self._count = count_of(loss, count)
-        self._trains = trains  # a backward follows each forward, for sure
+        self._trains = trains  # a backward follows each forward (TrainStep)
         self._padding = False
         self._num_begun, self._is_complete = 0, False
-        self._undo = contextlib.ExitStack()  # what ends with the micro-batch that runs
+        self._undo = contextlib.ExitStack()  # closed when the current micro-batch ends
 
     @property
     def num_tokens(self) -> float:
@@ -88,7 +91,7 @@ class Window:
 
     @property
     def place(self) -> str:
-        """Where this window is, for messages."""
+        """The window's number as text, for messages."""
         return f"window {self.runtime.step + 1}"
 
     # ---- entering --------------------------------------------------------------------------------------------
@@ -153,8 +156,9 @@ class Window:
         return given if isinstance(given, MicroBatch) else MicroBatch(given, index=i * axis.size + axis.rank)
 
     def _begin_micro_batch(self, batch: MicroBatch) -> None:
-        """Random numbers come from a stream of the micro-batch's own, (seed, step, global index), the same whichever
-        rank runs it: torch's, Python's, numpy's, and those that modules keep; a padding leaves no trace in sums and buffers."""
+        """Sets up a micro-batch: random numbers (of torch, Python, numpy and the generators that modules keep) come
+        from a stream seeded by (seed, step, global index), the same whichever rank runs it; a padding does not change
+        sums or buffers."""
         runtime, world = self.runtime, self.runtime.world
         self._padding = batch.padding
         self._undo.enter_context(_not_counted(runtime, batch.padding))
@@ -162,13 +166,14 @@ class Window:
         self._undo.enter_context(forked_streams(seed, world.device, runtime.generators))
 
     def _end_micro_batch(self) -> None:
-        """Not a with block around the yield: an exception in the caller's loop leaves the generator where it is."""
+        """Ends a micro-batch. Not a with block around the yield: an exception in the caller's loop would not close
+        it."""
         self._undo.close()
         self._padding = False
 
     def _zero_grad(self, params: Mapping[int, Any], set_to_none: bool) -> None:
-        """``zero_grad()`` inside the window clears what was there before it, as in one process. After a backward it would clear gradients
-        of micro-batches, which FSDP2 does not show before they are summed."""
+        """``zero_grad()`` inside the window clears the gradients from before it, as in one process. After a backward it
+        would clear gradients of micro-batches, which FSDP2 does not show before they are summed."""
         runtime = self.runtime
         if runtime.engine.holds() or any(param.grad is not None for param in runtime.parameters.values()):
             raise UsageError(
@@ -181,8 +186,9 @@ class Window:
     # ---- leaving ---------------------------------------------------------------------------------------------
 
     def finish(self, entries: Mapping[str, Tensor | float] | None = None) -> dict[str, Tensor]:
-        """The second exchange, with the caller's ``entries`` (name -> number or tensor) summed along; gradients are
-        final afterwards. Called once, after the last micro-batch; leaving the window calls it if nobody did."""
+        """Runs the second exchange, which also sums the caller's ``entries`` (name -> number or tensor) over the ranks;
+        gradients are final afterwards. Called once, after the last micro-batch; leaving the window calls it if the
+        caller did not."""
         runtime = self.runtime
         if not self._is_complete:
             raise UsageError(
@@ -210,7 +216,7 @@ class Window:
         return self.agreed
 
     def _warn_of_own_loop(self) -> None:
-        """Of a backward or a ``zero_grad()`` that a loop of the user's own has left out; each once."""
+        """Warns of a missing backward or ``zero_grad()`` in the user's own training loop; once each."""
         runtime, told = self.runtime, None
         if self._tokens and not any(param.grad is not None for param in runtime.parameters.values()):
             told = (
@@ -267,16 +273,17 @@ class Window:
 
 
 def window(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None, count: Any = None) -> Window:
-    """A context manager and iterator over one step's micro-batches; see :class:`Window`. All ranks must use it.
+    """Gradient accumulation for your own training loop: a context manager and iterator over one step's micro-batches;
+    see :class:`Window`. All ranks must use it.
 
     Args:
         model: from ``parallelize``.
         batches: this rank's micro-batches (``str -> Tensor``); equally many on every rank.
-        loss: only for its ``.count``; optional.
+        loss: optional; only its ``.count`` is used.
         count: ``count(batch)`` -> number of valid tokens; default: labels that are not -100.
 
     Raises:
-        RankError: ranks came with different numbers of micro-batches.
+        RankError: ranks have different numbers of micro-batches.
         UsageError: an empty window, a window inside a window.
         ConfigError: nothing says how many tokens a batch has.
     """
@@ -284,7 +291,8 @@ def window(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None, coun
 
 
 def _warn_of_unread(runtime: Runtime) -> None:
-    """Of the window before, since its gradients may be divided behind it. Once."""
+    """Warns once if the loop never read ``num_tokens`` of the previous window. Not earlier, since a loop may divide the
+    gradients after the window."""
     last = runtime.last_count
     if not isinstance(last, TokenCount) or last.is_read or last.num_summed == 1:
         return
@@ -299,10 +307,11 @@ def _warn_of_unread(runtime: Runtime) -> None:
 
 
 def count_tokens(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None, count: Any = None) -> int | float:
-    """Valid tokens of this window over all ranks; paddings count 0. All ranks must call it (one exchange).
+    """Counts the valid tokens of a window's micro-batches over all ranks; paddings count 0. All ranks must call it (one
+    exchange).
 
     Raises:
-        RankError, UsageError, ConfigError: as :func:`window` says.
+        RankError, UsageError, ConfigError: as for :func:`window`.
     """
     runtime, given = runtime_of(model), as_micro_batches(batches)
     runtime.paddings = [bool(getattr(batch, "padding", False)) for batch in given]
@@ -312,7 +321,8 @@ def count_tokens(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None
 
 @contextlib.contextmanager
 def _not_counted(runtime: Runtime, padding: bool) -> Iterator[None]:
-    """Within, for a ``padding``: gradients count as 0, whatever the loss is divided by, and buffers are as before afterwards."""
+    """Within: gradients of a ``padding`` count as 0, whatever the loss is divided by; its buffers are restored
+    afterwards."""
     if not padding:
         yield
         return
@@ -327,14 +337,16 @@ def _not_counted(runtime: Runtime, padding: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def accumulate(model: nn.Module, *, is_last: bool, batch: Batch | None = None) -> Iterator[None]:
-    """Within: backward reduces gradients over the ranks only if ``is_last``. After: it does again; until then clipping and
-    steps are refused. An exception drops what the micro-batches since the last reduction gave. All ranks must use it alike.
+    """Gradient accumulation by hand: within, backward reduces gradients over the ranks only if ``is_last``.
+
+    Afterwards backward reduces again. Until gradients are reduced, clipping and optimizer steps are refused. An
+    exception drops the gradients of the micro-batches since the last reduction. All ranks must use it in the same way.
 
     Args:
         model: from ``parallelize``.
         is_last: whether this micro-batch is the window's last one.
-        batch: the micro-batch that runs: a padding counts as 0. None: the next of those that :func:`count_tokens` was given, one after
-            the other; give it where the loop leaves some of them out or takes them in another order.
+        batch: the micro-batch that runs: a padding counts as 0. None: the next of those given to :func:`count_tokens`,
+            in their order; pass it if the loop leaves some of them out or runs them in another order.
     """
     runtime = runtime_of(model)
     engine = runtime.engine

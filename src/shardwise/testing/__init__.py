@@ -1,4 +1,4 @@
-"""Tools for tests over several ranks, for Shardwise's own tests and for yours."""
+"""Tools for tests that run on several ranks, for Shardwise's own tests and for yours."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ __all__ = ["RankPool"]
 
 
 def __getattr__(name: str) -> object:
-    # pytest imports this package at start-up wherever shardwise is installed, so nothing is loaded before it is used.
+    # pytest imports this package at start-up wherever shardwise is installed, so everything is loaded on first use.
     if name == "RankPool":
         from shardwise.testing.pool import RankPool
 

@@ -1,9 +1,9 @@
-"""How a function travels from a test to a rank: by name and file, loaded once there and again when the file changes.
+"""Sends a function from a test to a rank: by name and file, loaded there once, and again when the file changes.
 
-Test modules are often not importable by name (pytest's importlib mode keeps them off ``sys.path``), so the file goes
-along. A module that can be imported under its name from the same file is imported, so that its classes are the same
-objects everywhere; any other is executed from its file and registered under the name it has in the parent, which lets
-its classes be pickled in both directions.
+Test modules are often not importable by name (pytest's importlib mode keeps them off ``sys.path``), so the file is sent
+too. A module that can be imported under its name from the same file is imported, so that its classes are the same
+objects everywhere; any other is executed from its file and registered under the name it has in the parent, so that its
+classes can be pickled in both directions.
 """
 
 import gc
@@ -25,10 +25,10 @@ _FIX = "define it at the top level of a module and pass what it needs as argumen
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One run on one rank.
+    """The message that makes a rank call a function.
 
     Args:
-        module, qualname, file: where the function is.
+        module, qualname, file: where the function is defined.
         env: the variables that make this process a rank (RANK, WORLD_SIZE, ...).
         path, cwd: ``sys.path`` and working directory of the parent.
         payload: pickled ``(args, kwargs)``; unpickled only after the module was loaded, because it may need it.
@@ -47,7 +47,7 @@ def call_of(fn: Callable[..., object]) -> tuple[str, str, str]:
     """``(module, qualname, file)`` of a module-level function.
 
     Raises:
-        UsageError: for a lambda, a nested function, a partial, or one typed into an interpreter or ``__main__``.
+        UsageError: it is a lambda, a nested function, a partial, or defined in an interpreter or ``__main__``.
     """
     name = getattr(fn, "__qualname__", None) or repr(fn)
     module = getattr(fn, "__module__", None)
@@ -63,7 +63,7 @@ def call_of(fn: Callable[..., object]) -> tuple[str, str, str]:
 
 
 def _file_of(module: str, fn: Callable[..., object]) -> str | None:
-    # The module's file, not the code's: a decorator from another file may have wrapped the function.
+    # The module's file, not that of the code object: a decorator from another file may have wrapped the function.
     loaded = sys.modules.get(module)
     return getattr(loaded, "__file__", None) or inspect.getsourcefile(inspect.unwrap(fn))
 
@@ -72,13 +72,13 @@ _stamps: dict[str, tuple[str, int, int]] = {}
 
 
 def resolve(module: str, qualname: str, file: str) -> Callable[..., object]:
-    """Finds the function in a rank, loading its module when it is new or its file has changed."""
+    """Finds the function in a rank; loads its module if it is new or its file has changed."""
     info = os.stat(file)
     stamp = (file, info.st_mtime_ns, info.st_size)
     if module not in sys.modules or _stamps.get(module, stamp) != stamp:
         _load(module, file)
         _stamps[module] = stamp
-        # What was imported stays: the collector need not look at it after every run.
+        # Imported objects stay: the garbage collector need not scan them after every run.
         gc.collect()
         gc.freeze()
     _stamps.setdefault(module, stamp)

@@ -7,7 +7,7 @@
     def test_scaled(ranks):
         first, second = ranks.run(scaled, 2, 3.0, timeout_s=30)
 
-Under pytest-xdist each of its processes has a pool of its own. The ranks end with pytest, however it ends.
+Under pytest-xdist each of its processes has its own pool. The ranks end with pytest, however it ends.
 """
 
 from collections.abc import Iterator

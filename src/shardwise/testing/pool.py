@@ -3,10 +3,10 @@
     with RankPool() as pool:
         results = pool.run(function, 2, argument, timeout_s=30)     # one result per rank
 
-How it works: one helper process imports torch and forks ranks on demand (:mod:`shardwise.launch.forkserver`). A run sends
-the same call to the first ``world_size`` ranks, each with the environment torchrun would give it, and collects one
-answer from each. Afterwards every rank cleans itself; a rank that died, that hangs, or that does not come back after a
-peer failed is killed and a fresh one takes its place, so nothing is inherited by the next run.
+How it works: one helper process imports torch and forks ranks on demand (:mod:`shardwise.launch.forkserver`). A run
+sends the same call to the first ``world_size`` ranks, each with the environment torchrun would give it, and collects
+one answer from each. Afterwards every rank cleans itself; a rank that died, that hangs, or that does not come back
+after a peer failed is killed and a fresh one takes its place, so nothing is inherited by the next run.
 """
 
 import os
@@ -34,8 +34,8 @@ class RankPool:
     """Warm ranks for tests; a context manager. Nothing starts before the first run.
 
     Args:
-        preload: modules imported once, before any rank exists. What your tests import and takes long belongs here.
-        env: variables every rank sees, on top of this process's environment (``OMP_NUM_THREADS=1`` unless set).
+        preload: modules imported once, before any rank exists. List slow imports of your tests here.
+        env: variables for every rank, added to this process's environment (``OMP_NUM_THREADS=1`` unless set).
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class RankPool:
     ):
         self._preload, self._env = tuple(preload), dict(env or {})
         self._helper: Helper | None = None
-        # By rank. A process keeps its rank: torch caches the groups that it was in by the shape of the mesh alone.
+        # By rank. A process always has the same rank: torch caches process groups by the shape of the mesh only.
         self._workers: dict[int, Worker] = {}
         self._lock = threading.RLock()
 
@@ -76,8 +76,8 @@ class RankPool:
             timeout_s: seconds until ranks that have not answered are killed.
 
         Raises:
-            RankError: a rank failed, died or hung: ``.ranks`` names it, ``__cause__`` is its exception where that can
-                be rebuilt here, the text holds its traceback. Of several failures, the one that caused the others.
+            RankError: a rank failed, died or hung: ``.ranks`` has its number, ``__cause__`` its exception if that can
+                be rebuilt here, and the text its traceback. Of several failures, it is the one that caused the others.
             UsageError: the function cannot be sent to a rank.
         """
         call = _call(fn, args, kwargs)
@@ -88,12 +88,12 @@ class RankPool:
             try:
                 for rank, worker in enumerate(workers):
                     if rank == 1:
-                        # Rank 0 opens the store; a peer that is quicker waits in a retry of half a second.
+                        # Rank 0 opens the store; a rank that is earlier retries only after half a second.
                         time.sleep(_HEAD_START_S)
                     worker.send(replace(call, env=_rank_env(rank, world_size, port)))
                 answers = self._collect(workers, timeout_s)
             except BaseException:
-                # Ctrl-C or a test's own time limit: what runs now must not meet the next run.
+                # Ctrl-C or a test's own time limit: a call that still runs must not overlap with the next run.
                 self._discard(workers)
                 raise
             for rank, worker in enumerate(workers):
@@ -105,7 +105,7 @@ class RankPool:
         return _results(answers)
 
     def close(self) -> None:
-        """Ends every rank and the helper process. The pool may be used again; it then starts anew."""
+        """Ends every rank and the helper process. The pool may be used again; it then starts new ones."""
         with self._lock:
             self._discard(list(self._workers.values()))
             if self._helper is not None:
@@ -134,7 +134,8 @@ class RankPool:
         self._workers = {rank: worker for rank, worker in self._workers.items() if worker not in workers}
 
     def _collect(self, workers: list[Worker], timeout_s: float) -> dict[int, bytes | Failure]:
-        """One answer per rank: its pickled result, or its failure; ranks that hang are given a failure of their own."""
+        """Waits for one answer per rank: its pickled result, or its failure. A rank that hangs gets a failure that says
+        so."""
         answers: dict[int, bytes | Failure] = {}
         deadline = time.monotonic() + timeout_s
         failed = False
@@ -147,7 +148,7 @@ class RankPool:
                 rank = waiting[connection]  # type: ignore[index]
                 answers[rank] = workers[rank].answer(rank)
             if not failed and any(isinstance(answer, Failure) for answer in answers.values()):
-                # The others follow within moments or are stuck in a collective for good: no use in waiting longer.
+                # The others fail within moments or are stuck in a collective for ever: waiting longer is of no use.
                 failed, deadline = True, min(deadline, time.monotonic() + _SETTLE_S)
         late = [rank for rank in range(len(workers)) if rank not in answers]
         for rank in late:

@@ -26,7 +26,7 @@ _ENV = {
     # One thread everywhere: ranks share the cores, and a process with threads must not be forked.
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
-    # torch's store asks the name server who ::ffff:127.0.0.1 is; an answer that gets lost costs 5 s by default.
+    # torch's store looks up ::ffff:127.0.0.1 in DNS; a lost answer costs 5 s by default.
     "RES_OPTIONS": "timeout:1 attempts:1",
 }
 
@@ -53,7 +53,8 @@ class Helper:
         return self._server.is_alive()
 
     def fork(self, connection: int, output: int) -> int:
-        """Forks a rank that owns copies of the two file descriptors; returns its process id. Waits until the imports are done."""
+        """Forks a rank that owns copies of the two file descriptors; returns its process id. Waits until the imports
+        are done."""
         self._wait_ready()
         return self._server.fork({}, [connection, output, output])
 
@@ -62,7 +63,7 @@ class Helper:
         return self._server.reap(pid)
 
     def close(self) -> None:
-        """Ends the helper, and with it whatever it forked."""
+        """Ends the helper and all processes that it forked."""
         self._server.__exit__(None, None, None)
 
     def _wait_ready(self) -> None:
@@ -85,8 +86,8 @@ class Worker:
         self._helper = helper
         self.connection, theirs = Pipe()
         self._output = tempfile.TemporaryFile(mode="a+b", buffering=0)  # noqa: SIM115 - closed by kill()
-        # The mode does not reach the descriptor: without O_APPEND a rank writes on behind a truncated end, and a
-        # reader sees a block of zeros.
+        # mode="a" does not set O_APPEND on the descriptor: without it a rank keeps writing at its old offset after a
+        # truncation, and a reader sees a block of zeros.
         fcntl.fcntl(self._output, fcntl.F_SETFL, fcntl.fcntl(self._output, fcntl.F_GETFL) | os.O_APPEND)
         try:
             self.pid = helper.fork(theirs.fileno(), self._output.fileno())
@@ -104,20 +105,20 @@ class Worker:
         self._is_dead = False
 
     def send(self, message: object) -> None:
-        """Sends a call or "clean"; a rank that is gone is found when its answer is awaited."""
+        """Sends a call or "clean". A rank that is gone is noticed later, when its answer is awaited."""
         self._awaits_ready = self._awaits_ready or message == "clean"
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send(message)
 
     def is_clean(self) -> bool:
-        """Waits (bounded) for the rank to be ready for a run; False: it is not, and has to be replaced."""
+        """Waits, up to a limit, until the rank is ready for a run; False: it is not, and must be replaced."""
         try:
             if self._awaits_ready:
                 if not self.connection.poll(_CLEAN_S) or self.connection.recv() != "ready":
                     return False
                 self._awaits_ready = False
                 self._output.truncate(0)
-            # An idle rank has nothing more to say: something readable is its end.
+            # An idle rank sends nothing: if there is something to read, the rank has ended.
             return not self.connection.poll(0)
         except (EOFError, ConnectionResetError):
             return False
@@ -146,19 +147,19 @@ class Worker:
         )
 
     def tail(self) -> str:
-        """The end of what the rank wrote since its last run began."""
+        """The end of the output that the rank wrote since its last run began."""
         size = os.fstat(self._output.fileno()).st_size
         self._output.seek(max(0, size - _TAIL))
         return self._output.read().decode("utf-8", "replace").rstrip()
 
     def show_output(self, rank: int) -> None:
-        """Passes on what the rank wrote, each line with the rank before it."""
+        """Prints the rank's output, with the rank before each line."""
         self._output.seek(0)
         for line in self._output.read().decode("utf-8", "replace").splitlines():
             print(f"[rank {rank}] {line}")
 
     def kill(self) -> None:
-        """Ends the rank with its children and gives back its files."""
+        """Kills the rank and its children, and closes its files."""
         self._end()
         self.connection.close()
         self._output.close()
@@ -167,7 +168,7 @@ class Worker:
         if self._is_dead:
             return
         self._is_dead = True
-        # The helper has not waited for it yet, so the process id still belongs to this rank.
+        # The helper has not reaped it yet, so the process id still belongs to this rank.
         code: int | None = None
         kill_group(self.pid)
         with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError, OSError):

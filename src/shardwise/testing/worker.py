@@ -1,8 +1,8 @@
-"""One warm rank: waits for a call, runs it as a fresh rank would, reports, cleans up, waits again.
+"""The process of one warm rank: waits for a call, runs it as a new rank would, answers, cleans up, and waits again.
 
-The order with the parent: it sends a :class:`Call`; the rank answers ``("ok", bytes)`` or ``("error", Failure)``; when
-all ranks have answered the parent sends ``"clean"`` and the rank, once clean, answers ``"ready"``. Waiting for the
-others before leaving the process group is what lets a slower rank finish its last collective.
+The protocol: the parent sends a :class:`Call`; the rank answers ``("ok", bytes)`` or ``("error", Failure)``; when all
+ranks have answered, the parent sends ``"clean"``, and the rank, once clean, answers ``"ready"``. Because all wait for
+each other before they destroy the process group, a slower rank can finish its last collective.
 """
 
 import faulthandler
@@ -27,18 +27,20 @@ from shardwise.testing.calls import Call, resolve
 __all__ = ["DUMP_SIGNAL", "main"]
 
 DUMP_SIGNAL = signal.SIGUSR2
-"""The parent sends this to a rank that hangs; it writes the stack of every thread to its output."""
+"""The signal that the parent sends to a rank that hangs; the rank then writes the stack of every thread to its
+output."""
 
 _SEED = 0
 _MOST_THREADS = 64
-"""A group that something still holds keeps two threads, each of which wakes a hundred times a second."""
+"""Above this many threads a rank is replaced: a process group that something still references keeps two threads, each
+of which wakes a hundred times a second."""
 
 
 def main(argv: list[str]) -> int:
-    """The life of a warm rank, forked by :mod:`shardwise.launch.forkserver`; ends the process.
+    """Runs a warm rank, forked by :mod:`shardwise.launch.forkserver`; ends the process.
 
     Args:
-        argv: the file descriptor of the connection to the pool, and the process id that must be alive for this one to live.
+        argv: the file descriptor of the connection to the pool, and the id of a process with which this one ends.
     """
     code = 1
     try:
@@ -47,12 +49,12 @@ def main(argv: list[str]) -> int:
         code = 0
     except BaseException:
         traceback.print_exc()
-    os._exit(code)  # no exit handlers of what was forked
+    os._exit(code)  # without the exit handlers inherited by the fork
 
 
 def _serve(connection: Connection) -> None:
-    """Returns when the pool closed the connection, or when calls left too many threads behind."""
-    # Line by line, so that what a rank wrote before it was killed is there.
+    """Answers calls until the pool closes the connection, or calls have left too many threads behind."""
+    # Line buffered, so that the output of a rank that is killed is not lost.
     sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
     faulthandler.enable()
@@ -60,7 +62,7 @@ def _serve(connection: Connection) -> None:
     state, lock = _State(), threading.Lock()
 
     def report(error: BaseException) -> None:
-        # The process ends right after this, so unlike a failure of the function it is not one to use again.
+        # The process ends right after this, so unlike after a failure of the function it cannot be used again.
         with lock:
             connection.send(("error", replace(failure_of(int(os.environ["RANK"]), error), reported=False)))
 
@@ -77,7 +79,7 @@ def _serve(connection: Connection) -> None:
             return
         state.restore()
         if _num_threads() > _MOST_THREADS:
-            return  # the pool forks another
+            return  # the pool forks a new rank
         connection.send("ready")
 
 
@@ -115,7 +117,7 @@ def _seed() -> None:
 
 
 class _State:
-    """What a run may change and the next must not see."""
+    """The process state that a call may change, restored before the next call."""
 
     def __init__(self) -> None:
         import torch
@@ -135,7 +137,7 @@ class _State:
         for name in set(os.environ) - set(self._env):
             del os.environ[name]
         os.environ.update(self._env)
-        # The reset tells the module that its list has changed; assigning to the list alone would not.
+        # The reset makes the module notice that its list has changed; assigning to the list would not.
         warnings.resetwarnings()
         cast(list, warnings.filters)[:] = self._filters
         if torch.are_deterministic_algorithms_enabled():
@@ -153,6 +155,6 @@ class _State:
             torch.compiler.reset()
         gc.collect()
         if len(sys.modules) != self._modules:
-            # What was imported stays; the collector need not look at it after every run.
+            # Imported objects stay: the garbage collector need not scan them after every run.
             gc.freeze()
             self._modules = len(sys.modules)

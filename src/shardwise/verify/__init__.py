@@ -1,4 +1,4 @@
-"""Proof that ranks compute what one process computes: the oracle, the sharded run, the comparison."""
+"""Compares sharded training with one plain process: the reference run (the oracle), the sharded run, the comparison."""
 
 import sys
 from types import ModuleType
@@ -12,8 +12,8 @@ __all__ = ["GATES", "Report", "StepRecord", "Task", "compare", "run_oracle", "ru
 
 
 class _Room(ModuleType):
-    """``sw.verify`` is the function; but whoever imports this room, as our pytest plugin does, has Python put the room
-    under that name. So the room can be called too."""
+    """The class of this package, which makes it callable: ``sw.verify`` is the function, but an import of the package
+    (as by our pytest plugin) makes Python put the package under that name."""
 
     __call__ = staticmethod(verify)
 

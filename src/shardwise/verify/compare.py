@@ -1,8 +1,8 @@
-"""Holds the ranks' pieces against the oracle's whole tensors, and names the first that differs.
+"""Compares the ranks' shards with the full tensors of one process (the oracle), and names the first that differs.
 
-``err(p) = max|a - b| / max(max|b|, 1e-6 * M)`` with M the largest ``|b|`` over all tensors of its kind: gradients that are
-zero in exact arithmetic (a key's bias) would otherwise raise alarms. Pieces are put together by the recipe's
-``extents`` alone, and copies held by several ranks must be equal to the last bit.
+``err(p) = max|a - b| / max(max|b|, 1e-6 * M)`` with M the largest ``|b|`` over all tensors of its kind: gradients that
+are zero in exact arithmetic (a key's bias) would otherwise count as different. Shards are assembled only by the
+recipe's ``extents``, and copies on several ranks must be equal to the last bit.
 """
 
 import math
@@ -19,12 +19,12 @@ from shardwise.verify.sharded import RankRecord, RankStep
 
 __all__ = ["Difference", "Report", "assemble", "compare", "counted"]
 
-_FLOOR = 1e-6  # of the largest tensor: below it a relative error means nothing
+_FLOOR = 1e-6  # share of the largest tensor; below it a relative error means nothing
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The worst of one kind: its error, where, and at which step (from 1)."""
+    """A difference between the two runs: its kind, error, tensor or rank, and step (from 1)."""
 
     kind: str
     err: float
@@ -33,13 +33,14 @@ class Difference:
 
     @property
     def place(self) -> str:
-        """Where: "in embed.weight, step 2", or "on rank 0, step 1"."""
+        """Where it is, as text: "in embed.weight, step 2", or "on rank 0, step 1"."""
         return f"{'on' if self.name.startswith('rank ') else 'in'} {self.name}, step {self.step}"
 
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of a comparison. ``worst`` has one entry per kind: loss, grad, grad_norm, param, buffer."""
+    """The result of a comparison. ``worst``: the largest difference of each kind: loss, grad, grad_norm, param,
+    buffer."""
 
     layout: str
     engine: str
@@ -47,14 +48,14 @@ class Report:
     num_steps: int
     gate: float
     worst: dict[str, Difference]
-    collectives: dict[str, int]  # of rank 0, in the last step
+    collectives: dict[str, int]  # counts by name, of rank 0 in the last step
     num_units: int
     bytes_per_rank: tuple[int, ...]
-    num_statistics: int = 0  # buffers that are compared between the ranks alone
+    num_statistics: int = 0  # buffers that are compared between the ranks only
 
     @property
     def err(self) -> float:
-        """The largest error of all kinds."""
+        """The largest error over all kinds."""
         return max(difference.err for difference in self.worst.values())
 
     def __str__(self) -> str:
@@ -76,7 +77,7 @@ class Report:
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 step``, ``2 steps``."""
+    """A count as text: ``1 step``, ``2 steps``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
@@ -88,15 +89,15 @@ def compare(
     gate: float,
     noise: Sequence[StepRecord] | None = None,
 ) -> Report:
-    """Compares every step; raises VerifyError naming the first tensor that differs.
+    """Compares every step of the two runs; raises VerifyError, which names the first tensor that differs.
 
     Args:
-        task: what was run.
+        task: the run that both sides did.
         oracle: its records in one process.
         ranks: the ranks' records, in rank order.
         gate: the largest error allowed.
-        noise: the oracle's records with its sums in another order. A tensor may be 8 times as far from the oracle as
-            the oracle is from itself (a bias before batch norm has a gradient of nothing but rounding).
+        noise: records of one process with its sums in another order. A tensor may differ from the oracle by 8 times the
+            difference of these two (a bias before batch norm has a gradient that is only rounding).
     """
     recipe = Recipe.from_json(ranks[0].recipe)
     worst: dict[str, Difference] = {}
@@ -117,14 +118,14 @@ def compare(
         gate=gate,
         worst=worst,
         collectives=ranks[0].steps[-1].collectives,
-        num_units=len({param.unit for param in recipe.params.values()}),  # a root that holds none gathers nothing
+        num_units=len({param.unit for param in recipe.params.values()}),  # a root without parameters gathers nothing
         bytes_per_rank=tuple(recipe.at(rank).num_bytes() for rank in range(len(ranks))),
         num_statistics=sum(map(_is_statistic, oracle[0].buffers)) if len(ranks) > 1 else 0,
     )
 
 
 def assemble(recipe: Recipe, name: str, pieces: Sequence[Tensor | None]) -> Tensor | None:
-    """The whole tensor of ``name`` from every rank's local one; None if no rank has it.
+    """The full tensor of ``name``, assembled from every rank's local one; None if no rank has it.
 
     Raises:
         VerifyError: some ranks have it and others do not, or copies of one piece differ.
@@ -158,7 +159,7 @@ def assemble(recipe: Recipe, name: str, pieces: Sequence[Tensor | None]) -> Tens
 
 
 def _own_noise(task: Task, oracle: Sequence[StepRecord], noise: Sequence[StepRecord]) -> dict[tuple[str, str], float]:
-    """(kind, name) -> how far the oracle is from itself, over all steps."""
+    """(kind, name) -> the largest difference, over all steps, of one process from itself with sums in another order."""
     found: dict[tuple[str, str], float] = {}
     for number, (expected, other) in enumerate(zip(oracle, noise, strict=True), start=1):
         grads = _tensors("grad", other.grads, expected.grads, number)
@@ -170,8 +171,8 @@ def _own_noise(task: Task, oracle: Sequence[StepRecord], noise: Sequence[StepRec
 
 
 def _comparable(task: Task, params: Mapping[str, Tensor | None], expected: StepRecord):
-    """Parameters as they can be compared. AdamW's first steps are sign-like: rounding decides the direction where the
-    gradient is tiny, so only elements whose gradient counts are kept."""
+    """The parameters of both sides, to be compared. AdamW's first steps are like a sign: where the gradient is tiny,
+    rounding decides the direction, so for AdamW only elements with a larger gradient are kept."""
     return _where_gradients_count(params, expected) if task.optimizer == "adamw" else (params, expected.params)
 
 
@@ -181,7 +182,7 @@ def _step_differences(task: Task, recipe: Recipe, expected: StepRecord, steps: l
     params = {name: assemble(recipe, name, [step.params[name] for step in steps]) for name in recipe.params}
     yield from _tensors("param", *_comparable(task, params, expected), number)
     yield from _buffers(expected, steps, number)
-    for rank, step in enumerate(steps):  # after the tensors: a tensor's name says more than a rank's
+    for rank, step in enumerate(steps):  # after the tensors: the name of a tensor is more useful than a rank
         if not math.isclose(step.num_tokens, expected.num_tokens, rel_tol=1e-12):  # a count may be a sum of weights
             yield Difference("num_tokens", float("inf"), f"rank {rank}", number)
         yield Difference("loss", _relative(step.loss, expected.loss), f"rank {rank}", number)
@@ -201,12 +202,12 @@ def _tensors(kind: str, found: Mapping[str, Tensor | None], wanted: Mapping[str,
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Float64, or complex128: an imaginary part is compared too."""
+    """The tensor in float64, or complex128, so that imaginary parts are compared too."""
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _reals(tensor: Tensor) -> Tensor:
-    """A complex tensor as its real and imaginary parts, which Adam steps one by one; any other as it is."""
+    """A complex tensor as its real and imaginary parts, which Adam updates separately; any other as it is."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
@@ -224,8 +225,8 @@ def _where_gradients_count(params: Mapping[str, Tensor | None], expected: StepRe
 
 
 def _buffers(expected: StepRecord, steps: list[RankStep], number: int):
-    """Buffers are equal on all ranks; those that one process never changes are its own. Running statistics follow the
-    recipe's policy and are not the oracle's, which saw the micro-batches one after another."""
+    """Differences of the buffers: between the ranks, and from the oracle. Running statistics are compared only between
+    the ranks: they follow the recipe's option, while the oracle updates them in one micro-batch after another."""
     for name, reference in expected.buffers.items():
         for rank, step in enumerate(steps):
             same = torch.equal(step.buffers[name], steps[0].buffers[name])

@@ -1,4 +1,4 @@
-"""Whether a module draws random numbers, and where: two runs of it differ then, sharded or not."""
+"""Finds where a module draws random numbers: two runs of it then differ, sharded or not."""
 
 import random
 from typing import Any
@@ -13,8 +13,8 @@ __all__ = ["drawing_modules", "places_of"]
 
 
 def drawing_modules(task: Task) -> list[str]:
-    """The innermost modules of ``task`` that draw random numbers in a forward and loss of its first micro-batch, by name;
-    ``""`` is the module itself, or the loss. The streams are left where they were."""
+    """Names of the innermost modules of ``task`` that draw random numbers in forward and loss of its first micro-batch;
+    ``""`` is the module itself, or the loss. The random streams do not change."""
     module, batch = task.make(), task.windows[0][0]
     open_calls: list[list[Any]] = []
     found: dict[str, None] = {}
@@ -47,12 +47,13 @@ def drawing_modules(task: Task) -> list[str]:
 
 
 def places_of(names: list[str]) -> str:
-    """What :func:`drawing_modules` found, in words: ``'dropout', the model's own forward, or the loss, and 2 more``."""
+    """The result of :func:`drawing_modules` as text: ``'dropout', the model's own forward, or the loss, and 2
+    more``."""
     first = ", ".join(repr(name) if name else "the model's own forward, or the loss" for name in names[:3])
     return first + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _streams() -> tuple[Any, ...]:
-    """Where torch's, Python's and numpy's streams stand."""
+    """The states of the random streams of torch, Python and numpy."""
     _, keys, place, *_ = np.random.get_state()
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), np.asarray(keys).tobytes(), place

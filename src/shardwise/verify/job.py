@@ -1,4 +1,4 @@
-"""What ``shardwise verify`` runs: a named model against one plain process, over local CPU ranks."""
+"""The job of ``shardwise verify``: a named model, sharded over local CPU ranks, compared with one plain process."""
 
 import inspect
 import math
@@ -32,7 +32,7 @@ _KINDS = {"grad": "gradients", "param": "parameters", "loss": "loss", "grad_norm
 
 @dataclass(frozen=True)
 class _Evaluating:
-    """A function of a module, in eval mode."""
+    """A function that builds a module and puts it in eval mode."""
 
     build: Callable[[], nn.Module]
 
@@ -52,21 +52,23 @@ def main(
     parallel: Any,
     small_units: bool = False,
 ) -> int:
-    """Compares and prints the outcome; 0 if equal. Raises VerifyError, which names the first tensor that differs.
+    """Compares the two runs and prints the result; returns 0 if they are equal.
 
     Args:
-        model: "pkg.mod:fn", returns the module; or a Hugging Face model directory.
-        layout: without -1.
-        batch: "pkg.mod:fn", takes the index of a micro-batch and returns it (``str -> Tensor``); None: random tokens, for
-            a module that takes ``input_ids`` and has an embedding.
+        model: "pkg.mod:fn", a function that returns the module; or a Hugging Face model directory.
+        layout: a layout without -1.
+        batch: "pkg.mod:fn", takes the index of a micro-batch and returns it (``str -> Tensor``); None: random tokens,
+            for a module that takes ``input_ids`` and has an embedding.
         loss: "pkg.mod:fn", as TrainStep takes it; None: cross entropy of aligned labels.
         count: "pkg.mod:fn", as TrainStep takes it; None: the loss's own ``count``, else labels that are not -100.
         steps: optimizer steps.
         accumulate: micro-batches per rank and step.
         parallel: a ``Parallel``; its layout is not used.
-        small_units: compare once more with every block a unit of its own, where parameters are cut: more can go wrong there.
+        small_units: compare once more with every block as a separate unit, if parameters are sharded: more can go wrong
+            there.
 
     Raises:
+        VerifyError: with the name of the first tensor that differs.
         ConfigError: one of the names cannot be used; with the place where it failed.
     """
     _say("loading the model")
@@ -101,7 +103,7 @@ def main(
 
 
 def _windows(module: nn.Module, batch: str | None, sizes: list[int]) -> list[list[Mapping[str, Tensor]]]:
-    """The micro-batches of each step, as the comparison's dtype has them."""
+    """The micro-batches of each step, cast to the dtype of the comparison."""
     make: Callable[[int], Any] = Function(batch, "--batch") if batch else _tokens_for(module)
     windows = []
     with in_words(f"--batch={batch!r}", "calling it with the index of a micro-batch", _FIX_BATCH):
@@ -118,7 +120,7 @@ def _windows(module: nn.Module, batch: str | None, sizes: list[int]) -> list[lis
 
 
 def _counts(sums: Any, count: str | None, batch: str | None, first: Mapping[str, Tensor]) -> Any:
-    """What counts a micro-batch: the function that is named, or the loss's own; None: its labels."""
+    """The function that counts a micro-batch: the named one, or that of the loss; None: count its labels."""
     if count is not None:
         found: Any = Function(count, "--count")
     elif isinstance(sums, Function) and callable(getattr(sums.load(), "count", None)):
@@ -153,7 +155,7 @@ def _print_report(report: Report) -> None:
 
 
 def _print(text: str) -> None:
-    """A sentence, in lines of a terminal."""
+    """Prints a text, wrapped to the width of the terminal."""
     width = max(60, min(120, shutil.get_terminal_size().columns))
     print(
         "\n".join(
@@ -175,7 +177,7 @@ def _say(text: str) -> None:
 def _without_dropout(
     build: Callable[[], nn.Module], parallel: Any, windows: Any, loss: Any
 ) -> tuple[Callable[[], nn.Module], str]:
-    """``build``, in eval mode where the module draws random numbers in training alone; and what to say of it."""
+    """``build``, in eval mode if the module draws random numbers only in train mode; and a text that says so."""
     evaluating = _Evaluating(build)
 
     def drawing(make: Callable[[], nn.Module]) -> list[str]:
@@ -204,7 +206,7 @@ def _tokens_for(module: nn.Module) -> Callable[[int], dict[str, Tensor]]:
         generator = torch.Generator().manual_seed(index)
         ids = torch.randint(0, vocab, (_BATCH, _LENGTH + 1), generator=generator)
         labels = ids[:, 1:].clone()
-        labels[0, : index % _LENGTH] = -100  # unequal token counts: equal ones hide the commonest faults
+        labels[0, : index % _LENGTH] = -100  # unequal token counts: equal ones hide the most common faults
         return {"input_ids": ids[:, :-1].contiguous(), "labels": labels}
 
     return tokens

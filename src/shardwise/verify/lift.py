@@ -1,7 +1,7 @@
-"""Runs code that insists on float32 in float64 instead, so that a comparison is not limited by its islands.
+"""Runs code that asks for float32 in float64 instead, so that its rounding does not limit a comparison.
 
-Hugging Face norms, rotary tables and losses compute in float32 whatever the model's dtype. At the gate of 1e-12 that alone
-would hide every difference; lifted, both sides are float64 from end to end.
+Norms, rotary tables and losses of Hugging Face models compute in float32 whatever the model's dtype. With an allowed
+error of 1e-12 that alone would hide every difference; lifted, both sides are float64 from end to end.
 """
 
 from typing import Any
@@ -16,7 +16,8 @@ _WIDER = {Tensor.float: torch.float64, getattr(Tensor, "cfloat"): torch.complex1
 
 
 class LiftFloat32(TorchFunctionMode):
-    """Within: ``.float()``, ``.to(torch.float32)`` and ``dtype=torch.float32`` mean float64, complex64 means complex128."""
+    """Within: ``.float()``, ``.to(torch.float32)`` and ``dtype=torch.float32`` mean float64, complex64 means
+    complex128."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _WIDER:

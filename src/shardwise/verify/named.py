@@ -1,7 +1,7 @@
-"""What a command line names for a comparison: the model, batches, loss and count; every rank loads them for itself.
+"""Loads what the command line names for a comparison: the model, batches, loss and count; each rank loads them itself.
 
-Mistakes in them become errors in words, with the line of the user's own code: a file that cannot be imported, a class that wants
-arguments, a function that returns something else.
+Mistakes in them become readable errors with the line of the user's code: a file that cannot be imported, a class that
+needs arguments, a function that returns something else.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ _OWN = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 @contextlib.contextmanager
 def in_words(given: str, doing: str, fix: str) -> Iterator[None]:
-    """Within, an exception of the user's code becomes a ConfigError: ``doing`` raised it, and where."""
+    """Within, an exception of the user's code becomes a ConfigError that says what raised it (``doing``) and where."""
     try:
         yield
     except UsageError as error:
-        if "forward=" in error.fix:  # the command has no such option
+        if "forward=" in error.fix:  # the command has no option for that
             error.fix = "name the keys of what --batch returns as the arguments of the forward"
         raise
     except ShardwiseError:
@@ -44,7 +44,7 @@ def in_words(given: str, doing: str, fix: str) -> Iterator[None]:
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line that is neither torch's nor ours, as a line of a message; nothing where there is none."""
+    """The innermost line of the traceback outside torch and Shardwise, as a line of a message; "" if there is none."""
     frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         frames.append((Path(error.filename), error.lineno))
@@ -63,7 +63,7 @@ def _place(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _streams_kept() -> Iterator[None]:
-    """Random numbers that are drawn within are drawn again afterwards: a file may make a module as it is imported."""
+    """Restores the random streams afterwards: a file may build a module when it is imported."""
     python, arrays = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -75,7 +75,7 @@ def _streams_kept() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Function:
-    """A function known by its name; ``what`` it was given as (``--batch``)."""
+    """A function given by its name, loaded when it is called; ``what``: the option it was given as (``--batch``)."""
 
     text: str
     what: str
@@ -84,14 +84,14 @@ class Function:
         return self.load()(*args)
 
     def load(self) -> Any:
-        """What the name stands for.
+        """Imports and returns the function.
 
         Raises:
-            ConfigError: it cannot be imported, or called.
+            ConfigError: it cannot be imported, or is not callable.
         """
         given = f"{self.what}={self.text!r}"
         fix = "correct that line, or install what it imports; then run again"
-        # Streams: a rank imports it while it builds, and one process did before.
+        # Streams are kept: a rank imports it while building the model, the one process did so earlier.
         with in_words(given, "importing it", fix), _streams_kept():
             found = load_target(self.text, what=self.what)
         if not callable(found) or isinstance(found, nn.Module):
@@ -108,7 +108,7 @@ class Function:
 
 @dataclass(frozen=True)
 class CountOfLoss:
-    """The ``count`` of a loss that is known by its name."""
+    """The ``count`` of a loss that was given by its name."""
 
     loss: Function
 
@@ -118,7 +118,7 @@ class CountOfLoss:
 
 @dataclass(frozen=True)
 class Model:
-    """A module by the name of its class, or of a function that returns it."""
+    """A module given by the name of its class, or of a function that returns it; built by a call."""
 
     text: str
 
@@ -146,7 +146,7 @@ class Directory:
 
     def __call__(self) -> nn.Module:
         kind, config = check_pretrained(self.folder, {}, what="MODEL")
-        # On meta, only its structure is looked at, and transformers would refuse to load.
+        # On the meta device only the structure is needed, and transformers would refuse to load weights.
         if torch.get_default_device().type == "meta":
             return kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
         import transformers
@@ -164,5 +164,5 @@ class Directory:
 
 
 def named_model(text: str) -> Callable[[], nn.Module]:
-    """What MODEL stands for: a directory, or a name."""
+    """The model that the command line's MODEL names: a directory, or a function."""
     return Directory(text) if Path(text).is_dir() else Model(text)

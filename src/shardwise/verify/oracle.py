@@ -1,7 +1,7 @@
-"""The oracle: one process, plain torch, none of our parallel code. What training is supposed to do.
+"""The oracle: the reference training run in one process, in plain torch, without any of our parallel code.
 
-It runs the same micro-batches in the same order as the ranks together do, divides each loss sum by the window's count, clips
-with torch's own function and steps the same optimizer. It imports nothing of ``world``, ``parallel`` or the step.
+It runs the same micro-batches as all ranks together, in the same order, divides each loss sum by the window's count,
+clips with torch's own function and steps the same optimizer. It imports nothing of ``world``, ``parallel`` or the step.
 """
 
 import contextlib
@@ -25,7 +25,8 @@ Batch = Mapping[str, Tensor]
 
 
 def cast_batches(windows: Sequence[Sequence[Batch]], dtype: torch.dtype) -> list[list[Batch]]:
-    """Floating tensors in ``dtype``, complex ones in the complex dtype of that precision, as the module is; others as they are."""
+    """Casts the floating tensors of batches to ``dtype``, complex ones to the complex dtype of that precision, like the
+    module; others stay as they are."""
 
     def cast(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -49,20 +50,20 @@ def cast_batches(windows: Sequence[Sequence[Batch]], dtype: torch.dtype) -> list
 
 @dataclass(frozen=True)
 class Task:
-    """A short training run to be done twice, as data that can be sent to another process.
+    """A short training run, as data that can be sent to another process; it is run sharded and in one process.
 
     Attributes:
-        build: makes the module; torch, numpy and Python draw from ``seed`` while it does.
+        build: makes the module; torch, numpy and Python are seeded with ``seed`` for it.
         windows: per step, the micro-batches of all ranks in global order.
         loss: ``loss(output, batch)`` -> sum, or a mapping of sums; None: what ``forward`` returns is the sum.
         count: ``count(batch)`` -> valid tokens; None: the module's own ``count``, else valid labels.
         forward: ``forward(model, batch)`` -> output; without a loss the default is ``model(batch)``.
         optimizer: "sgd" (with momentum), "adamw", or a callable taking parameters.
-        max_grad_norm: None = no clipping.
+        max_grad_norm: None: no clipping.
         norm_type: p of that norm.
-        clip_grad_value: each element is clamped to [-value, value], after the norm; None = not.
-        dtype: what the module is cast to, its complex tensors to the complex dtype of that precision; float64 lifts
-            float32 islands too.
+        clip_grad_value: each element is clamped to [-value, value], after the norm; None: it is not.
+        dtype: what the module is cast to, its complex tensors to the complex dtype of that precision; with float64,
+            code that asks for float32 computes in float64 too.
     """
 
     build: Callable[[], nn.Module]
@@ -79,23 +80,24 @@ class Task:
     seed: int = 0
 
     def make(self, seed: int | None = None) -> nn.Module:
-        """The module with its first values, in the task's dtype."""
+        """Builds the module with its initial values, in the task's dtype."""
         with _drawing_from(self.seed if seed is None else seed):
             return cast_floating(self.build(), self.dtype)
 
     def result(self, model: nn.Module, batch: Batch, state: StepState) -> Any:
-        """What ``model`` and the loss make of a micro-batch in the step of ``state``: a sum, or a mapping of sums."""
+        """Runs ``model`` and loss on a micro-batch in the step of ``state``: returns a sum, or a mapping of sums."""
         output = forward_of(self.loss, self.forward)(model, batch, state)
         return output if self.loss is None else self.loss(output, batch)
 
     def lifted(self) -> contextlib.AbstractContextManager:
-        """Float64 from end to end, if that is the task's dtype."""
+        """Within: float64 from end to end, if that is the task's dtype."""
         return LiftFloat32() if self.dtype == torch.float64 else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def _drawing_from(seed: int) -> Iterator[None]:
-    """Within: every generator a constructor may draw from starts at ``seed``. Python's and numpy's go on as before."""
+    """Within: every generator that a constructor may draw from is seeded with ``seed``. Python's and numpy's are
+    restored afterwards."""
     python, arrays = random.getstate(), np.random.get_state()
     torch.manual_seed(seed)
     random.seed(seed)
@@ -109,7 +111,7 @@ def _drawing_from(seed: int) -> Iterator[None]:
 
 @dataclass
 class StepRecord:
-    """What one step computed, by canonical name; tensors are whole."""
+    """The results of one step in one process: loss, norm, gradients, parameters and buffers by name; full tensors."""
 
     loss: float
     grad_norm: float
@@ -120,7 +122,7 @@ class StepRecord:
 
 
 def make_optimizer(task: Task, params: Any) -> torch.optim.Optimizer:
-    """The task's optimizer; the same implementation on both sides."""
+    """Builds the task's optimizer; the same implementation on both sides."""
     if task.optimizer == "sgd":
         return torch.optim.SGD(params, lr=task.lr, momentum=0.9)
     if task.optimizer == "adamw":
@@ -129,12 +131,12 @@ def make_optimizer(task: Task, params: Any) -> torch.optim.Optimizer:
 
 
 def run_oracle(task: Task, *, otherwise: bool = False) -> list[StepRecord]:
-    """One record per window.
+    """Trains ``task`` in one process; returns a record per optimizer step.
 
     Args:
-        task: what to run.
-        otherwise: do the same sums in another order (micro-batches backwards, divided at the end instead of before
-            backward): how far one process is from itself tells how much of a difference is rounding.
+        task: the run.
+        otherwise: add the same sums in another order (micro-batches in reverse, divided at the end instead of before
+            backward): the difference of the two results shows how much is rounding.
     """
     model = task.make()
     optim = make_optimizer(task, [p for p in model.parameters() if p.requires_grad])

@@ -1,4 +1,5 @@
-"""What every rank of ``shardwise train`` imports to train and to prove, for ``launch_local(preload=...)``."""
+"""Imports what every rank of ``shardwise train`` needs for training and comparison, for
+``launch_local(preload=...)``."""
 
 import torch
 
@@ -7,5 +8,5 @@ import shardwise.verify  # noqa: F401
 
 __all__: list[str] = []
 
-# Its compiler too, some seconds more: making any optimizer imports it.
+# Imports torch's compiler too (some seconds), which every optimizer's constructor imports.
 torch.compiler.disable(lambda: None)

@@ -1,4 +1,4 @@
-"""``sw.verify``: the user's own model, sharded and in one process, compared number by number."""
+"""``sw.verify``: trains the user's model sharded and in one process, and compares the numbers."""
 
 import inspect
 import math
@@ -45,30 +45,31 @@ def verify(
     say: Callable[[str], object] | None = None,
     **options: Any,
 ) -> Report:
-    """Trains a few steps twice, sharded over local CPU processes and in one plain process, and compares loss, every
-    gradient, the norm and every updated parameter. Call it from an ordinary process; it starts the ranks itself.
+    """Checks that sharded training gives the same numbers as one process: trains a few steps both ways on local CPU
+    processes, and compares loss, every gradient, the gradient norm and every updated parameter. Call it from an
+    ordinary process; it starts the ranks itself.
 
     Args:
-        build: makes the module; a top-level function, called on every rank. Must be deterministic under a seed.
+        build: builds the module; a top-level function, called on every rank. It must be deterministic for a given seed.
         layout: such as ``"dp_shard=2"``; a ``-1`` needs ``num_ranks``.
         batches: per step, the micro-batches of all ranks together, in global order. Give them unequal numbers of valid
-            tokens: equal ones hide the commonest faults.
+            tokens: equal ones hide the most common faults.
         loss, count, forward: as :class:`~shardwise.step.step.TrainStep` takes them; top-level functions.
         optimizer: "sgd" (momentum 0.9), "adamw", or a top-level function of the parameters.
         max_grad_norm, norm_type, clip_grad_value: as :class:`~shardwise.step.step.TrainStep` takes them.
-        dtype: what both sides compute in, and what floating tensors of batches are cast to; float64 shows faults that rounding
-            would hide.
+        dtype: both sides compute in it, and floating tensors of batches are cast to it; float64 shows faults that
+            rounding would hide.
         gate: the largest error allowed; default 1e-12 in float64, 1e-5 in float32.
-        num_ranks: needed where the layout has ``-1``.
-        run: ``run(function, num_ranks, *args)`` -> results by rank, such as a pool's; default: fresh processes.
-        say: called with what is done next, in words.
+        num_ranks: needed if the layout has ``-1``.
+        run: ``run(function, num_ranks, *args)`` -> results by rank, such as a pool's; default: new processes.
+        say: called with a text before each stage.
         options: keyword arguments of ``parallelize``: ``sharding``, ``ddp`` and so on. ``transforms`` change the module
             of both sides.
 
     Raises:
-        UsageError: an option that parallelize does not have.
-        VerifyError: naming the first tensor that differs; and what draws random numbers, if anything does: the ranks draw other ones
-            than the one process.
+        UsageError: parallelize does not have the option.
+        VerifyError: with the first tensor that differs; and with the modules that draw random numbers, if there are
+            any: the ranks draw other ones than the one process.
 
     Example:
         >>> report = verify(build, "dp_shard=2", batches=[[batch, other]])  # doctest: +SKIP
@@ -105,7 +106,7 @@ def verify(
 
 
 def _explained(error: VerifyError, task: Task) -> VerifyError:
-    """``error``, with the cause where it is random numbers."""
+    """``error``, extended with the cause if the module draws random numbers."""
     names = drawing_modules(task)
     if not names:
         return error
@@ -129,7 +130,7 @@ def _refuse_unknown(options: Mapping[str, Any]) -> None:
 
 
 def _num_ranks(layout: str, given: int | None) -> int:
-    """How many ranks to start for ``layout``.
+    """The number of ranks to start for ``layout``.
 
     Raises:
         ConfigError: it has a ``-1`` and no number of ranks was given, or it does not fit that number.
@@ -141,10 +142,11 @@ def _num_ranks(layout: str, given: int | None) -> int:
             f"verify(layout={layout!r})", why="-1 and node need a number of ranks", fix="pass num_ranks=2"
         )
     size = math.prod(numbers) if given is None else given
-    layout_of(layout, size, size, AXES_IN_USE)  # the ranks it starts are of one node
+    layout_of(layout, size, size, AXES_IN_USE)  # all ranks are on this node
     return size
 
 
 def _in_fresh_processes(function: Any, num_ranks: int, *args: Any) -> list[RankRecord]:
-    # Not forked from one process: a model that depends on the order of a set then differs between ranks, as on a cluster.
+    # Not forked from one process, so that a model that depends on the order of a set differs between ranks, as on a
+    # cluster.
     return launch_local(f"{function.__module__}:{function.__qualname__}", nproc=num_ranks, args=args)

@@ -1,4 +1,4 @@
-"""The other side of a comparison: the same task through Shardwise, run by every rank."""
+"""The sharded side of a comparison: the task trained with Shardwise, on every rank."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ __all__ = ["CountCollectives", "RankRecord", "RankStep", "run_sharded", "share_o
 
 @dataclass
 class RankStep:
-    """One step as one rank saw it: its own pieces only."""
+    """The results of one step on one rank: loss, norm, and its own shards."""
 
     loss: float
     grad_norm: float
@@ -36,7 +36,7 @@ class RankStep:
 
 @dataclass
 class RankRecord:
-    """What one rank brings home."""
+    """The results of one rank: the recipe, and a record per step."""
 
     rank: int
     recipe: str
@@ -46,7 +46,7 @@ class RankRecord:
 class CountCollectives(TorchDispatchMode):
     """Within: counts collectives by name, so that a comparison cannot pass on a model that was never sharded."""
 
-    supports_higher_order_operators = True  # as compiled blocks that run again are made of
+    supports_higher_order_operators = True  # recomputed compiled blocks consist of them
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class CountCollectives(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Or compiled blocks would run as they are written while this looks on."""
+        """True: otherwise compiled blocks would run uncompiled within this mode."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -65,12 +65,13 @@ class CountCollectives(TorchDispatchMode):
 
 
 def run_sharded(task: Task, layout: str, parallel: Any = None, example: Any = None) -> RankRecord:
-    """Runs ``task`` on this rank of ``layout`` with the techniques of a ``Parallel``, of which ``task.build`` has changed the structure
-    already. All ranks call it.
+    """Trains ``task`` on this rank of ``layout`` with the techniques of a ``Parallel``, whose changes to the module's
+    structure ``task.build`` has made already. All ranks must call it.
 
-    Every rank builds the module, ranks other than 0 with another seed: a rank that kept its own values would be seen.
+    Every rank builds the module, ranks other than 0 with another seed, so that a rank that kept its own values is
+    found.
     """
-    # Within a run that is being proved, the group and how long it waits are that run's.
+    # Inside a training run that is compared, the process group and its timeout are that run's.
     with init(layout, device="cpu", timeout_s=None if dist.is_initialized() else 60) as world:
         module = task.make(task.seed + world.rank)
         model = shard(module, world, Parallel() if parallel is None else parallel, example=example, is_prepared=True)
@@ -87,14 +88,14 @@ def run_sharded(task: Task, layout: str, parallel: Any = None, example: Any = No
             norm_type=task.norm_type,
             clip_grad_value=task.clip_grad_value,
         )
-        # Both sides run what the function returns: in eval mode where it draws random numbers in training.
+        # Both sides run what the function returns, which is in eval mode if it draws random numbers in train mode.
         step.eval_mode.is_meant = True
         steps = [_run_step(step, optim, share_of(window, world)) for window in task.windows]
         return RankRecord(world.rank, recipe_of(model).to_json(), steps)
 
 
 def share_of(window: Any, world: World) -> list[MicroBatch]:
-    """This rank's micro-batches of a global window, dealt in turn and padded as the loader does."""
+    """This rank's micro-batches of a global window, round robin over the ranks and padded as the loader does."""
     axis = world.axis("dp")
     rounds = -(-len(window) // axis.size)
     mine = []
@@ -130,11 +131,11 @@ def _run_step(step: TrainStep, optim: torch.optim.Optimizer, window: list[MicroB
 
 
 class _Lifted:
-    """A function run in the task's arithmetic."""
+    """A function that runs lifted to the task's dtype (:meth:`Task.lifted`)."""
 
     def __init__(self, task: Task, function: Any):
         self.task, self.function = task, function
-        self.__wrapped__ = function  # its signature says whether it takes a state
+        self.__wrapped__ = function  # its signature shows whether it takes a state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.task.lifted():

@@ -1,7 +1,9 @@
-"""Tries what Shardwise relies on in torch: ``python -m shardwise.verify.torch_check``. Two ranks on the CPU, some seconds.
+"""Tests what Shardwise relies on in torch: ``python -m shardwise.verify.torch_check``. Two ranks on the CPU, some
+seconds.
 
-First whether the private names that are used are there; then what they do. The order in which units are gathered where ranks skip other blocks; parameters that no rank, or one rank alone, uses; parameters that stay
-the objects that the user has; units of several dtypes. Each is compared with the same in one plain process.
+It checks first that the private names that are used exist, then what they do: the order in which units are gathered
+when ranks skip different blocks; parameters that no rank, or only one rank, uses; parameters that stay the objects that
+the user has; units of several dtypes. Each is compared with the same in one plain process.
 """
 
 import copy
@@ -29,7 +31,7 @@ _EXACT, _HALF = 1e-12, 2e-2
 
 
 class Tried(nn.Module):
-    """Blocks of which a forward may leave one out, a layer that it may leave out, and a parameter that nothing uses."""
+    """The test model: blocks, one of which a forward may skip, a layer that it may skip, and an unused parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +66,7 @@ def _count(batch: Any) -> int:
 
 
 def _trained(world: World, skips: tuple[int, int], rare: tuple[bool, bool], **options: Any) -> tuple[Any, nn.Module]:
-    """The sharded model and the plain one, each with the gradients of one window of two micro-batches for each rank."""
+    """The sharded and the plain model, each with the gradients of one window of two micro-batches per rank."""
     plain = _build()
     batches = [
         [_batch(rank + 2 * i, skip=skips[rank], rare=rare[rank]) for i in range(2)] for rank in range(world.size)
@@ -95,17 +97,17 @@ def _differences(model: nn.Module, plain: nn.Module, most: float) -> Iterator[st
 
 
 def order(world: World) -> Iterator[str]:
-    """Each rank leaves out another block."""
+    """Checks gradients when each rank skips a different block."""
     yield from _differences(*_trained(world, (0, 2), (False, False)), _EXACT)
 
 
 def unused(world: World) -> Iterator[str]:
-    """One rank alone uses a layer, and none a parameter."""
+    """Checks gradients when only one rank uses a layer, and no rank a parameter."""
     yield from _differences(*_trained(world, (9, 9), (True, False)), _EXACT)
 
 
 def identity(world: World) -> Iterator[str]:
-    """The parameters that an optimizer was given are the model's after a window and a step, and have moved."""
+    """Checks that an optimizer's parameters are still the model's after a window and a step, and were updated."""
     model = parallelize(_build(), world, sharding=Sharding(min_unit_bytes=0))
     before = dict(model.named_parameters())
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -122,7 +124,7 @@ def identity(world: World) -> Iterator[str]:
 
 
 def dtypes(world: World) -> Iterator[str]:
-    """Units of which the norms compute in float32 and the rest in bfloat16."""
+    """Checks gradients of units whose norms compute in float32 and whose other layers compute in bfloat16."""
     precision = Precision(storage="float32", compute="bfloat16", reduce="float32", parts={"LayerNorm": "fp32"})
     yield from _differences(*_trained(world, (9, 9), (True, True), precision=precision), _HALF)
 
@@ -131,13 +133,13 @@ CHECKS: tuple[Callable[[World], Iterator[str]], ...] = (order, unused, identity,
 
 
 def on_rank() -> list[str]:
-    """What is not as it should be, on this rank of two."""
+    """Runs all checks on this rank of two; returns what is wrong, as texts."""
     with init("dp_shard=2", device="cpu", timeout_s=60) as world:
         return [f"{check.__name__}: {words}" for check in CHECKS for words in check(world)]
 
 
 def main() -> int:
-    """Prints what differs. Returns 0 if nothing does."""
+    """Runs the checks and prints what is wrong. Returns 0 if nothing is."""
     os.environ[RUNS] = "1"
     absent = missing()
     if absent:

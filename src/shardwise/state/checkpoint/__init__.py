@@ -1,4 +1,5 @@
-"""Checkpoints: everything of a run, complete or absent, verified when read, under any layout."""
+"""Checkpoints: the full state of a run, complete or absent, verified by checksums when read, loadable under any
+layout."""
 
 from shardwise.state.checkpoint.manager import CheckpointManager
 

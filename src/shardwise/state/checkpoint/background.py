@@ -1,4 +1,4 @@
-"""A save that is written while training goes on: copies of the run's state, the thread that writes them, what became of it."""
+"""Asynchronous saves: copies the run's state and writes it in a thread while training continues."""
 
 import sys
 from collections.abc import Callable
@@ -18,7 +18,8 @@ __all__ = ["Background"]
 
 
 class Background:
-    """One save at a time. All ranks must make it, and call :meth:`begin`, :meth:`wait` and :meth:`close` alike."""
+    """Writes one save at a time in a thread. All ranks must make it, and call :meth:`begin`, :meth:`wait` and
+    :meth:`close` in the same way."""
 
     def __init__(self, world: World):
         self._device = world.device
@@ -28,20 +29,20 @@ class Background:
         self._under_way: Future[Path] | None = None
 
     def begin(self, contents: Contents, write: Callable[[Peers, Contents], Path]) -> None:
-        """Copies what is to be saved, and returns; ``write`` is called with the copies, in the thread."""
+        """Copies what is to be saved, starts the thread, which calls ``write`` with the copies, and returns."""
         staged = contents.staged(self._stage)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._under_way = self._thread.submit(write, self._side_group, staged)
 
     def wait(self) -> None:
-        """Returns when nothing is being written, and raises what went wrong."""
+        """Waits for the save that is being written, and raises its error."""
         if self._under_way is not None:
             under_way, self._under_way = self._under_way, None
             under_way.result()
 
     def outcome(self, timeout_s: float) -> BaseException | None:
-        """What went wrong with the save under way, which is waited for; nobody is talked to."""
+        """Waits for the save that is being written, and returns its error or None. No communication."""
         under_way, self._under_way = self._under_way, None
         try:
             return under_way.exception(timeout=timeout_s) if under_way is not None else None
@@ -49,24 +50,25 @@ class Background:
             return late
 
     def close(self) -> None:
-        """Gives the group back, once no rank is in an exchange of it."""
+        """Destroys the process group of the saves, once no rank is in an exchange of it."""
         self._side_group.close()
 
     def let_go(self) -> None:
-        """Gives back what is this rank's own: no new save is begun."""
+        """Frees this rank's thread and buffers; no new save can begin."""
         self._thread.shutdown(wait=False)
         self._buffers.clear()
 
     def tell(self) -> None:
-        """For the end of a manager that nobody has closed: an error is not lost."""
+        """Prints the error of the last save, if any. For a manager that is not closed, so that the error is not
+        lost."""
         if self._under_way is not None and self._under_way.done() and self._under_way.exception() is not None:
             print(f"shardwise: the last checkpoint was not written: {self._under_way.exception()}", file=sys.stderr)
 
     def _stage(self, name: str, tensor: Tensor, offset: Callable[[], int]) -> Tensor:
-        """A copy of ``tensor`` in memory that is used again by the next save."""
+        """Copies ``tensor`` into a buffer that the next save uses again."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            if tensor.device.type == "cuda":  # pinned memory begins at a page
+            if tensor.device.type == "cuda":  # pinned memory is page-aligned
                 buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             else:
                 buffer = memory_in_line(tensor, offset())

@@ -1,15 +1,15 @@
-"""The commit protocol: a checkpoint is complete under its name, or it does not exist.
+"""The commit protocol of a checkpoint: under its name it is complete, or it does not exist.
 
 ::
 
-    a directory beside its place, locked, with every file in its size     (rank 0)   a full disk is found here
-    each rank's own bytes at their place, summed on the way, on disk      (all)
-    the manifest: sizes and checksums, on disk                            (rank 0)
-    the directory takes its name, and the name is on disk                 (rank 0)   from here on it exists
-    `latest` points to it; only then older ones are removed               (rank 0)
+    make a locked directory next to its place, all files in full size     (rank 0)   a full disk is found here
+    write each rank's bytes at their offsets, with checksums; sync        (all)
+    write the manifest (sizes and checksums); sync                        (rank 0)
+    rename the directory to its name; sync the name                       (rank 0)   from here on it exists
+    point `latest` to it; only then remove older ones                     (rank 0)
 
-A rank that fails anywhere before the renaming leaves everything as it was, and every rank is told; what a killed save
-leaves behind is removed by the next one.
+A rank that fails before the rename leaves everything as it was, and the error is raised on every rank; what a killed
+save leaves behind is removed by the next one.
 """
 
 import contextlib
@@ -37,27 +37,28 @@ from shardwise.world.collectively import Peers, collectively
 __all__ = ["LATEST", "SPARE", "spare_bytes", "write_checkpoint"]
 
 LATEST = "latest"
-SPARE = 64 << 20  # bytes that are left on the disk for whoever else writes there; on a small one less
+SPARE = 64 << 20  # bytes left free on the disk for other programs; fewer on a small disk
 
 
 def spare_bytes(disk_bytes: int) -> int:
-    """What a save leaves free on a disk of that size: a checkpoint of some KiB fits on one of some MiB."""
+    """The bytes that a save leaves free on a disk of that size; few on a small one, which still holds small
+    checkpoints."""
     return min(SPARE, disk_bytes // 50)
 
 
 def write_checkpoint(peers: Peers, root: Path, contents: Contents, layout: str, fingerprint: str) -> Path:
-    """Writes a checkpoint below ``root``. All ranks must call it; on return it is on disk, on whichever rank this is.
+    """Writes a checkpoint below ``root``. All ranks must call it; when it returns on any rank, it is on disk.
 
     Args:
-        peers: who talks to whom: the world, or what goes on beside it.
-        root: the directory of the run's checkpoints; all ranks see it.
+        peers: the group to communicate in: the world, or a side group for background saves.
+        root: the directory of the run's checkpoints; all ranks must see it.
         contents: what is written.
         layout: of the run, as text.
         fingerprint: of the model.
 
     Raises:
         CheckpointError: on every rank, if one of them cannot write; nothing has changed then.
-        RankError: a rank does not come, or is lost.
+        RankError: a rank does not take part, or is lost.
     """
     commit = _Commit(peers, root, contents, layout, fingerprint)
     place = f"the checkpoint of step {contents.step}"
@@ -69,7 +70,7 @@ def write_checkpoint(peers: Peers, root: Path, contents: Contents, layout: str, 
         collectively(peers, f"{place}, putting it in place", lambda: commit.finish(everyone), on_main=True)
     finally:
         commit.close()
-    for group in contents.groups:  # an older checkpoint, which a model's tokenizer came from, may be pruned now
+    for group in contents.groups:  # the older checkpoint that the model's tokenizer files are in may be pruned now
         origin = group.runtime.loaded_from
         if origin is not None and origin.is_relative_to(root):
             group.runtime.loaded_from = commit.dest / group.prefix
@@ -78,7 +79,7 @@ def write_checkpoint(peers: Peers, root: Path, contents: Contents, layout: str, 
 
 
 class _Commit:
-    """One save on one rank."""
+    """One save on one rank, with a method per stage of the protocol."""
 
     def __init__(self, peers: Peers, root: Path, contents: Contents, layout: str, fingerprint: str):
         self.peers, self.root, self.contents = peers, root, contents
@@ -88,7 +89,7 @@ class _Commit:
         self.folder = self.dest
 
     def make_files(self) -> None:
-        """On rank 0: the directory, and its files in their final size."""
+        """On rank 0: makes the directory, and its files in their final size."""
         at_fault_point("begun")
         try:
             remove_left_overs(self.root)
@@ -118,7 +119,7 @@ class _Commit:
             )
 
     def meet(self, place: str) -> None:
-        """Every rank has to see the directory: by a token in it, and not by its name."""
+        """Checks that every rank sees the directory: by a random token in it, since its name may exist on any disk."""
         token = os.urandom(8) if self.staged is not None else b""
         collectively(
             self.peers, f"{place}, leaving a token", lambda: (self.folder / TOKEN).write_bytes(token), on_main=True
@@ -136,7 +137,7 @@ class _Commit:
             )
 
     def write_own(self) -> Told:
-        """This rank's pieces, and on rank 0 all that is not cut; returns what was summed."""
+        """Writes this rank's shards, and on rank 0 all that is not sharded; returns the checksums."""
         sums = Sums()
         sizes = self.contents.sizes() if self.peers.is_main else {}
         try:
@@ -150,7 +151,7 @@ class _Commit:
         return sums.told()
 
     def _files(self, sizes: dict[str, int]) -> Iterator[tuple[str, int, Iterator[tuple[int, memoryview]]]]:
-        """``(path, size, stretches)`` of each file that this rank writes to."""
+        """``(path, size, (offset, bytes) pairs)`` of each file that this rank writes to."""
         heads = self.contents.heads() if self.peers.is_main else {}
         for group in self.contents.groups:
             mine: dict[str, list[Any]] = {}
@@ -168,7 +169,7 @@ class _Commit:
                 yield path, sizes[path], iter([(0, memoryview(text))])
 
     def finish(self, everyone: list[Told]) -> None:
-        """On rank 0: the manifest, and the directory into its place."""
+        """On rank 0: writes the manifest, and renames the directory to its place."""
         assert self.staged is not None
         sizes = self.contents.sizes()
         sums = put_together(sizes, everyone)
@@ -203,7 +204,7 @@ class _Commit:
             raise self._unwritten(error) from error
 
     def close(self) -> None:
-        """Removes what has not come to its place."""
+        """Removes the directory if it has not been renamed to its place."""
         if self.staged is not None:
             self.staged.close()
 
@@ -218,7 +219,7 @@ class _Commit:
 
 
 def point_to(root: Path, name: str) -> None:
-    """Has the link ``latest`` name a checkpoint, for people and for stock tools: loading does not go by it."""
+    """Points the link ``latest`` to a checkpoint, for people and other tools; loading does not use it."""
     link = root / f".{LATEST}-new"
     with contextlib.suppress(OSError):  # a file system without links, or something else of that name
         link.unlink(missing_ok=True)

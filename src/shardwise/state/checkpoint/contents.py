@@ -1,17 +1,17 @@
-"""What a checkpoint holds of a run, and where each byte of it will lie::
+"""The contents of a checkpoint, and the place of each byte in its files::
 
     step-00000100/
       model.safetensors          weights, as a plain Hugging Face directory
-      config.json ...            what the model's own library wants beside them
+      config.json ...            the other files of a Hugging Face directory
       training/
-        optimizer.safetensors    what the optimizer keeps for each element: "NAME/KEY"
-        rest.safetensors         every other tensor, whole: step counts, random streams, what ``extra`` objects keep
-        state.json               everything that is no tensor
-        recipe.json              where each rank of the run had its bytes
+        optimizer.safetensors    per-element optimizer state: "NAME/KEY"
+        rest.safetensors         every other tensor, full: step counts, random streams, state of ``extra`` objects
+        state.json               everything that is not a tensor
+        recipe.json              which bytes each rank of the run had
       extra/NAME/                weights of further sharded models
       manifest.json              written last
 
-Tensors are whole in their files, under canonical names, whatever the layout of the run that wrote them.
+The files contain full tensors under canonical names, whatever the layout of the run that wrote them.
 """
 
 import functools
@@ -67,21 +67,21 @@ __all__ = [
 
 STATE, REST, OPTIMIZER, EXTRA = "training/state.json", "training/rest.safetensors", "training/optimizer", "extra"
 RECIPE = "training/recipe.json"
-ALIGN = 1 << 20  # bytes: at multiples of it large tensors begin, so that parts of them are whole blocks
-PADDED = 64  # how many times that a file's tensors are large at least: a header is padded to it
+ALIGN = 1 << 20  # bytes: large tensors begin at multiples of it, so that parts of them are whole blocks
+PADDED = 64  # the alignment is at most this part (1/64) of a file: its header is padded to it
 Take = Callable[[str, Tensor, Callable[[], int]], Tensor]
-"""``(name, tensor, offset) -> copy``: ``offset()`` is where in a file the tensor begins."""
+"""``(name, tensor, offset) -> copy``: ``offset()`` is where the tensor begins in its file."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Files of tensors that are cut as a model's parameters are.
+    """Files of tensors that are sharded like a model's parameters: its weights, or its optimizer state.
 
     Attributes:
         prefix: of the files' paths.
         runtime: of the model.
         file_layout: the files.
-        tensors: this rank's own, by the name of the model's tensor, or where ``by_stored`` by that in the file.
+        tensors: this rank's local tensors, by the model's name, or with ``by_stored`` by the name in the file.
     """
 
     prefix: str
@@ -97,7 +97,8 @@ class Group:
             yield self.prefix + part.file.name, part.file, part, whole[part.local]
 
     def staged(self, take: "Take") -> "Group":
-        """The same group of what ``take`` gives for each tensor that is written; it is told a name of its own for each."""
+        """The same group with the copies that ``take`` makes of each tensor that is written; it is called with a unique
+        name for each."""
         place = self.prefix + ("optimizer/" if self.by_stored else "")
         stored = [tensor.name for file in self.file_layout.files for tensor in file.tensors]
         used = stored if self.by_stored else [self.file_layout.views[name].name for name in stored]
@@ -110,7 +111,7 @@ class Group:
         )
 
     def _offset_of(self, name: str) -> int:
-        """Where in a file this rank's tensor begins, or would begin, if only a part of it is written."""
+        """Where this rank's tensor begins in its file, or would begin if only a part of it is written."""
         return self._offsets.get(name, 0)
 
     @functools.cached_property
@@ -127,14 +128,15 @@ class Group:
 
 @dataclass
 class Contents:
-    """All that one save writes.
+    """Everything that one checkpoint contains.
 
     Attributes:
         step: windows trained.
-        groups: the cut tensors; equal on every rank but for the values.
-        rest: whole tensors; rank 0's are written.
+        groups: the sharded tensors; equal on every rank except for the values.
+        rest: full tensors; rank 0's are written.
         texts: path -> whole file; rank 0's are written.
-        plain: what goes into :data:`STATE`, as :func:`~shardwise.state.checkpoint.plain.to_plain` gave it; rank 0's is written.
+        plain: the content of :data:`STATE`, as :func:`~shardwise.state.checkpoint.plain.to_plain` returned it; rank 0's
+            is written.
         notes: what the user should know.
     """
 
@@ -147,18 +149,19 @@ class Contents:
 
     @functools.cached_property
     def rest_file(self) -> PlannedFile:
-        """Where the whole tensors will lie."""
+        """The layout of the file of full tensors."""
         facts = {name: (tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in self.rest.items()}
         (file,) = planned_files(facts, max_shard_bytes=1 << 62, stem=REST.removesuffix(".safetensors"))
         return file
 
     @functools.cached_property
     def whole_texts(self) -> dict[str, bytes]:
-        """Path -> content of every file without tensors, on rank 0. Made when it is asked for: by then training may go on."""
+        """Path -> content of every file without tensors, on rank 0. Made on first use, when training may already
+        continue."""
         return {**self.texts, STATE: to_text(self.plain)}
 
     def staged(self, take: "Take") -> "Contents":
-        """The same with copies of all cut tensors, so that the run may go on; whole ones are copies already."""
+        """The same with copies of all sharded tensors, so that training can continue; full ones are copies already."""
         return replace(self, groups=tuple(group.staged(take) for group in self.groups))
 
     def sizes(self) -> dict[str, int]:
@@ -182,20 +185,20 @@ def contents_of(
     texts: Mapping[str, bytes],
     of_rank: Callable[[], Any] = lambda: None,
 ) -> Contents:
-    """Takes down what has to be saved; tensors are those of the run, not copies. All ranks must call it.
+    """Collects what has to be saved; sharded tensors are those of the run, not copies. All ranks must call it.
 
     Args:
         model: from ``parallelize``.
         optim: its optimizer; None: there is none.
-        own: gives name -> JSON-like value with tensors: the step's state, the loader's position.
-        extra: as :func:`check_extra` lets them pass.
+        own: returns name -> JSON-like value with tensors: the step's state, the loader's position.
+        extra: objects that :func:`check_extra` accepts.
         texts: further files, by path.
-        of_rank: gives what each rank keeps for itself: the state of the dataset.
+        of_rank: returns what differs between ranks: the state of the dataset.
 
     Raises:
-        UnsupportedError: on every rank; state that is neither JSON nor a tensor, by name.
-        RankError: on the other ranks, where a ``state_dict`` fails on one.
-        UsageError: on every rank; ranks that keep different state.
+        UnsupportedError: on every rank; some state is neither JSON nor a tensor; with its name.
+        RankError: on the other ranks, if a ``state_dict`` fails on one.
+        UsageError: on every rank; ranks have different state.
         ConfigError: one of ``texts`` has the name of a file that is written anyway.
     """
     runtime = runtime_of(model)
@@ -207,7 +210,7 @@ def contents_of(
     for other in models.values():
         runtime_of(other).check_values()
     groups = [_weights(prefix, other, found, notes) for prefix, other in models.items()]
-    # Code of the user's, which may fail on one rank alone: the others would wait for it in the next exchange.
+    # The user's code may fail on one rank only: the others would wait for that rank in the next exchange.
     place = "a checkpoint, taking down what modules and extra objects keep"
     mine: dict[str, Tensor] = {}
     plain, data = collectively(
@@ -249,10 +252,10 @@ def _plain_states(
 
 
 def check_texts(texts: Mapping[str, str]) -> None:
-    """Refuses further files whose paths a checkpoint cannot have.
+    """Refuses further files with a path that a checkpoint cannot have.
 
     Raises:
-        ConfigError: with the path.
+        ConfigError: a path cannot be used; with the path.
     """
     for path in texts:
         taken = path in (MANIFEST, STATE, REST, RECIPE) or path.startswith((f"{EXTRA}/", OPTIMIZER))
@@ -267,10 +270,10 @@ def check_texts(texts: Mapping[str, str]) -> None:
 
 
 def check_extra(extra: Mapping[str, Any]) -> None:
-    """Refuses what could not be saved.
+    """Refuses ``extra`` objects that could not be saved.
 
     Raises:
-        ConfigError: an object without ``state_dict``, or a name that cannot be that of a directory.
+        ConfigError: an object has no ``state_dict``, or its name cannot be a directory's.
     """
     if not isinstance(extra, Mapping):
         raise ConfigError(
@@ -291,12 +294,12 @@ def check_extra(extra: Mapping[str, Any]) -> None:
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether an ``extra`` object is a model whose weights are saved as the model's are."""
+    """Whether an ``extra`` object is a sharded model, whose weights are saved like the model's."""
     return isinstance(value, nn.Module) and has_runtime(value)
 
 
 def held_extra(state: Mapping[str, Any]) -> dict[str, bool]:
-    """Name -> whether it is a sharded model, of the ``extra`` objects that a checkpoint of this state holds."""
+    """Name -> whether it is a sharded model, for the ``extra`` objects in a checkpoint with this state."""
     weights = [prefix.removeprefix(f"{EXTRA}/").removesuffix("/") for prefix in state["model"] if prefix]
     return dict.fromkeys(state["extra"], False) | dict.fromkeys(weights, True)
 
@@ -347,12 +350,12 @@ def _optimizer(runtime: Runtime, optim: torch.optim.Optimizer, tensors: dict[str
 
 
 def _align(num_bytes: int) -> int:
-    """What files of so many bytes are aligned to: a power of two, equal on every rank."""
+    """The alignment of files with ``num_bytes`` of tensors: a power of two, equal on every rank."""
     return min(ALIGN, max(16, 1 << max(num_bytes // PADDED, 1).bit_length() - 1))
 
 
 def _digests(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Name -> a checksum of all that is kept under it."""
+    """Name -> a checksum of the state under that name."""
     parts = {name: value for name, value in plain.items() if name not in ("extra", "time")}
     parts |= {f"{EXTRA}/{name}": value for name, value in plain["extra"].items()}
     found = {name: sum_of(to_text(value)) for name, value in parts.items()}

@@ -1,4 +1,4 @@
-"""The directory of a run's checkpoints: one run at a time has it, and removes what nobody needs."""
+"""The directory of a run's checkpoints: locked by one run at a time, which also removes incomplete and old ones."""
 
 import contextlib
 import os
@@ -17,22 +17,22 @@ from shardwise.world.collectively import collectively
 
 __all__ = ["Directory"]
 
-_ENDING_S = 2.0  # a run that was killed, and is started again at once, finds the last of its ranks still ending
+_ENDING_S = 2.0  # a killed run that is started again at once may find ranks that are still ending
 
 
 class Directory:
-    """Rank 0 makes it, holds its lock and tidies it up; all ranks must open it, and see it.
+    """The directory of checkpoints: rank 0 makes it, holds its lock and cleans it up; all ranks must open and see it.
 
     Attributes:
-        root: its path, without links: rank 0's.
-        note: what the user should know of it, on rank 0.
+        root: its path on rank 0, with links resolved.
+        note: what the user should know about it, on rank 0.
 
     Args:
         world: of the run.
         root: its path.
 
     Raises:
-        CheckpointError: on every rank; it cannot be used, it is one checkpoint, or another run has it.
+        CheckpointError: on every rank; it cannot be used, it is itself a checkpoint, or another run uses it.
     """
 
     def __init__(self, world: World, root: Path):
@@ -43,7 +43,7 @@ class Directory:
         self.root: Path = world.broadcast(root.resolve())
 
     def _open(self, root: Path) -> None:
-        place = root.resolve()  # of "runs/a/latest" too
+        place = root.resolve()  # also resolves "runs/a/latest"
         if step_of(place) is not None or is_manifest(place / MANIFEST):
             raise CheckpointError(
                 f"the directory {root} for checkpoints",
@@ -53,8 +53,8 @@ class Directory:
         try:
             made = [folder for folder in (place, *place.parents) if not folder.exists()]
             place.mkdir(parents=True, exist_ok=True)
-            for folder in made:  # a loss of power would take the new names, and the checkpoints with them
-                with contextlib.suppress(PermissionError):  # a directory that one may write to, and not list
+            for folder in made:  # unsynced, a power loss could lose the new folders and all in them
+                with contextlib.suppress(PermissionError):  # the directory may be writable but not readable
                     sync_folder(folder.parent)
             self._lock, owner, self.note = try_lock(root / ".lock", wait_s=_ENDING_S)
         except OSError as error:
@@ -73,31 +73,31 @@ class Directory:
         remove_removed(root)
 
     def close(self) -> None:
-        """From here on another run may have it."""
+        """Releases the lock, so that another run can use the directory."""
         if self._lock is not None:
             release(self._lock)
             self._lock = None
 
     def steps(self) -> list[int]:
-        """Of the checkpoints there, whole or not, the oldest first. All ranks must ask."""
+        """The steps of its checkpoints, whole or not, oldest first. All ranks must call it."""
         found = collectively(self._world, "looking for checkpoints", lambda: steps_in(self.root), on_main=True)
         return self._world.broadcast(found)
 
     def folder(self, step: int) -> Path:
-        """Where the checkpoint of that step is, or would be."""
+        """The path that the checkpoint of that step has, or would have."""
         return self.root / folder_name(step)
 
     def refuse_behind(self, step: int, going_on: bool, left_behind: Collection[int]) -> None:
-        """A checkpoint that is older than others there would not be the one that a resumed run takes; and those of a run that
-        this one has nothing to do with would be pruned. All ranks must ask.
+        """Refuses to save a checkpoint older than others there, which a later resume would take instead; and to save
+        into a directory with checkpoints of an unrelated run, which would be pruned. All ranks must call it.
 
         Args:
             step: of the checkpoint to be saved.
-            going_on: whether this run has saved or loaded one of those there.
+            going_on: whether this run has saved or loaded one of the checkpoints there.
             left_behind: steps of those that could not be read.
 
         Raises:
-            CheckpointError: it would be.
+            CheckpointError: one of the two is the case.
         """
         steps = self.steps()
         if steps and not going_on:
@@ -114,7 +114,7 @@ class Directory:
             )
 
     def put_aside(self, newest: int, left_behind: Sequence[int]) -> None:
-        """Newer checkpoints that could not be read must not stand before this one; they are kept under another name.
+        """Renames checkpoints newer than step ``newest`` that could not be read, so that this one counts as the newest.
 
         Raises:
             OSError: one cannot be renamed.
@@ -125,7 +125,7 @@ class Directory:
                 os.replace(folder, folder.with_name(f"damaged-{folder.name}-{time.time_ns():x}"))
 
     def prune(self, retention: RetentionPolicy, newest: int, figure: float | None) -> None:
-        """Removes what need not stay.
+        """Removes the checkpoints that ``retention`` does not keep.
 
         Raises:
             OSError: the directory cannot be read.

@@ -1,4 +1,4 @@
-"""``CheckpointManager``: a run's checkpoints in one directory: saved every so often, kept as long as wanted, resumed from."""
+"""``CheckpointManager``: saves a run's checkpoints in one directory, removes old ones, and resumes from the newest."""
 
 import contextlib
 import functools
@@ -26,42 +26,45 @@ __all__ = ["CheckpointManager"]
 
 
 class CheckpointManager:
-    """The checkpoints of one run. All ranks must build it, and make the same calls on it.
+    """Saves and resumes the checkpoints of a run: model, optimizer, scheduler, counts, loader position, random streams.
+    All ranks must build it, and make the same calls on it.
 
-    A save is complete or absent: a kill at any moment, a full disk or a faulty rank leaves the checkpoints before as they
-    were. What is read is compared with checksums, and nothing is ever unpickled. Any layout loads what any layout saved.
+    A save is complete or absent: a kill at any moment, a full disk or a faulty rank leaves earlier checkpoints as they
+    were. What is read is compared with checksums, and nothing is ever unpickled. A checkpoint of any layout loads under
+    any layout.
 
-    A run that is asked to stop ends in order: SIGTERM, SIGUSR1 or SIGHUP on any rank, :meth:`stop`, or ``stop_after_s``. All
-    ranks agree at the beginning of the next window; the :meth:`save_every` after it saves and raises :class:`~shardwise.Stopped`, with
-    which the program ends with exit status 75. With ``sigusr1="save"``, SIGUSR1 saves in the same way and the run goes on, as
-    :meth:`save_soon` does. Signals for which the program has a handler of its own are left to it.
+    A run that is asked to stop saves first: by SIGTERM, SIGUSR1 or SIGHUP on any rank, :meth:`stop`, or
+    ``stop_after_s``. All ranks agree at the beginning of the next window; the :meth:`save_every` after it saves and
+    raises :class:`~shardwise.Stopped`, which ends the program with exit status 75. With ``sigusr1="save"``, SIGUSR1
+    saves in the same way and the run continues, as with :meth:`save_soon`. Signals for which the program has its own
+    handler are left to it.
 
     Attributes:
-        says_stop: whether rank 0 says on stderr that the run has stopped, and where it is.
-        root: the directory, as rank 0 has it, without links.
+        says_stop: whether rank 0 prints on stderr that the run has stopped, and at which checkpoint.
+        root: the directory on rank 0, with links resolved.
         step: as given.
         extra: as given.
 
     Args:
-        root: the directory; it is made. Rank 0's counts, and every rank has to see it.
-        step: the :class:`~shardwise.TrainStep`; its model, optimizer, scheduler, scaler and counts are saved. With a loop of your
-            own, an object of yours with ``model``, ``optim``, ``state_dict()``, ``load_state_dict(state)`` and
-            ``check_state_dict(state)``, which raises what loading would.
-        keep: how many of the last checkpoints stay; None: all.
-        keep_every: besides, those whose step is a multiple of it.
-        best: besides, the one with the least value of this metric (``"loss"``, or a name in ``StepOutput.metrics`` or in
-            ``save(metrics=...)``); ``"-accuracy"``: with the greatest.
-        extra: name -> object with ``state_dict`` and ``load_state_dict`` (numbers, texts, lists, dicts and tensors; equal on
-            every rank), or a further sharded model, such as a moving average.
-        async_save: True: a save copies the run's state and returns; it is written while training goes on. What goes wrong
-            is raised by the next save, by :meth:`wait` or at the end.
-        texts: further files to lie in every checkpoint: path -> content.
-        stop_after_s: seconds from now after which the run is asked to stop; what a window and a save take comes on top.
-        sigusr1: what SIGUSR1 asks for: "stop", or "save": a checkpoint, after which the run goes on.
+        root: the directory; it is made. Rank 0's path is used, and every rank must see it.
+        step: the :class:`~shardwise.TrainStep`; its model, optimizer, scheduler, scaler and counts are saved. For your
+            own loop, an object with ``model``, ``optim``, ``state_dict()``, ``load_state_dict(state)`` and
+            ``check_state_dict(state)``, which raises what loading would raise.
+        keep: how many of the last checkpoints are kept; None: all.
+        keep_every: also keep those whose step is a multiple of it.
+        best: also keep the one with the smallest value of this metric (``"loss"``, or a name in ``StepOutput.metrics``
+            or in ``save(metrics=...)``); ``"-accuracy"``: with the largest.
+        extra: name -> object with ``state_dict`` and ``load_state_dict`` (numbers, texts, lists, dicts and tensors;
+            equal on every rank), or a further sharded model, such as a moving average.
+        async_save: True: a save copies the run's state and returns; it is written while training continues. An error is
+            raised by the next save, by :meth:`wait` or at the end.
+        texts: further files to write into every checkpoint: path -> content.
+        stop_after_s: seconds from now after which the run is asked to stop; the current window and the save add to it.
+        sigusr1: what SIGUSR1 asks for: "stop", or "save": a checkpoint, after which the run continues.
 
     Raises:
         CheckpointError: the directory cannot be used, or another run is using it.
-        ConfigError: options that cannot be, or ``extra`` objects that could not be saved.
+        ConfigError: invalid options, or ``extra`` objects that could not be saved.
 
     Example:
         >>> with sw.CheckpointManager("runs/a", step, keep=3) as ckpt:  # doctest: +SKIP
@@ -95,7 +98,7 @@ class CheckpointManager:
         self._retention = RetentionPolicy(last=keep, every=keep_every, best=best)
         self._texts = {path: text.encode() for path, text in (texts or {}).items()}
         self._saved_step: int | None = None
-        self._late_notes: list[str] = []  # of the thread that writes, for the next call
+        self._late_notes: list[str] = []  # notes of the writer thread, shown by the next call
         self._directory = Directory(self._world, Path(root))
         self._resume_point = ResumePoint(self._directory, step, extra or {})
         self._warn([self._directory.note] if self._directory.note is not None else [])
@@ -116,26 +119,29 @@ class CheckpointManager:
         if kind is None:
             self.close()
             return
-        # Ranks may be anywhere: what is being written is waited for as long as it takes, and nobody is talked to.
+        # The other ranks may be anywhere: wait for the save that is being written, without communication.
         try:
             problem = self._background.outcome(self._world.timeout_s) if self._background is not None else None
         finally:
             self._let_go()
-        if problem is not None and error is not None:  # the error of the block is the one to be raised
+        if problem is not None and error is not None:  # the error of the with block is the one to raise
             error.add_note(f"the checkpoint that was being written was not finished: {problem}")
 
     def close(self) -> None:
-        """Waits for what is being written, and gives the directory back. All ranks must call it; leaving the world does.
+        """Waits for the save that is being written, and releases the directory. All ranks must call it; leaving the
+        world does so too.
 
         Raises:
-            Stopped: the run was asked to stop after its last window; what was trained since the last save was saved.
+            Stopped: the run was asked to stop after its last window; what was trained since the last save has been
+                saved.
         """
         if self._is_closed:
             return
         try:
             self.wait()
             request = self._world.stop
-            # Of those too that came after the last window began. Behind this exchange nobody is in one of the background's.
+            # Also of requests since the last window began. After this exchange no rank is in an exchange of a
+            # background save.
             entry = {"stop": request.entry(goes_on=False)}
             request.agree(self._world.agreement.sum(entry, "closing a checkpoint manager")["stop"])
             reason = request.agreed
@@ -174,19 +180,19 @@ class CheckpointManager:
     # ---- saving ----------------------------------------------------------------------------------------------
 
     def save_every(self, num_steps: int | None, out: Any = None) -> Path | None:
-        """Saves if the step just done is a multiple of ``num_steps``, or the last before a stop that was asked for, or if a checkpoint
-        was asked for, which is on disk when this returns. All ranks must call it after each step.
+        """Saves if the step just done is a multiple of ``num_steps``, if the run was asked to stop, or if a checkpoint
+        was asked for (which is on disk when this returns). All ranks must call it after each step.
 
         Args:
             num_steps: windows between two saves; None: only when asked.
-            out: what the step returned: its loss and metrics are what ``best`` goes by.
+            out: what the step returned; ``best`` uses its loss and metrics.
 
         Returns:
             the checkpoint's path, if there is a new one.
 
         Raises:
-            Stopped: on every rank: the run was asked to stop, and the checkpoint is on disk.
-            CheckpointError: as :meth:`save` says.
+            Stopped: on every rank; the run was asked to stop, and the checkpoint is on disk.
+            CheckpointError: as for :meth:`save`.
         """
         if num_steps is not None and (not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 1):
             raise ConfigError(f"save_every({num_steps!r})", why="it is a number of steps, 1 or more", fix="use 100")
@@ -194,11 +200,11 @@ class CheckpointManager:
         if reason is None and not self._world.stop.saves and (num_steps is None or self._runtime.step % num_steps):
             return None
         figures = {} if out is None else {"loss": out.loss, **out.metrics}
-        # Served once, also by a save that fails.
+        # A request counts once, even if the save fails.
         is_asked, self._world.stop.saves = self._world.stop.saves, False
         saved = self.save(metrics=figures)
         if is_asked:
-            self.wait()  # whoever asked may end the job when there is a new checkpoint
+            self.wait()  # the one who asked may end the job once there is a new checkpoint
         if reason is not None:
             self._stop(reason)
         return saved
@@ -208,33 +214,35 @@ class CheckpointManager:
         self._world.stop.settle()
         stopped = Stopped(reason, self._runtime.step, str(self._directory.folder(self._runtime.step)))
         if self._world.is_main and self.says_stop:
-            print(f"shardwise: {stopped}", file=sys.stderr, flush=True)  # Python says nothing of a SystemExit
+            print(f"shardwise: {stopped}", file=sys.stderr, flush=True)  # Python prints nothing for a SystemExit
         raise stopped
 
     def stop(self) -> None:
-        """Asks the run to stop, as SIGTERM does. One rank is enough; from a handler of a signal or another thread, too."""
+        """Asks the run to save and stop, as SIGTERM does. One rank is enough; may be called in a signal handler or
+        another thread."""
         self._world.stop.ask("a call of stop()")
 
     def save_soon(self) -> None:
-        """Asks for a checkpoint after the window that begins next, as SIGUSR1 does with ``sigusr1="save"``. One rank is enough; from a
-        handler of a signal or another thread, too."""
+        """Asks for a checkpoint after the next window, as SIGUSR1 does with ``sigusr1="save"``. One rank is enough; may
+        be called in a signal handler or another thread."""
         self._world.stop.ask_for_save()
 
     def save(self, *, metrics: Mapping[str, float] | None = None) -> Path:
-        """Saves now. All ranks must call it, between two windows. A save that is still being written is waited for.
+        """Saves a checkpoint now. All ranks must call it, between two windows. It first waits for a save that is still
+        being written.
 
         Args:
-            metrics: figures of this checkpoint, for ``best``.
+            metrics: metrics of this checkpoint, for ``best``.
 
         Returns:
             where the checkpoint is, or with ``async_save`` will be.
 
         Raises:
-            CheckpointError: on every rank, if one of them cannot write, or (with ``async_save``) the save before could not:
-                the checkpoints there are as they were, and training can go on.
-            ConfigError: ``best`` names no figure of these.
-            UsageError: in the middle of a window, or after the manager was closed.
-            UnsupportedError: state that is neither JSON nor a tensor, by name.
+            CheckpointError: on every rank, if one of them cannot write, or (with ``async_save``) the previous save
+                could not: earlier checkpoints are as they were, and training can continue.
+            ConfigError: ``best`` is not among these metrics.
+            UsageError: it is called in the middle of a window, or after the manager was closed.
+            UnsupportedError: some state is neither JSON nor a tensor; with its name.
         """
         if self._is_closed:
             raise UsageError(
@@ -278,12 +286,12 @@ class CheckpointManager:
         return self._directory.folder(contents.step)
 
     def wait(self) -> None:
-        """Returns when nothing is being written any more, and raises what went wrong. All ranks must call it."""
+        """Waits for the save that is being written, and raises its error. All ranks must call it."""
         try:
             if self._background is not None:
                 self._background.wait()
         except BaseException:
-            self._saved_step = None if self._saved_step is None else -1  # not what was trained last
+            self._saved_step = None if self._saved_step is None else -1  # the last trained step is not saved
             raise
         notes, self._late_notes = self._late_notes, []
         self._warn(notes)
@@ -296,7 +304,8 @@ class CheckpointManager:
         return dest
 
     def _prune(self, newest: int, figure: float | None) -> None:
-        """On rank 0, when the newest is on disk: what goes wrong now is no fault of a save, and told by the next call."""
+        """Removes old checkpoints; on rank 0, when the newest is on disk. An error here does not make the save fail:
+        the next call reports it."""
         at_fault_point("pruning")
         try:
             self._directory.put_aside(newest, self._resume_point.left_behind)
@@ -308,19 +317,20 @@ class CheckpointManager:
     # ---- loading ---------------------------------------------------------------------------------------------
 
     def resume(self, loader: Iterable[Any], *, override: Sequence[str] = ()) -> Iterator[Any]:
-        """The windows of ``loader``, from where the newest good checkpoint stands; from the beginning where there is none.
-        All ranks must call it; each call goes to the end of an epoch, as iterating over the loader does.
+        """Restores the newest good checkpoint, if there is one; returns an iterator over the windows of ``loader`` from
+        there (or from the beginning). All ranks must call it; each call runs to the end of an epoch, as iterating over
+        the loader does.
 
         Args:
-            loader: the run's; its position is saved from here on.
-            override: names of settings (``"lr"``, ``"weight_decay"``, ``"T_max"``) in which the program's own value takes effect, where
-                it is another than the saved run was given. Under a scheduler the rate is the one that the program's schedule has at
-                this step.
+            loader: the run's data loader; its position is saved from here on.
+            override: names of settings (``"lr"``, ``"weight_decay"``, ``"T_max"``) for which the program's value takes
+                effect where it differs from that of the saved run. With a scheduler, the learning rate is the one that
+                the program's schedule has at this step.
 
         Raises:
             CheckpointError: there are checkpoints, and none of them can be read.
-            ConfigError: a loader that cannot say where it is; or settings of the optimizer, the scheduler or the scaler that the saved
-                run was given otherwise, and that are not in ``override``. Nothing of the run has changed then.
+            ConfigError: the loader has no position to save; or settings of the optimizer, the scheduler or the scaler
+                differ from those of the saved run and are not in ``override``. Nothing of the run has changed then.
         """
         if self._resume_point.loader is None:  # the first epoch: a checkpoint may be loaded
             self.wait()
@@ -328,19 +338,19 @@ class CheckpointManager:
         return iter(loader)
 
     def load(self, step: int | None = None, *, override: Sequence[str] = ()) -> int | None:
-        """Puts the run where a checkpoint has it. All ranks must call it.
+        """Restores the run from a checkpoint. All ranks must call it.
 
         Args:
-            step: of the checkpoint; None: the newest good one: each that cannot be read is passed over, with a warning.
-            override: as :meth:`resume` takes it.
+            step: of the checkpoint; None: the newest good one; those that cannot be read are skipped with a warning.
+            override: as for :meth:`resume`.
 
         Returns:
-            windows trained before it; None where there is no checkpoint.
+            number of windows trained before it; None if there is no checkpoint.
 
         Raises:
-            CheckpointError: on every rank; none can be read, or the one named cannot, or it is of another model. Nothing of
-                the run has changed then.
-            ConfigError: settings that are other than they were, as :meth:`resume` says.
+            CheckpointError: on every rank; none can be read, or the one named cannot, or it is of another model.
+                Nothing of the run has changed then.
+            ConfigError: settings differ from those of the saved run, as for :meth:`resume`.
         """
         self.wait()
         back = self._resume_point
@@ -354,7 +364,8 @@ class CheckpointManager:
 
 
 def _to_the_caller() -> int:
-    """The ``stacklevel`` of a warning in the function that asks, for the line outside of this file that led there."""
+    """The ``stacklevel`` with which a warning of the calling function points to the line outside this file that led to
+    it."""
     frame, level = sys._getframe(1), 1
     while frame is not None and frame.f_code.co_filename == __file__:
         frame, level = frame.f_back, level + 1

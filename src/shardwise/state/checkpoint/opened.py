@@ -1,4 +1,4 @@
-"""A checkpoint of a run that is read: no byte is used whose checksum differs."""
+"""Reads a checkpoint of a run; bytes whose checksum differs are never used."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,7 +38,7 @@ class _Random(msgspec.Struct):
 
 
 class _State(msgspec.Struct):
-    """What has to stand in the state, whatever the run; the rest is for whom it belongs to."""
+    """The fields that every ``state.json`` must have; the others are checked by the code that restores them."""
 
     step: dict[str, Any]
     model: dict[str, dict[str, Any]]
@@ -48,13 +48,13 @@ class _State(msgspec.Struct):
 
 
 class SavedRun:
-    """A checkpoint whose manifest has been read.
+    """A checkpoint that is open for reading, with its manifest read.
 
     Args:
         folder: of the checkpoint.
 
     Raises:
-        CheckpointError: it is not whole.
+        CheckpointError: it is not complete.
     """
 
     def __init__(self, folder: Path):
@@ -70,11 +70,11 @@ class SavedRun:
 
     @property
     def has_run(self) -> bool:
-        """Whether a run can go on from it; else it holds weights, as a conversion writes them."""
+        """Whether a run can resume from it; otherwise it contains only weights, as a conversion writes them."""
         return STATE in self.manifest.files
 
     def verify(self) -> int:
-        """Compares everything with its checksum; returns the number of bytes."""
+        """Compares all files with their checksums; returns the number of bytes."""
         for name, fact in self.manifest.files.items():
             memory = memoryview(bytearray(min(fact.size, BUFFER)))
             for begin in range(0, fact.size, BUFFER):
@@ -82,11 +82,11 @@ class SavedRun:
         return self.manifest.num_bytes
 
     def brief(self) -> dict[str, Any]:
-        """What a list of checkpoints tells of one, without reading a tensor: ``time``, ``loader``, ``figure``, ``best``,
-        ``optimizer`` (its class), ``extra`` (names), as far as they are there.
+        """The properties shown in a list of checkpoints, without reading a tensor: ``time``, ``loader``, ``figure``,
+        ``best``, ``optimizer`` (its class), ``extra`` (names), as far as they exist.
 
         Raises:
-            CheckpointError: the state is not what was written.
+            CheckpointError: the state fails its checksums.
         """
         if not self.has_run:
             return {}
@@ -112,14 +112,15 @@ class SavedRun:
             raise self._unlike(error) from error
 
     def _unlike(self, error: Exception) -> CheckpointError:
-        """Whatever a text can hold: it is none of ours."""
+        """The error for a state file that this library cannot have written."""
         return damaged(self.folder / STATE, f"it is not what a save writes: {type(error).__name__}: {error}")
 
     def state(self) -> tuple[dict[str, Any], Mapping[str, FileTensor]]:
-        """Everything but the models' weights: what is no cut tensor, as it was saved; and the tensors in the optimizer's files.
+        """Everything except the models' weights: the state as it was saved, with its full tensors; and the tensors in
+        the optimizer's files.
 
         Raises:
-            CheckpointError: it is not what was written, or there are weights only.
+            CheckpointError: it fails its checksums, or the checkpoint has weights only.
         """
         if not self.has_run:
             raise CheckpointError(

@@ -1,7 +1,7 @@
-"""Values that a checkpoint can hold besides the model's tensors: as JSON, with the tensors in them kept apart.
+"""Converts the state that is not model tensors to JSON and back; tensors inside it are stored separately.
 
-What comes back is equal in type and value. Nothing is ever unpickled, so what is neither JSON nor a tensor is refused, by
-its place, when it is saved.
+The restored values are equal in type and value. Nothing is ever unpickled, so a value that is neither JSON nor a tensor
+is refused when it is saved, with its place.
 """
 
 import json
@@ -20,20 +20,21 @@ from shardwise.world import described
 
 __all__ = ["from_plain", "parse", "to_plain", "to_text"]
 
-_TAG = "$"  # begins the key of everything that JSON has no word for
+_TAG = "$"  # first character of the keys that encode types JSON does not have
 _MAPPINGS: dict[type, str] = {Counter: "counter", OrderedDict: "ordered", defaultdict: "default"}
 
 
 def to_plain(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
-    """``value`` as JSON has it; its tensors are put into ``tensors``, detached and on the CPU, named by their places.
+    """Converts ``value`` to JSON types; its tensors are added to ``tensors``, detached and on the CPU, by their places.
 
     Args:
-        value: numbers, texts, None, lists, tuples, mappings, sets of those, bytes, tensors and numpy arrays, dtypes and devices.
-        place: what it is, for names and messages ("scheduler").
-        tensors: of the whole checkpoint.
+        value: numbers, texts, None, lists, tuples, mappings, sets of those, bytes, tensors and numpy arrays, dtypes and
+            devices.
+        place: its name, for the tensors' names and messages ("scheduler").
+        tensors: those of the whole checkpoint.
 
     Raises:
-        UnsupportedError: something else, by its place.
+        UnsupportedError: a value of another type; with its place.
     """
     if value is None or type(value) in (bool, int, str):
         return value
@@ -57,7 +58,7 @@ def to_plain(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, torch.dtype | torch.device):
         return {f"${type(value).__name__}": str(value)}
     if type(value) in (list, tuple, set, frozenset):
-        ordered = sorted(value, key=described) if type(value) in (set, frozenset) else value  # the same on every rank
+        ordered = sorted(value, key=described) if type(value) in (set, frozenset) else value  # same order on every rank
         items = [to_plain(item, f"{place}/{number}", tensors) for number, item in enumerate(ordered)]
         return items if type(value) is list else {f"${type(value).__name__}": items}
     if type(value) is dict and all(type(key) is str and not key.startswith(_TAG) for key in value):
@@ -77,14 +78,14 @@ def to_plain(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _put(tensor: Tensor, place: str, tensors: dict[str, Tensor]) -> str:
-    while place in tensors:  # two keys whose texts are alike: 1 and "1"
+    while place in tensors:  # two keys with the same text: 1 and "1"
         place += "'"
     tensors[place] = tensor
     return place
 
 
 def from_plain(value: Any, tensors: Callable[[str], Tensor]) -> Any:
-    """What :func:`to_plain` was given; ``tensors`` gives each by its name."""
+    """Converts back what :func:`to_plain` returned; ``tensors`` returns each tensor by its name."""
     if isinstance(value, list):
         return [from_plain(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -125,10 +126,10 @@ def _from_tag(kind: str, content: Any, whole: Mapping[str, Any], tensors: Callab
 
 
 def to_text(plain: Any) -> bytes:
-    """JSON; floats come back to the last bit."""
+    """Encodes as JSON text; floats are exact to the last bit."""
     return (json.dumps(plain, indent=1, allow_nan=False) + "\n").encode()
 
 
 def parse(text: bytes) -> Any:
-    """What :func:`to_text` was given."""
+    """Decodes the JSON text of :func:`to_text`."""
     return json.loads(text)

@@ -1,4 +1,5 @@
-"""The position in the data that a checkpoint holds: behind the last window that was trained, whatever has been read beyond it."""
+"""The data position in a checkpoint: after the last trained window, even if a reader is further ahead; and the
+dataset's own state."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ __all__ = ["check_states", "dataset_states", "loader_in", "put_dataset", "traine
 
 
 def loader_in(given: Any) -> Any:
-    """The :class:`~shardwise.Loader` that ``given`` is, or that it wraps; None where there is none."""
+    """The :class:`~shardwise.Loader` that ``given`` is or wraps; None if there is none."""
     return next(_loaders(given, set(), 3), None)
 
 
@@ -30,10 +31,10 @@ def _loaders(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
 
 
 def trained_position(given: Any, num_trained: int | None) -> tuple[Any, list[str]]:
-    """What ``given.state_dict()`` says, moved back to the last window that was trained; and what the user should know.
+    """The loader's state dict, moved back to the last trained window, and notes for the user.
 
     Args:
-        given: a Loader, or what wraps one and has a ``state_dict``.
+        given: a Loader, or an object that wraps one and has a ``state_dict``.
         num_trained: windows that were trained since its position was set; None: not known.
     """
     state, loader = given.state_dict(), loader_in(given)
@@ -51,7 +52,7 @@ def trained_position(given: Any, num_trained: int | None) -> tuple[Any, list[str
 
 
 def _moved_back(state: Any, used: Mapping[str, Any]) -> Any:
-    """``state`` with each position of a Loader in it that is beyond ``used`` replaced."""
+    """``state`` with each Loader position in it that is beyond ``used`` replaced by ``used``."""
     if isinstance(state, Mapping):
         if state.keys() == used.keys():
             place = state["epoch"], state["position"]
@@ -66,11 +67,11 @@ def _moved_back(state: Any, used: Mapping[str, Any]) -> Any:
     return state
 
 
-# ---- what the dataset keeps itself -------------------------------------------------------------------------------
+# ---- the dataset's own state -------------------------------------------------------------------------------------
 
 
 def dataset_states(given: Any) -> tuple[dict[str, Any] | None, list[str]]:
-    """Place -> state of what the dataset behind a loader keeps itself, on this rank; and what the user should know."""
+    """Place -> state of the stateful objects in a loader's dataset, on this rank; and notes for the user."""
     loader = loader_in(given)
     own = loader.own_states() if loader is not None else DatasetState({})
     if not own:
@@ -85,10 +86,10 @@ def dataset_states(given: Any) -> tuple[dict[str, Any] | None, list[str]]:
 
 
 def check_states(given: Any, saved: Sequence[Any], size: int, override: Sequence[str]) -> None:
-    """Refuses states that another number of ranks cannot take over.
+    """Refuses dataset states that another number of ranks cannot restore.
 
     Raises:
-        ConfigError: naming the object.
+        ConfigError: with the name of the object.
     """
     loader = loader_in(given)
     if loader is None or len(saved) == size or "dataset" in override:
@@ -104,7 +105,7 @@ def check_states(given: Any, saved: Sequence[Any], size: int, override: Sequence
 
 
 def put_dataset(given: Any, saved: Sequence[Any] | None, rank: int, size: int) -> list[str]:
-    """Gives the dataset behind a loader what it had; returns what the user should know."""
+    """Restores the states of the stateful objects in a loader's dataset; returns notes for the user."""
     loader = loader_in(given)
     own = loader.own_states() if loader is not None else DatasetState({})
     if not own and not any(saved or ()):
@@ -127,7 +128,7 @@ def put_dataset(given: Any, saved: Sequence[Any] | None, rank: int, size: int) -
 
 
 def _is_shared(place: str, saved: Sequence[Any]) -> bool:
-    """Whether the state at ``place`` is the same on every rank of the run that was saved."""
+    """Whether the state at ``place`` was equal on every rank of the saved run."""
     first, *others = ((state or {}).get(place) for state in saved)
     return all(_equal(first, other) for other in others)
 

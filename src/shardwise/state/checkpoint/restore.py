@@ -1,7 +1,7 @@
-"""From a checkpoint into a run, under any layout: read and verified whole first, then put in place.
+"""Restores a run from a checkpoint, under any layout: everything is read and verified first, then put in place.
 
-Nothing of the run changes before every rank has read and believed all that it needs: for that moment the host holds this
-rank's share of the parameters twice.
+Nothing of the run changes before every rank has read and verified all that it needs. Until then this rank's shards are
+in host memory a second time.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,13 +33,13 @@ __all__ = ["Restored", "restore"]
 
 @dataclass(frozen=True)
 class Restored:
-    """What was restored.
+    """The result of a restore.
 
     Attributes:
         folder: the checkpoint.
         step: windows trained before it.
-        own: what the step and the loader kept.
-        num_bytes: read by this rank.
+        own: the saved state of the step and the loader.
+        num_bytes: bytes read by this rank.
         notes: what the user should know.
     """
 
@@ -57,18 +57,19 @@ def restore(
     extra: Mapping[str, Any],
     check: Callable[[Mapping[str, Any]], Settled | None] = lambda own: None,
 ) -> Restored:
-    """Puts a model, its optimizer and ``extra`` objects where a checkpoint has them. All ranks must call it.
+    """Restores a model, its optimizer and ``extra`` objects from a checkpoint. All ranks must call it.
 
     Args:
         folder: of the checkpoint.
         model: from ``parallelize``, under any layout.
-        optim: built from its parameters; may be fresh. None: the optimizer's state is left where it is.
-        extra: as they were saved.
-        check: is given what the step and the loader kept, before anything changes; raises if that does not fit, and returns what
-            is put in place of it.
+        optim: built from its parameters; may be new. None: the optimizer's state is not restored.
+        extra: the objects to restore, under the names they were saved with.
+        check: called with the saved state of step and loader, before anything changes; raises if it does not fit, and
+            returns settings that replace saved ones.
 
     Raises:
-        CheckpointError: on every rank; it is not whole, not what was written, or of another model. Nothing has changed.
+        CheckpointError: on every rank; it is not complete, fails its checksums, or is of another model. Nothing has
+            changed.
     """
     runtime = runtime_of(model)
     world, place = runtime.world, f"restoring {folder.name}"
@@ -97,7 +98,7 @@ def _other(folder: Path) -> CheckpointError:
 
 
 class _Reading:
-    """One restore on one rank: what is matched, then read, then put in place."""
+    """One restore on one rank, in three stages: match, read, put in place."""
 
     def __init__(
         self, saved: SavedRun, runtime: Runtime, optim: torch.optim.Optimizer | None, extra: Mapping[str, Any]
@@ -110,12 +111,12 @@ class _Reading:
         self._made: dict[str, dict[str, Any]] = {}
 
     def match(self, check: Callable[[Mapping[str, Any]], Settled | None]) -> None:
-        """Everything that can be known without reading a large tensor."""
+        """Checks everything that can be checked without reading a large tensor."""
         try:
             self._match(check)
         except ShardwiseError:
             raise
-        except Exception as error:  # a state of the right form with something in it that nobody has saved
+        except Exception as error:  # the state's form is right, but a value in it was never saved by this library
             raise damaged(
                 self.saved.folder, f"its state does not fit together: {type(error).__name__}: {error}"
             ) from error
@@ -159,7 +160,7 @@ class _Reading:
             )
         except DamagedError:
             raise
-        except CheckpointError as error:  # of another model: what it tells to do is for weights alone
+        except CheckpointError as error:  # of another model: the fix of this error is for weights only
             error.fix = (
                 "build the model that the checkpoint was saved from, or name another directory; to begin a run with what fits: "
                 f"sw.load_weights(model, {str(folder)!r}, strict=False)"
@@ -212,7 +213,7 @@ class _Reading:
         )
 
     def read(self) -> None:
-        """All of this rank's pieces, into memory of their own."""
+        """Reads all of this rank's shards into new memory."""
         files = self.saved.files
         for prefix, (runtime, plan) in self._models.items():
             local = runtime.local_tensors()
@@ -239,7 +240,7 @@ class _Reading:
         return fresh
 
     def place(self) -> None:
-        """Into the run: from here on nothing can fail that depends on the checkpoint."""
+        """Copies into the run what was read; from here on the checkpoint cannot cause an error."""
         for prefix, (runtime, plan) in self._models.items():
             local = runtime.local_tensors()
             with LoadTransaction(runtime, local, plan.tensors):
@@ -254,7 +255,7 @@ class _Reading:
         self._place_random(self._state["random"])
 
     def place_extra(self) -> None:
-        """Objects of the user's take their state: code that may fail on one rank alone."""
+        """Loads the state of the user's ``extra`` objects, whose code may fail on one rank only."""
         for name, value in self.extra.items():
             if not is_sharded(value):
                 value.load_state_dict(self._state["extra"][name])

@@ -1,4 +1,5 @@
-"""Going back to a checkpoint: which one is taken, and whether model, optimizer, counts and loader fit it before any changes."""
+"""Resuming from a checkpoint: chooses one, and checks that model, optimizer, counts and loader fit before any
+changes."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ _NO_POSITION = (
 
 
 class Step(Protocol):
-    """What is asked of a :class:`~shardwise.TrainStep`."""
+    """The part of :class:`~shardwise.TrainStep` that checkpoints need."""
 
     model: nn.Module
     optim: torch.optim.Optimizer
@@ -39,10 +40,10 @@ class Step(Protocol):
 
 
 def check_step(step: Any) -> None:
-    """Refuses what lacks something of :class:`Step`.
+    """Refuses an object that lacks an attribute of :class:`Step`.
 
     Raises:
-        ConfigError: with what it lacks.
+        ConfigError: with the missing attributes.
     """
     wanted = ("model", "optim", "state_dict", "load_state_dict", "check_state_dict")
     lacking = [name for name in wanted if getattr(step, name, None) is None]
@@ -55,15 +56,16 @@ def check_step(step: Any) -> None:
 
 
 class ResumePoint:
-    """All ranks must make it, and call it alike. Methods give what the user should know, as notes.
+    """Saves and restores where a run is. All ranks must make it, and call it in the same way. Methods return notes for
+    the user.
 
     Attributes:
-        step: what is put back, with its model and its optimizer.
-        extra: further objects that are, by name.
-        loader: the loader whose place is saved and restored; None: there is none yet.
-        restored: the checkpoint that the run has gone on from; None: it began anew.
-        notes: what the user should know of the last save.
-        left_behind: steps of checkpoints that were passed over, since they cannot be read.
+        step: the step that is restored, with its model and optimizer.
+        extra: further objects that are restored, by name.
+        loader: the loader whose position is saved and restored; None: there is none yet.
+        restored: the checkpoint that the run was resumed from; None: it started from the beginning.
+        notes: what the user should know about the last save.
+        left_behind: steps of checkpoints that were skipped, since they cannot be read.
     """
 
     def __init__(self, directory: Directory, step: Step, extra: Mapping[str, Any]):
@@ -82,12 +84,13 @@ class ResumePoint:
         }
 
     def take(self, loader: Any, override: Sequence[str] = ()) -> list[str]:
-        """From here on ``loader`` is the run's. The first is put where the run is: where that has yet to be found, at the
-        newest checkpoint.
+        """Makes ``loader`` the run's loader. The first one is set to the run's position; if no checkpoint has been
+        loaded, the newest one is.
 
         Raises:
-            CheckpointError: as :meth:`load_newest` says.
-            ConfigError: a loader that cannot say where it is, or settings that are other than they were and not in ``override``.
+            CheckpointError: as for :meth:`load_newest`.
+            ConfigError: the loader has no position to save, or settings differ from the saved ones and are not in
+                ``override``.
         """
         refuse_unknown(override, self.given)
         if not all(hasattr(loader, name) for name in ("state_dict", "load_state_dict")):
@@ -102,11 +105,11 @@ class ResumePoint:
         self._begun = runtime_of(self.step.model).step
         if self.restored is None:
             return self.load_newest(override)[1]
-        self._check(self.restored.own, override)  # load() came first, without settings to compare
+        self._check(self.restored.own, override)  # load() was called before, without a loader to check
         return self._put_loader(self.restored)
 
     def position(self) -> Any:
-        """Behind the last window that was trained; what the user should know of it is in :attr:`notes`, once."""
+        """The data position after the last trained window. Adds notes for the user to :attr:`notes`, once."""
         if self.loader is None:
             if runtime_of(self.step.model).reads_loader:
                 self._tell([_NO_POSITION])
@@ -116,12 +119,13 @@ class ResumePoint:
         return state
 
     def _num_trained(self) -> int | None:
-        """Windows since the loader's position was set; a loop that is not a TrainStep's may have trained without counting."""
+        """Windows trained since the loader's position was set; None: not known, since the user's own loop may train
+        without counting."""
         num = runtime_of(self.step.model).step - self._begun
         return num if num or isinstance(getattr(self.step, "given", None), Given) else None
 
     def dataset_states(self) -> dict[str, Any] | None:
-        """What the loader's dataset keeps itself on this rank."""
+        """The states of the stateful objects in the loader's dataset, on this rank."""
         states, notes = dataset_states(self.loader)
         self._tell(notes)
         return states
@@ -132,7 +136,8 @@ class ResumePoint:
             self.notes += notes
 
     def load_newest(self, override: Sequence[str] = ()) -> tuple[int | None, list[str]]:
-        """Goes back to the newest checkpoint that can be read; windows trained before it, None where there is none.
+        """Restores the newest checkpoint that can be read; returns the windows trained before it (None if there is no
+        checkpoint), and notes.
 
         Raises:
             CheckpointError: there are some, and none can be read; or one is of another model.
@@ -155,7 +160,7 @@ class ResumePoint:
         return None, []
 
     def load(self, step: int, override: Sequence[str] = ()) -> tuple[int, list[str]]:
-        """Goes back to the checkpoint of ``step``; windows trained before it.
+        """Restores the checkpoint of ``step``; returns the windows trained before it, and notes.
 
         Raises:
             CheckpointError: there is none, it cannot be read, or it is of another model.
@@ -173,7 +178,7 @@ class ResumePoint:
         refuse_unknown(override, self.given)
         folder = self._directory.folder(step)
         if self.restored is None and runtime_of(self.step.model).step == 0:
-            self.given.take()  # what the program has set by hand since it built the step
+            self.given.take()  # includes what the program has set by hand since it built the step
 
         def check(own: Mapping[str, Any]) -> Settled:
             self._check(own, override)
@@ -181,7 +186,7 @@ class ResumePoint:
 
         restored = restore(folder, self.step.model, self.step.optim, self.extra, check)
         self.step.load_state_dict(restored.own["step"])
-        # A loop of the user's own does not know it: streams of random numbers go on with the window that comes next.
+        # The user's own loop does not set it: random streams must continue with the next window.
         runtime_of(self.step.model).step = restored.step
         notes = [*restored.notes, *self._put_loader(restored)]
         self.restored = restored
@@ -195,12 +200,12 @@ class ResumePoint:
             self.loader.check_state_dict(own["loader"])
 
     def given_state(self) -> dict[str, Any]:
-        """What the program gave, for a checkpoint."""
+        """The settings that the program gave to optimizer, schedulers and scaler, for a checkpoint."""
         return {**self.given.state(), "extra": self._schedulers}
 
     def _settled(self, own: Mapping[str, Any], override: Sequence[str], folder: Path) -> Settled:
         saved = own.get("given")
-        if saved is None:  # an older checkpoint: it does not say what its run was given
+        if saved is None:  # an older checkpoint, without the settings of its run
             return Settled([{} for _ in self.step.optim.param_groups])
         changes = self.given.changes(saved)
         for name, mine in self._schedulers.items():
@@ -211,7 +216,7 @@ class ResumePoint:
         return self.given.settled(changes, own["step"])
 
     def _put_loader(self, restored: Restored) -> list[str]:
-        """Puts the loader, if there is one, where the checkpoint has it."""
+        """Restores the loader's position, if there is a loader; returns notes."""
         position = restored.own.get("loader")
         if self.loader is None:
             return []
@@ -225,7 +230,7 @@ class ResumePoint:
 
 
 def refuse_unknown(override: Sequence[str], given: Given) -> None:
-    """Refuses names of settings that there are not.
+    """Refuses names in ``override`` that are not settings of the run.
 
     Raises:
         ConfigError: with the nearest name.
@@ -247,7 +252,7 @@ def refuse_unknown(override: Sequence[str], given: Given) -> None:
 
 
 def changed(folder: Path, refused: Sequence[Change], override: Sequence[str]) -> ConfigError:
-    """The error of settings that the program gives otherwise than the run that was saved."""
+    """The error for settings that differ from those of the saved run."""
     names = list(dict.fromkeys(change.name for change in refused))
     can = list(dict.fromkeys((*override, *(change.name for change in refused if change.part))))
     ways = ["give what the run had"]

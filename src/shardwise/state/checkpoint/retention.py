@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and removing those that do not."""
+"""Decides which checkpoints are kept, and removes the others."""
 
 import contextlib
 import os
@@ -19,12 +19,12 @@ _REMOVING = ".removing-"
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """The rule.
+    """The rule for which checkpoints are kept.
 
     Attributes:
         last: how many of the newest; None: all.
-        every: besides, steps that are multiples of it.
-        best: besides, the one with the least value of this figure; ``"-NAME"``: with the greatest.
+        every: also those whose step is a multiple of it.
+        best: also the one with the smallest value of this metric; ``"-NAME"``: with the largest.
     """
 
     last: int | None
@@ -39,10 +39,10 @@ class RetentionPolicy:
             raise ConfigError(f"best={self.best!r}", why="it is the name of a figure", fix='use best="val_loss"')
 
     def figure(self, metrics: Mapping[str, float]) -> float | None:
-        """What a checkpoint with ``metrics`` is ranked by: the least is the best; None: there is no ranking.
+        """The value by which a checkpoint with ``metrics`` is ranked, the smallest being the best; None: no ranking.
 
         Raises:
-            ConfigError: there is no such figure.
+            ConfigError: ``metrics`` does not have the metric.
         """
         if self.best is None:
             return None
@@ -57,8 +57,8 @@ class RetentionPolicy:
         return -value if self.best.startswith("-") else value
 
     def superfluous(self, root: Path, newest: int, figure: float | None) -> list[int]:
-        """Steps of checkpoints below ``root`` that need not stay now that the one of ``newest`` is on disk. Only those that
-        are whole count as kept; what is not whole goes when enough newer ones are."""
+        """Steps of the checkpoints below ``root`` to remove, now that the one of ``newest`` is on disk. Only complete
+        ones count as kept; incomplete ones are removed once enough newer ones are complete."""
         if self.last is None:
             return []
         kept: set[int] = set()
@@ -80,26 +80,26 @@ class RetentionPolicy:
                 state = saved.brief()
                 if state.get("figure") is not None and state.get("best", self.best) == self.best:
                     found[step] = state["figure"]
-        ranked = {step: value for step, value in found.items() if value == value}  # NaN is nobody's best
+        ranked = {step: value for step, value in found.items() if value == value}  # NaN is never the best
         return min(ranked, key=lambda step: (ranked[step], -step), default=None)
 
 
 def remove(folder: Path) -> None:
-    """Removes a checkpoint: in one step out of sight, then from the disk."""
+    """Removes a checkpoint: renames it out of the way in one step, then deletes it."""
     away = folder.with_name(f".{folder.name}{_REMOVING}{secrets.token_hex(4)}")
-    with contextlib.suppress(OSError):  # of the next save then
+    with contextlib.suppress(OSError):  # then the next save deletes it
         os.replace(folder, away)
         _clear(away)
 
 
 def remove_removed(root: Path) -> None:
-    """Goes on where a removal was killed."""
+    """Deletes what a killed removal left."""
     for path in root.glob(f".*{_REMOVING}*"):
         _clear(path)
 
 
 def _clear(path: Path) -> None:
-    if path.is_symlink():  # what it names was put elsewhere by somebody, and is theirs
+    if path.is_symlink():  # its target was put elsewhere by the user, and is kept
         path.unlink(missing_ok=True)
     else:
         shutil.rmtree(path, ignore_errors=True)

@@ -1,10 +1,11 @@
-"""Writing a rank's stretches of files: summed on the way, past the page cache where the system lets us.
+"""Writes a rank's byte ranges of files, with checksums, and past the page cache where the system allows it.
 
-Stretches are laid into a window of aligned memory, at their place in the file. Each block is summed as soon as it is whole,
-while it is in the processor's cache; a window that is full (or left) is written by a second thread while the next ones are
-filled. A stretch that lies in its page of memory as it will in the file's needs no window for its whole blocks. What covers
-whole pages goes to the disk directly (O_DIRECT, which wants memory, offset and length aligned); the ragged ends of a range
-go through the page cache, and so does everything where the file system knows no direct writes.
+Ranges are copied into a window of aligned memory, at their place in the file. The checksum of a block is computed as
+soon as it is complete, while it is in the processor's cache; a window that is full (or left) is written by a second
+thread while the next ones are filled. A range whose memory has the same alignment to a page as its place in the file
+needs no window for its whole blocks. Whole pages are written to the disk directly (O_DIRECT, which needs memory, offset
+and length aligned); the ragged ends of a range go through the page cache, and so does everything on file systems
+without direct writes.
 """
 
 import collections
@@ -28,24 +29,24 @@ from shardwise.state.writing import send_off
 __all__ = ["BlockWriter", "memory_in_line"]
 
 WINDOW = 32 * BLOCK
-QUEUED = 2  # windows that are written or wait for it while another is filled: the disk never waits for a window
-PAGE = 4096  # bytes: what a direct write is aligned to; no disk wants more
+QUEUED = 2  # windows being written or waiting while another is filled: the disk never waits for a window
+PAGE = 4096  # bytes: alignment of a direct write; no disk needs more
 
-pwrite = os.pwrite  # where a fault is tried
+pwrite = os.pwrite  # replaced by tests that inject faults
 
 
 class BlockWriter:
-    """Writes files one after the other; a context manager that ends its thread and gives its memory back.
+    """Writes files one after the other; a context manager that ends its thread and frees its memory.
 
     Args:
-        sums: told of every block.
+        sums: receives every block.
     """
 
     def __init__(self, sums: Sums):
         self._sums = sums
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardwise-writer")
         self._windows = collections.deque(_Window() for _ in range(1 + QUEUED))  # the first is filled
-        self._under_way: collections.deque[Future[None]] = collections.deque()  # of the other windows, or as it lies
+        self._under_way: collections.deque[Future[None]] = collections.deque()  # of other windows, or direct
         self._file: _File | None = None
         self._is_first = True
 
@@ -58,10 +59,10 @@ class BlockWriter:
 
     @contextlib.contextmanager
     def file(self, path: Path, name: str, size: int) -> Iterator[None]:
-        """Within, :meth:`write` is about this file, which has its ``size`` already; after, what was written is on disk.
+        """Within, :meth:`write` writes to this file, which has its ``size`` already; afterwards it is synced to disk.
 
         Raises:
-            OSError: it is not.
+            OSError: writing failed.
         """
         self._file = _File(path, name, size)
         try:
@@ -73,13 +74,14 @@ class BlockWriter:
             at_fault_point("synced")
         finally:
             while self._under_way:
-                self._under_way.popleft().exception()  # an error is on its way already: this one is heard of no more
+                self._under_way.popleft().exception()  # another error is being raised already: this one is dropped
             for window in self._windows:
                 window.clear()
             self._file.close()
 
     def write(self, offset: int, memory: memoryview) -> None:
-        """``memory`` at ``offset`` of the file; in any order, each byte once. Not to be changed before the file is left."""
+        """Writes ``memory`` at ``offset`` of the file; in any order, each byte once. ``memory`` must not change before
+        the with block of :meth:`file` ends."""
         values = np.frombuffer(memory, np.uint8)
         first, last = -(-offset // BLOCK) * BLOCK, (offset + len(values)) // BLOCK * BLOCK
         if last > first and (values.ctypes.data - offset) % PAGE == 0:
@@ -100,7 +102,7 @@ class BlockWriter:
             offset, values = offset + num, values[num:]
 
     def _write_as_it_lies(self, offset: int, memory: memoryview) -> None:
-        """Whole blocks."""
+        """Writes whole blocks straight from ``memory``."""
         assert self._file is not None
         for start in range(0, len(memory), WINDOW):
             part = memory[start : start + WINDOW]
@@ -118,7 +120,7 @@ class BlockWriter:
     def _submit(self, work: Callable[..., None], *args: object) -> None:
         try:
             self._under_way.append(self._thread.submit(work, *args))
-        except RuntimeError:  # the program is ending, and takes no more work for threads: this save is its last
+        except RuntimeError:  # the program is ending and its threads take no more work: this is its last save
             work(*args)
         if self._is_first:
             self._is_first = False
@@ -126,14 +128,14 @@ class BlockWriter:
         self._settle(QUEUED)  # before a window that is being written is filled again
 
     def _settle(self, num_left: int = 0) -> None:
-        """Waits until no more than this many writes are under way, and raises what went wrong with them."""
+        """Waits until no more than ``num_left`` writes are under way, and raises their errors."""
         while len(self._under_way) > num_left:
             self._under_way.popleft().result()
 
 
 def memory_in_line(like: Tensor, offset: int) -> Tensor:
-    """New memory for a CPU tensor like this one, which lies in its page as byte ``offset`` of a file does: what is put there can
-    be written as it lies."""
+    """A new CPU tensor like ``like`` whose memory has the same alignment to a page as byte ``offset`` of a file, so
+    that it can be written directly."""
     size = like.numel() * like.element_size()
     raw = empty_in_large_pages([size + PAGE], torch.uint8)
     begin = (offset - raw.data_ptr()) % PAGE
@@ -143,22 +145,22 @@ def memory_in_line(like: Tensor, offset: int) -> Tensor:
 
 
 class _Window:
-    """Memory that stands for ``WINDOW`` bytes of a file from ``base`` on."""
+    """A buffer for the ``WINDOW`` bytes of a file from ``base`` on."""
 
     def __init__(self) -> None:
         self.base = 0
-        self.values = np.frombuffer(mmap.mmap(-1, WINDOW), np.uint8)  # aligned to a page
-        self.covered: list[tuple[int, int]] = []  # begin and end of what was put, in the order it came
-        self._in_pieces: set[int] = set()  # blocks that are not summed yet
+        self.values = np.frombuffer(mmap.mmap(-1, WINDOW), np.uint8)  # page-aligned
+        self.covered: list[tuple[int, int]] = []  # begin and end of each range, in the order of `put`
+        self._in_pieces: set[int] = set()  # blocks without a checksum yet
 
     def put(self, begin: int, values: np.ndarray, file: "_File", sums: Sums) -> None:
-        """``values`` from ``begin`` on; blocks that they fill are summed."""
+        """Copies ``values`` to ``begin``, and computes the checksums of the blocks that they fill."""
         end = begin + len(values)
         size = min(WINDOW, file.size - self.base)
         for start in range(begin // BLOCK * BLOCK, end, BLOCK):
             stop = min(start + BLOCK, size)
             low, high = max(begin, start), min(end, stop)
-            self.values[low:high] = values[low - begin : high - begin]  # numpy lets other threads run meanwhile
+            self.values[low:high] = values[low - begin : high - begin]  # numpy releases the GIL for it
             if (low, high) == (start, stop):
                 sums.add(file.name, (self.base + start) // BLOCK, self.values[start:stop].data)
             else:
@@ -179,15 +181,15 @@ class _Window:
             file.write(self.base + begin, self.values[begin:end].data)
 
     def clear(self) -> None:
-        """Forgets what was put."""
+        """Makes the window empty."""
         self.covered, self._in_pieces = [], set()
 
     def _clear_gaps(self, covered: list[tuple[int, int]], file: "_File") -> None:
-        """Zeros where nothing was put, in the blocks that will be summed."""
+        """Fills the gaps between ranges with zeros, in the blocks whose checksums will be computed."""
         position = covered[0][0] // BLOCK * BLOCK
         for begin, end in covered:
             if begin > position:
-                if begin - position > BLOCK:  # blocks in between that nothing was put into are not summed
+                if begin - position > BLOCK:  # empty blocks in between have no checksum
                     self._clear(position, -(-position // BLOCK) * BLOCK)
                     position = begin // BLOCK * BLOCK
                 self._clear(position, begin)
@@ -200,17 +202,17 @@ class _Window:
 
 
 class _File:
-    """A file that is there in its size."""
+    """An existing file of full size, open for direct and for cached writes."""
 
     def __init__(self, path: Path, name: str, size: int):
         self.name, self.size = name, size
         self._cached = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         self._direct: int | None = None
-        with contextlib.suppress(OSError, AttributeError):  # a system without direct writes
+        with contextlib.suppress(OSError, AttributeError):  # the system has no direct writes
             self._direct = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
 
     def write(self, offset: int, memory: memoryview) -> None:
-        """``memory`` lies in its page as it will in the file's."""
+        """Writes ``memory``, whose alignment to a page is that of ``offset``."""
         end = offset + len(memory)
         first, last = -(-offset // PAGE) * PAGE, end // PAGE * PAGE
         if self._direct is None or last <= first:
@@ -221,7 +223,7 @@ class _File:
         self._write_cached(first + done, memory[first + done - offset :])
 
     def _write_direct(self, offset: int, memory: memoryview) -> int:
-        """How many bytes of it were written."""
+        """Writes directly; returns the number of bytes written."""
         done = 0
         assert self._direct is not None
         while done < len(memory) and done % PAGE == 0:
@@ -230,7 +232,7 @@ class _File:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                os.close(self._direct)  # this file system wants another alignment, or none of it after all
+                os.close(self._direct)  # this file system needs another alignment, or has no direct writes
                 self._direct = None
                 break
         return done

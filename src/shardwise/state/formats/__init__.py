@@ -1,4 +1,5 @@
-"""One file per format that weights are stored in: what is in it, where its bytes are, and everything that is refused."""
+"""Readers for weight file formats, one file each: the tensors in a file, the places of their bytes, and what is
+refused."""
 
 from shardwise.state.formats.dcp import METADATA, open_dcp
 from shardwise.state.formats.folder import open_folder

@@ -1,6 +1,6 @@
-"""Zip archives as torch writes them: records that are stored as they are, so that each lies at one place of the file.
+"""Reads the zip archives of ``torch.save``: uncompressed records, each at one place of the file.
 
-Python's ``zipfile`` reads the list of records; what it lets through and torch never writes is refused here.
+Python's ``zipfile`` reads the list of records; what it accepts but torch never writes is refused here.
 """
 
 import io
@@ -18,7 +18,7 @@ from shardwise.state.files import Stamp, stamp_of, unreadable
 __all__ = ["Archive", "FileSlice", "Record", "open_archive"]
 
 MAX_SMALL = 1 << 30  # bytes of a record that is read whole
-_LOCAL = struct.Struct("<4s5H3I2H")  # the header before each record; its name and extra field have lengths of their own
+_LOCAL = struct.Struct("<4s5H3I2H")  # the header before each record; it has the lengths of its name and extra field
 _LOCAL_MAGIC = b"PK\x03\x04"
 _SUMS_MAGIC = b"PK\x07\x08"
 _ENCRYPTED, _SUMS_BEHIND = 0x1, 0x8
@@ -26,7 +26,7 @@ _ENCRYPTED, _SUMS_BEHIND = 0x1, 0x8
 
 @dataclass(frozen=True)
 class Record:
-    """A record: its bytes are ``size`` at ``offset`` of the file, and their checksum."""
+    """A record of an archive: ``size`` bytes at ``offset`` of the file, and their checksum."""
 
     offset: int
     size: int
@@ -35,28 +35,28 @@ class Record:
 
 @dataclass(frozen=True)
 class Archive:
-    """Name -> record of an archive, without the folder that all of its names begin with."""
+    """The records of an archive by name, without the folder that all of its names begin with."""
 
     path: Path
     stamp: Stamp
     records: dict[str, Record]
 
     def read(self, name: str) -> bytes:
-        """A whole record, checked by its checksum: for the small ones that say what the others are."""
+        """Reads a whole record and compares its checksum: for the small ones that describe the others."""
         record = self.records[name]
         if record.size > MAX_SMALL:
             raise refusal(self.path, f"the record {name} of {record.size} bytes", f"at most {MAX_SMALL} are read")
         with self.path.open("rb") as file:
             file.seek(record.offset)
             data = file.read(record.size)
-        # 0: torch was told to compute none (torch.serialization.set_crc32_options).
+        # 0: torch computed none (torch.serialization.set_crc32_options).
         if len(data) != record.size or record.crc not in (0, zlib.crc32(data)):
             raise refusal(self.path, f"the record {name}", "its bytes do not have the checksum that the archive names")
         return data
 
 
 class FileSlice(io.RawIOBase):
-    """``length`` bytes of a file from ``begin`` on, as a file."""
+    """A file object for ``length`` bytes of a file from ``begin`` on."""
 
     def __init__(self, path: Path, begin: int, length: int):
         self._file = path.open("rb")
@@ -91,10 +91,10 @@ class FileSlice(io.RawIOBase):
 
 
 def open_archive(path: Path, begin: int = 0, length: int | None = None) -> Archive:
-    """The records of an archive that is a file, or lies in one.
+    """Opens an archive that is a file or is inside one, and reads its list of records.
 
     Raises:
-        CheckpointError: not a whole archive, or one that torch did not write.
+        CheckpointError: it is not a complete archive, or not one that torch wrote.
     """
     stamp = stamp_of(path)
     try:
@@ -135,7 +135,8 @@ def open_archive(path: Path, begin: int = 0, length: int | None = None) -> Archi
 
 
 def _span(path: Path, file: BinaryIO, entry: zipfile.ZipInfo) -> tuple[int, int, int]:
-    """Where a record's header begins, where its bytes do, and where what belongs to it ends."""
+    """A record's places in the file: where its header begins, where its bytes begin, and where all that belongs to it
+    ends."""
     name = entry.filename
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
         raise refusal(path, f"the record {name}", "it is compressed, and torch stores records as they are")
@@ -158,8 +159,8 @@ def _span(path: Path, file: BinaryIO, entry: zipfile.ZipInfo) -> tuple[int, int,
 
 
 def _sums_behind(path: Path, file: BinaryIO, entry: zipfile.ZipInfo, end: int) -> int:
-    """Length of the checksum and sizes that torch writes behind a record. They show that it begins where it seems to: by
-    one wrong bit in the header's length, values would be read from beside where they are."""
+    """Length of the checksum and sizes that torch writes after a record. They prove where the record begins: with one
+    wrong bit in the header's lengths, values would be read from a wrong offset."""
     file.seek(end)
     tail = file.read(24)
     for form in ("<4sIII", "<4sIQQ"):
@@ -171,7 +172,7 @@ def _sums_behind(path: Path, file: BinaryIO, entry: zipfile.ZipInfo, end: int) -
 
 
 def _check_apart(path: Path, spans: dict[str, tuple[int, int, int]], end: int) -> None:
-    """Records lie one after another, without a byte between them."""
+    """Refuses records that overlap or have bytes between them."""
     last, position = "", 0
     for name, (start, _, stop) in sorted(spans.items(), key=lambda item: item[1]):
         if start != position:
@@ -183,7 +184,7 @@ def _check_apart(path: Path, spans: dict[str, tuple[int, int, int]], end: int) -
 
 
 def refusal(path: Path, given: str, why: str, name: str | None = None) -> CheckpointError:
-    """The error of a torch file that is not as it should be."""
+    """The error for a torch file that is damaged or not written by torch."""
     return CheckpointError(
         f"{path}: {given}", why=why, fix="copy the file again, or save it again: it is damaged", name=name
     )

@@ -1,7 +1,7 @@
-"""A directory by ``torch.distributed.checkpoint``: ``.metadata`` says which chunk of which tensor lies where, in files
-that hold one after another what ``torch.save`` writes of each chunk (or one safetensors file with all of them).
+"""Reads directories of ``torch.distributed.checkpoint`` (DCP): ``.metadata`` says where each chunk of each tensor is,
+in files that contain, one after another, what ``torch.save`` writes for each chunk (or one safetensors file with all).
 
-``.metadata`` is a pickle, which torch itself runs; here it is read only (``pickles.py``).
+``.metadata`` is a pickle, which torch itself executes; here it is only read (``pickles.py``).
 """
 
 import math
@@ -31,7 +31,7 @@ _TENSOR, _BYTES = Global(_ROOM, "TensorStorageMetadata"), Global(_ROOM, "BytesSt
 _INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 _INDEX, _CHUNK = Global(_ROOM, "MetadataIndex"), Global(_ROOM, "ChunkStorageMetadata")
 _METADATA = Global(_ROOM, "Metadata")
-_OLD = "torch.distributed._shard.sharded_tensor.metadata"  # where TensorProperties was up to torch 2.2
+_OLD = "torch.distributed._shard.sharded_tensor.metadata"  # the module of TensorProperties up to torch 2.2
 _PROPERTIES = {Global(room, "TensorProperties") for room in (_ROOM, _OLD)}
 _KNOWN = {
     _METADATA, _TENSOR, _BYTES, _INFO, _INDEX, _CHUNK, *_PROPERTIES, Global(_ROOM, "StorageMeta"),
@@ -43,10 +43,11 @@ _ZIP = b"PK\x03\x04"
 
 
 def open_dcp(folder: Path) -> Source:
-    """A directory as a source; of ``{"model": ..., "optim": ...}`` the model.
+    """Opens a DCP directory as a source; of ``{"model": ..., "optim": ...}`` the model.
 
     Raises:
-        CheckpointError: metadata that runs code or contradicts the files; names the file and the tensor.
+        CheckpointError: the metadata would run code or contradicts the files; with the names of the file and the
+            tensor.
     """
     metadata = folder / METADATA
     content = _fields(_read(metadata), _METADATA, metadata)
@@ -91,7 +92,7 @@ def _fields(value: Any, kind: Global, metadata: Path, name: str | None = None) -
 
 
 def _paths(entries: Mapping[str, Any], planner_data: Any, metadata: Path) -> dict[str, Keys]:
-    """Name -> the keys that lead to it in the nested state dict that was saved; a flat one's are the names themselves."""
+    """Name -> its keys in the nested state dict that was saved; for a flat one the name itself."""
     given = planner_data if isinstance(planner_data, dict) else {}
     found: dict[str, Keys] = {}
     for name in entries:
@@ -103,14 +104,14 @@ def _paths(entries: Mapping[str, Any], planner_data: Any, metadata: Path) -> dic
 
 
 def _places(storage: dict[Any, Any], metadata: Path) -> dict[tuple[str, tuple[int, ...]], dict[str, Any]]:
-    """(name, where the chunk begins) -> the fields of its place."""
+    """(name, where the chunk begins) -> the fields that say where its bytes are."""
     found: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
     for index, info in storage.items():
         fields = _fields(index, _INDEX, metadata)
         name = fields.get("fqn")
         if not isinstance(name, str):
             raise _refusal(metadata, f"an entry {shown(name)}", "an entry has a name", None)
-        if fields.get("offset") is None:  # no tensor
+        if fields.get("offset") is None:  # not a tensor
             continue
         place = (name, _counts(fields["offset"], metadata, name))
         if place in found:
@@ -135,9 +136,9 @@ def _tensor(name: str, entry: Made, places: Mapping[Any, dict[str, Any]], blobs:
     if not isinstance(chunks, list):
         raise _refusal(blobs.metadata, "its chunks", "there is no list of them", name)
     boxes = [_box(chunk, shape, blobs.metadata, name) for chunk in chunks]
-    if not math.prod(shape):  # nothing to be read
+    if not math.prod(shape):  # an empty tensor
         return FileTensor(shape, dtype.name, ())
-    boxes = [box for box in boxes if box.numel]  # a rank that holds no row of a tensor may have written its nothing
+    boxes = [box for box in boxes if box.numel]  # a rank without a row of the tensor may have written an empty chunk
     check_tiling(boxes, shape, blobs.metadata, name)
     stored = []
     for box in boxes:
@@ -156,8 +157,10 @@ def _box(chunk: Any, shape: tuple[int, ...], metadata: Path, name: str) -> Box:
 
 
 def check_tiling(boxes: Iterable[Box], shape: tuple[int, ...], metadata: Path, name: str) -> None:
-    """Raises:
-    CheckpointError: the boxes leave a part of the tensor out, overlap, or reach beyond it.
+    """Refuses chunks that do not cover a tensor exactly.
+
+    Raises:
+        CheckpointError: the boxes leave out a part of the tensor, overlap, or reach beyond it.
     """
     boxes = list(boxes)
     all_of_it = whole(shape)
@@ -165,7 +168,7 @@ def check_tiling(boxes: Iterable[Box], shape: tuple[int, ...], metadata: Path, n
         if common(box, all_of_it) != box:
             given = f"the chunk of {list(box.sizes)} at {list(box.starts)}"
             raise _refusal(metadata, given, f"it reaches beyond the tensor, of shape {list(shape)}", name)
-    # Swept along the dim that parts them most: only chunks that share a row of it are compared.
+    # Swept along the dim that separates them most: only chunks that share a row of it are compared.
     dim = max(range(len(shape)), key=lambda d: len({box.starts[d] for box in boxes}), default=0)
     open_ones: list[Box] = []
     for box in sorted(boxes, key=lambda box: box.starts[dim : dim + 1]):
@@ -194,7 +197,7 @@ class _Blobs:
         self._packs: dict[tuple[Path, int], dict[str, FileTensor]] = {}
 
     def chunk(self, name: str, box: Box, dtype: str, info: Mapping[str, Any]) -> Chunk:
-        """A box of a tensor and where its bytes are, from what the metadata says of its place."""
+        """A box of a tensor and the place of its bytes, from the metadata's fields for it."""
         file, offset, length = info["relative_path"], info["offset"], info["length"]
         if info.get("transform_descriptors"):
             raise CheckpointError(
@@ -222,7 +225,7 @@ class _Blobs:
         if offset + length > size:
             raise _refusal(path, f"{length} bytes at {offset}", f"the file has {size}: it is cut off", name)
         if head == _ZIP:
-            if num_uses > 1:  # ties are written once for each name, so one of them is somebody else's
+            if num_uses > 1:  # DCP writes tied tensors once per name, so one of these places is wrong
                 raise _refusal(
                     self.metadata, f"the place {offset} of {path.name}", "several chunks are said to lie there", name
                 )

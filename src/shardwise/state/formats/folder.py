@@ -1,4 +1,5 @@
-"""A Hugging Face model directory: one file of weights, or several and an index that says what is where."""
+"""Reads Hugging Face model directories: one file of weights, or several with an index that says which tensor is
+where."""
 
 import json
 import re
@@ -22,7 +23,7 @@ _OF_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetenso
 
 
 class _Naming(NamedTuple):
-    """What the files of a directory are called, and how one of them is read."""
+    """The file names of a kind of directory, and the function that reads one file."""
 
     weights: str
     index: str
@@ -53,19 +54,19 @@ SIDECARS = (
 
 
 def sidecars_of(folder: Path) -> list[Path]:
-    """Files beside the weights that belong to the model: its configuration and its tokenizer.
+    """The files next to the weights that belong to the model: its configuration and its tokenizer.
 
     Raises:
-        CheckpointError: one of them is a link out of the directory: it would be carried along to wherever the weights go.
+        CheckpointError: one of them is a link out of the directory: its target would be copied along with the weights.
     """
     return [inside(folder, name, folder) for name in SIDECARS if (folder / name).is_file()]
 
 
 def open_folder(folder: Path) -> Source:
-    """A directory of safetensors files as a source; without any, of the files that transformers wrote before.
+    """Opens a directory of safetensors files as a source; if it has none, of the older files of transformers.
 
     Raises:
-        CheckpointError: weights that are not there, or an index that contradicts them; names the file and the tensor.
+        CheckpointError: weights are missing, or the index contradicts them; with the names of the file and the tensor.
     """
     naming = _naming(folder)
     index = folder / naming.index
@@ -167,7 +168,7 @@ def _check_index(index: Path, names: Mapping[str, str], homes: Mapping[str, str]
 
 
 def _check_strays(folder: Path, files: list[str], naming: _Naming) -> None:
-    """A part of another export beside those of this one: which of them is meant, only the user knows."""
+    """Refuses weight files of another export in the directory: only the user knows which one is meant."""
     stems = {match[1] for file in files if (match := naming.part.fullmatch(file))}
     for path in folder.glob(f"*{naming.suffix}"):
         match = naming.part.fullmatch(path.name)
@@ -179,21 +180,22 @@ def _check_strays(folder: Path, files: list[str], naming: _Naming) -> None:
             )
 
 
-# ---- the other way: how a directory is laid out --------------------------------------------------------------------
+# ---- writing: how a directory is laid out --------------------------------------------------------------------------
 
 
 def is_of_weights(name: str) -> bool:
-    """Whether :func:`lay_out` and :func:`index_of` give a file this name."""
+    """Whether a file name is one that :func:`lay_out` or :func:`index_of` uses."""
     return _OF_WEIGHTS.fullmatch(name) is not None
 
 
 def lay_out(sizes: Mapping[str, int], max_bytes: int, stem: str = "model") -> dict[str, list[str]]:
-    """File -> names of the tensors in it: in their order, a new file where the next one would not fit.
+    """Divides tensors into files: file -> names of its tensors, in their order, a new file where the next would not
+    fit.
 
     Args:
         sizes: name -> bytes.
-        max_bytes: of a file's tensors; one larger tensor has a file to itself.
-        stem: what the files' names begin with.
+        max_bytes: largest size of a file's tensors; a larger tensor has a file to itself.
+        stem: beginning of the files' names.
     """
     groups: list[list[str]] = [[]]
     filled = 0
@@ -210,7 +212,7 @@ def lay_out(sizes: Mapping[str, int], max_bytes: int, stem: str = "model") -> di
 
 
 def index_of(layout: Mapping[str, list[str]], total_bytes: int) -> bytes | None:
-    """The index of a directory, which says which tensor is in which file; None where there is one file."""
+    """The index file of a directory, which says which tensor is in which file; None if there is only one file."""
     if len(layout) == 1:
         return None
     homes = {name: file for file, names in layout.items() for name in names}

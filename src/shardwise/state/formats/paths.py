@@ -1,4 +1,4 @@
-"""Files that a file of names (an index, a DCP directory's metadata) says belong to it."""
+"""Checks paths of files that an index or DCP metadata names: they must be inside its directory."""
 
 from pathlib import Path, PurePosixPath
 
@@ -8,11 +8,11 @@ __all__ = ["inside"]
 
 
 def inside(folder: Path, file: str, index: Path) -> Path:
-    """The path of a file that ``index`` names; only one in the directory itself will do. The hub's cache keeps its files
-    as links to a folder of blobs that lies beside the snapshots, which is allowed.
+    """The path of a file that ``index`` names, which must be in the directory itself. Links of the Hugging Face cache,
+    to a folder of blobs next to the snapshots, are allowed.
 
     Raises:
-        CheckpointError: a path or a link out of the directory, or no such file.
+        CheckpointError: the path or a link leads out of the directory, or the file does not exist.
     """
     name = PurePosixPath(file)
     if name.is_absolute() or ".." in name.parts or "\\" in file or not name.parts or "\0" in file:

@@ -1,9 +1,9 @@
-"""Pickles, read without running them: torch files and the metadata of a DCP directory are written in that language.
+"""Reads pickles without executing them: torch files and the metadata of a DCP directory are pickles.
 
-A pickle is a program: it names functions and has them called, and Python's own reader calls what it is told to. This one
-calls nothing at all. Its stack holds numbers, texts, lists and mappings, and where a function would be called, a
-:class:`Made` is noted: which function, with what. The reader of a format then looks for the few that it knows the meaning
-of. A name outside the format's list ends the reading where it stands.
+A pickle is a program that names functions to call, and Python's own reader calls them. This one calls nothing at all.
+Its stack contains numbers, texts, lists and mappings; where a function would be called, it puts a :class:`Made`: which
+function, with which arguments. The reader of a format then looks for the few that it knows. A name that the format does
+not allow ends the reading at once.
 """
 
 import pickletools
@@ -16,7 +16,7 @@ from shardwise.errors import CheckpointError
 
 __all__ = ["Global", "Made", "Persistent", "read_pickle", "shown"]
 
-MAX_BYTES = 1 << 30  # the metadata of 10^6 chunks takes a tenth of it
+MAX_BYTES = 1 << 30  # the metadata of 10^6 chunks takes a tenth of this
 MAX_INT_BYTES = 16
 
 
@@ -31,9 +31,9 @@ class Global:
         return f"{self.module}.{self.name}"
 
 
-@dataclass(eq=False, repr=False)  # compared and hashed as itself: two of them may stand as keys of a mapping
+@dataclass(eq=False, repr=False)  # compared and hashed by identity: two may be keys of a mapping
 class Made:
-    """What calling ``function`` with ``args`` would have given; ``state`` is what it would have been filled with."""
+    """Stands for the result of calling ``function`` with ``args``; ``state``: what ``__setstate__`` would get."""
 
     function: Global
     args: tuple[Any, ...]
@@ -42,25 +42,25 @@ class Made:
 
 @dataclass(frozen=True, eq=False)
 class Persistent:
-    """A thing that lies outside the pickle, by its id there: in torch files, a storage."""
+    """An object outside the pickle, by its persistent id: in torch files, a storage."""
 
     id: Any
 
 
 def read_pickle(data: bytes, place: str, allowed: Callable[[Global], bool]) -> Any:
-    """The value that a pickle describes, of plain values, :class:`Made`, :class:`Persistent` and :class:`Global`.
+    """Reads the value of a pickle: plain values, :class:`Made`, :class:`Persistent` and :class:`Global`.
 
-    An ``OrderedDict`` or ``defaultdict`` comes as a ``dict``, a set as a list. Values may be shared, and may contain
-    themselves: who walks through them has to count.
+    An ``OrderedDict`` or ``defaultdict`` becomes a ``dict``, a set a list. Values may be shared, and may contain
+    themselves: code that walks through them must limit the number of steps.
 
     Args:
         data: the pickle.
-        place: what it is, for messages ("model.pt: data.pkl").
+        place: its name in messages ("model.pt: data.pkl").
         allowed: whether a name may occur.
 
     Raises:
         CheckpointError: a name that is not allowed, an opcode that no pickle of weights needs, or one that cannot be
-            read; nothing was run.
+            read; nothing was executed.
     """
     if len(data) > MAX_BYTES:
         raise _damaged(place, f"a pickle of {len(data)} bytes", f"at most {MAX_BYTES} are read")
@@ -87,7 +87,8 @@ def read_pickle(data: bytes, place: str, allowed: Callable[[Global], bool]) -> A
 
 
 def shown(value: Any) -> str:
-    """A value for a message. Its own text could be without end: parts are stored once, and written each time."""
+    """A value as text for a message, shortened: shared parts are stored once, but would be printed each time, without
+    end."""
     if isinstance(value, Global | Made):
         return str(value if isinstance(value, Global) else value.function)[:120]
     return _SHORT.repr(value)
@@ -111,7 +112,7 @@ class _Machine:
         self.stack.append(value)
 
     def pop(self) -> Any:
-        # Values below a mark belong to what is being put together around it.
+        # Values below a mark belong to the object around it.
         if not self.stack or (self.marks and len(self.stack) <= self.marks[-1]):
             raise ValueError("it takes a value that is not there")
         return self.stack.pop()
@@ -131,7 +132,7 @@ class _Machine:
     def take(self, count: int) -> tuple[Any, ...]:
         return tuple(self.pop() for _ in range(count))[::-1]
 
-    # ---- the steps that do more than to push a value
+    # ---- the steps that do more than push a value
 
     def keep(self, index: int) -> None:
         if index > self.num_bytes:
@@ -149,7 +150,7 @@ class _Machine:
         if not isinstance(target, dict) or len(values) % 2:
             raise ValueError(f"it sets items of a {type(target).__name__}")
         for key, value in zip(values[::2], values[1::2], strict=True):
-            # Of a nested tuple the hash alone can take for ever: equal parts are stored once, and hashed each time.
+            # Hashing a nested tuple can take for ever: shared parts are stored once, but hashed each time.
             if not isinstance(key, str | int | float | bytes | Made | None):
                 raise ValueError(f"a {type(key).__name__} as a key")
             if key in target:
@@ -207,8 +208,9 @@ def _integer(machine: _Machine, value: int) -> None:
     machine.push(value)
 
 
-# What Python's pickler writes in protocols 2 to 5 for the values that occur in weights. Not among them: whatever calls by
-# another way (INST, OBJ, NEWOBJ_EX), leaves the pickle (EXT1..., NEXT_BUFFER, PERSID), or only the oldest protocols have.
+# The opcodes that Python's pickler writes in protocols 2 to 5 for the values that occur in weights. Left out: those
+# that call in another way (INST, OBJ, NEWOBJ_EX), refer outside the pickle (EXT1..., NEXT_BUFFER, PERSID), or exist
+# only in the oldest protocols.
 _STEPS: dict[str, Callable[[_Machine, Any], None]] = {
     "PROTO": _stop,
     "FRAME": _stop,

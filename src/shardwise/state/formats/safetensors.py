@@ -1,7 +1,7 @@
-"""safetensors: 8 bytes of length, a header in JSON, then the tensors' bytes without a gap.
+"""Reads and plans safetensors files: 8 bytes of length, a header in JSON, then the tensors' bytes without gaps.
 
-The format is https://huggingface.co/docs/safetensors (a table of its dtypes lies there too). A header is read here and not
-by the library because the library keeps the offsets to itself, and because of two equal names it silently takes one.
+The format is https://huggingface.co/docs/safetensors (with a table of its dtypes). Headers are read here and not by the
+library because the library does not return the offsets, and silently takes one of two tensors with the same name.
 """
 
 import json
@@ -29,34 +29,34 @@ DTYPES = {
 }  # fmt: skip
 CODES = {name: code for code, name in DTYPES.items()}
 
-MAX_HEADER = 100_000_000  # bytes, as the library has it
+MAX_HEADER = 100_000_000  # bytes, the library's own limit
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
 def looks_like_safetensors(path: Path) -> bool:
-    """Whether a file begins as one of these does: with a length, and JSON."""
+    """Whether a file begins like a safetensors file: with a length, and JSON."""
     try:
         with path.open("rb") as file:
             return file.read(9)[8:] == b"{"
     except OSError:
-        return True  # told by whoever reads it
+        return True  # the error is raised when it is read
 
 
 def open_safetensors(path: Path) -> Source:
-    """One file as a source.
+    """Opens one safetensors file as a source.
 
     Raises:
-        CheckpointError: not a whole, well-formed file, naming it and the tensor.
+        CheckpointError: it is not a complete, well-formed file; with its name and the tensor's.
     """
     return Source(place=str(path), kind="a safetensors file", tensors=tensors_in(path))
 
 
 def tensors_in(path: Path, at: int = 0) -> dict[str, FileTensor]:
-    """Name -> tensor of a file (or of one that begins at byte ``at`` of another, and reaches to its end), in the order in
-    which they lie; everything that the header claims is checked against it.
+    """Name -> tensor of a file (or of one that begins at byte ``at`` of another and reaches to its end), in the order
+    of their bytes; everything that the header says is checked against the file.
 
     Raises:
-        CheckpointError: see :func:`open_safetensors`.
+        CheckpointError: as for :func:`open_safetensors`.
     """
     stamp = stamp_of(path)
     size, header, begin = _read_header(path, at)
@@ -92,7 +92,8 @@ def tensors_in(path: Path, at: int = 0) -> dict[str, FileTensor]:
 
 
 def _read_header(path: Path, at: int) -> tuple[int, dict[str, Any], int]:
-    """Size of the file from ``at`` on, its header, and where the tensors begin, from there."""
+    """Reads the header; returns the file's size from ``at`` on, the header, and where the tensors begin relative to
+    ``at``."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size - at
@@ -166,12 +167,12 @@ def _refusal(path: Path, given: str, why: str, name: str | None) -> CheckpointEr
     return CheckpointError(f"{path}: {given}", why=why, fix="copy or export the file again: it is damaged", name=name)
 
 
-# ---- the other way: where tensors will lie ------------------------------------------------------------------------
+# ---- writing: the places of tensors -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Where a tensor will lie in a file to be written: at ``offset`` bytes from the file's beginning."""
+    """The place of a tensor in a file to be written: ``offset`` bytes from the file's beginning."""
 
     name: str
     dtype: str
@@ -186,17 +187,18 @@ class Placed:
 def place_tensors(
     tensors: Mapping[str, tuple[tuple[int, ...], str]], align: int = 8
 ) -> tuple[bytes, list[Placed], int]:
-    """The first bytes of a file that will hold ``tensors`` (name -> shape, dtype), where each will lie, and its size.
+    """Plans a file with ``tensors`` (name -> shape, dtype): returns its header, the place of each tensor, and its size.
 
-    Tensors whose size is a multiple of a higher power of two come first, up to ``align``, so that each begins at a multiple
-    of its own, and at least of its element's size; the header is padded with blanks, so that the first one does.
+    Tensors whose size is a multiple of a higher power of two come first, up to ``align``, so that each begins at a
+    multiple of that power, and at least of its element's size; the header is padded with blanks, so that this holds for
+    the first one too.
 
     Args:
-        tensors: in the model's order, which is kept where sizes are alike.
-        align: a power of two, 8 or more, in bytes: what is wanted of the places of tensors that are large and even.
+        tensors: in the model's order, which is kept among sizes of the same power of two.
+        align: a power of two, 8 or more, in bytes: the largest alignment to use.
     """
     sizes = {name: math.prod(shape) * DTYPE_BYTES[dtype] for name, (shape, dtype) in tensors.items()}
-    # At 8 only the width of elements counts: a file of one dtype is in the model's order.
+    # With align=8 only the element size counts, so that a file of one dtype keeps the model's order.
     powers = {
         name: DTYPE_BYTES[tensors[name][1]] if align == 8 else min(size & -size or align, align)
         for name, size in sizes.items()
@@ -215,7 +217,7 @@ def place_tensors(
 
 
 def header_of(entries: Mapping[str, Any], align: int = 8) -> bytes:
-    """The bytes before the tensors, padded to a multiple of ``align``."""
+    """The header of a file: the bytes before the tensors, padded to a multiple of ``align``."""
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(len(text) + 8) % align)
     return len(text).to_bytes(8, "little") + text

@@ -1,7 +1,8 @@
-"""Files by ``torch.save``: a zip archive with a pickle that describes the tensors, and a record of bytes per storage.
+"""Reads files of ``torch.save``: a zip archive with a pickle that describes the tensors, and a record of bytes per
+storage.
 
-What a :class:`Storage` and its tensors are is written in torch's serialization notes
-(https://docs.pytorch.org/docs/2.13/notes/serialization.html). The pickle is read, never run (``pickles.py``).
+Storages and their tensors are described in torch's serialization notes
+(https://docs.pytorch.org/docs/2.13/notes/serialization.html). The pickle is read, never executed (``pickles.py``).
 """
 
 import math
@@ -36,10 +37,10 @@ _REBUILD = {
     Global(_UTILS, "_rebuild_tensor_v3"),
 }
 _WRAP = {Global(_UTILS, "_rebuild_parameter"), Global(_UTILS, "_rebuild_parameter_with_state")}
-_SUBCLASS = Global("torch._tensor", "_rebuild_from_type_v2")  # a tensor that somebody has set attributes on
+_SUBCLASS = Global("torch._tensor", "_rebuild_from_type_v2")  # a tensor with Python attributes
 _PLAIN = {Global("torch", "Tensor"), Global("torch._tensor", "Tensor"), Global("torch.nn.parameter", "Parameter")}
 _BYTES = {Global("torch.storage", "UntypedStorage"), Global("torch", "UntypedStorage")}
-_VALUES = {  # what stands beside weights, and is only told
+_VALUES = {  # other values next to weights, which are only reported
     Global("collections", "OrderedDict"), Global("collections", "defaultdict"), Global("torch", "Size"),
     Global("torch", "device"), Global("torch.serialization", "_get_layout"), Global("argparse", "Namespace"),
     Global("builtins", "set"), Global("__builtin__", "set"),
@@ -47,34 +48,34 @@ _VALUES = {  # what stands beside weights, and is only told
 _KNOWN = _REBUILD | _WRAP | {_SUBCLASS} | _PLAIN | _BYTES | _VALUES
 
 _PICKLE = b"\x80"
-MAX_TENSOR = 1 << 48  # bytes: of a tensor that is a few values, repeated
+MAX_TENSOR = 1 << 48  # bytes: strides of 0 can claim any size for a few values
 
 
 def looks_like_torch(path: Path) -> bool:
-    """Whether a file begins as torch's do, now or in its old format, or is called so."""
+    """Whether a file begins like torch's, in its current or old format, or has such a name."""
     try:
         with path.open("rb") as file:
             head = file.read(4)
     except OSError:
-        head = b""  # told by whoever reads it
+        head = b""  # the error is raised when it is read
     return head.startswith((b"PK", b"\x80")) or path.suffix in (".pt", ".pth", ".bin", ".ckpt")
 
 
 def open_torch_file(path: Path) -> Source:
-    """One file as a source.
+    """Opens one file of ``torch.save`` as a source.
 
     Raises:
-        CheckpointError: not a whole file by ``torch.save``, one that runs code, or with tensors that are not plain ones.
+        CheckpointError: it is not a complete file of ``torch.save``, would run code, or has tensors that are not plain.
     """
     tensors, left_out = tensors_of_file(path)
     return Source(place=str(path), kind="a torch file", tensors=tensors, left_out=left_out)
 
 
 def tensors_of_file(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
-    """Name -> tensor of a file, and name -> why not, of what else is in it.
+    """Name -> tensor of a file; and for its other entries, name -> why they are left out.
 
     Raises:
-        CheckpointError: see :func:`open_torch_file`.
+        CheckpointError: as for :func:`open_torch_file`.
     """
     archive, value, num_bytes = _content(path)
     if not isinstance(value, Mapping):
@@ -84,24 +85,24 @@ def tensors_of_file(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
             why="weights are a mapping from names to tensors",
             fix="torch.save(model.state_dict(), path)",
         )
-    # An entry takes more than a byte of the pickle, unless mappings are shared over and over.
+    # An entry takes more than a byte of the pickle, unless mappings are shared many times.
     leaves = flatten(value, str(path), max_entries=num_bytes)
     found, left_out = weights_in(leaves, str(path), _is_tensor)
     return {name: _tensor(archive, value, name) for name, value in found.items()}, left_out
 
 
 def tensor_in(path: Path, begin: int, length: int, name: str, read_before: dict[bytes, Any]) -> FileTensor:
-    """The one tensor of an archive that lies within a file.
+    """The single tensor in an archive that is part of a file, as for a chunk of a DCP directory.
 
     Args:
         path: the file.
         begin: where the archive begins in it.
         length: of the archive.
         name: of the tensor, for messages.
-        read_before: pickles and what they describe; chunks of one shape have the same, and there may be millions.
+        read_before: cache of pickles and their values; chunks of one shape have the same, and there may be millions.
 
     Raises:
-        CheckpointError: see :func:`open_torch_file`.
+        CheckpointError: as for :func:`open_torch_file`.
     """
     archive, value, _ = _content(path, begin, length, read_before)
     if not _is_tensor(value):
@@ -112,7 +113,7 @@ def tensor_in(path: Path, begin: int, length: int, name: str, read_before: dict[
 def _content(
     path: Path, begin: int = 0, length: int | None = None, read_before: dict[bytes, Any] | None = None
 ) -> tuple[Archive, Any, int]:
-    """The archive, what its pickle describes, and the pickle's length."""
+    """Opens an archive; returns it, the value of its pickle, and the pickle's length in bytes."""
     if length is None:
         _refuse_other_formats(path)
     archive = open_archive(path, begin, length)
@@ -150,7 +151,7 @@ def _refuse_other_formats(path: Path) -> None:
 def _is_known(name: Global) -> bool:
     if name.module == "torch" and (name.name in DTYPE_BYTES or name.name in STORAGES):
         return True
-    # Of tensors that are not plain ones, the reader names which; nothing is called here.
+    # Also names for tensors that are not plain, so that the error can name them; nothing is called here.
     return name in _KNOWN or (name.module == _UTILS and name.name.startswith("_rebuild_"))
 
 
@@ -160,7 +161,7 @@ def _is_tensor(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Strided:
-    """What a pickle says of one tensor."""
+    """The description of one tensor in a pickle."""
 
     storage: Any
     start: Any
@@ -205,7 +206,7 @@ def _tensor(archive: Archive, value: Made, name: str) -> FileTensor:
 
 
 def _unwrapped(archive: Archive, value: Any, name: str) -> _Strided:
-    """The plain tensor within parameters and tensors with attributes."""
+    """The description of the plain tensor inside a parameter or a tensor with attributes."""
     for _ in range(4):
         if isinstance(value, Made) and value.function in _WRAP and value.args:
             value = value.args[0]
@@ -234,7 +235,7 @@ def _unwrapped(archive: Archive, value: Any, name: str) -> _Strided:
 
 
 def _storage(archive: Archive, told: _Strided, name: str) -> tuple[str, str, int]:
-    """Key of a tensor's storage, the tensor's dtype, and the bytes of the storage as the pickle has them."""
+    """Key of a tensor's storage, the tensor's dtype, and the number of bytes of the storage according to the pickle."""
     id = told.storage.id if isinstance(told.storage, Persistent) else None
     if (
         not isinstance(id, tuple)

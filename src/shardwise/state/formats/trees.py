@@ -1,7 +1,7 @@
-"""Which entries of a nested mapping are a model's weights, and what they are called.
+"""Finds the model's weights, and their names, in the nested mapping of a checkpoint file.
 
-Training scripts store weights alone, or under ``model`` or ``state_dict`` beside the optimizer and counters. What is not
-taken is told, each entry with its reason.
+Training scripts store weights alone, or under ``model`` or ``state_dict`` next to the optimizer and counters. Entries
+that are left out are reported, each with its reason.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,16 +27,16 @@ MAX_DEPTH = 32
 def flatten(
     value: Mapping[Any, Any], place: str, max_entries: int, is_leaf: Callable[[str], bool] = lambda key: False
 ) -> dict[Path, Any]:
-    """A nested mapping as path -> what is no mapping.
+    """Flattens a nested mapping: path -> value that is not a mapping.
 
     Args:
         value: the mapping; parts of it may be shared, or contain themselves.
-        place: what it is, for messages.
-        max_entries: more than that, and shared parts are being counted over and over.
-        is_leaf: of keys whose values are taken as they are, be they mappings.
+        place: its name in messages.
+        max_entries: more entries than this mean that shared parts are counted again and again.
+        is_leaf: whether the value of a key is taken as it is, even if it is a mapping.
 
     Raises:
-        CheckpointError: deeper or larger than any mapping of weights.
+        CheckpointError: it is deeper or larger than any mapping of weights.
     """
     found: dict[Path, Any] = {}
     waiting: list[tuple[Path, Any]] = [((), value)]
@@ -64,10 +64,10 @@ def flatten(
 def weights_in(
     leaves: Mapping[Path, Any], place: str, is_weight: Callable[[Any], bool]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Name -> leaf of the model's entries, and name -> why not, of the others.
+    """Name -> value of the model's entries; and for the others, name -> why they are left out.
 
     Raises:
-        CheckpointError: several mappings any of which could be the model's, or one name for two entries.
+        CheckpointError: several mappings could be the model's, or two entries have one name.
     """
     root = root_of([path for path, leaf in leaves.items() if is_weight(leaf)], place)
     found: dict[str, Any] = {}
@@ -75,7 +75,7 @@ def weights_in(
     for path, leaf in leaves.items():
         name = ".".join(path[len(root) :])
         if path[: len(root)] != root:
-            # Counted off from where the model's mapping stands: all of "optim" is one entry.
+            # Cut at the level of the model's mapping: all of "optim" is one entry.
             depth = next(i for i in range(len(root)) if i >= len(path) or path[i] != root[i]) + 1
             why = f"it stands beside {'.'.join(root)!r}, which has the weights"
             left_out[".".join(path[:depth])] = BESIDE.get(path[depth - 1], why)
@@ -104,7 +104,7 @@ def weights_in(
 
 
 def root_of(paths: list[Path], place: str) -> Path:
-    """Where the mapping of the model stands: at ``model``, or ``app.model``; else everything is the model's."""
+    """The path of the model's mapping: ``model``, or ``app.model``; otherwise everything is the model's."""
     roots = {path[:1] for path in paths if len(path) > 1 and path[0] in MODELS}
     homes = {path[0] for path in paths if len(path) > 1 and path[0] not in BESIDE}
     if not roots and len(homes) == 1:

@@ -1,1 +1,2 @@
-"""What a checkpoint says of its own files, and reading by it: whoever reads weights uses this, and saving builds on it."""
+"""The manifest and checksums of a checkpoint, and verified reads: used by all code that reads weights, and by
+saving."""

@@ -1,6 +1,8 @@
-"""The manifest: written last, it says what a checkpoint consists of, to the last block. A directory without one is none.
+"""The manifest of a checkpoint: its files with sizes and block checksums, written last. A directory without a manifest
+is not a checkpoint.
 
-It is JSON in one spelling only, so that its own SHA-256 can stand in it: another spelling of the same facts is refused too.
+It is JSON in exactly one spelling, so that it can contain its own SHA-256: another spelling of the same facts is
+refused too.
 """
 
 import hashlib
@@ -33,12 +35,12 @@ __all__ = [
 MANIFEST = "manifest.json"
 FORMAT = "shardwise checkpoint"
 VERSION = 1
-_MOST = 1 << 30  # bytes: of a manifest; one of that size would be of a checkpoint of some 8 TB
+_MOST = 1 << 30  # bytes of a manifest; one of this size would describe a checkpoint of some 8 TB
 _FOLDER = re.compile(r"step-(\d{8,})")
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint that is not what was written, or cannot be read: another one may be."""
+    """A checkpoint that is damaged or cannot be read; an older one may be good."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,15 +53,15 @@ class FileFact:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What stands in it.
+    """The content of a manifest.
 
     Attributes:
-        step: windows that were trained before.
+        step: windows trained before it.
         layout: of the run that wrote it, as text.
         num_ranks: of that run.
-        fingerprint: of the model, as its recipe has it.
+        fingerprint: of the model, from its recipe.
         versions: package -> version.
-        files: path inside the directory -> what is known of it.
+        files: path inside the directory -> size and checksums.
     """
 
     step: int
@@ -74,7 +76,7 @@ class Manifest:
         return sum(fact.size for fact in self.files.values())
 
     def to_bytes(self) -> bytes:
-        """The file, whole."""
+        """The content of the manifest file."""
         content: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
@@ -93,10 +95,10 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """The manifest of a checkpoint; everything in it is checked, and what lies in the directory is what it names.
+        """Reads the manifest of a checkpoint, checks it, and checks that the directory contains exactly its files.
 
         Raises:
-            CheckpointError: there is none, it was changed, or a file is missing, too many, or of another size.
+            CheckpointError: there is none, it was changed, or a file is missing, is not in it, or has another size.
         """
         path = folder / MANIFEST
         content = _content(path)
@@ -111,25 +113,25 @@ class Manifest:
 
 
 def folder_name(step: int) -> str:
-    """What the checkpoint of a step is called; names sort as steps do."""
+    """The directory name of a step's checkpoint; names sort like steps."""
     return f"step-{step:08d}"
 
 
 def step_of(folder: Path) -> int | None:
-    """The step that a directory's name says it is of; None: it is no checkpoint's name."""
+    """The step in a checkpoint directory's name; None: it is not the name of a checkpoint."""
     match = _FOLDER.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
 def steps_in(root: Path) -> list[int]:
-    """Steps of the checkpoints below ``root``, ascending, whether they are whole or not; one that was moved to another disk, with
-    a link in its place, too."""
+    """Steps of the checkpoints below ``root``, ascending, complete or not; also of links to checkpoints that were moved
+    to another disk."""
     found = (step_of(path) for path in root.iterdir() if path.is_dir())
     return sorted(step for step in found if step is not None)
 
 
 def is_manifest(path: Path) -> bool:
-    """Whether a file was written as a manifest, even if it is damaged: others call files so too."""
+    """Whether a file was written as a manifest, even if it is damaged; other programs use this file name too."""
     try:
         if not path.is_file():
             return False
@@ -141,7 +143,7 @@ def is_manifest(path: Path) -> bool:
 
 
 def damaged(path: Path, why: str) -> DamagedError:
-    """The error of something that is not as it was written."""
+    """The error for a file that is not as it was written."""
     return DamagedError(
         str(path),
         why=why,
@@ -176,7 +178,7 @@ def _content(path: Path) -> dict[str, Any]:
                 else f"its {MANIFEST} is a link",
                 fix="use another checkpoint",
             )
-        if not path.is_file():  # a pipe would be waited for
+        if not path.is_file():  # opening a pipe would block
             raise damaged(path, "it is no plain file")
         if path.stat().st_size > _MOST:
             raise damaged(path, f"it has {path.stat().st_size} bytes, and no manifest is that long")
@@ -224,7 +226,7 @@ def _from(content: Mapping[str, Any]) -> Manifest:
 
 
 def is_inside(name: str) -> bool:
-    """Whether a text is the path of a file inside a directory, in its one spelling."""
+    """Whether a text is a relative path inside a directory, in its normal spelling."""
     pure = PurePosixPath(name)
     return (
         bool(pure.parts)
@@ -242,7 +244,7 @@ def _count(value: Any) -> int:
 
 
 def _check_files(folder: Path, files: Mapping[str, FileFact]) -> None:
-    """What lies there is what is named, as plain files of those sizes: no more, no less, and no links."""
+    """Refuses a directory that does not contain exactly the named files, as plain files (no links) of those sizes."""
     found: dict[str, int] = {}
     try:
         for place, folders, names in os.walk(folder):

@@ -1,6 +1,6 @@
-"""Reading files that a manifest has checksums of: no byte is used whose checksum differs.
+"""Reads files with the checksums of a manifest: bytes whose checksum differs are never used.
 
-A reader of a part reads whole blocks, at the ends of the part too, and sums them while they are in memory.
+To read a part, whole blocks are read, at its ends too, and compared with their checksums while they are in memory.
 """
 
 from collections.abc import Iterable
@@ -16,19 +16,19 @@ from shardwise.state.integrity.sums import BLOCK, sum_of
 
 __all__ = ["VerifiedCheckpoint", "VerifiedFiles"]
 
-_AT_ONCE = 2 * BLOCK  # bytes: read, then summed: more of them would have left the processor's cache
-_KEPT = 16  # blocks at the ends of parts: the next tensor often begins in one
+_AT_ONCE = 2 * BLOCK  # bytes read, then summed: with more, the first would have left the processor's cache
+_KEPT = 16  # blocks at the ends of parts that are cached: the next tensor often begins in one
 
 
 class VerifiedCheckpoint(NamedTuple):
-    """A checkpoint's directory, and what was written there."""
+    """A checkpoint's directory and its manifest."""
 
     folder: Path
     manifest: Manifest
 
 
 class VerifiedFiles(OpenFiles):
-    """Reads of files; those in the directory of a checkpoint are read in whole blocks, each compared with its checksum.
+    """Reads files; those in the directory of a checkpoint in whole blocks, each compared with its checksum.
 
     Args:
         verified: a checkpoint; None: there is none yet.
@@ -42,7 +42,8 @@ class VerifiedFiles(OpenFiles):
         self._ends: dict[tuple[Path, int], memoryview] = {}
 
     def verify_with(self, verified: VerifiedCheckpoint | None) -> None:
-        """From here on a file in the directory of ``verified`` is read only where the manifest has its checksum."""
+        """From here on, files in the directory of ``verified`` are compared with its checksums, and only those that its
+        manifest names are read."""
         if verified is not None:
             self._folders.append(verified.folder)
             self._facts |= {verified.folder / name: fact for name, fact in verified.manifest.files.items()}
@@ -52,10 +53,10 @@ class VerifiedFiles(OpenFiles):
         self._ends.clear()
 
     def whole(self, path: Path) -> bytes:
-        """A file that a manifest names.
+        """Reads a whole file that a manifest names.
 
         Raises:
-            CheckpointError: none does, or it is not what was written.
+            CheckpointError: no manifest names it, or it fails its checksums.
         """
         if path not in self._facts:
             raise damaged(path, "the checkpoint was written without it")
@@ -64,8 +65,8 @@ class VerifiedFiles(OpenFiles):
         return bytes(memory)
 
     def check_heads(self, names: Iterable[str]) -> None:
-        """Compares the first blocks of files of tensors, which others read, and all of every other file; by their names
-        in each checkpoint."""
+        """Compares files with their checksums: of safetensors files only the header (other code reads their tensors),
+        of others everything. ``names``: in the checkpoint."""
         for path in (folder / name for folder in self._folders for name in names):
             if path.suffix == ".safetensors" and self._facts[path].size >= 8:
                 length = bytearray(8)
@@ -79,7 +80,7 @@ class VerifiedFiles(OpenFiles):
         """Fills ``memory`` with the bytes of ``path`` from ``offset`` on.
 
         Raises:
-            CheckpointError: the file cannot be read, or a block is not what was written.
+            CheckpointError: the file cannot be read, or a block fails its checksum.
         """
         fact = self._facts.get(path)
         if fact is None and not any(path.is_relative_to(folder) for folder in self._folders):
@@ -101,10 +102,10 @@ class VerifiedFiles(OpenFiles):
             position += num
 
     def _read_whole(self, path: Path, block: int, memory: memoryview, sums: np.ndarray) -> None:
-        """Whole blocks, straight to their place."""
+        """Reads whole blocks directly into ``memory``, and compares their checksums."""
         try:
             super().read(path, block * BLOCK, memory)
-        except CheckpointError as error:  # a disk that does not give what is there
+        except CheckpointError as error:  # the disk cannot read it
             raise DamagedError(error.given, why=error.why, fix=error.fix) from error
         for number, begin in enumerate(range(0, len(memory), BLOCK), start=block):
             if sum_of(memory[begin : begin + BLOCK]) != int(sums[number]):

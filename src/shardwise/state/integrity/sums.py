@@ -1,9 +1,10 @@
-"""Checksums of a file's blocks, put together from what each rank has written of them.
+"""Checksums of a file's blocks, combined from those of the parts that each rank has written.
 
-CRC-32C is affine over xor: the sum of a block, less (xor) that of as many zeros, is the xor of what each rank finds for the
-block with zeros in the place of all that it does not write. So ranks sum what passes through their hands, in any order and
-cut anywhere, and nobody reads a file again. The polynomial is Castagnoli's (IEEE Trans. Comm. 41(6), 1993; RFC 3720): it
-finds every burst of up to 32 bits, every odd number of flipped bits, and all but one in 2**32 of other damage.
+CRC-32C is affine over xor: the checksum of a block, xor that of as many zeros, is the xor of the same for each rank's
+part of the block, with zeros in place of all that the rank does not write. So each rank sums what it writes, in any
+order and divided anywhere, and no file is read again. The polynomial is Castagnoli's (IEEE Trans. Comm. 41(6), 1993;
+RFC 3720): it finds every burst of up to 32 bits, every odd number of flipped bits, and all but one in 2**32 of other
+damage.
 """
 
 import functools
@@ -14,13 +15,13 @@ from crc32c import crc32c
 
 __all__ = ["BLOCK", "Sums", "Told", "block_sizes", "put_together", "sum_of"]
 
-BLOCK = 256 << 10  # bytes: what is read at least to believe one byte
+BLOCK = 256 << 10  # bytes: the least that is read to verify one byte
 Told = Mapping[str, tuple[np.ndarray, np.ndarray]]
-"""File -> the numbers of blocks (uint32) and what was found for each (uint32)."""
+"""File -> the numbers of blocks (uint32) and the partial checksum of each (uint32)."""
 
 
 def sum_of(memory: memoryview | bytes) -> int:
-    """CRC-32C of ``memory``."""
+    """The CRC-32C of ``memory``."""
     return crc32c(memory)
 
 
@@ -30,18 +31,19 @@ def _sum_of_zeros(num_bytes: int) -> int:
 
 
 class Sums:
-    """What one rank has written."""
+    """The partial checksums of the blocks that one rank has written."""
 
     def __init__(self) -> None:
         self._found: dict[str, dict[int, int]] = {}
 
     def add(self, file: str, block: int, image: memoryview | bytes) -> None:
-        """``image``: the block, with zeros where this call brings nothing. May be called for a block several times."""
+        """Adds a part of a block. ``image``: the block, with zeros outside this part. May be called several times per
+        block."""
         found = self._found.setdefault(file, {})
         found[block] = found.get(block, 0) ^ sum_of(image) ^ _sum_of_zeros(len(image))
 
     def add_part(self, file: str, size: int, offset: int, memory: memoryview) -> None:
-        """``memory`` lies at ``offset`` of the file, which has ``size`` bytes in the end."""
+        """Adds ``memory``, which is at ``offset`` of a file of ``size`` bytes."""
         position = 0
         while position < len(memory):
             block, inside = divmod(offset + position, BLOCK)
@@ -55,7 +57,7 @@ class Sums:
             position += len(part)
 
     def told(self) -> Told:
-        """For the rank that puts all together."""
+        """The partial checksums as arrays, for the rank that combines those of all."""
         return {
             file: (np.fromiter(found, np.uint32, len(found)), np.fromiter(found.values(), np.uint32, len(found)))
             for file, found in self._found.items()
@@ -63,11 +65,11 @@ class Sums:
 
 
 def put_together(sizes: Mapping[str, int], told: Iterable[Told]) -> dict[str, np.ndarray]:
-    """File -> checksum (uint32) of each of its blocks.
+    """Combines the ranks' partial checksums: file -> checksum (uint32) of each of its blocks.
 
     Args:
         sizes: of all files, in bytes.
-        told: by every rank that wrote.
+        told: :meth:`Sums.told` of every rank that wrote.
     """
     zeros = {file: [_sum_of_zeros(size) for size in block_sizes(size)] for file, size in sizes.items()}
     totals = {file: np.array(sums, dtype=np.uint32) for file, sums in zeros.items()}
@@ -78,6 +80,6 @@ def put_together(sizes: Mapping[str, int], told: Iterable[Told]) -> dict[str, np
 
 
 def block_sizes(num_bytes: int) -> list[int]:
-    """Sizes of a file's blocks: all alike but for the last."""
+    """Sizes of a file's blocks: all equal except for the last."""
     whole, rest = divmod(num_bytes, BLOCK)
     return [BLOCK] * whole + ([rest] if rest else [])

@@ -1,4 +1,4 @@
-"""One file per format that weights are converted to: which files there will be, and where in them every value goes."""
+"""Writers for weight file formats, one file each: they plan the files, and the place of every value in them."""
 
 from shardwise.state.targets.checkpoint import plan_checkpoint
 from shardwise.state.targets.dcp import plan_dcp

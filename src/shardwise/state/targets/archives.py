@@ -1,5 +1,5 @@
-"""A zip archive as torch reads it, planned before its bytes are there: records stored as they are, each at a multiple of 64
-bytes, so that a file can be mapped into memory."""
+"""Plans a zip archive that torch can read, before its contents exist: uncompressed records, each at a multiple of 64
+bytes, so that the file can be memory-mapped."""
 
 import struct
 from collections.abc import Mapping
@@ -8,25 +8,25 @@ from dataclasses import dataclass
 __all__ = ["PlannedArchive"]
 
 _FOLDER = "archive"
-_LIMIT = 0xFFFFFFFF  # sizes and places from here on stand in a field of their own
+_LIMIT = 0xFFFFFFFF  # sizes and offsets from here on are in the zip64 field
 _ALIGN = 64
 _LOCAL, _CENTRAL = struct.Struct("<4s5H3I2H"), struct.Struct("<4s6H3I5H2I")
-_VERSION, _DATE = 45, (1 << 5) | 1  # of a reader that knows sizes of 8 bytes; the format's first day
+_VERSION, _DATE = 45, (1 << 5) | 1  # the reader must know sizes of 8 bytes; the format's first date
 
 
 @dataclass(frozen=True)
 class _Entry:
     name: bytes
-    at: int  # of the header
+    at: int  # offset of the header
     begin: int
     size: int
 
 
 class PlannedArchive:
-    """Records are added in order; ``parts`` gives the headers when the checksums are known.
+    """The layout of an archive: records are added in order; ``parts`` returns the headers once the checksums are known.
 
     Attributes:
-        size: of the whole archive, when all records are added.
+        size: of the whole archive, when all records have been added.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class PlannedArchive:
         return self._end + len(self._list({}))
 
     def parts(self, sums: Mapping[str, int]) -> list[tuple[int, bytes]]:
-        """``(offset, bytes)`` of everything but the records, from the checksum of each record by name."""
+        """``(offset, bytes)`` of everything except the records. ``sums``: the checksum of each record by name."""
         found = [(entry.at, self._local(entry, sums)) for entry in self._entries]
         return [*found, (self._end, self._list(sums))]
 
@@ -60,14 +60,14 @@ class PlannedArchive:
         size = min(entry.size, _LIMIT)
         extra = struct.pack("<HHQQ", 1, 16, entry.size, entry.size) if entry.size >= _LIMIT else b""
         room = entry.begin - entry.at - _LOCAL.size - len(entry.name) - len(extra) - 4
-        extra += struct.pack("<HH", 0x4246, room) + b"Z" * room  # the field in which torch pads
+        extra += struct.pack("<HH", 0x4246, room) + b"Z" * room  # the extra field that torch pads with
         head = _LOCAL.pack(
             b"PK\x03\x04", _VERSION, 0, 0, 0, _DATE, _sum(entry, sums), size, size, len(entry.name), len(extra)
         )
         return head + entry.name + extra
 
     def _list(self, sums: Mapping[str, int]) -> bytes:
-        """The list of records, and how it is found from the end."""
+        """The list of records, and the end record that points to it."""
         out = bytearray()
         for entry in self._entries:
             wide = [entry.size, entry.size] if entry.size >= _LIMIT else []

@@ -1,4 +1,5 @@
-"""A checkpoint as a target: a Hugging Face directory, and a manifest with a checksum of every block. No run goes on from it."""
+"""Plans a checkpoint of weights only: a Hugging Face directory, and a manifest with a checksum of every block. No run
+can resume from it."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,15 +14,15 @@ __all__ = ["plan_checkpoint"]
 
 
 def plan_checkpoint(facts: Mapping[str, Fact], max_shard_bytes: int, step: int) -> ConversionPlan:
-    """Weights as those of a checkpoint.
+    """Plans the files of a checkpoint with weights only.
 
     Args:
-        facts: what is written.
-        max_shard_bytes: size of a file of weights at most.
-        step: windows that they were trained.
+        facts: name -> shape and dtype.
+        max_shard_bytes: largest size of a file of weights.
+        step: number of windows that they were trained for.
 
     Raises:
-        UnsupportedError: a dtype that safetensors does not have, by name.
+        UnsupportedError: safetensors does not have the dtype of a tensor; with its name.
     """
 
     def manifest(sizes: Mapping[str, int], sums: Sums) -> Fixed:

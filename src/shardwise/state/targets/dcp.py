@@ -1,5 +1,5 @@
-"""A directory for ``torch.distributed.checkpoint.load`` as a target: tensors in chunks of rows, each as ``torch.save`` writes
-it, one after another, and ``.metadata`` that says where."""
+"""Plans a directory for ``torch.distributed.checkpoint.load`` (DCP): tensors in chunks of rows, each as ``torch.save``
+writes it, one after another, and ``.metadata`` that says where they are."""
 
 import zlib
 from collections.abc import Mapping, Sequence
@@ -17,13 +17,13 @@ from shardwise.state.targets.torch_file import described, small_records
 
 __all__ = ["plan_dcp"]
 
-CHUNK = 512 << 20  # bytes: torch reads a chunk whole, whatever part of it is wanted
+CHUNK = 512 << 20  # bytes: torch reads a whole chunk, even if it needs only a part
 _ROOM = "torch.distributed.checkpoint.metadata"
 
 
 @dataclass(frozen=True)
 class _Blob:
-    """A chunk, the archive it is written as, and where that begins."""
+    """A chunk, the archive that it is written as, and the archive's offset in its file."""
 
     name: str
     box: Box
@@ -34,11 +34,11 @@ class _Blob:
 
 
 def plan_dcp(facts: Mapping[str, Fact], max_file_bytes: int) -> ConversionPlan:
-    """All tensors as a flat state dict.
+    """Plans a DCP directory with all tensors as a flat state dict.
 
     Args:
-        facts: name -> what it is.
-        max_file_bytes: a new file is begun when one has as much.
+        facts: name -> shape and dtype.
+        max_file_bytes: a new file is begun when one has this many bytes.
     """
     blobs: list[_Blob] = []
     pieces: list[Piece] = []
@@ -78,7 +78,7 @@ def plan_dcp(facts: Mapping[str, Fact], max_file_bytes: int) -> ConversionPlan:
 
 
 def _metadata(facts: Mapping[str, Fact], blobs: list[_Blob]) -> Made:
-    """torch's ``Metadata``: its dataclasses, by name."""
+    """The records for torch's ``Metadata``: its dataclasses, by name."""
     chunks: dict[str, list[Made]] = {name: [] for name in facts}
     places: dict[Made, Made] = {}
     for blob in blobs:

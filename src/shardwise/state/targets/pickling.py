@@ -1,7 +1,7 @@
-"""The other way of :func:`shardwise.state.formats.pickles.read_pickle`: the same records as a pickle.
+"""Writes pickles from records, the reverse of :func:`shardwise.state.formats.pickles.read_pickle`.
 
-So what torch reads is written without having the objects: a tensor's description without a tensor, private classes of
-torch without importing them.
+So files for torch are written without the objects themselves: the description of a tensor without a tensor, private
+classes of torch without importing them.
 """
 
 import struct
@@ -15,7 +15,8 @@ ORDERED_DICT = Global("collections", "OrderedDict")
 
 
 def pickled(value: Any) -> bytes:
-    """A value of dicts, lists, tuples, texts, numbers, bool, None, and the records of the reader, in protocol 2.
+    """Pickles a value of dicts, lists, tuples, texts, numbers, bool, None, and the records of the reader, in protocol
+    2.
 
     A :class:`Made` with a state is made empty and filled (``NEWOBJ``, ``BUILD``), one without is a call (``REDUCE``).
     """

@@ -1,4 +1,4 @@
-"""The plan of the files that weights are written to: made before the first byte, so that writing is nothing but copying."""
+"""The plan of the files of a conversion, made before anything is written, so that writing is only copying."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ __all__ = ["ConversionPlan", "Fact", "Fixed", "Piece"]
 
 
 class Fact(NamedTuple):
-    """What a tensor will be in the file."""
+    """The shape and dtype of a tensor in the written file."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -25,7 +25,7 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """``box`` of tensor ``name`` goes, row-major and in ``dtype``, to ``offset`` of ``file``."""
+    """A part to be copied: ``box`` of tensor ``name``, row-major and in ``dtype``, to ``offset`` of ``file``."""
 
     name: str
     box: Box
@@ -39,7 +39,7 @@ class Piece:
 
 
 class Fixed(NamedTuple):
-    """Bytes that are no values: headers, lists of what is where."""
+    """Bytes to be written that are not tensor values: headers, indices."""
 
     file: str
     offset: int
@@ -48,14 +48,14 @@ class Fixed(NamedTuple):
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """All files of a target.
+    """All files that a conversion writes.
 
     Attributes:
         files: name -> size in bytes.
-        pieces: what is copied, in the order of the files.
-        finish: from the checksums of the pieces, in their order, everything else that the files hold.
-        summed: whether ``finish`` needs them; else it is given zeros.
-        manifest: from the size of every file and the checksums of what was written to it, the file that is written last.
+        pieces: the parts to copy, in the order of the files.
+        finish: returns everything else in the files, from the checksums of the pieces in their order.
+        summed: whether ``finish`` needs the checksums; otherwise it gets zeros.
+        manifest: returns the file that is written last, from the sizes of all files and the checksums of their content.
     """
 
     files: Mapping[str, int]

@@ -1,4 +1,4 @@
-"""safetensors as a target: one file, or a Hugging Face directory of several with an index."""
+"""Plans safetensors files: a single file, or a Hugging Face directory of several with an index."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,19 +12,20 @@ __all__ = ["plan_folder", "plan_safetensors"]
 
 
 def plan_safetensors(facts: Mapping[str, Fact], file: str) -> ConversionPlan:
-    """All tensors in one file.
+    """Plans one safetensors file with all tensors.
 
     Raises:
-        UnsupportedError: a dtype that the format does not have, by name.
+        UnsupportedError: the format does not have the dtype of a tensor; with its name.
     """
     return _plan({file: facts}, [])
 
 
 def plan_folder(facts: Mapping[str, Fact], max_shard_bytes: int) -> ConversionPlan:
-    """A directory as ``transformers`` writes it: one file, or several of at most ``max_shard_bytes`` and an index.
+    """Plans a directory as ``transformers`` writes it: one file, or several of at most ``max_shard_bytes`` and an
+    index.
 
     Raises:
-        UnsupportedError: see :func:`plan_safetensors`.
+        UnsupportedError: as for :func:`plan_safetensors`.
     """
     layout = lay_out({name: fact.num_bytes for name, fact in facts.items()}, max_shard_bytes)
     index = index_of(layout, sum(fact.num_bytes for fact in facts.values()))

@@ -1,4 +1,4 @@
-"""A file for ``torch.load(weights_only=True)`` as a target, also with ``mmap=True``."""
+"""Plans a file for ``torch.load(weights_only=True)``, also with ``mmap=True``."""
 
 import sys
 import zlib
@@ -18,12 +18,12 @@ _CLASSES = {dtype: name for name, dtype in STORAGES.items()}
 
 
 def plan_torch_file(facts: Mapping[str, Fact], file: str, ties: Mapping[str, str]) -> ConversionPlan:
-    """All tensors in one file.
+    """Plans one torch file with all tensors.
 
     Args:
-        facts: name -> what it is.
+        facts: name -> shape and dtype.
         file: its name.
-        ties: name -> the name before it whose storage it shares.
+        ties: name -> the earlier name whose storage it shares.
     """
     own = [name for name in facts if name not in ties]
     keys = {name: str(number) for number, name in enumerate(own)}
@@ -47,18 +47,18 @@ def plan_torch_file(facts: Mapping[str, Fact], file: str, ties: Mapping[str, str
 
 
 def small_records() -> dict[str, bytes]:
-    """Records that say how the others are to be read."""
+    """The small records that say how to read the others: version and byte order."""
     return {"byteorder": sys.byteorder.encode(), "version": b"3\n"}
 
 
 def described(fact: Fact, key: str) -> Made:
-    """A tensor that is all of storage ``key``, row by row, as torch's pickles describe it."""
+    """The description in torch's pickles of a row-major tensor that is all of storage ``key``."""
     shape, numel = fact.shape, fact.num_bytes // DTYPE_BYTES[fact.dtype]
     rest = (0, shape, row_strides(shape), False, Made(ORDERED_DICT, ()))
     kind = _CLASSES.get(fact.dtype)
     if kind is not None:
         storage = Persistent(("storage", Global("torch", kind), key, "cpu", numel))
         return Made(Global("torch._utils", "_rebuild_tensor_v2"), (storage, *rest))
-    # Dtypes that came after the storage classes: bytes, and the dtype beside them.
+    # Newer dtypes have no storage class: an untyped storage, and the dtype separately.
     storage = Persistent(("storage", Global("torch.storage", "UntypedStorage"), key, "cpu", fact.num_bytes))
     return Made(Global("torch._utils", "_rebuild_tensor_v3"), (storage, *rest, Global("torch", fact.dtype)))
