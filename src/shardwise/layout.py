@@ -155,7 +155,7 @@ def layout_of(
         if axis not in axes and degree != 1:
             raise UnsupportedError(
                 f"layout {text!r}: {axis}={degree}",
-                why=f"{axis} is an axis of the design whose technique is not built yet",
+                why=f"{axis} is a planned axis; its technique does not exist yet",
                 fix=f"leave {axis} out; axes that work: {', '.join(axis for axis in AXES if axis in axes)}",
             )
     ranks = f"{num_ranks} rank" + ("s" if num_ranks != 1 else "")

@@ -50,7 +50,7 @@ def test_the_kind_follows_the_name(tmp_path, capsys):
         (["a", "b.pt", "--max-shard-bytes", "5GB"], "torch is one file"),
         (["a", "b", "--max-shard-bytes", "much"], "that is no size"),
         (["a", "b", "--dtype", "bfloat"], "did you mean 'bfloat16'"),
-        (["a", "b", "--dtype", "bf16", "--keep", "("], "no regular expression"),
+        (["a", "b", "--dtype", "bf16", "--keep", "("], "not a valid regular expression"),
         (["a", "b", "--map", "lama-to-meta"], "did you mean 'llama-to-meta'"),
         (["a", "b.pt", "--to", "hf"], "use --to torch"),
         (["a", "b", "--to", "safetensors"], "use b.safetensors"),
@@ -79,7 +79,7 @@ def test_ctrl_c_tells_how_to_go_on(tmp_path, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(block_copy, "write_at", interrupted)
         assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")]) == 130
-    assert "the same command goes on where it was" in capsys.readouterr().err
+    assert "the same command continues where it was" in capsys.readouterr().err
     assert not (tmp_path / "b.pt").exists()
     assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")]) == 0
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["a.pt", "b.pt"]
@@ -100,8 +100,8 @@ def test_every_map_of_the_package_is_whole():
 @pytest.mark.parametrize(
     ("rules", "words"),
     [
-        ([{"from": "("}], "no regular expression"),
-        ([{"from": "a", "to": r"\2"}], "no regular expression"),
+        ([{"from": "("}], "not a valid regular expression"),
+        ([{"from": "a", "to": r"\2"}], "not a valid regular expression"),
         ([{"from": "a"}], "either renamed or left out"),
         ([{"from": "a", "to": "b", "drop": True}], "either renamed or left out"),
         ([{"from": "a", "to": "b", "permute": "halves-to-pairs"}], "both are needed"),

@@ -215,7 +215,7 @@ def test_a_log_on_a_full_disk_does_not_end_the_run(capsys):
         display = Display(stream=full, live=False)
         for n in range(3):
             display.say(str(n))
-        assert capsys.readouterr().err == "the output cannot be written (No space left on device); the run goes on\n"
+        assert capsys.readouterr().err == "the output cannot be written (No space left on device); the run continues\n"
         with contextlib.suppress(OSError):
             full.close()
 

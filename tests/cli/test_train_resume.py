@@ -138,7 +138,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_says_so(ranks, tmp_path, whole, n
     process.send_signal(number)
     output = " ".join(process.communicate(timeout=60)[0].split())
     assert process.returncode == 75, output
-    assert f"stopped {number.name}; the same command goes on" in output and "(newest checkpoint)" in output
+    assert f"stopped {number.name}; the same command resumes" in output and "(newest checkpoint)" in output
     assert "of 14 steps are left" in finish(ranks, tmp_path)
     assert weights(tmp_path) == weights(whole)
     assert losses(tmp_path) == losses(whole)
@@ -176,7 +176,7 @@ def test_torchrun_that_is_ended_lets_the_ranks_save(ranks, tmp_path, whole):
     wait_for(process, tmp_path, "metrics.jsonl")
     process.send_signal(signal.SIGTERM)
     output = " ".join(process.communicate(timeout=60)[0].split())
-    assert process.returncode != 0 and "stopped SIGTERM; the same command goes on" in output, output
+    assert process.returncode != 0 and "stopped SIGTERM; the same command resumes" in output, output
     finish(ranks, tmp_path)
     assert weights(tmp_path) == weights(whole)
 
@@ -204,5 +204,5 @@ def test_a_run_is_not_gone_on_with_under_settings_that_would_have_no_effect(rank
     output = finish(ranks, tmp_path, *changed, steps=6, status=2)
     assert "optim.lr is 1e-05, and was 0.003" in output and "train.seed is 7, and was 0" in output
     assert "model.args.dim is 64, and was 32: the checkpoint holds the weights" in output
-    assert "--model.args.dim=32, --optim.lr=0.003, --train.seed=0; or start anew: --fresh" in output
+    assert "--model.args.dim=32, --optim.lr=0.003, --train.seed=0; or start from the beginning: --fresh" in output
     assert contents(tmp_path) == before

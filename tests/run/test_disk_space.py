@@ -186,7 +186,7 @@ def test_metrics_that_cannot_be_written_do_not_cost_the_training(ranks, folder):
     assert "No space left on device; the weights are whole, in " in first[1]
     assert load_file(folder / "run/weights/model.safetensors")
     (said,) = first[2]
-    assert "training goes on, its figures are not kept" in said
+    assert "training continues, its figures are not kept" in said
 
 
 def kept(folder):

@@ -43,7 +43,7 @@ def test_the_same_command_changes_nothing(since):
 @pytest.mark.parametrize(
     ("before", "now", "key", "told"),
     [
-        ([], ["--optim.lr=1e-4"], "optim.lr", "optim.lr is 0.0001, and was 0.003: the optimizer goes on"),
+        ([], ["--optim.lr=1e-4"], "optim.lr", "optim.lr is 0.0001, and was 0.003: the optimizer keeps"),
         (["--optim.weight_decay=0.5"], [], "optim.weight_decay", "is 0.1, and was 0.5"),
         ([], ["--optim.betas=[0.8, 0.9]"], "optim.betas", "is [0.8, 0.9], and was [0.9, 0.95]"),
         ([], ["--optim.name=sgd"], "optim.name", "is sgd, and was adamw"),

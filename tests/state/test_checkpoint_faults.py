@@ -1,4 +1,4 @@
-"""A disk that fails on one rank is one error on all ranks: training goes on, and the checkpoints before are as they were."""
+"""A disk that fails on one rank is one error on all ranks: training continues, and the checkpoints before are as they were."""
 
 import errno
 import os

@@ -495,7 +495,7 @@ def test_two_at_one_destination_are_refused(good, tmp_path):
 
     with (
         Workplace(tmp_path / "out", "x", fresh=False),
-        pytest.raises(CheckpointError, match=f"another process is at it: {os.getpid()} on "),
+        pytest.raises(CheckpointError, match=f"another process is writing it: {os.getpid()} on "),
     ):
         convert(Conversion(source=good.file, dest=tmp_path / "out", to="hf"))
 
@@ -579,7 +579,7 @@ def test_memory_stays_bounded(tmp_path):
     [
         ({"to": "gguf"}, "not written in that kind"),
         ({"dtype": "int8"}, "not rounded to that"),
-        ({"dtype": "bfloat16", "keep": ("(",)}, "no regular expression"),
+        ({"dtype": "bfloat16", "keep": ("(",)}, "not a valid regular expression"),
         ({"keep": ("norm",)}, "--keep"),
         ({"to": "torch", "max_shard_bytes": 100}, "torch is one file"),
     ],

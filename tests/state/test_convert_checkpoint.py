@@ -55,7 +55,7 @@ def test_weights_of_a_run_are_converted_from_wherever_they_are_named(saved, tmp_
     assert cli.main(["convert", str(root / place), str(tmp_path / "out"), "--verify"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("a checkpoint ") and "every tensor compared with the source: equal" in printed
-    assert ("left out: training: what a run goes on with is no weight" in printed) == (place in PLACES[:3])
+    assert ("left out: training: training state is not a weight" in printed) == (place in PLACES[:3])
     assert ("left out: extra/ema: weights of another model" in printed) == (place in PLACES[:3])
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found and all(same_bytes(found[name], expected[name]) for name in found)
@@ -131,7 +131,7 @@ def test_the_commands_for_checkpoints_know_one_of_weights_only(good, tmp_path, c
     assert row.split()[:2] == ["7", "-"] and row.endswith("weights only")
     assert cli.main(["checkpoint", "show", str(dest)]) == 0
     printed = capsys.readouterr().out
-    assert "weights only, and no run goes on from it" in printed and "model.safetensors" in printed
+    assert "weights only, and no run can resume from it" in printed and "model.safetensors" in printed
     assert cli.main(["checkpoint", "verify", str(dest)]) == 0
     flipped(dest / "model.safetensors", -2)
     assert cli.main(["checkpoint", "verify", str(dest)]) == 1

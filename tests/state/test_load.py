@@ -845,7 +845,7 @@ def save_shards(path):
 
 SLIPS = {
     "__0_0.distcp": ("one file of a DCP directory", "name the directory"),
-    "run": ("whose weights lie one deeper", "name .*run/weights"),
+    "run": ("whose weights are in a subfolder", "name .*run/weights"),
     "sharded.pt": ("has one rank's shards", "sw.save_weights"),
     "bare.pkl": ("a bare pickle", "open it with what wrote it"),
 }

@@ -272,7 +272,9 @@ def test_another_number_of_ranks_takes_what_ranks_share_and_says_what_it_cannot(
     assert seen[0][1][0][2] == [7.0, 7.0] and said == []
     ((seen, said),) = ranks.run(elsewhere, 1, "dp_shard=1", tmp_path / "DrawsApart", DrawsApart)
     assert len(seen) == 4 and len(said) == 1
-    assert said[0].startswith("dataset.rng: random numbers begin anew, since the checkpoint has those of 2 ranks")
+    assert said[0].startswith(
+        "dataset.rng: random numbers start from their seed, since the checkpoint has those of 2 ranks"
+    )
     ((given, fix),) = ranks.run(elsewhere, 1, "dp_shard=1", tmp_path / "PenaltyGradients", PenaltyGradients)
     assert given == "the state of dataset of 2 ranks, on 1" and "override=('dataset',)" in fix
     ((seen, said),) = ranks.run(

@@ -95,7 +95,7 @@ def test_the_adapter_is_told_by_describe_the_recipe_and_the_agreement(tree):
 
 def test_an_axis_is_refused_until_a_technique_uses_it(tree):
     told = sw(tree, "verify", "models.py:Words", "--layout=cp=2", code=1)
-    assert "cp is an axis of the design" in told and "axes that work: dp_replicate, dp_shard, tp" in told
+    assert "cp is a planned axis" in told and "axes that work: dp_replicate, dp_shard, tp" in told
     script = "import shardwise as sw; sw.init('dp_shard=1,cp=2')"
     assert "axes that work: dp_replicate, dp_shard, tp" in run(tree, "-c", script, code=1)
 

@@ -36,7 +36,7 @@ def add_arguments(parser: Parser) -> None:
         help="the folder of a run, a directory of checkpoints, or one checkpoint (step-00000100)",
     )
     parser.add_argument("--keep", metavar="N", type=int, help="prune: how many of the last ones stay")
-    parser.add_argument("--keep-every", metavar="N", type=int, help="prune: besides, steps that are multiples of it")
+    parser.add_argument("--keep-every", metavar="N", type=int, help="prune: also keep steps that are multiples of it")
     parser.add_argument("--dry-run", action="store_true", help="prune: say what would be removed, and remove nothing")
     parser.add_argument("--json", action="store_true", help="ls, show, verify: print JSON, for programs")
     parser.usage = "shardwise checkpoint ls|show|verify|prune PATH [--json] [--keep N] [--keep-every N] [--dry-run]"
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"shardwise checkpoint {args.action} {args.path}",
             why="there is no such directory",
-            fix="look for a slip in the path: it is the folder of a run (log.dir), or the directory that CheckpointManager was given",
+            fix="check the path: it is the folder of a run (log.dir), or the directory that CheckpointManager was given",
         )
     return _ACTIONS[args.action](_place(path), args)
 
@@ -168,7 +168,7 @@ def _show(path: Path, args: argparse.Namespace) -> int:
         "size": _size(row["bytes"]),
         "layout": f"{row['layout']} ({row['ranks']} ranks); any other can load it"
         if row["layout"] != "weights only"
-        else "none: it holds weights only, and no run goes on from it",
+        else "none: it holds weights only, and no run can resume from it",
         "optimizer": row["optimizer"] or "none",
         "data": "epoch {epoch}, sample {position} of {num_samples}".format_map(row["data"]) if row["data"] else "none",
         "extra": ", ".join(row["extra"]) or "none",

@@ -44,9 +44,11 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--max-shard-bytes", metavar="N", help="size of one file of a directory at most (5GiB)")
     parser.add_argument("--map", metavar="M", help="rename tensors: a map by its name (below), or a YAML file of rules")
-    parser.add_argument("--config", metavar="FILE", help="the model's config.json for --map, if it is not beside SRC")
+    parser.add_argument("--config", metavar="FILE", help="the model's config.json for --map, if it is not next to SRC")
     parser.add_argument("--verify", action="store_true", help="compare every tensor with the source before DST appears")
-    parser.add_argument("--fresh", action="store_true", help="start anew; default: go on where a killed conversion was")
+    parser.add_argument(
+        "--fresh", action="store_true", help="start from the beginning; default: continue a killed conversion"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it is there")
     parser.usage = "shardwise convert SRC DST [--to KIND] [--dtype D] [--map M] [--verify] ..."
 
@@ -85,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         with _Bar() as bar:
             done = engine.convert(job, bar.show)
     except KeyboardInterrupt:
-        print("stopped; the same command goes on where it was", file=sys.stderr)
+        print("stopped; the same command continues where it was", file=sys.stderr)
         raise
     print(_report(done, args))
     return 0

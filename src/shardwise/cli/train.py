@@ -55,7 +55,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--fresh",
         action="store_true",
-        help="start anew where log.dir holds checkpoints, which are moved aside; the same as --checkpoint.resume=false",
+        help="start from the beginning where log.dir holds checkpoints, which are moved aside; the same as --checkpoint.resume=false",
     )
     parser.add_argument(
         "--print-config", action="store_true", help="show the configuration, and where each value came from; do not run"

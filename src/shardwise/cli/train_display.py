@@ -107,7 +107,7 @@ class Display:
             if not self._unwritable:
                 self._unwritable = True
                 with contextlib.suppress(OSError):  # stderr may be the same file
-                    print(f"the output cannot be written ({error.strerror}); the run goes on", file=sys.stderr)
+                    print(f"the output cannot be written ({error.strerror}); the run continues", file=sys.stderr)
 
     def row(self, label: str, text: str) -> None:
         """Prints a line with a label; a long text is wrapped below it."""

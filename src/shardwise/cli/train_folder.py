@@ -67,7 +67,7 @@ class RunFolder:
             if kind is not None:
                 self._clear()
                 if isinstance(error, Stopped):
-                    self.display.row("stopped", f"{error.reason}; the same command goes on")
+                    self.display.row("stopped", f"{error.reason}; the same command resumes")
                 if self.display.began:
                     self.display.row("kept", "\n".join(self._kept()))
                 else:

@@ -114,7 +114,7 @@ class Conversion:
             try:
                 re.compile(pattern)
             except re.error as error:
-                why = f"no regular expression: {error}"
+                why = f"not a valid regular expression: {error}"
                 raise ConfigError(f"--keep {pattern}", why=why, fix="write dots as \\.") from None
 
 
@@ -133,7 +133,7 @@ def _kind_by_name(dest: Path) -> str:
     if meant:
         raise ConfigError(
             f"convert to {dest}",
-            why=f"{ending} is no ending that is known, so a directory would be made",
+            why=f"{ending} is not a known ending, so a directory would be made",
             fix=f"did you mean {dest.with_suffix(meant[0])}? for a directory of that name: --to hf",
         )
     return "hf"

@@ -43,7 +43,7 @@ class Rule(Options, frozen=True, kw_only=True):
         except (re.error, IndexError) as error:
             given = f"a rule from {self.pattern!r} to {self.to!r}"
             raise ConfigError(
-                given, why=f"no regular expression: {error}", fix=r"write dots as \.; quote it in YAML"
+                given, why=f"not a valid regular expression: {error}", fix=r"write dots as \.; quote it in YAML"
             ) from None
         if (self.to is None) == (not self.drop):
             raise ConfigError(

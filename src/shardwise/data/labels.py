@@ -197,7 +197,7 @@ def judge_labels(seen: Tensor | None, summed: Tensor, where: str) -> Tensor | No
             why="labels[b, t] is compared with logits[b, t] and must be the token after input_ids[b, t]; as they are, the model "
             "learns to copy its input (collators of Hugging Face and TRL leave the shift to the model)",
             fix="shift them once: sw.Loader(..., prepare=sw.shift_labels), or batch = sw.shift_labels(batch) in a loop of your own; "
-            "if they are meant so, give a count of your own: where the model itself shifts them, "
+            "if this is intended, pass your own count: where the model itself shifts them, "
             'count=lambda batch: (batch["labels"][:, 1:] != -100).sum(); where it learns to copy, [:, 1:] is left out',
         )
     return None

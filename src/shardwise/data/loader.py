@@ -135,7 +135,7 @@ class Loader:
             yield window
             if turn != self._turn:
                 raise UsageError(
-                    "a loop over a Loader that was started or positioned anew inside the loop",
+                    "a loop over a Loader that was started or repositioned inside the loop",
                     why="a loader has one position, and two loops would share the samples between them",
                     fix="finish or leave the loop first, or make a second Loader",
                 )
@@ -265,7 +265,7 @@ class Loader:
                 raise ConfigError(
                     f"a loader position with {key}={state[key]} for a loader with {key}={mine}",
                     why="the position counts samples of one order; in another, samples would be repeated or missed",
-                    fix=f"use the dataset and options of the interrupted run ({key}={state[key]}), or start anew",
+                    fix=f"use the dataset and options of the interrupted run ({key}={state[key]}), or start from the beginning",
                 )
 
 

@@ -126,7 +126,7 @@ def failure_of_server(rank: int, server: int, code: int | None) -> Failure:
         rank=rank,
         what=f"ended with process {server}, which the ranks were forked from, and which {how}",
         detail="the system kills the ranks when that process ends; none of them failed",
-        fix="find who ended that process; for want of memory it is the system (see `dmesg`): use less memory, or fewer ranks",
+        fix="find who ended that process; if memory ran out, it was the system (see `dmesg`): use less memory, or fewer ranks",
         shared=True,
     )
 

@@ -144,7 +144,7 @@ class ForkServer:
             send_descriptors(self._connection, descriptors)
             word, answer = self._answer()
         except (EOFError, OSError) as error:
-            word, answer = "failed", f"speaking to the process that is forked: {type(error).__name__}: {error}"
+            word, answer = "failed", f"no connection to the process that is forked: {type(error).__name__}: {error}"
         if word != "started":
             raise OSError(answer)
         return answer

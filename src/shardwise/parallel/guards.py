@@ -131,6 +131,6 @@ def _refuse_part(tensor: DTensor) -> None:
     if over:
         raise UsageError(
             f"a Python number (item(), float(), tolist(), a format, ...) of a tensor that is cut over {', '.join(over)}",
-            why="each rank would read the number of its own part, and go on with another one than the others",
+            why="each rank would read the number of its own part, and continue with another value than the others",
             fix="take the whole value first, on every rank: grad.norm().full_tensor().item(), (x > 0).any().full_tensor()",
         )

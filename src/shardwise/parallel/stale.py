@@ -52,7 +52,7 @@ def refuse_deepcopy(_memo: Any) -> NoReturn:
     """Replaces ``__deepcopy__`` of a sharded module: raises UnsupportedError."""
     raise UnsupportedError(
         "deepcopy of a sharded module",
-        why="hooks, shards and process groups belong to the one module, so a copy would train silently wrong",
+        why="hooks, shards and process groups belong to the one module, so a copy would train wrongly without an error",
         fix="for an average of weights (EMA) keep averages = [p.detach().clone() for p in model.parameters()], and after each step, "
         "within torch.no_grad(), average.lerp_(p, 0.001) for each of them; for a second network (a target) parallelize a second "
         "model in the same way, and target.load_state_dict(model.state_dict()); whole values: sw.full_state_dict(model)",
@@ -103,7 +103,7 @@ class ModuleSnapshot:
         return UsageError(
             f"a parameter was {was[id(param)]} when the module was sharded, and is {param.dtype} now",
             why="the recipe says in which dtype each tensor is stored, computed with and reduced; .to(), .half() and the "
-            "like go around it",
+            "like bypass it",
             fix='give it to parallelize: precision="bf16", or Precision(storage=..., compute=...)',
             name=name,
         )

@@ -52,7 +52,7 @@ def _check_parts(name: str, param: Param, cut: Cut, sizes: list, degree: int) ->
         if part.replicas < 1 or degree % part.replicas or (shared and part.size % num_chunks(part, degree)):
             raise PlanError(
                 f"a part of {part.size} with {part.replicas} replicas over {cut.axis}={degree}",
-                why="replicas must divide the degree, and beside a shared part every part must divide evenly: "
+                why="replicas must divide the degree, and if one part is shared, every part must divide evenly: "
                 "neighbours would hold overlapping pieces instead of the same one",
                 fix=f"use sizes that are multiples of {degree}, or as many replicas as ranks",
                 name=name,

@@ -151,7 +151,7 @@ class RunCheckpoints:
         self.unsaved = error
         if not is_last:  # a failure of the last one is in the run's error
             then = "another SIGUSR1 tries again" if is_only else "the next save tries again"
-            self._emit("trouble", text=f"{error.given}: {error.why}; training goes on, and {then}")
+            self._emit("trouble", text=f"{error.given}: {error.why}; training continues, and {then}")
 
 
 class _Figures:

@@ -73,7 +73,7 @@ class Model(Options, frozen=True, kw_only=True):
     cast: Annotated[bool, doc("weights of another floating dtype than the model stores are converted")] = False
     strict: Annotated[
         bool,
-        doc("false: what weights lack is drawn (a new head), what they have besides is left out; both are told"),
+        doc("false: missing weights are initialised (a new head), extra ones are left out; both are reported"),
     ] = True
 
     def check(self) -> None:
@@ -140,7 +140,7 @@ class Data(Options, frozen=True, kw_only=True):
         if self.dtype != "uint16" and not (self.path or "").endswith(".bin"):
             raise ConfigError(
                 f"data.dtype={self.dtype!r} with data.path={self.path!r}",
-                why="only a .bin file needs to be told its dtype, so this would have no effect",
+                why="only a .bin file needs a dtype, so this would have no effect",
                 fix="remove data.dtype, or name a .bin file",
             )
 
@@ -224,14 +224,17 @@ class Checkpoint(Options, frozen=True, kw_only=True):
     export: Annotated[
         str | None, doc("folder for the final weights (safetensors), inside log.dir unless absolute; null: none")
     ] = "weights"
-    every: Annotated[
-        Positive | None, doc("steps between checkpoints, from which a run that was ended goes on; null: none")
-    ] = None
+    every: Annotated[Positive | None, doc("steps between checkpoints, from which an ended run resumes; null: none")] = (
+        None
+    )
     keep: Annotated[Positive, doc("how many of the last checkpoints stay")] = 3
-    keep_every: Annotated[Positive | None, doc("besides, those whose step is a multiple of it; null: none")] = None
-    background: Annotated[bool, doc("checkpoints are written while training goes on")] = True
+    keep_every: Annotated[Positive | None, doc("also keep those whose step is a multiple of it; null: none")] = None
+    background: Annotated[bool, doc("checkpoints are written while training continues")] = True
     resume: Annotated[
-        bool, doc("go on from the newest checkpoint in log.dir; false: start anew, and move those there aside")
+        bool,
+        doc(
+            "resume from the newest checkpoint in log.dir; false: start from the beginning, and move those there aside"
+        ),
     ] = True
     stop_after_s: Annotated[
         AboveZero | None,
@@ -240,7 +243,7 @@ class Checkpoint(Options, frozen=True, kw_only=True):
 
     sigusr1: Annotated[
         Literal["stop", "save"],
-        doc("what SIGUSR1 asks for: stop: the run saves, and ends with exit status 75; save: it saves, and goes on"),
+        doc("what SIGUSR1 asks for: stop: the run saves, and ends with exit status 75; save: it saves, and continues"),
     ] = "stop"
 
     @property

@@ -137,7 +137,7 @@ class _Run:
                 self.metrics.write(kind=kind, **fields)
             except CheckpointError as error:
                 self.unwritten = error
-                self.emit("trouble", text=f"{error.given}: {error.why}; training goes on, its figures are not kept")
+                self.emit("trouble", text=f"{error.given}: {error.why}; training continues, its figures are not kept")
         self.emit(kind, **fields)
 
     def check_space(self) -> None:
@@ -172,8 +172,8 @@ class _Run:
         steps = self.config.train.steps
         self.last["steps"] = max(steps, self.done)
         rest = f"{steps - self.done} of {steps} steps are left" if self.done < steps else f"all {steps} steps are done"
-        more = "" if self.done < steps else "; --train.steps=N goes on"
-        text = f"from step {self.done} of {checkpoints.folder}: {rest}{more} (--fresh starts anew)"
+        more = "" if self.done < steps else "; --train.steps=N continues"
+        text = f"from step {self.done} of {checkpoints.folder}: {rest}{more} (--fresh starts from the beginning)"
         changes = f"\nfrom here on: {', '.join(checkpoints.changes)}" if checkpoints.changes else ""
         self.emit("resumed", text=text + changes)
 

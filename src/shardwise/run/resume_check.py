@@ -34,7 +34,7 @@ __all__ = ["changes_since", "file_sample", "texts_of"]
 
 CONFIG, FILES = "training/config.yaml", "training/files.json"
 
-_OPTIMIZER = "the optimizer goes on with the settings it had"
+_OPTIMIZER = "the optimizer keeps the settings it had"
 _MODEL = "the checkpoint holds the weights of the model as it was"
 _DATA = "the position in the data counts samples of the order as it was"
 _START = "the weights are those of the checkpoint"
@@ -121,7 +121,7 @@ def _refusal(
     return ConfigError(
         f"{', '.join(refused)}: not as in the run that {saved.folder} is of",
         why="\n       ".join(told),
-        fix=f"go on with what it had: {', '.join(back)}; or start anew: --fresh, which moves the checkpoints aside",
+        fix=f"resume with what it had: {', '.join(back)}; or start from the beginning: --fresh, which moves the checkpoints aside",
     )
 
 

@@ -140,7 +140,7 @@ class BlockCopy:
                     raise CheckpointError(
                         f"converting to {self._work.dest}: {piece.file}",
                         why="what an earlier attempt wrote there is no longer what it was",
-                        fix="look at the disk, and add --fresh to start anew",
+                        fix="look at the disk, and add --fresh to start from the beginning",
                         name=piece.name,
                     )
 

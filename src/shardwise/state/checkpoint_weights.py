@@ -59,7 +59,7 @@ def _left_out(verified: VerifiedCheckpoint) -> dict[str, str]:
     tops = {tuple(name.split("/")[:2]) for name in verified.manifest.files if "/" in name}
     found = {}
     if any(top == _RUN for top, _ in tops):
-        found[_RUN] = "what a run goes on with is no weight"
+        found[_RUN] = "training state is not a weight"
     found |= {
         f"{top}/{name}": f"weights of another model: name {verified.folder / top / name} to have them"
         for top, name in sorted(tops)

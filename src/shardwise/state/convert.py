@@ -70,7 +70,7 @@ def convert(job: Conversion, progress: Progress = lambda what, done, total: None
         raise CheckpointError(
             f"converting to {job.dest}",
             why=f"writing failed: {error.strerror or error}",
-            fix="make room, or name a place that can be written; the same command then goes on where it was",
+            fix="free space, or name a place that can be written; the same command then continues where it was",
         ) from error
     seconds = time.perf_counter() - begin
     num_files, num_bytes = len(todo.plan.files), todo.plan.num_bytes
@@ -161,7 +161,7 @@ def _sidecars(job: Conversion, source: Source, notes: list[str]) -> dict[str, by
         return {}
     found = {path.name: path.read_bytes() for path in sidecars_of(source.folder)} if source.folder is not None else {}
     if "config.json" not in found:
-        notes.append("there is no config.json beside the source: transformers will want one beside the result")
+        notes.append("there is no config.json next to the source: transformers needs one next to the result")
     elif job.dtype is not None:
         content = _config_of(source, found["config.json"])
         for key in ("dtype", "torch_dtype"):

@@ -155,7 +155,7 @@ def _reordered(name: str, stored: TensorSource, rule: Rule, config: Mapping[str,
             why=f"the model's configuration has none of {', '.join(map(str, keys))}"
             if number is None
             else f"it is {number!r}",
-            fix="put the model's config.json beside the weights, or name it: --config path/to/config.json",
+            fix="put the model's config.json next to the weights, or name it: --config path/to/config.json",
             name=name,
         )
     if not stored.shape or stored.shape[0] % (2 * number):

@@ -38,13 +38,13 @@ def check_destination(source: Path, dest: Path, *, is_file: bool, overwrite: boo
         raise ConfigError(
             f"convert {source} {dest}",
             why="the result would lie within its source",
-            fix="name a place beside it",
+            fix="choose a path outside it",
         )
     if source.resolve().is_relative_to(dest.resolve()):
         raise ConfigError(
             f"convert {source} {dest}",
             why="the source lies within the destination, which is replaced as a whole",
-            fix="name a folder of its own",
+            fix="choose a separate folder",
         )
     if not is_file:
         check_place(Path(os.path.abspath(dest)))

@@ -54,7 +54,7 @@ class Workplace:
         if lock.held is None:
             raise CheckpointError(
                 f"the conversion to {self.dest}",
-                why=f"another process is at it: {lock.owner}",
+                why=f"another process is writing it: {lock.owner}",
                 fix="wait for that one, or name another destination",
             )
         with contextlib.ExitStack() as opened:
@@ -89,7 +89,9 @@ class Workplace:
                     self.done[int(piece)] = int(checksum)
             return
         if head and not self._fresh:
-            self.notes.append("an earlier attempt was of another source or had other options; it was started anew")
+            self.notes.append(
+                "an earlier attempt was of another source or had other options; it was started from the beginning"
+            )
         shutil.rmtree(self.files)
         self.files.mkdir()
         self._begin()

@@ -57,9 +57,7 @@ def open_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
     if path.is_dir():
         return _open_folder(path)
     if not path.exists():
-        raise CheckpointError(
-            f"weights from {path}", why="there is no such file or directory", fix="look for a slip in the path"
-        )
+        raise CheckpointError(f"weights from {path}", why="there is no such file or directory", fix="check the path")
     if not path.is_file():
         raise CheckpointError(
             f"weights from {path}",
@@ -77,7 +75,7 @@ def _open_folder(path: Path) -> Source:
     if not weights and below.is_dir() and newest_in(below) is not None:
         raise CheckpointError(
             f"weights from {path}",
-            why="it is the folder of a run, whose checkpoints lie one deeper",
+            why="it is the folder of a run, whose checkpoints are in a subfolder",
             fix=f"name {below}, whose newest is meant then, or one of them",
         )
     newest = None if weights or any(path.glob("pytorch_model.bin*")) else newest_in(path)
@@ -87,7 +85,7 @@ def _open_folder(path: Path) -> Source:
     if not any(path.glob("pytorch_model*")) and not weights and exported.is_dir():
         raise CheckpointError(
             f"weights from {path}",
-            why="it is the folder of a run, whose weights lie one deeper",
+            why="it is the folder of a run, whose weights are in a subfolder",
             fix=f"name {exported}",
         )
     return open_folder(path)

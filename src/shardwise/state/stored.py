@@ -160,7 +160,7 @@ def refuse_changed(tensors: Iterable[TensorSource]) -> None:
             raise CheckpointError(
                 f"the file {path}",
                 why="it changed while it was being read, or another took its place",
-                fix="begin again when it is at rest",
+                fix="try again when no program writes to it",
             )
 
 

@@ -102,7 +102,7 @@ def _data_differ(runtime: Runtime, data: tuple[int, int] | None, place: str) -> 
     return RankError(
         f"ranks that came to {place} with micro-batches of different windows of a Loader",
         why=f"rank {ranks[0]} has {texts[ranks[0]]}, rank {told.index(usual)} {texts[told.index(usual)]}: one of them has left a window out, or "
-        "an exception of its own was caught; from here on every sample would be trained with others than in one process",
+        "or caught an exception; from here on samples would be grouped otherwise than in one process",
         fix="take as many windows from the Loader on every rank; to leave one out, do so on all ranks",
         ranks=ranks,
     )

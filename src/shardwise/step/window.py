@@ -301,7 +301,7 @@ def _warn_of_unread(runtime: Runtime) -> None:
         warnings.warn(
             f"nothing has read num_tokens of the window before: its gradients are sums over {last.num_summed} micro-batches of all ranks, and those "
             f'of a mean {last.num_summed} times too large. Divide a sum by it: (loss / w.num_tokens).backward(), with reduction="sum"; a loop '
-            "that divides by a number of its own may read it once",
+            "that divides by another number may read it once",
             stacklevel=3,
         )
 

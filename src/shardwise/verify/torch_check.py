@@ -143,7 +143,7 @@ def main() -> int:
     os.environ[RUNS] = "1"
     absent = missing()
     if absent:
-        print(f"private names that are not there: {', '.join(absent)}")
+        print(f"missing private names: {', '.join(absent)}")
         return 1
     try:
         found = [words for of_rank in launch_local(f"{__spec__.name}:on_rank", nproc=2) for words in of_rank]

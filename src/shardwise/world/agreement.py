@@ -195,7 +195,7 @@ class Agreement:
         gone = self.watch.gone()
         return RankError(
             f"rank {', '.join(map(str, gone))} left while rank {self.rank} waited {where}",
-            why="it closed its world, or its program ended, and will not come any more",
+            why="it closed its world, or its program ended, and will not take part again",
             fix=_SAME_CALLS,
             ranks=gone,
         )

@@ -66,7 +66,7 @@ def ranks_per_node(env: Env, environ: Mapping[str, str] | None = None) -> int:
             f"dp_shard=node on {env.world_size} ranks",
             why="the environment does not say how many of them a node has: it has no "
             + ("SLURM_STEP_TASKS_PER_NODE" if env.source == "slurm" else "LOCAL_WORLD_SIZE for this group"),
-            fix="give the number: dp_shard=8; or start with torchrun, `shardwise train` or srun, which say it",
+            fix="give the number: dp_shard=8; or start with torchrun, `shardwise train` or srun, which set it",
         )
     size = sizes[0]
     if set(sizes) != {size} or (num_nodes and num_nodes * size != env.world_size > size):

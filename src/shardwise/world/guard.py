@@ -143,4 +143,4 @@ class Guard(threading.Thread):
 def ended_word(ranks: list[int]) -> Word:
     """The message about ranks whose connection was closed without a byte."""
     who = f"rank {', '.join(map(str, ranks))}"
-    return Word(ranks, f"the process of {who} has ended, without a word: the system has closed its connections")
+    return Word(ranks, f"the process of {who} has ended without notice: the system has closed its connections")

@@ -54,7 +54,10 @@ class _Told:
             word = Word([rank], f"rank {rank} was ended by SIGTERM", is_asked=True)
             watch.stopped.wait(_ALL_ASKED_S)
         if how == RESET and _is_alive(watch, rank):
-            print(f"shardwise: rank {watch.rank} lost its connection to rank {rank}, which lives", file=sys.stderr)
+            print(
+                f"shardwise: rank {watch.rank} lost its connection to rank {rank}, which is still running",
+                file=sys.stderr,
+            )
             return
         if rank != watch.keeper:  # the store would have ended with the keeper
             with contextlib.suppress(RuntimeError):
@@ -82,7 +85,7 @@ class _Told:
             else "let the ranks' hosts connect to each other on any port"
         )
         print(
-            f"shardwise: rank {watch.rank} cannot connect to rank {right} ({problem}): a rank that ends without a word will be "
+            f"shardwise: rank {watch.rank} cannot connect to rank {right} ({problem}): a rank that ends without notice will be "
             f"noticed by its silence only, which takes longer; {advice}",
             file=sys.stderr,
             flush=True,

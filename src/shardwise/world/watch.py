@@ -167,7 +167,8 @@ class Watch:
                 leave_word(self._main_store, word)
             except RuntimeError as problem:
                 print(
-                    f"shardwise: rank {self.rank} could not leave word ({_line(problem)}): {word.why}", file=sys.stderr
+                    f"shardwise: rank {self.rank} could not report why it ends ({_line(problem)}): {word.why}",
+                    file=sys.stderr,
                 )
         if self.keeper == self.rank:
             self._wait_until_heard()
@@ -311,7 +312,7 @@ class Watch:
         who = f"rank {', '.join(map(str, word.ranks))}" if word.ranks else word.who
         given = f"{who} was lost while rank {self.rank} was {self.place}"
         if self.rank in word.ranks:  # this rank did not come where the others waited
-            given = f"rank {self.rank} was given up by the others while it was {self.place}"
+            given = f"rank {self.rank} was reported lost by the others while it was {self.place}"
         if word.is_crossed:
             given = f"ranks {', '.join(map(str, word.ranks))} wait for each other in different collectives"
         self.is_asked = word.is_asked

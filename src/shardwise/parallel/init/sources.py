@@ -104,7 +104,7 @@ def build_with_source(model: Any, world: World, init: str | None) -> tuple[nn.Mo
         UsageError: neither a module nor a callable, a module on meta, or an invalid ``init``.
     """
     if init not in (None, "seeded", "rank0", "load"):
-        raise UsageError(f"init={init!r}", why="there is no such way", fix='use "seeded", "rank0", "load" or None')
+        raise UsageError(f"init={init!r}", why="init has no such value", fix='use "seeded", "rank0", "load" or None')
     if isinstance(model, nn.Module):
         if init in ("seeded", "load"):
             raise UsageError(

@@ -103,7 +103,7 @@ class Directory:
         if steps and not going_on:
             raise CheckpointError(
                 f"a checkpoint of step {step} in {self.root}",
-                why=f"there are those of an earlier run (step {', '.join(map(str, steps[-3:]))}), which this one has not gone on from",
+                why=f"there are those of an earlier run (step {', '.join(map(str, steps[-3:]))}), from which this one was not resumed",
                 fix="go on from them: resume(loader) or load(); or name another directory",
             )
         if any(other > step and other not in left_behind for other in steps):

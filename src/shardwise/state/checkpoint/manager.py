@@ -254,7 +254,7 @@ class CheckpointManager:
         if self._runtime.in_window:
             raise UsageError(
                 "a checkpoint in the middle of a window",
-                why="its gradients are half summed, and a resumed run would begin the window anew",
+                why="its gradients are half summed, and a resumed run would begin the window again",
                 fix="save after the step",
             )
         figure = self._retention.figure(metrics or {})

@@ -117,7 +117,7 @@ def put_dataset(given: Any, saved: Sequence[Any] | None, rank: int, size: int) -
     notes = []
     if lost:
         notes = [
-            f"{', '.join(lost)}: random numbers begin anew, since the checkpoint has those of {len(saved)} ranks, and there are {size}"
+            f"{', '.join(lost)}: random numbers start from their seed, since the checkpoint has those of {len(saved)} ranks, and there are {size}"
         ]
     strange = [place for place in put_states(own, states) if place not in lost]
     if strange:

@@ -269,6 +269,6 @@ class _Reading:
             set_streams(random["ranks"][world.rank], world.device)
         else:
             self.notes.append(
-                f"random streams outside of steps begin anew: the checkpoint has those of {len(random['ranks'])} ranks, and "
+                f"random streams outside of steps start from their seed: the checkpoint has those of {len(random['ranks'])} ranks, and "
                 f"there are {world.size}"
             )

@@ -155,7 +155,7 @@ class ResumePoint:
             raise CheckpointError(
                 f"the checkpoints in {root}",
                 why=f"none of them can be read: {_told(problems)}",
-                fix="copy one there that is whole, or name another directory to start anew",
+                fix="copy one there that is whole, or name another directory to start from the beginning",
             ) from problems[0]
         return None, []
 
@@ -170,7 +170,7 @@ class ResumePoint:
             raise CheckpointError(
                 f"the checkpoint of step {step} in {root}",
                 why=f"there are those of {', '.join(map(str, steps))}" if steps else "there is none",
-                fix="name one of them" if steps else "look for a slip in the path",
+                fix="name one of them" if steps else "check the path",
             )
         return self._load(step, override)
 
@@ -221,7 +221,7 @@ class ResumePoint:
         if self.loader is None:
             return []
         if position is None:
-            return [f"{restored.folder} holds no position in the data: it begins anew"]
+            return [f"{restored.folder} holds no position in the data: the data starts from the beginning"]
         self.loader.load_state_dict(position)
         runtime = runtime_of(self.step.model)
         self._begun = runtime.step
@@ -260,7 +260,7 @@ def changed(folder: Path, refused: Sequence[Change], override: Sequence[str]) ->
         shown = "".join(f"{name!r}, " for name in can).removesuffix(" " if len(can) == 1 else ", ")
         ways.append(f"let the new values take effect: resume(loader, override=({shown}))")
     if any(not change.part for change in refused):
-        ways.append("leave the scheduler out of extra=, and it begins anew")
+        ways.append("leave the scheduler out of extra=, and it starts from the beginning")
     return ConfigError(
         f"{', '.join(names)}: not as in the run that {folder} is of",
         why="\n       ".join(map(str, refused)) + "\n       the state in the checkpoint would put the old values back",

@@ -262,9 +262,9 @@ def _check_files(folder: Path, files: Mapping[str, FileFact]) -> None:
     found.pop(MANIFEST, None)
     for name in files:
         if name not in found:
-            raise damaged(folder / name, "the manifest names it, and it is not there")
+            raise damaged(folder / name, "the manifest names it, and it is missing")
         if found[name] != files[name].size:
             raise damaged(folder / name, f"it has {found[name]} bytes, and was written with {files[name].size}")
     strange = sorted(set(found) - set(files))
     if strange:
-        raise damaged(folder / strange[0], "the manifest does not name it: somebody put it there")
+        raise damaged(folder / strange[0], "the manifest does not name it: it was added later")

@@ -369,7 +369,7 @@ class FSDP2Engine:
             self._used[self._whole[number]] = 1
         if self.penalties.past:
             raise UnsupportedError(
-                "a loss that uses a parameter beside the model's forward (param.full_tensor() in it)",
+                "a loss that uses a parameter outside the model's forward (param.full_tensor() in it)",
                 why="the parameter is cut over the ranks, and each rank's part would get that rank's gradient alone: data of the others is "
                 "lost, and a weight penalty counts with the loss of one rank",
                 fix="use the parameter inside forward; give a weight penalty a backward of its own, once per step",

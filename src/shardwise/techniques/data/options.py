@@ -70,7 +70,7 @@ class Sharding(Options, frozen=True, kw_only=True):
         "mixed_precision": _PRECISION,
         "mixed_precision_policy": _PRECISION,
         "offload_policy": Instead(
-            "it is a switch here, beside pin_memory: {}", "offload=True", "parallel.sharding.offload", "true"
+            "it is a switch here, next to pin_memory: {}", "offload=True", "parallel.sharding.offload", "true"
         ),
         "cpu_offload": Instead("it is called offload here: {}", "offload=True", "parallel.sharding.offload", "true"),
         "mesh": _LAYOUT,

@@ -65,7 +65,7 @@ class Remat(Options, frozen=True, kw_only=True):
                 fix='remove save, or use mode="selective"',
             )
         if self.mode == "selective" and not all(self.save):
-            raise ConfigError("Remat(save=[''])", why="an empty name is no operator's", fix="remove it")
+            raise ConfigError("Remat(save=[''])", why="an empty name matches no operator", fix="remove it")
         if self.mode == "selective" and not self.save:
             raise ConfigError(
                 "Remat(mode='selective', save=[])",
