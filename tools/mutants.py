@@ -981,7 +981,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # ---- config and layout -----------------------------------------------------------------------------------------
     Mutant(
         "unknown-keys-ignored",
-        'raise _unknown_key(key, values[key], list(hints), path, layer, instead_of(cls, key, "file"))',
+        'raise _unknown_key(key, values[key], list(hints), path, layer, replacement_for(cls, key, "file"))',
         "continue",
         "tests/config/test_loader.py -k unknown",
         "a misspelt key of a configuration has no effect",

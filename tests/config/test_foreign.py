@@ -3,7 +3,7 @@
 import pytest
 
 from shardwise import DDP, Compile, Options, Remat, Sharding
-from shardwise.config.foreign import Instead, instead_of
+from shardwise.config.foreign import Replacement, replacement_for
 from shardwise.errors import ConfigError
 from shardwise.run.config import Checkpoint, load_config
 
@@ -16,7 +16,7 @@ def test_an_option_of_torch_is_named_with_what_is_done_in_its_place(name, key):
     assert key not in RECORDS[name].__struct_fields__
     with pytest.raises(ConfigError) as told:
         RECORDS[name](**{key: True})
-    assert told.value.given == f"{name}({key}=True)" and told.value.fix == instead_of(RECORDS[name], key, "python")
+    assert told.value.given == f"{name}({key}=True)" and told.value.fix == replacement_for(RECORDS[name], key, "python")
     assert told.value.why == f"torch has this option, and {name} does not"
 
 
@@ -51,7 +51,7 @@ def test_a_file_and_an_override_are_told_so_in_their_own_words(tmp_path):
 
 
 HAS = "torch has this option, and Shardwise does not"
-SHOWN = {each for keys in FOREIGN.values() for each in keys.values() if isinstance(each, Instead) and each.key}
+SHOWN = {each for keys in FOREIGN.values() for each in keys.values() if isinstance(each, Replacement) and each.key}
 
 
 @pytest.mark.parametrize("each", sorted(SHOWN, key=lambda each: (each.key, each.value)), ids=lambda each: each.key)

@@ -216,7 +216,7 @@ def _prune(path: Path, args: argparse.Namespace) -> int:
     with tried.held:
         if not args.dry_run:
             retention.remove_removed(path)
-        gone = rule.superfluous(path, max(manifest.steps_in(path)), None)
+        gone = rule.steps_to_remove(path, max(manifest.steps_in(path)), None)
         for step in gone:
             folder = path / manifest.folder_name(step)
             print(f"{'would remove' if args.dry_run else 'removed'} {folder}")

@@ -74,7 +74,7 @@ class Display:
             )
             self._screen.start()
         else:
-            self._thread = threading.Thread(target=self._keep_talking, name="shardwise-display", daemon=True)
+            self._thread = threading.Thread(target=self._print_progress, name="shardwise-display", daemon=True)
             self._thread.start()
         return self
 
@@ -236,7 +236,7 @@ class Display:
         bar = ProgressBar(total=self.latest["steps"], completed=self.latest["step"], width=60)
         return Group(self._spinner, bar)
 
-    def _keep_talking(self) -> None:
+    def _print_progress(self) -> None:
         told, quiet = None, _QUIET_S
         while not self._end.wait(0.2):
             now = self._clock()

@@ -7,14 +7,14 @@ from typing import Literal
 
 from shardwise.config.suggest import did_you_mean
 
-__all__ = ["Instead", "Place", "instead_of", "why_and_fix"]
+__all__ = ["Place", "Replacement", "replacement_for", "why_and_fix"]
 
 Place = Literal["python", "file", "override"]
 """Where an option was written, which decides how its replacement is shown."""
 
 
 @dataclass(frozen=True)
-class Instead:
+class Replacement:
     """What to write in place of an option of torch.
 
     Attributes:
@@ -38,16 +38,16 @@ class Instead:
         return self.text.format(f"{self.key}: {self.value}" if place == "file" else f"--{self.key}={self.value}")
 
 
-def instead_of(record: type, key: str, place: Place) -> str | None:
+def replacement_for(record: type, key: str, place: Place) -> str | None:
     """The fix for torch's option ``key`` given to ``record``, from the record's ``foreign``; None: torch has no such
     option."""
     found = getattr(record, "foreign", {}).get(key)
-    return found.shown(place) if isinstance(found, Instead) else found
+    return found.shown(place) if isinstance(found, Replacement) else found
 
 
 def why_and_fix(record: type, key: str, known: Sequence[str]) -> tuple[str, str]:
     """``why`` and ``fix`` of an error about a key that a record, built in Python, does not have."""
-    name, fix = record.__name__, instead_of(record, key, "python")
+    name, fix = record.__name__, replacement_for(record, key, "python")
     if fix is not None:
         return f"torch has this option, and {name} does not", fix
     return f"{name} has no option {key!r}", did_you_mean(key, known, what=f"options of {name}")

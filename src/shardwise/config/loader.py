@@ -21,7 +21,7 @@ from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin
 import msgspec
 
 from shardwise.config.check import checked, struct_in
-from shardwise.config.foreign import instead_of
+from shardwise.config.foreign import replacement_for
 from shardwise.config.record import Options, default_of, hints_of
 from shardwise.config.sources import Keys, Layer, parse_yaml_value, read_file
 from shardwise.config.suggest import closest, did_you_mean, missing_blank
@@ -182,7 +182,7 @@ def _refuse_unknown_override(key: str, text: str, keys: Keys, cls: type[msgspec.
             return  # inside a free mapping such as model.args, or reported by the type check
         hints = hints_of(record)
         if part not in hints:
-            told = instead_of(record, part, "override")
+            told = replacement_for(record, part, "override")
             near = _near_key(keys, depth, list(hints), cls)
             raise ConfigError(
                 f"override --{key}={text}",
@@ -219,7 +219,7 @@ def _build(cls: type[C], values: Mapping[str, Any], path: Keys, layer: Layer, or
     hints = hints_of(cls)
     for key in values:
         if key not in hints:
-            raise _unknown_key(key, values[key], list(hints), path, layer, instead_of(cls, key, "file"))
+            raise _unknown_key(key, values[key], list(hints), path, layer, replacement_for(cls, key, "file"))
     built: dict[str, Any] = {}
     for key, hint in hints.items():
         here = (*path, key)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.world.rng import is_generator
 
-__all__ = ["DatasetState", "put_states", "states_in"]
+__all__ = ["DatasetState", "load_states", "states_in"]
 
 _DEPTH, _MOST = 4, 64  # levels of attributes searched; longer lists and mappings are not searched
 
@@ -50,7 +50,7 @@ def states_in(**roots: Any) -> DatasetState:
     return DatasetState(found)
 
 
-def put_states(found: DatasetState, states: Mapping[str, Any]) -> list[str]:
+def load_states(found: DatasetState, states: Mapping[str, Any]) -> list[str]:
     """Loads ``states`` into the objects in ``found``; returns the places that are missing on one side."""
     places = [place for place in states if place in found.values]
     for place in sorted(places, key=lambda place: is_generator(found.values[place])):

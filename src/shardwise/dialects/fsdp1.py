@@ -91,7 +91,7 @@ def from_fsdp1(
         >>> from_fsdp1("HYBRID_SHARD").layout
         'dp_replicate=-1,dp_shard=node'
     """
-    said = _Said(
+    said = _Fsdp1Options(
         is_enabled=_switch("enable_fsdp", enable_fsdp),
         strategy=_word("sharding_strategy", sharding_strategy, STRATEGIES),
         ranks_per_node=ranks_per_node,
@@ -117,7 +117,7 @@ def from_fsdp1(
 
 
 @dataclass(frozen=True)
-class _Said:
+class _Fsdp1Options:
     """FSDP1's options, each checked to be a known word."""
 
     is_enabled: bool

@@ -44,11 +44,11 @@ def try_lock(path: Path, *, wait_s: float = 0.0) -> LockAttempt:
         held.seek(0)
         owner = held.read().strip() or "unknown"
         held.close()
-        return LockAttempt(None, f"{owner}: this one, which has not closed it" if owner == _told() else owner)
+        return LockAttempt(None, f"{owner}: this one, which has not closed it" if owner == _this_process() else owner)
     except OSError as error:
         note = f"{path.parent} lies on a file system without locks ({error.strerror or error}): who else writes there is not noticed"
     held.truncate(0)
-    held.write(f"{_told()}\n")
+    held.write(f"{_this_process()}\n")
     held.flush()
     return LockAttempt(held, note=note)
 
@@ -71,5 +71,5 @@ def release(held: TextIO) -> None:
     held.close()
 
 
-def _told() -> str:
+def _this_process() -> str:
     return f"{os.getpid()} on {socket.gethostname()}"

@@ -97,7 +97,7 @@ class RepeatedSigterm:
     def __init__(self) -> None:
         self._first: float | None = None
 
-    def is_there(self, number: int) -> bool:
+    def is_repeat(self, number: int) -> bool:
         """Called with each signal that arrives: whether this one means "stop now"."""
         if number != signal.SIGTERM:
             return False
@@ -157,7 +157,7 @@ class FirstStop:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.number = self.number or number
         silence_closed_terminal(number)
-        if self._repeated.is_there(number):
+        if self._repeated.is_repeat(number):
             leave(number, frame)
 
 

@@ -38,8 +38,8 @@ def watch_steps(runtime: Runtime) -> None:
     if not _is_installed:
         register_optimizer_step_pre_hook(check_step)
         register_optimizer_step_post_hook(_threads.end)
-        torch.optim.Optimizer.zero_grad = _told_of(torch.optim.Optimizer.zero_grad, _held)  # type: ignore[method-assign]
-        nn.Module.zero_grad = _told_of(nn.Module.zero_grad, _owned)  # type: ignore[method-assign]
+        torch.optim.Optimizer.zero_grad = _notifying(torch.optim.Optimizer.zero_grad, _held)  # type: ignore[method-assign]
+        nn.Module.zero_grad = _notifying(nn.Module.zero_grad, _owned)  # type: ignore[method-assign]
         _is_installed = True
 
 
@@ -64,7 +64,7 @@ def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     _threads.begin(stepped)
 
 
-def _told_of(zero_grad: Callable[..., None], held_by: Callable[[Any], Mapping[int, Any]]) -> Callable[..., None]:
+def _notifying(zero_grad: Callable[..., None], held_by: Callable[[Any], Mapping[int, Any]]) -> Callable[..., None]:
     """Wraps ``zero_grad`` of an optimizer or a module: notifies the sharded models whose gradients it clears."""
 
     @torch.compiler.disable

@@ -34,7 +34,7 @@ class Casting(Protocol):
 
 
 @dataclass(frozen=True)
-class AsItIs:
+class NoCast:
     """A :class:`Casting` that casts nothing."""
 
     compute: str | None = None
@@ -68,7 +68,7 @@ class Draft:
     anatomy: Anatomy
     layout: Layout
     dtypes: dict[str, Dtypes] = field(default_factory=dict)
-    casting: Casting = field(default_factory=AsItIs)
+    casting: Casting = field(default_factory=NoCast)
     casting_in: Callable[[str], Casting | None] = lambda _: None
     needs_units: list[str] = field(default_factory=list)
     engine: Engine = "ddp"

@@ -68,7 +68,7 @@ class Recipe(Record, frozen=True):
             PlanError: not a recipe of this version, or one that contradicts itself.
         """
         try:
-            recipe = msgspec.convert(_of_today(msgspec.json.decode(text)), cls)
+            recipe = msgspec.convert(_upgraded(msgspec.json.decode(text)), cls)
         except msgspec.MsgspecError as error:
             _refuse_version(_version_of(text))  # fields of another version are unknown here: report that first
             raise PlanError("a recipe in JSON", why=str(error), fix="use the text that Recipe.to_json wrote") from error
@@ -158,7 +158,7 @@ def check_recipe(recipe: Recipe) -> None:
         )
 
 
-def _of_today(told: Any) -> Any:
+def _upgraded(told: Any) -> Any:
     """A recipe of version 1 converted to the current version; any other unchanged."""
     if not isinstance(told, dict) or told.get("version", 1) != 1:
         return told

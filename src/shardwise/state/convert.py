@@ -77,7 +77,7 @@ def convert(job: Conversion, progress: Progress = lambda what, done, total: None
     return Converted(source.kind, len(todo.items), num_files, num_bytes, resumed, seconds, (*todo.notes, *notes))
 
 
-def _put_together(job: Conversion, todo: "_Todo", progress: Progress) -> tuple[int, list[str]]:
+def _put_together(job: Conversion, todo: "_ConversionJob", progress: Progress) -> tuple[int, list[str]]:
     """Writes the result next to its place and moves it there; returns the bytes that an earlier attempt had written,
     and notes."""
     single = job.dest.name if job.is_file else None
@@ -102,7 +102,7 @@ def _put_together(job: Conversion, todo: "_Todo", progress: Progress) -> tuple[i
 
 
 @dataclass(frozen=True)
-class _Todo:
+class _ConversionJob:
     """Everything that a conversion will write: tensors, their places in files, and further files."""
 
     items: list[ConvertedTensor]
@@ -118,7 +118,7 @@ class _Todo:
         return fingerprint_of((job.to, job.dest.name, files, self.plan.pieces, tensors))
 
 
-def _planned(job: Conversion, source: Source) -> _Todo:
+def _planned(job: Conversion, source: Source) -> _ConversionJob:
     home = source.folder or (job.source if job.source.is_dir() else job.source.parent)
     config = config_of(home, job.config) if job.rules else {}
     items, notes = converted_tensors(source, job.rules, config, job.dtype, job.keep)
@@ -131,7 +131,7 @@ def _planned(job: Conversion, source: Source) -> _Todo:
             f"{name} is {other} in the source; it is written for each name, since the format has no ties{more}"
         )
     sidecars = _sidecars(job, source, notes) if job.to in ("hf", "shardwise") else {}
-    return _Todo(items, _plan(job, source, items, ties), sidecars, notes, source.verified)
+    return _ConversionJob(items, _plan(job, source, items, ties), sidecars, notes, source.verified)
 
 
 def _plan(job: Conversion, source: Source, items: Sequence[ConvertedTensor], ties: Mapping[str, str]) -> ConversionPlan:

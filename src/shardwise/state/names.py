@@ -89,7 +89,7 @@ def match_names(
         _assemble(home, wanted[home], {name: view for name, view in views.items() if view.name == home}, stored, found)
     _turn(naming, wanted, found)
     found.missing += tuple(name for name in wanted if name not in found.tensors and name not in parts)
-    _excuse(naming.module, found)
+    _accept_allowed(naming.module, found)
     return found
 
 
@@ -267,7 +267,7 @@ def _turn(naming: Naming, wanted: Mapping[str, Wanted], found: Matched) -> None:
         )
 
 
-def _excuse(model: nn.Module, found: Matched) -> None:
+def _accept_allowed(model: nn.Module, found: Matched) -> None:
     """Accepts missing and unexpected names that a Hugging Face class allows."""
     lacked = [p for p in getattr(model, "_keys_to_ignore_on_load_missing", None) or () if isinstance(p, str)]
     excused = [name for name in found.missing if any(re.search(pattern, name) for pattern in lacked)]

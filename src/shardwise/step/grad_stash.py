@@ -6,7 +6,7 @@ from torch import Tensor
 
 from shardwise.model.tensors import tensors_of
 from shardwise.parallel import Runtime
-from shardwise.techniques.data.gradients import Aside
+from shardwise.techniques.data.gradients import SetAsideGradients
 
 __all__ = ["GradStash", "clone_buffers", "restore_buffers"]
 
@@ -18,7 +18,7 @@ class GradStash:
     def __init__(self, runtime: Runtime):
         self.runtime = runtime
         self._zeroed: set[str] = set()
-        self._aside = Aside[str](runtime.parameters)
+        self._aside = SetAsideGradients[str](runtime.parameters)
         for name in runtime.parameters:
             self._aside.put(name, without_history=True)
 

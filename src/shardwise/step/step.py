@@ -128,7 +128,7 @@ class TrainStep:
         self.num_steps = self.num_skipped = 0
         # The scheduler's `last_epoch` after this object stepped it; None: this object has not stepped it.
         self._scheduled: int | None = None
-        self._has_told_schedule = False
+        self._has_warned_of_schedule = False
         self._runtime: Runtime = runtime
         self.eval_mode = EvalMode(is_main=runtime.world.is_main)
         runtime.labels_seen, runtime.same_data = torch.zeros(3), []  # another step may be given other data
@@ -293,9 +293,9 @@ class TrainStep:
     def _warn_of_second_schedule(self) -> None:
         """Warns of a loop that steps the scheduler too: learning rates would change faster than was set."""
         before, self._scheduled = self._scheduled, None
-        if before is None or (now := self.scheduler.last_epoch) <= before or self._has_told_schedule:
+        if before is None or (now := self.scheduler.last_epoch) <= before or self._has_warned_of_schedule:
             return
-        self._has_told_schedule = True
+        self._has_warned_of_schedule = True
         warnings.warn(
             f"the scheduler {type(self.scheduler).__name__} was stepped {now - before} times since the last step, and TrainStep(scheduler=...) "
             "steps it itself: learning rates pass faster than was set. Leave out scheduler.step(), or leave scheduler= out of TrainStep.",

@@ -35,7 +35,7 @@ from shardwise.step.param_write_check import ParamWriteCheck
 from shardwise.step.token_count import agree_on_count
 from shardwise.world.rng import derive_seed, forked_streams
 
-_LOOKED_AT = 3  # windows in which the labels given to a model that shifts them itself are checked
+_NUM_WINDOWS_CHECKED = 3  # windows in which the labels given to a model that shifts them itself are checked
 
 __all__ = ["Window", "accumulate", "count_tokens", "window"]
 
@@ -120,7 +120,7 @@ class Window:
         runtime.engine.begin()
         self._kept_gradients = GradStash(runtime)
         self._hook = None
-        if runtime.step < _LOOKED_AT and shifts_labels(self.model):
+        if runtime.step < _NUM_WINDOWS_CHECKED and shifts_labels(self.model):
             self._hook = self.model.register_forward_pre_hook(refuse_second_shift, with_kwargs=True)
         runtime.in_window, runtime.on_zero_grad = True, self._zero_grad
         return self

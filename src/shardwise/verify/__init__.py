@@ -11,11 +11,11 @@ from shardwise.verify.sharded import run_sharded
 __all__ = ["GATES", "Report", "StepRecord", "Task", "compare", "run_oracle", "run_sharded", "verify"]
 
 
-class _Room(ModuleType):
+class _CallablePackage(ModuleType):
     """The class of this package, which makes it callable: ``sw.verify`` is the function, but an import of the package
     (as by our pytest plugin) makes Python put the package under that name."""
 
     __call__ = staticmethod(verify)
 
 
-sys.modules[__name__].__class__ = _Room
+sys.modules[__name__].__class__ = _CallablePackage

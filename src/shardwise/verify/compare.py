@@ -101,7 +101,7 @@ def compare(
     """
     recipe = Recipe.from_json(ranks[0].recipe)
     worst: dict[str, Difference] = {}
-    own = _own_noise(task, oracle, noise or oracle)
+    own = _rounding_noise(task, oracle, noise or oracle)
     for number, expected in enumerate(oracle, start=1):
         steps = [rank.steps[number - 1] for rank in ranks]
         for difference in _step_differences(task, recipe, expected, steps, number):
@@ -158,7 +158,9 @@ def assemble(recipe: Recipe, name: str, pieces: Sequence[Tensor | None]) -> Tens
     return whole
 
 
-def _own_noise(task: Task, oracle: Sequence[StepRecord], noise: Sequence[StepRecord]) -> dict[tuple[str, str], float]:
+def _rounding_noise(
+    task: Task, oracle: Sequence[StepRecord], noise: Sequence[StepRecord]
+) -> dict[tuple[str, str], float]:
     """(kind, name) -> the largest difference, over all steps, of one process from itself with sums in another order."""
     found: dict[tuple[str, str], float] = {}
     for number, (expected, other) in enumerate(zip(oracle, noise, strict=True), start=1):

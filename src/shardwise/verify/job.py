@@ -19,7 +19,7 @@ from shardwise.techniques.data.options import Sharding
 from shardwise.techniques.fold import Prepared
 from shardwise.verify.compare import Report, counted
 from shardwise.verify.draws import drawing_modules, places_of
-from shardwise.verify.named import CountOfLoss, Function, in_words, named_model
+from shardwise.verify.named import CountOfLoss, Function, named_model, user_errors
 from shardwise.verify.oracle import Task, cast_batches
 from shardwise.verify.run import verify
 
@@ -87,7 +87,7 @@ def main(
         if batch
         else f"correct it, or give the batches it takes: {_FIX_BATCH}"
     )
-    with in_words(given, "its forward, or the loss,", fix):
+    with user_errors(given, "its forward, or the loss,", fix):
         build, why = _without_dropout(build, parallel, windows, sums)
     if why:
         _print(why)
@@ -106,7 +106,7 @@ def _windows(module: nn.Module, batch: str | None, sizes: list[int]) -> list[lis
     """The micro-batches of each step, cast to the dtype of the comparison."""
     make: Callable[[int], Any] = Function(batch, "--batch") if batch else _tokens_for(module)
     windows = []
-    with in_words(f"--batch={batch!r}", "calling it with the index of a micro-batch", _FIX_BATCH):
+    with user_errors(f"--batch={batch!r}", "calling it with the index of a micro-batch", _FIX_BATCH):
         for step, size in enumerate(sizes):
             windows.append([make(step * 1000 + i) for i in range(size)])
     first = windows[0][0]
@@ -133,7 +133,7 @@ def _counts(sums: Any, count: str | None, batch: str | None, first: Mapping[str,
             why="the loss is divided by a number of tokens or samples, and nothing says how many this batch has",
             fix="pass --count pkg.mod:fn, a function of the batch (or a loss with .count), or let the batch have labels",
         )
-    with in_words(
+    with user_errors(
         f"--count={count!r}" if count else f"--loss={sums.text!r}, its count", "calling it", "correct that line"
     ):
         float(torch.as_tensor(found(first)))

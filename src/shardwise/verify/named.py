@@ -20,13 +20,13 @@ from shardwise.config.target import load_target
 from shardwise.errors import ConfigError, ShardwiseError, UsageError
 from shardwise.run.pretrained import check_pretrained
 
-__all__ = ["CountOfLoss", "Directory", "Function", "Model", "in_words", "named_model"]
+__all__ = ["CountOfLoss", "Directory", "Function", "Model", "named_model", "user_errors"]
 
 _OWN = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 
 @contextlib.contextmanager
-def in_words(given: str, doing: str, fix: str) -> Iterator[None]:
+def user_errors(given: str, doing: str, fix: str) -> Iterator[None]:
     """Within, an exception of the user's code becomes a ConfigError that says what raised it (``doing``) and where."""
     try:
         yield
@@ -92,7 +92,7 @@ class Function:
         given = f"{self.what}={self.text!r}"
         fix = "correct that line, or install what it imports; then run again"
         # Streams are kept: a rank imports it while building the model, the one process did so earlier.
-        with in_words(given, "importing it", fix), _streams_kept():
+        with user_errors(given, "importing it", fix), _streams_kept():
             found = load_target(self.text, what=self.what)
         if not callable(found) or isinstance(found, nn.Module):
             kind = (
@@ -127,7 +127,7 @@ class Model:
         make = Function(self.text, "MODEL").load()
         place, _, name = self.text.rpartition(":")
         function = f"def build(): return {name}(...), and give {place}:build"
-        with in_words(given, "calling it", f"if it needs arguments, write a function that has none: {function}"):
+        with user_errors(given, "calling it", f"if it needs arguments, write a function that has none: {function}"):
             module = make()
         if not isinstance(module, nn.Module):
             raise ConfigError(
@@ -154,7 +154,7 @@ class Directory:
         shows = transformers.utils.logging.is_progress_bar_enabled()
         transformers.utils.logging.disable_progress_bar()
         try:
-            with in_words(
+            with user_errors(
                 f"MODEL={self.folder!r}", "loading it", "check that its weights are those of its config.json"
             ):
                 return kind.from_pretrained(self.folder, config=config, local_files_only=True).train()

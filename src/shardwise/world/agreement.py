@@ -219,7 +219,7 @@ class Agreement:
         why = (str(error).strip().splitlines() or ["the collective failed"])[0][:200]
         if self.watch is None:
             return self._nameless(where, why)
-        self.watch.feels_loss()
+        self.watch.note_broken_collective()
         if self.watch.alarm is None:
             self.watch.missing(
                 self.watch.LOST

@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 __all__ = ["owe_exit_notice", "owe_no_notice"]
 
 _open: set["World"] = set()  # kept alive: one that was made in a function must still notify its peers
-_is_seen_to = False
+_is_installed = False
 
 
 def owe_exit_notice(world: "World") -> None:
     """Makes sure that a program that ends before ``world`` is closed notifies its peers."""
-    global _is_seen_to
+    global _is_installed
     _open.difference_update([w for w in _open if w.watch is None or not w.watch.is_current()])
     _open.add(world)
-    if _is_seen_to:
+    if _is_installed:
         return
-    _is_seen_to = True
+    _is_installed = True
     shown, rank = sys.excepthook, world.rank
 
     def tell(kind: Any, error: BaseException, trace: Any) -> None:

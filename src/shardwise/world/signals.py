@@ -99,7 +99,7 @@ class StopRequest:
                 self.ask_for_save()
             else:
                 self.ask(signal.Signals(number).name)  # type: ignore[arg-type]
-                if repeated.is_there(number):
+                if repeated.is_repeat(number):
                     leave(number, frame)
 
         with handling(STOP_SIGNALS, request, replaces=may_be_replaced) as before:

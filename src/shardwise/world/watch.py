@@ -133,7 +133,7 @@ class Watch:
             time.sleep(0.02)
         return self.alarm
 
-    def feels_loss(self) -> None:
+    def note_broken_collective(self) -> None:
         """Called when a collective has failed: until a rank is named, this one waits for a message about it."""
         self.is_broken, self.waits = True, Wait(self.LOST, self.guard.awake_s)
 

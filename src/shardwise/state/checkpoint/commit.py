@@ -27,7 +27,7 @@ from shardwise.state.checkpoint.contents import REST, Contents
 from shardwise.state.checkpoint.fault_points import at_fault_point
 from shardwise.state.checkpoint.writer import BlockWriter
 from shardwise.state.integrity.manifest import MANIFEST, FileFact, Manifest, folder_name
-from shardwise.state.integrity.sums import Sums, Told, put_together
+from shardwise.state.integrity.sums import PartialSums, Sums, put_together
 from shardwise.state.save import TOKEN, sees_token
 from shardwise.state.staging import Staged, remove_left_overs, sync_folder
 from shardwise.state.writing import opened, reserve, stretches, write_at
@@ -136,7 +136,7 @@ class _Commit:
                 fix="name a directory on a file system that every node mounts",
             )
 
-    def write_own(self) -> Told:
+    def write_own(self) -> PartialSums:
         """Writes this rank's shards, and on rank 0 all that is not sharded; returns the checksums."""
         sums = Sums()
         sizes = self.contents.sizes() if self.peers.is_main else {}
@@ -148,7 +148,7 @@ class _Commit:
                             writer.write(offset, memory)
         except OSError as error:
             raise self._unwritten(error) from error
-        return sums.told()
+        return sums.partial_sums()
 
     def _files(self, sizes: dict[str, int]) -> Iterator[tuple[str, int, Iterator[tuple[int, memoryview]]]]:
         """``(path, size, (offset, bytes) pairs)`` of each file that this rank writes to."""
@@ -168,7 +168,7 @@ class _Commit:
             for path, text in self.contents.whole_texts.items():
                 yield path, sizes[path], iter([(0, memoryview(text))])
 
-    def finish(self, everyone: list[Told]) -> None:
+    def finish(self, everyone: list[PartialSums]) -> None:
         """On rank 0: writes the manifest, and renames the directory to its place."""
         assert self.staged is not None
         sizes = self.contents.sizes()

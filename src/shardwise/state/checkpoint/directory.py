@@ -130,5 +130,5 @@ class Directory:
         Raises:
             OSError: the directory cannot be read.
         """
-        for step in retention.superfluous(self.root, newest, figure):
+        for step in retention.steps_to_remove(self.root, newest, figure):
             remove(self.folder(step))

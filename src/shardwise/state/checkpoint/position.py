@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwise.data.dataset_state import DatasetState, put_states
+from shardwise.data.dataset_state import DatasetState, load_states
 from shardwise.errors import ConfigError
 from shardwise.state.checkpoint.plain import to_plain, to_text
 from shardwise.world.rng import is_generator
@@ -119,7 +119,7 @@ def put_dataset(given: Any, saved: Sequence[Any] | None, rank: int, size: int) -
         notes = [
             f"{', '.join(lost)}: random numbers start from their seed, since the checkpoint has those of {len(saved)} ranks, and there are {size}"
         ]
-    strange = [place for place in put_states(own, states) if place not in lost]
+    strange = [place for place in load_states(own, states) if place not in lost]
     if strange:
         notes.append(
             f"{', '.join(strange)}: the checkpoint has no state of it, or the dataset does not have it any more"

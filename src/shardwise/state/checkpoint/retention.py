@@ -56,7 +56,7 @@ class RetentionPolicy:
         value = float(metrics[name])
         return -value if self.best.startswith("-") else value
 
-    def superfluous(self, root: Path, newest: int, figure: float | None) -> list[int]:
+    def steps_to_remove(self, root: Path, newest: int, figure: float | None) -> list[int]:
         """Steps of the checkpoints below ``root`` to remove, now that the one of ``newest`` is on disk. Only complete
         ones count as kept; incomplete ones are removed once enough newer ones are complete."""
         if self.last is None:

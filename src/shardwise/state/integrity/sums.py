@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from crc32c import crc32c
 
-__all__ = ["BLOCK", "Sums", "Told", "block_sizes", "put_together", "sum_of"]
+__all__ = ["BLOCK", "PartialSums", "Sums", "block_sizes", "put_together", "sum_of"]
 
 BLOCK = 256 << 10  # bytes: the least that is read to verify one byte
-Told = Mapping[str, tuple[np.ndarray, np.ndarray]]
+PartialSums = Mapping[str, tuple[np.ndarray, np.ndarray]]
 """File -> the numbers of blocks (uint32) and the partial checksum of each (uint32)."""
 
 
@@ -56,7 +56,7 @@ class Sums:
             )
             position += len(part)
 
-    def told(self) -> Told:
+    def partial_sums(self) -> PartialSums:
         """The partial checksums as arrays, for the rank that combines those of all."""
         return {
             file: (np.fromiter(found, np.uint32, len(found)), np.fromiter(found.values(), np.uint32, len(found)))
@@ -64,7 +64,7 @@ class Sums:
         }
 
 
-def put_together(sizes: Mapping[str, int], told: Iterable[Told]) -> dict[str, np.ndarray]:
+def put_together(sizes: Mapping[str, int], told: Iterable[PartialSums]) -> dict[str, np.ndarray]:
     """Combines the ranks' partial checksums: file -> checksum (uint32) of each of its blocks.
 
     Args:

@@ -26,7 +26,7 @@ def plan_checkpoint(facts: Mapping[str, Fact], max_shard_bytes: int, step: int) 
     """
 
     def manifest(sizes: Mapping[str, int], sums: Sums) -> Fixed:
-        found = put_together(sizes, [sums.told()])
+        found = put_together(sizes, [sums.partial_sums()])
         content = Manifest(
             step=step,
             layout="",

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from shardwise.config.foreign import Instead
+from shardwise.config.foreign import Replacement
 from shardwise.config.record import Options, doc
 from shardwise.errors import ConfigError
 from shardwise.techniques.targets import TARGETS, Targets, settle_targets, word_or_record
@@ -17,10 +17,10 @@ class Compile(Options, frozen=True, kw_only=True):
     """Options for compiling blocks: which blocks, and keywords of ``torch.compile``."""
 
     patterns: ClassVar[frozenset[str]] = frozenset({"targets"})
-    foreign: ClassVar[Mapping[str, str | Instead]] = {
+    foreign: ClassVar[Mapping[str, str | Replacement]] = {
         "options": "mode and activation_memory_budget are the options here; others are torch._inductor.config's",
-        "disable": Instead("leave compile out, or write {}", 'compile="none"', "parallel.compile", "none"),
-        "model": Instead(
+        "disable": Replacement("leave compile out, or write {}", 'compile="none"', "parallel.compile", "none"),
+        "model": Replacement(
             "blocks are named by targets: {}", 'targets=("Block",)', "parallel.compile", "{targets: [Block]}"
         ),
     }

@@ -9,10 +9,10 @@ from torch.utils import checkpoint
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
 from shardwise.model import module_of_error
 
-__all__ = ["in_our_words"]
+__all__ = ["translated"]
 
 
-def in_our_words(root: nn.Module, error: BaseException) -> ShardwiseError | None:
+def translated(root: nn.Module, error: BaseException) -> ShardwiseError | None:
     """The ShardwiseError for ``error``, raised in a forward or backward of ``root``; None if its cause is not known."""
     if "setStorage" in str(error) and "storage of size 0" in str(error):
         return UnsupportedError(

@@ -26,7 +26,7 @@ from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
 from shardwise.model import canonical_modules, dtype_of
 from shardwise.model.tensors import give_memory, tensors_of
 from shardwise.recipe import ROOT, Cut, Recipe, dtype_groups
-from shardwise.techniques.data.explain import in_our_words
+from shardwise.techniques.data.explain import translated
 from shardwise.techniques.data.gradients import Padding, add_to_gradient
 from shardwise.techniques.data.loose_backward import LooseBackward
 from shardwise.techniques.data.passes import Units
@@ -152,7 +152,7 @@ def _policies(recipe: Recipe, unit: str, parameters: dict[str, Any]) -> list[tup
 
 
 @dataclass
-class _Taken:
+class _UnitLog:
     """The units of all models of a world that were gathered and reduced in windows, in order. If they differ by rank,
     collectives were mismatched."""
 
@@ -161,7 +161,7 @@ class _Taken:
     num_models: int = 0
 
 
-_taken: "weakref.WeakKeyDictionary[World, _Taken]" = weakref.WeakKeyDictionary()
+_taken: "weakref.WeakKeyDictionary[World, _UnitLog]" = weakref.WeakKeyDictionary()
 
 
 class FSDP2Engine:
@@ -175,7 +175,7 @@ class FSDP2Engine:
         trainable = [name for name, param in recipe.params.items() if param.trainable]
         self._position = {name: i for i, name in enumerate(trainable)}
         self._used = torch.zeros(len(trainable), dtype=torch.uint8)
-        self._taken = _taken.setdefault(world, _Taken())
+        self._taken = _taken.setdefault(world, _UnitLog())
         self._number = self._taken.num_models  # number of this model among those of the world
         self._taken.num_models += 1
         self._in_window = False
@@ -278,7 +278,7 @@ class FSDP2Engine:
         return self.order.whole()
 
     def explain(self, error: BaseException) -> ShardwiseError | None:
-        return in_our_words(self.root, error)
+        return translated(self.root, error)
 
     # ---- called by the order of units ------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Helpers for gradients between two reductions, shared by both engines, backwards outside of windows, and windows.
 
 They handle three problems of gradients that are reduced while a user's loop runs. A gradient that is a sum over the
-ranks already would be summed again: :class:`Aside` sets it aside while new gradients arrive, and adds it when they are
+ranks already would be summed again: :class:`SetAsideGradients` sets it aside while new gradients arrive, and adds it when they are
 summed. A backward raises, and the work at its end is left undone: :class:`EndOfBackward` detects that. A micro-batch
 that exists only so that all ranks have equally many must not count: :class:`Padding`.
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardwise._torch.autograd import at_end_of_backward
 from shardwise.techniques.edges import zero_of_padding
 
-__all__ = ["Aside", "EndOfBackward", "Padding", "add_to_gradient"]
+__all__ = ["EndOfBackward", "Padding", "SetAsideGradients", "add_to_gradient"]
 
 K = TypeVar("K")
 
@@ -59,7 +59,7 @@ class EndOfBackward:
         self._call = None
 
 
-class Aside(Generic[K]):
+class SetAsideGradients(Generic[K]):
     """Gradients that are set aside while new ones are accumulated into the same parameters.
 
     Args:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
-from shardwise.techniques.data.gradients import Aside, EndOfBackward
+from shardwise.techniques.data.gradients import EndOfBackward, SetAsideGradients
 from shardwise.techniques.data.penalties import PenaltyGradients
 from shardwise.techniques.data.scalar_gradients import ScalarGradients
 from shardwise.world import World
@@ -23,7 +23,7 @@ class LooseBackward:
         self.params, self.whole, self.used, self.penalties, self.world = params, list(whole), used, penalties, world
         self.summed: Callable[[], None] = lambda: None  # called after a single backward was reduced
         self._had: list[bool] | None = None  # which parameters had a gradient before the round; None: no round runs
-        self._done = Aside[int](params)  # gradients that are sums over the ranks already
+        self._done = SetAsideGradients[int](params)  # gradients that are sums over the ranks already
         self._ending = EndOfBackward()
 
     @property

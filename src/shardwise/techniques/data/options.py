@@ -5,13 +5,13 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from shardwise.config.foreign import Instead
+from shardwise.config.foreign import Replacement
 from shardwise.config.record import Options, default_of, doc
 from shardwise.errors import ConfigError
 
 __all__ = ["DDP", "FSDP2_ONLY", "NO_PREFETCH", "Prefetch", "Sharding"]
 
-_BUFFERS = Instead(
+_BUFFERS = Replacement(
     "leave it out: buffers that ranks write are made equal after each window, to rank 0's values, which a DDP run saves with it and "
     "without; {} takes the mean of all ranks",
     'Sharding(buffers="mean")',
@@ -19,22 +19,24 @@ _BUFFERS = Instead(
     "mean",
 )
 _UNUSED = "parameters that a rank does not use are found at run time, in each window: leave it out"
-_LAYOUT = Instead("the ranks are those of the world's layout: {}", "sw.init(layout)", "parallel.layout", "dp_shard=-1")
-_DEVICE = Instead("the device is the world's: {}", "sw.init(device=...)", "launch.device", "cuda")
-_VALUES = Instead("ranks begin with the same values: {}", 'parallelize(init="seeded" or "rank0")')
-_PRECISION = Instead(
+_LAYOUT = Replacement(
+    "the ranks are those of the world's layout: {}", "sw.init(layout)", "parallel.layout", "dp_shard=-1"
+)
+_DEVICE = Replacement("the device is the world's: {}", "sw.init(device=...)", "launch.device", "cuda")
+_VALUES = Replacement("ranks begin with the same values: {}", 'parallelize(init="seeded" or "rank0")')
+_PRECISION = Replacement(
     "dtypes are given for the whole model: {}",
     'parallelize(precision="bf16"), or a Precision record',
     "parallel.precision",
     "bf16",
 )
-_UNITS = Instead(
+_UNITS = Replacement(
     "it is called units here: {}",
     'units=("Block",), or a function of (name, module)',
     "parallel.sharding.units",
     "[Block]",
 )
-_ALL = Instead(
+_ALL = Replacement(
     "all parameters are sharded; those below a unit stay with it: {}",
     'units=("Block",)',
     "parallel.sharding.units",
@@ -65,18 +67,20 @@ class Sharding(Options, frozen=True, kw_only=True):
 
     functions: ClassVar[frozenset[str]] = frozenset({"units"})
     patterns: ClassVar[frozenset[str]] = frozenset({"units", "reshard_after_forward"})
-    foreign: ClassVar[Mapping[str, str | Instead]] = {
+    foreign: ClassVar[Mapping[str, str | Replacement]] = {
         "mp_policy": _PRECISION,
         "mixed_precision": _PRECISION,
         "mixed_precision_policy": _PRECISION,
-        "offload_policy": Instead(
+        "offload_policy": Replacement(
             "it is a switch here, next to pin_memory: {}", "offload=True", "parallel.sharding.offload", "true"
         ),
-        "cpu_offload": Instead("it is called offload here: {}", "offload=True", "parallel.sharding.offload", "true"),
+        "cpu_offload": Replacement(
+            "it is called offload here: {}", "offload=True", "parallel.sharding.offload", "true"
+        ),
         "mesh": _LAYOUT,
         "device_mesh": _LAYOUT,
         "process_group": _LAYOUT,
-        "sharding_strategy": Instead(
+        "sharding_strategy": Replacement(
             "the layout says it: dp_shard=-1 (FULL_SHARD), dp_replicate=-1 (NO_SHARD), both (HYBRID_SHARD); SHARD_GRAD_OP is {}",
             "reshard_after_forward=False",
             "parallel.sharding.reshard_after_forward",
@@ -84,16 +88,16 @@ class Sharding(Options, frozen=True, kw_only=True):
         ),
         "auto_wrap_policy": _UNITS,
         "wrap_policy": _UNITS,
-        "backward_prefetch": Instead(
+        "backward_prefetch": Replacement(
             "it is called prefetch here: {}", "Prefetch(backward=1)", "parallel.sharding.prefetch.backward", "1"
         ),
-        "forward_prefetch": Instead(
+        "forward_prefetch": Replacement(
             "it is called prefetch here: {}", "Prefetch(forward=1)", "parallel.sharding.prefetch.forward", "1"
         ),
         "limit_all_gathers": "as many units are gathered as prefetch says: leave it out",
         "use_orig_params": "parameters keep their names and are the module's own: leave it out",
         "sync_module_states": _VALUES,
-        "param_init_fn": Instead(
+        "param_init_fn": Replacement(
             "values are made by a function that builds the module: {}",
             "parallelize(lambda: Model(), world)",
             "model.build",
@@ -214,7 +218,7 @@ class DDP(Options, frozen=True, kw_only=True):
     """How replicas all-reduce their gradients. Two things are always done and are no options: gradients are views of
     the buckets, and parameters that only this rank did not use are told apart from those that no rank used."""
 
-    foreign: ClassVar[Mapping[str, str | Instead]] = {
+    foreign: ClassVar[Mapping[str, str | Replacement]] = {
         "find_unused_parameters": _UNUSED,
         "static_graph": _UNUSED,
         "skip_all_reduce_unused_params": _UNUSED,
@@ -229,7 +233,9 @@ class DDP(Options, frozen=True, kw_only=True):
         "device_ids": _DEVICE,
         "output_device": _DEVICE,
         "mixed_precision": _PRECISION,
-        "bucket_cap_mb_list": Instead("buckets have one size: {}", "bucket_cap_mb", "parallel.ddp.bucket_cap_mb", "25"),
+        "bucket_cap_mb_list": Replacement(
+            "buckets have one size: {}", "bucket_cap_mb", "parallel.ddp.bucket_cap_mb", "25"
+        ),
         "batched_grad_copy": "gradients are always views of the buckets, and nothing is copied: leave it out",
         "param_to_hook_all_reduce": "gradients are reduced as backward makes them: leave it out",
         "delay_all_reduce_named_params": "gradients are reduced as backward makes them: leave it out",

@@ -32,7 +32,7 @@ from shardwise.errors import RankError
 from shardwise.model import canonical_tensors
 from shardwise.recipe import Recipe
 from shardwise.techniques.data.buckets import Bucket, make_buckets
-from shardwise.techniques.data.gradients import Aside, EndOfBackward, Padding, add_to_gradient
+from shardwise.techniques.data.gradients import EndOfBackward, Padding, SetAsideGradients, add_to_gradient
 from shardwise.techniques.data.options import DDP
 from shardwise.techniques.data.penalties import PenaltyGradients, tolerance
 from shardwise.techniques.data.rule import DataEntry
@@ -61,7 +61,7 @@ class DDPEngine:
         self._bucket_of = {i: bucket for bucket in self.buckets for i in bucket.members}
         self._used = torch.zeros(len(params), dtype=torch.uint8)
         self._summed: set[int] = set()  # parameters whose .grad is a sum over the ranks already
-        self._done = Aside[int](params)  # such sums, set aside while new parts are summed
+        self._done = SetAsideGradients[int](params)  # such sums, set aside while new parts are summed
         self._ending = EndOfBackward()
         self._sync: bool | None = None  # the argument of set_sync
         self.summed: Callable[[], None] = lambda: None  # called when a backward outside of windows was summed

@@ -39,11 +39,11 @@ class PrecisionAct(Act):
         of its output, so they must see the output itself and not its cast."""
         _cast_root(module, recipe)
         modules, edits = dict(canonical_modules(module)), recipe.edits_of("precision")
-        leaving, told = _Leaving(), set[str]()
+        leaving, told = _UncastOutputs(), set[str]()
         for edit in edits:
             args = edit.args
             if edit.action == "cast_inputs" and world.is_main:
-                look = _Look(edit.module, dtype_of(args["compute"]), told)
+                look = _CastWarning(edit.module, dtype_of(args["compute"]), told)
                 modules[edit.module].register_forward_pre_hook(look.before, with_kwargs=True)
             back = None if args["back"] is None else dtype_of(args["back"])
             part = _Part(dtype_of(args["compute"]), back, leaving if args["leaves"] else None)
@@ -71,7 +71,7 @@ def _cast_root(module: nn.Module, recipe: Recipe) -> None:
 class _Part:
     """The casts of one part with its own precision."""
 
-    def __init__(self, compute: torch.dtype, back: torch.dtype | None, leaving: "_Leaving | None"):
+    def __init__(self, compute: torch.dtype, back: torch.dtype | None, leaving: "_UncastOutputs | None"):
         self._compute, self._back, self._leaving = compute, back, leaving
         self._casts = WeakIdKeyDictionary()  # cast input -> (input, version of the cast one, None in inference mode)
 
@@ -112,7 +112,7 @@ class _Part:
         return cast
 
 
-class _Look:
+class _CastWarning:
     """Warns, in the first forward of a unit, of inputs whose values the cast changes; once per argument name."""
 
     def __init__(self, unit: str, compute: torch.dtype, told: set[str]):
@@ -151,7 +151,7 @@ class _Look:
         return (off, str(x.dtype).removeprefix("torch."), size) if off else None
 
 
-class _Leaving:
+class _UncastOutputs:
     """The outputs of parts outside of blocks in this forward, cast and uncast: the model returns them uncast."""
 
     def __init__(self) -> None:

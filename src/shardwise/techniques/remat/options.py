@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from shardwise.config.foreign import Instead
+from shardwise.config.foreign import Replacement
 from shardwise.config.record import Options, doc
 from shardwise.errors import ConfigError
 from shardwise.techniques.targets import TARGETS, Targets, settle_targets, word_or_record
@@ -23,15 +23,15 @@ class Remat(Options, frozen=True, kw_only=True):
     """Activation checkpointing: which blocks run again in backward instead of keeping their activations."""
 
     patterns: ClassVar[frozenset[str]] = frozenset({"targets"})
-    foreign: ClassVar[Mapping[str, str | Instead]] = {
+    foreign: ClassVar[Mapping[str, str | Replacement]] = {
         "use_reentrant": "blocks always run again by saved-tensor hooks, which is use_reentrant=False: leave it out",
         "preserve_rng_state": "a block always draws the same numbers again: leave it out",
         "checkpoint_impl": "blocks always run again by saved-tensor hooks, which is NO_REENTRANT: leave it out",
         "determinism_check": "what runs again is always compared with the first run: leave it out",
-        "check_fn": Instead(
+        "check_fn": Replacement(
             "it is called targets here: {}", 'targets=("Block",)', "parallel.remat", "{mode: full, targets: [Block]}"
         ),
-        "context_fn": Instead(
+        "context_fn": Replacement(
             "what is kept is named: {}",
             'mode="selective", save=("matmul", "attention")',
             "parallel.remat",
