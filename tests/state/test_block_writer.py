@@ -52,7 +52,7 @@ def test_the_parts_of_ranks_add_up(tmp_path, monkeypatch, seed, direct):
                 for number, (begin, end) in enumerate(stretches):
                     if number % 3 == rank:
                         out.write(begin, where.data[begin:end])
-        told.append(sums.told())
+        told.append(sums.partial_sums())
         # The file is what ranks before and this one have written; what others will is not there yet.
         content = path.read_bytes()
         for number, (begin, end) in enumerate(stretches):

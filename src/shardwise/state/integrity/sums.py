@@ -69,7 +69,7 @@ def put_together(sizes: Mapping[str, int], told: Iterable[PartialSums]) -> dict[
 
     Args:
         sizes: of all files, in bytes.
-        told: :meth:`Sums.told` of every rank that wrote.
+        told: :meth:`Sums.partial_sums` of every rank that wrote.
     """
     zeros = {file: [_sum_of_zeros(size) for size in block_sizes(size)] for file, size in sizes.items()}
     totals = {file: np.array(sums, dtype=np.uint32) for file, sums in zeros.items()}
