@@ -23,6 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from replay_words import reworded
+
 __all__ = ["BASE", "EXPLAINED", "MODULES", "MOVED", "differences", "main"]
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,7 +74,12 @@ _FIELDS = {
     "sync_every_microbatch": ("data", "sync_every_microbatch"),
     "ddp": ("data", "ddp"),
 }
-MOVED: dict[str, Callable[[Any], Any]] = {"recipes": _recipe_of_today, "files": _recipe_of_today}
+MOVED: dict[str, Callable[[Any], Any]] = {
+    "recipes": _recipe_of_today,
+    "files": _recipe_of_today,
+    "public": reworded,
+    "errors": reworded,
+}
 """Scene -> what brings a fact of the older commit into today's shape."""
 
 _FIRST = "transforms stands first among the keys of parallel, as transforms run first: the same lines in another order"
@@ -100,6 +107,11 @@ EXPLAINED: dict[str, str] = {
     "public / messages / errors / PlanError | a recipe with techniques[": "what a recipe says of a technique is checked",
     "public / messages / errors / RankError | rank {rank} did not start": "one fork server: other names in it",
     "public / messages / errors / RankError | the test ranks did not start": "the same",
+    "public / messages / errors / RankError | a rank of the test pool did not start": "the same",
+    "public / messages / errors / UsageError | a forward that records gradients, outside of a window": "partial gradients are of windows",
+    "public / messages / warnings / *contents.notes, *self._re": "the field of the manager has another name",
+    "public / messages / warnings / self._re*.take(loader, override)": "the same",
+    "public / commands / convert --help / stdout": "reworded, and so wrapped otherwise",
     "public / messages / errors / UnsupportedError | cuts {param.cuts}": "other techniques may cut before the shards do",
     "public / messages / errors / UnsupportedError | torch {": "a newer torch is tried before it is trusted",
     'public / messages / warnings / f"torch {torch.__version__} is newer': "the same",

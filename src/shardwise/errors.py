@@ -55,7 +55,7 @@ class ShardwiseError(Exception):
         where = f"{self.name}: " if self.name else ""
         return f"{where}{self.given}\n  why: {self.why}\n  fix: {self.fix}"
 
-    def one_line(self) -> str:
+    def in_a_line(self) -> str:
         """The error in one line, for a process that leaves the full text to :attr:`shown_by`."""
         # Another rank is known to have the same error. Another kind of process may not have it, so the reason is added.
         reason = "" if str(self.shown_by).startswith("rank ") else f": {str(self.why).partition(chr(10))[0]}"

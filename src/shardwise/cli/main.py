@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ShardwiseError as error:
         if os.environ.get("SHARDWISE_TRACEBACK") == "1":
             raise
-        print(error_text(error, sys.stderr) if error.shown_by is None else error.one_line(), file=sys.stderr)
+        print(error_text(error, sys.stderr) if error.shown_by is None else error.in_a_line(), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except Stopped as stop:
         return stop.CODE

@@ -44,7 +44,7 @@ def show(shown: Any, error: BaseException, trace: types.TracebackType | None, ra
     if not isinstance(error, ShardwiseError) or _is_all_wanted():
         shown(type(error), error, trace)
     elif error.shown_by is not None:
-        print(f"[rank{rank}]: {error.one_line()}", file=sys.stderr)
+        print(f"[rank{rank}]: {error.in_a_line()}", file=sys.stderr)
     else:
         trace = _of_the_script(trace)
         shown(type(error), error.with_traceback(trace), trace)
