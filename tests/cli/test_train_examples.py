@@ -61,7 +61,7 @@ def make_small(folder: str) -> float:
 def small(ranks, tmp_path_factory) -> Path:
     """A model directory that stock transformers has written."""
     folder = tmp_path_factory.mktemp("small")
-    assert ranks.run(make_small, 1, str(folder))[0] < 5.6
+    assert ranks.run(make_small, 1, str(folder), timeout_s=110)[0] < 5.6
     return folder
 
 

@@ -190,7 +190,7 @@ def test_two_loops_over_one_loader_are_refused():
 
 def test_loading_a_position_inside_the_loop_is_refused():
     loader = make(10, 1, 2)
-    with pytest.raises(UsageError, match="positioned anew"):
+    with pytest.raises(UsageError, match="repositioned inside"):
         for _ in loader:
             loader.load_state_dict(loader.state_dict())
 

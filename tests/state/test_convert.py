@@ -305,14 +305,14 @@ def test_another_source_or_other_options_start_anew(ranks, good, tmp_path):
     kill()
     torch.save(torch.load(source, weights_only=True) | {"a.weight": torch.zeros(6, 4)}, source)
     done = convert(job)
-    assert done.num_resumed == 0 and any("started anew" in note for note in done.notes)
+    assert done.num_resumed == 0 and any("from the beginning" in note for note in done.notes)
     check(dest, good.tensors | {"a.weight": torch.zeros(6, 4)})
     kill()
     done = convert(replace(job, dtype="bfloat16", keep=("f",)))
-    assert done.num_resumed == 0 and any("started anew" in note for note in done.notes)
+    assert done.num_resumed == 0 and any("from the beginning" in note for note in done.notes)
     kill()
     done = convert(replace(job, fresh=True))
-    assert done.num_resumed == 0 and not any("started anew" in note for note in done.notes)
+    assert done.num_resumed == 0 and not any("from the beginning" in note for note in done.notes)
     check(dest, good.tensors)
 
 

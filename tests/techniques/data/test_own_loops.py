@@ -513,7 +513,7 @@ def beside_the_forward(layout: str, how: str):
 def test_a_cut_parameter_beside_the_forward_is_refused(ranks, layout, how):
     """Each rank's part had the gradient of that rank's loss alone."""
     for text, kept, found in ranks.run(beside_the_forward, 2, layout, how):
-        assert "blocks.0.weight" in text and "beside the model's forward" in text and "backward of its own" in text
+        assert "blocks.0.weight" in text and "outside the model's forward" in text and "backward of its own" in text
         assert all(kept)
         assert_equal(found, one_process(range(4)))
 
