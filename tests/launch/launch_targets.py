@@ -256,6 +256,23 @@ def fail_when_told(directory):
     time.sleep(60)
 
 
+def fail_when_told_beside_a_plain_rank(directory, number=None):
+    """Rank 1 fails when it is asked to stop, or exits with ``number``; rank 0 has nothing to save, and ends by the first signal
+    after that: the one with which the launcher ends it."""
+    signal.signal(signal.SIGTERM, lambda _, frame: signal.signal(signal.SIGTERM, signal.SIG_DFL) if RANK == 0 else None)
+    note_pid(directory)
+    signal.pause()
+    if RANK == 1 and number is not None:
+        raise SystemExit(number)
+    if RANK == 1:
+        raise OSError("the disk is full")
+    time.sleep(60)
+
+
+def exit_when_told_beside_a_plain_rank(directory):
+    fail_when_told_beside_a_plain_rank(directory, 143)
+
+
 def lineage(*modules):
     """Who the parent is, which modules were there before anything here imported them, and the words of the process."""
     return os.getppid(), [name in sys.modules for name in modules], sys.argv[1:], sys.stdin.read()

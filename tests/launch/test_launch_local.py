@@ -379,6 +379,23 @@ def test_a_rank_that_fails_while_it_saves_is_named(parent):
     assert still_alive(pids) == []
 
 
+def test_a_rank_that_fails_when_asked_to_stop_is_named_though_its_peer_is_ended_by_the_same_signal(parent):
+    """It ended with 143 and without a word: the peer's exit code, of the SIGTERM that the launcher sends after a failure, was taken for
+    the end of a run that had nothing to save."""
+    process, pids = parent(function="fail_when_told_beside_a_plain_rank", count=2, grace_s=5.0, notice_s=30.0)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 1
+    assert "rank 1 raised OSError: the disk is full" in process.stderr.read()
+    assert still_alive(pids) == []
+
+
+def test_a_rank_whose_own_handler_exits_as_by_the_signal_is_no_failure(parent):
+    process, pids = parent(function="exit_when_told_beside_a_plain_rank", count=2, grace_s=5.0, notice_s=30.0)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 143
+    assert still_alive(pids) == []
+
+
 def test_nothing_outlives_a_parent_killed_by_sigkill(parent):
     process, pids = parent()
     process.kill()

@@ -129,7 +129,7 @@ def launch_local(
         except KeyboardInterrupt:
             callbacks.on_event(0, {"kind": "interrupted"})
             raise
-    if stop.number is not None and any(rank.code == -stop.number for rank in watch.ranks):
+    if stop.number is not None and not watch.blamed and _has_only_stopped(watch.ranks, stop.number):
         raise SystemExit(128 + stop.number)  # it has ended a rank that had nothing to save
     failures = [rank.failure for rank in watch.ranks if rank.failure is not None]
     if failures or watch.blamed:
@@ -140,6 +140,18 @@ def launch_local(
         if rank.stopped is not None:
             raise rank.stopped
     return [pickle.loads(rank.result) for rank in watch.ranks]  # type: ignore[arg-type]
+
+
+def _has_only_stopped(ranks: Sequence[RankProcess], number: int) -> bool:
+    """Whether the signal ``number`` has ended a rank, and no rank failed by itself. Ranks that are ended because another one failed
+    have the same exit code as those that the signal ended."""
+
+    def is_stopped(rank: RankProcess) -> bool:
+        by_handler = rank.failure is not None and rank.failure.what == f"raised SystemExit: {128 + number}"
+        return rank.code == -number or by_handler
+
+    failed = any(rank.failure is not None and not rank.failure.weight for rank in ranks if not is_stopped(rank))
+    return not failed and any(map(is_stopped, ranks))
 
 
 def _starter(
