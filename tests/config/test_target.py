@@ -14,7 +14,7 @@ from shardwise.errors import ConfigError
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "models.py").write_text("import neighbour\nX = 1\ndef build(): return neighbour.VALUE\n")
+    (tmp_path / "gadgets.py").write_text("import neighbour\nX = 1\ndef build(): return neighbour.VALUE\n")
     (tmp_path / "neighbour.py").write_text("VALUE = 42\n")
     (tmp_path / "loud.py").write_text("raise SystemExit('it ran')\ndef build(): pass\n")
     (tmp_path / "broken.py").write_text("x = 1\ndef build(:\n")
@@ -23,7 +23,7 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "house_pkg" / "__init__.py").write_text("")
     (tmp_path / "house_pkg" / "room.py").write_text("class Model:\n    pass\n")
     yield tmp_path
-    for name in [name for name in sys.modules if name.startswith(("models", "neighbour", "house_pkg", "dynamic"))]:
+    for name in [name for name in sys.modules if name.startswith(("gadgets", "neighbour", "house_pkg", "dynamic"))]:
         del sys.modules[name]
 
 
@@ -47,7 +47,7 @@ def test_what_looks_like_a_target(text, is_one):
     assert looks_like_target(text) is is_one
 
 
-@pytest.mark.parametrize("text", ["models.py:build", "models:build"])
+@pytest.mark.parametrize("text", ["gadgets.py:build", "gadgets:build"])
 def test_targets_load_with_their_neighbours(here, text):
     assert load_target(text)() == 42
 
@@ -69,10 +69,10 @@ def said(text, **kwargs):
 
 
 def test_a_missing_file_is_told_with_one_like_it(here):
-    assert said("modles.py:build", origin="run.yaml:3") == (
-        "model.build='modles.py:build' (run.yaml:3)\n"
-        f"  why: there is no file modles.py (looked in {here})\n"
-        "  fix: did you mean 'models.py:build'?"
+    assert said("gadegts.py:build", origin="run.yaml:3") == (
+        "model.build='gadegts.py:build' (run.yaml:3)\n"
+        f"  why: there is no file gadegts.py (looked in {here})\n"
+        "  fix: did you mean 'gadgets.py:build'?"
     )
 
 
@@ -81,10 +81,10 @@ def test_a_missing_folder_is_told(here):
 
 
 def test_a_missing_module_is_told_with_one_like_it(here):
-    assert said("modles:build") == (
-        "model.build='modles:build'\n"
-        "  why: there is no module modles (looked in the working directory and sys.path)\n"
-        "  fix: did you mean 'models'? install it, start from the folder that holds it, or name the file: "
+    assert said("gadegts:build") == (
+        "model.build='gadegts:build'\n"
+        "  why: there is no module gadegts (looked in the working directory and sys.path)\n"
+        "  fix: did you mean 'gadgets'? install it, start from the folder that holds it, or name the file: "
         "path/to/file.py:fn"
     )
 
@@ -93,14 +93,14 @@ def test_a_missing_module_is_told_with_one_like_it(here):
     ("text", "words"),
     [
         ("house_pkg.rom:Model", "did you mean 'house_pkg.room'?"),
-        ("models.inner:build", "there is no module models.inner"),
+        ("gadgets.inner:build", "there is no module gadgets.inner"),
         ("json.nope:x", "there is no module json.nope"),
-        ("models.py:biuld", "has no 'biuld'\n  fix: did you mean 'build'? it has: build"),
-        ("models:biuld", "did you mean 'build'?"),
+        ("gadgets.py:biuld", "has no 'biuld'\n  fix: did you mean 'build'? it has: build"),
+        ("gadgets:biuld", "did you mean 'build'?"),
         ("house_pkg.room:Modle", "did you mean 'Model'?"),
         ("broken.py:build", "line 2, is not valid Python"),
         ("broken:build", "line 2, is not valid Python"),
-        ("models", "write pkg.mod:fn, or path/to/file.py:fn"),
+        ("gadgets", "write pkg.mod:fn, or path/to/file.py:fn"),
     ],
 )
 def test_what_is_missing_is_named(here, text, words):
