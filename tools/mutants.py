@@ -770,6 +770,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/step/test_optim_local.py -k 'loaded_later or travels'",
         "an optimizer state that is loaded later shows, and steps go on from the old one",
     ),
+    Mutant(
+        "local-step-unchecked",
+        "                check_step(optim)\n                return self._run(inner)",
+        "                return self._run(inner)",
+        "tests/step/test_local_own_loops.py",
+        "loops whose optimizer is local are not checked: a mean loss trains with gradients twice as large",
+    ),
     # ---- step: clipping and scaling -------------------------------------------------------------------------------
     Mutant(
         "norm-always-of-squares",
@@ -1241,6 +1248,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "raise SystemExit(0)  # it has ended a rank",
         "tests/launch/test_launch_local.py -k 'nothing_to_save'",
         "a job that was ended by a signal is taken for one that is done",
+    ),
+    Mutant(
+        "failure-taken-for-a-stop",
+        "return not failed and any(map(is_stopped, ranks))",
+        "return any(map(is_stopped, ranks))",
+        "tests/launch/test_launch_local.py -k asked_to_stop",
+        "a rank that fails when the run is asked to stop is not named",
     ),
     # ---- cli -------------------------------------------------------------------------------------------------------
     Mutant(

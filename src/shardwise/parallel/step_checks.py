@@ -23,7 +23,7 @@ from shardwise.errors import UsageError
 from shardwise.parallel.runtime import Runtime
 from shardwise.parallel.step_threads import HookedThreads
 
-__all__ = ["check_step", "refuse_in_window", "refuse_unreduced", "refuse_unreduced_step", "stepped_by", "watch_steps"]
+__all__ = ["check_step", "refuse_in_window", "refuse_unreduced", "stepped_by", "watch_steps"]
 
 _watched: weakref.WeakSet[Runtime] = weakref.WeakSet()
 _looked_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, frozenset[int]] = weakref.WeakKeyDictionary()
@@ -101,12 +101,6 @@ def refuse_unreduced(runtime: Runtime, what: str) -> None:
             fix="run the last micro-batch before it in sw.accumulate(model, is_last=True), also where an epoch ends early",
         )
     runtime.accumulates = False
-
-
-def refuse_unreduced_step(optimizer: torch.optim.Optimizer) -> None:
-    """:func:`refuse_unreduced` for a later step of ``optimizer``, for the models of which it holds parameters."""
-    for runtime in stepped_by(optimizer):
-        refuse_unreduced(runtime, f"{type(optimizer).__name__}.step()")
 
 
 def stepped_by(optimizer: torch.optim.Optimizer) -> list[Runtime]:

@@ -18,7 +18,7 @@ from shardwise._torch.dtensor import local_tensor
 from shardwise.errors import UnsupportedError
 from shardwise.model.tensors import like_parameter
 from shardwise.parallel.stale import refuse_stale
-from shardwise.parallel.step_checks import refuse_unreduced_step, stepped_by
+from shardwise.parallel.step_checks import check_step, stepped_by
 from shardwise.parallel.step_threads import threads_of_step
 
 __all__ = ["is_elementwise", "local_optimizer"]
@@ -77,9 +77,10 @@ class _LocalStep:
                     why="a closure runs forward and backward in the middle of the step, on parameters that are swapped out",
                     fix="run the window first, then call step() without a closure",
                 )
-            refuse_stale(optim)  # here: the optimizer's own hooks see the shards
-            refuse_unreduced_step(optim)
+            # Here: torch's hooks before a step run while the optimizer holds the shards, and know no model by them.
+            refuse_stale(optim)
             with threads_of_step(stepped_by(optim)):
+                check_step(optim)
                 return self._run(inner)
 
         step._shardwise_local = True  # type: ignore[attr-defined]
