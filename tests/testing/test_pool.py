@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from shardwise.errors import LayoutError, RankError, UsageError
+from shardwise.launch.starting import ForkServer
 from shardwise.testing import RankPool
 
 
@@ -358,3 +359,27 @@ def test_close_leaves_no_process_and_no_file_descriptor():
         pids = [*pool.pids, pool._helper.pid]
     assert gone_within(pids, 5) == []
     assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("with_answer", [True, False])
+def test_an_interrupt_while_a_rank_is_forked_leaves_no_rank_under_the_id_of_another(monkeypatch, with_answer):
+    """The answer that nobody read was taken for the next request's: from then on each rank was known by the process id of the one before, and
+    one that hung was neither killed nor shown with its stack."""
+    real = ForkServer._answer
+
+    def interrupted(server):
+        monkeypatch.setattr(ForkServer, "_answer", real)
+        if with_answer:
+            assert server._connection.poll(20)
+        raise KeyboardInterrupt
+
+    with RankPool(preload=("torch",)) as pool:
+        assert pool.run(os_getpid, 2) == list(pool.pids)
+        before = pool.pids
+        os.kill(before[1], signal.SIGKILL)
+        monkeypatch.setattr(ForkServer, "_answer", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(os_getpid, 2)
+        for _ in range(2):
+            assert pool.run(os_getpid, 3) == list(pool.pids)
+        assert gone_within(before, 10) == []

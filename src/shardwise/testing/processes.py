@@ -41,7 +41,7 @@ class Helper:
         runs = f"{serve_pool.__module__}:{serve_pool.__qualname__}"
         self._server = ForkServer(preload, environment, runs=runs, tells_ends=False)
         self._server.__enter__()
-        self._ready = False
+        self._ready = self._is_interrupted = False
 
     @property
     def pid(self) -> int:
@@ -50,13 +50,22 @@ class Helper:
 
     def is_alive(self) -> bool:
         """Whether the helper can still fork ranks."""
-        return self._server.is_alive()
+        return not self._is_interrupted and self._server.is_alive()
 
     def fork(self, connection: int, output: int) -> int:
         """Forks a rank that owns copies of the two file descriptors; returns its process id. Waits until the imports
         are done."""
         self._wait_ready()
-        return self._server.fork({}, [connection, output, output])
+        try:
+            return self._server.fork({}, [connection, output, output])
+        except OSError:
+            raise
+        except BaseException:
+            # Ctrl-C, or a test's own time limit. The answer is still to come, and would be read as the one to the next request: every
+            # later rank would be known by the process id of another. The pool starts another helper.
+            self._is_interrupted = True
+            kill_group(self._server.pid)
+            raise
 
     def reap(self, pid: int) -> int:
         """Waits for a rank that has ended or was killed; returns its exit code (negative: the signal)."""
@@ -91,9 +100,11 @@ class Worker:
         fcntl.fcntl(self._output, fcntl.F_SETFL, fcntl.fcntl(self._output, fcntl.F_GETFL) | os.O_APPEND)
         try:
             self.pid = helper.fork(theirs.fileno(), self._output.fileno())
-        except OSError as error:
+        except BaseException as error:
             self.connection.close()
             self._output.close()
+            if not isinstance(error, OSError):
+                raise
             raise RankError(
                 "a rank of the test pool did not start",
                 why=str(error),
