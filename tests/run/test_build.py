@@ -137,9 +137,9 @@ class OneHot(nn.Module):  # no embedding, and a dropout that draws
 )
 def test_a_run_of_a_model_that_takes_no_tokens_is_refused_before_the_first_step(tmp_path, name, told):
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
-    (tmp_path / "models.py").write_text(MODELS)
+    (tmp_path / "takes_no_tokens.py").write_text(MODELS)
     config = RunConfig(
-        model=Model(build=f"{tmp_path / 'models.py'}:{name}"),
+        model=Model(build=f"{tmp_path / 'takes_no_tokens.py'}:{name}"),
         data=Data(path=str(tmp_path / "text.txt"), seq_len=16),
         train=Train(steps=1, eval_every=0),
         log=Log(dir=str(tmp_path / "run"), plot=False),

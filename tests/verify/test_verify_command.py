@@ -238,7 +238,8 @@ def test_images_counts_and_directories_are_compared_and_told_in_80_columns(users
     assert ("in eval mode" in done.stdout) == (model == "model")
     assert "against one process: 1 step, 2 micro-batches per rank" in " ".join(done.stdout.split())
     assert "1 steps" not in done.stdout and "... one plain process: 1 step\n" in done.stdout
-    long = [line for line in done.stdout.splitlines() if len(line) > 80]
+    # Lines of torch are not ours: where a name server is slow it says that it has no name for a socket.
+    long = [line for line in done.stdout.splitlines() if len(line) > 80 and "[c10d]" not in line]
     assert not long, long
 
 
