@@ -30,7 +30,7 @@ LAYOUTS = {
 
 # Subsets, by what a test needs of them.
 MATRIX = ("one", "ddp-2", "ddp-4", "fsdp-2", "fsdp-4", "hsdp-1x2", "hsdp-2x2", "fsdp2-2x1")  # of parity
-FOREIGN = ("fsdp-2", "ddp-2", "hsdp-2x2")  # of parity, for models that nobody here wrote
+FOREIGN = ("fsdp-2", "ddp-2", "hsdp-2x2")  # of parity, for models of other packages
 VALUES = ("one", "ddp-2", "fsdp-2", "fsdp-4", "hsdp-2x2", "fsdp2-2x1")  # initial values
 KINDS = (
     "one",

@@ -23,7 +23,7 @@ class Model:
         batch: (generator, index) -> micro-batch number ``index``, each with another number of tokens; None: it is only built.
         loss, count, forward: as ``TrainStep`` takes them.
         tags: where it comes from ("own", "transformers", "package", "handwritten", "constructor"), and what it is used for: "matrix", the
-            matrix of parity; "foreign", the page of models that nobody here wrote.
+            matrix of parity; "foreign", the page of models of other packages.
         hard: what makes it hard to shard.
         kind: what it is for, in a word or two.
         model: the name of its class.

@@ -21,7 +21,7 @@ from shardwise.world import init
 __all__ = ["constructed", "same", "unlike", "value_faults", "values_of", "whole"]
 
 CHECKED = ("one", "fsdp-2", "ddp-2")
-"""Layouts under which the values of models that nobody here wrote are made."""
+"""Layouts under which the values of models of other packages are made."""
 
 
 def value_faults(model: Model, run: Callable[..., Any]) -> tuple[str, list[str]]:

@@ -363,7 +363,7 @@ def test_close_leaves_no_process_and_no_file_descriptor():
 
 @pytest.mark.parametrize("with_answer", [True, False])
 def test_an_interrupt_while_a_rank_is_forked_leaves_no_rank_under_the_id_of_another(monkeypatch, with_answer):
-    """The answer that nobody read was taken for the next request's: from then on each rank was known by the process id of the one before, and
+    """The answer that was left unread was taken for the next request's: from then on each rank was known by the process id of the one before, and
     one that hung was neither killed nor shown with its stack."""
     real = ForkServer._answer
 

@@ -1,4 +1,4 @@
-"""What a model that nobody here wrote is held to: the numbers of one process, every block a unit."""
+"""What a model of other packages is held to: the numbers of one process, every block a unit."""
 
 from collections.abc import Callable
 from typing import Any

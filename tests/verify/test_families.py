@@ -1,4 +1,4 @@
-"""Models that nobody here wrote: the numbers of one process, and the constructor's values, under every layout.
+"""Models of other packages: the numbers of one process, and the constructor's values, under every layout.
 
 Most of it is soak: each rank must import a model's code, and that takes seconds."""
 

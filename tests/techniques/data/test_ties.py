@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from models.shared_layer import Block
 from torch import Tensor, nn
 
 from shardwise import Sharding
@@ -15,15 +16,6 @@ from shardwise.world import World, init
 
 IDS = 7
 COUNTS = (5, 2, 3, 4)  # tokens of each rank: unequal
-
-
-class Block(nn.Module):
-    def __init__(self, dim: int = 4):
-        super().__init__()
-        self.inner, self.out = nn.Linear(dim, dim), nn.Linear(dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.out(torch.tanh(self.inner(x)))
 
 
 class Decoder(nn.Module):

@@ -216,7 +216,7 @@ FSDP2_ONLY = (
 
 class DDP(Options, frozen=True, kw_only=True):
     """How replicas all-reduce their gradients. Two things are always done and are no options: gradients are views of
-    the buckets, and parameters that only this rank did not use are told apart from those that no rank used."""
+    the buckets, and parameters that only this rank did not use are distinguished from those that no rank used."""
 
     foreign: ClassVar[Mapping[str, str | Replacement]] = {
         "find_unused_parameters": _UNUSED,
