@@ -1,6 +1,6 @@
 """Time of a training step in this tree relative to an older commit, each as a ratio to plain torch in the same run.
 
-    python tools/compare_steps.py                       # against the commit of tools/replay.py; some 10 minutes on 2 quiet cores
+    python tools/compare_steps.py                       # against the commit of tools/replay.py; most of an hour on 2 cores
     python tools/compare_steps.py --base HEAD~3 --times 5
 
 Both trees run their own ``benchmarks/step.py``, in turns. In it, Shardwise and FSDP2 (or DDP) by hand take steps in the same processes, after
