@@ -235,6 +235,7 @@ def test_a_neighbour_that_is_still_saying_who_it_is_gets_the_secret_first_and_th
         while len(told) < len(answer) + 1:
             told += neighbour.recv(64)
     assert told == answer + LEFT
+    found.wait_until(lambda: found.ended)  # before close(), which tells of no end any more
     for each in (*found.ends, end):
         each.close()
     assert found.ended == [(1, 0, CLOSED)]  # this neighbour said nothing
