@@ -329,8 +329,13 @@ def test_every_selection_of_tests_selects_some(tmp_path):
     assert all(number > 0 for number in found.values()), found
 
 
-# What they do is seen in tests/benchmarks and tests/verify; that they are spelled so, in soak.
-SEEN_ELSEWHERE = ("python benchmarks/", "python tools/draw_pages.py", "shardwise verify ")
+# What they do is seen in tests/benchmarks, tests/verify and tests/state; that they are spelled so, in soak.
+SEEN_ELSEWHERE = (
+    "python benchmarks/",
+    "python tools/draw_pages.py",
+    "python tools/hostile_table.py",
+    "shardwise verify ",
+)
 
 
 def _command(command: str):

@@ -2,12 +2,15 @@
 
 import fcntl
 import shutil
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from shardwise.cli import main as cli
+from shardwise.errors import ConfigError
+from shardwise.launch.stop_signals import pass_over
 
 TINY = ["--train.steps=1", "--launch.nproc=1", "--log.plot=false", "--train.eval_every=1"]
 
@@ -44,6 +47,20 @@ def test_a_full_disk_is_refused_before_a_rank_starts(tmp_path, monkeypatch, caps
     told = capsys.readouterr().err
     assert "with 1.00 KiB free on its disk" in told and "the run will write about 69.47 KiB" in told
     assert not (tmp_path / "run").exists()
+
+
+def test_a_request_to_save_ends_nothing_before_the_ranks_start(tmp_path, monkeypatch):
+    """Nor after them: while the picture is drawn."""
+    seen = []
+
+    def start(*_, **__):
+        seen.append(signal.getsignal(signal.SIGUSR1))
+        raise ConfigError("no ranks", why="this test", fix="none")
+
+    monkeypatch.setattr("shardwise.launch.launch_local", start)
+    words = ["train", *TINY, f"--log.dir={tmp_path / 'run'}"]
+    assert cli.main([*words, "--checkpoint.sigusr1=save"]) == cli.main(words) == 2
+    assert seen == [pass_over, signal.SIG_DFL] and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
 WAVE = """

@@ -5,13 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from shardwise.errors import ConfigError, LayoutError, RankError, Stopped
 from shardwise.launch import default_nproc, free_port, launch_local, local, send_event
-from shardwise.launch.failure import Failure, root_cause
+from shardwise.launch.failure import Failure, failure_of, root_cause
 
 TARGETS = str(Path(__file__).with_name("launch_targets.py"))
 SOURCE = str(Path(__file__).resolve().parents[2] / "src")
@@ -62,12 +63,20 @@ def parent(tmp_path):
     """Starts a program that launches ranks with a child each; gives the process and the ids of all it started."""
     started = []
 
-    def start(grace_s=2.0, function="sleep_with_child", count=4, notice_s=None, passes_on=(), preload=PRELOAD):
+    def start(
+        grace_s=2.0, function="sleep_with_child", count=4, notice_s=None, passes_on=(), preload=PRELOAD, around="pass"
+    ):
         signals = tuple(map(int, passes_on))
         options = f"grace_s={grace_s}, notice_s={notice_s}, passes_on={signals}, preload={preload}"
         code = (
-            "from shardwise.launch import launch_local\n"
-            f"launch_local({TARGETS + ':' + function!r}, nproc=2, args=({str(tmp_path)!r},), {options})\n"
+            "import os\n"
+            "from shardwise.launch import launch_local, passed_over\n"
+            f"with passed_over({signals}):\n"
+            "    try:\n"
+            f"        {around}\n"
+            f"        launch_local({TARGETS + ':' + function!r}, nproc=2, args=({str(tmp_path)!r},), {options})\n"
+            "    finally:\n"
+            f"        {around}\n"
         )
         env = {**os.environ, "PYTHONPATH": SOURCE}
         process = subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.PIPE, text=True)
@@ -211,6 +220,21 @@ def test_lost_peer_without_another_failure_shows_where_the_peers_are(capfd):
     assert "in give_up_on_a_peer" in capfd.readouterr().err
 
 
+def test_a_limit_of_this_process_is_no_lost_peer_though_gloo_reports_it():
+    place = "[enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/device.cc:201]"
+    assert failure_of(0, RuntimeError(f"{place} rv != -1. Too many open files")).weight == 0
+    assert failure_of(0, RuntimeError(f"{place} Connection closed by peer [127.0.0.1]:5")).weight == 3
+
+
+@pytest.mark.parametrize("option", [{"notice_s": 5.0}, {"passes_on": (signal.SIGUSR1,)}])
+def test_signals_are_refused_outside_the_main_thread(option):
+    with ThreadPoolExecutor(1, "launcher") as pool:
+        started = pool.submit(launch, "echo", **option)
+        with pytest.raises(ConfigError, match="in the thread 'launcher_0'") as caught:
+            started.result(20)
+    assert "main thread only" in caught.value.why
+
+
 def test_weights_of_failures():
     own, abort, lost = (Failure(rank=rank, what="", weight=rank) for rank in (0, 1, 3))
     assert root_cause([lost, abort, own]) is own
@@ -339,7 +363,10 @@ def test_a_signal_with_notice_lets_ranks_stop_in_order(parent, number, times):
 
 @pytest.mark.parametrize("preload", [(), ("json",)], ids=["interpreters", "forked"])
 def test_a_signal_that_is_passed_on_comes_to_ranks_that_are_ready_and_ends_nothing(parent, tmp_path, preload):
-    process, pids = parent(function="count_when_told", count=2, passes_on=(signal.SIGUSR1,), preload=preload)
+    before_and_after = f"os.kill(os.getpid(), {int(signal.SIGUSR1)})"  # as `shardwise train` may get one at any time
+    process, pids = parent(
+        function="count_when_told", count=2, passes_on=(signal.SIGUSR1,), preload=preload, around=before_and_after
+    )
     process.send_signal(signal.SIGUSR1)
     (tmp_path / "signalled").touch()
     deadline = time.monotonic() + 20

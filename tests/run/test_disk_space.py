@@ -166,8 +166,12 @@ def test_weights_that_cannot_be_written_are_kept_elsewhere_and_where_is_told(ran
         f"the disk is full; the weights of these 2 steps were written to {kept} instead; the metrics are in "
         in first[1]
     )
-    assert first[1].endswith(f"fix: move them from there: mv {kept} {folder / 'run/weights'}/")
     assert load_file(kept) and not list((folder / "temp").iterdir())
+    place = folder / "run/weights"
+    command = first[1].rpartition("fix: move them from there: ")[2]
+    assert command == f"mkdir -p {place} && mv {kept.parent}/* {place}/"
+    subprocess.run(command, shell=True, check=True)
+    assert load_file(place / "model.safetensors") and not list(kept.parent.iterdir())
 
 
 def test_weights_that_fit_nowhere_are_said_to_be_lost_and_leave_nothing_behind(ranks, folder):
@@ -268,7 +272,7 @@ def test_a_disk_that_fills_while_training_leaves_the_weights_beside_and_no_trace
     (kept,) = tmp_path.glob("shardwise-weights-*/model.safetensors")
     assert load_file(kept)
     assert "No space left on device" in done.stderr and f"were written to {kept} instead" in done.stderr
-    assert done.stderr.rstrip().endswith(f"mv {kept} disk/run/weights/")
+    assert done.stderr.rstrip().endswith(f"mkdir -p disk/run/weights && mv {kept.parent}/* disk/run/weights/")
     said = " ".join(done.stdout[done.stdout.index("\nkept ") :].split())
     assert said.endswith(f"{kept} (weights, safetensors)") and "older" not in said
     text = (small_disk / "run/metrics.jsonl").read_text()

@@ -94,8 +94,8 @@ def test_a_model_with_dropout_is_compared_in_eval_mode_and_it_says_so(model_file
         done.stdout.split()
     )
     said = [line for line in done.stdout.splitlines() if line.startswith("... ")]
-    assert said[:2] == ["... loading the model", "... one plain process: 3 steps"] and len(said) == 10
-    assert said[5] == "... once more, with every block a unit"  # first the units of training
+    assert said[:2] == ["... loading the model", "... one plain process: 3 steps"] and len(said) == 7
+    assert said[5] == "... the ranks ran them once more, with every block a unit"  # first the units of training
 
 
 def test_a_model_nothing_can_be_guessed_for(model_file):
@@ -204,7 +204,7 @@ def users(tmp_path, monkeypatch, ranks):
     (tmp_path / "users.py").write_text(USERS)
     (tmp_path / "broken.py").write_text("import torch\nimport nonesuch_lib\n\ndef build(): pass\n")
     monkeypatch.setattr(
-        "shardwise.verify.run._in_fresh_processes", lambda call, size, *args: ranks.run(call, size, *args)
+        "shardwise.verify.job.in_fresh_processes", lambda call, size, *args: ranks.run(call, size, *args)
     )
     return tmp_path
 
@@ -298,6 +298,21 @@ def test_a_forward_that_takes_other_names_is_told_what_the_command_can_do(users)
     (users / "pair.py").write_text("from users import *\n\nclass Pair(Images):\n    def forward(self, x, y): pass\n")
     done = _verify("pair.py:Pair", "--batch", "users.py:two", cwd=users)
     assert done.returncode == 1 and "name the keys of what --batch returns" in done.stderr, done.stderr
+
+
+def test_an_error_of_the_second_units_says_that_the_first_were_run(users):
+    (users / "twice.py").write_text(
+        "import os, torch\n"
+        "made = []\n"
+        "def build():\n"
+        "    made.append(os.environ.get('RANK'))\n"
+        "    if made.count('0') + made.count('1') > 1: raise ValueError('never again')\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(3, 3), *[torch.nn.Linear(3, 3) for _ in range(3)])\n"
+        "def batch(index): return {'input': torch.randn(4, 3), 'labels': torch.tensor([0, 1, 2, 0])}\n"
+    )
+    done = _verify("twice.py:build", "--batch", "twice.py:batch", cwd=users)
+    assert done.returncode != 0 and "never again" in done.stderr
+    assert "this was the second comparison, with every block a unit" in done.stderr, done.stderr
 
 
 def test_verify_casts_batches_to_its_dtype_and_leaves_integers(ranks):

@@ -154,14 +154,15 @@ def _launch(loaded: "Loaded[RunConfig]") -> int:
 
     from shardwise.cli.train_display import Display
     from shardwise.cli.train_folder import RunFolder, unit_of
-    from shardwise.launch import is_cpu, launch_local
+    from shardwise.launch import is_cpu, launch_local, passed_over
     from shardwise.layout import layout_of
     from shardwise.techniques import AXES_IN_USE
 
     config = loaded.config
     nproc, why = _ranks(loaded)
     layout_of(config.parallel.layout, nproc, nproc, AXES_IN_USE)
-    with Display(unit=unit_of(config)) as display, RunFolder(config, display) as folder:
+    saves = _signals_that_save(config)
+    with passed_over(saves), Display(unit=unit_of(config)) as display, RunFolder(config, display) as folder:
         display.row("ranks", f"{nproc} local process{'es' if nproc > 1 else ''}: {why}")
         display.on_phase("starting the ranks (loading torch, a few seconds)")
         results = launch_local(
@@ -171,12 +172,18 @@ def _launch(loaded: "Loaded[RunConfig]") -> int:
             on_event=display.on_event,
             on_line=display.on_line,
             notice_s=config.launch.notice_s,
-            passes_on=(signal.SIGUSR1,) if config.checkpoint.sigusr1 == "save" else (),
+            passes_on=saves,
             preload=("shardwise.verify.preload",) if is_cpu(config.launch.device) else (),
         )
         no_picture = folder.draw(unit_of(config))
     _report(folder, results[0], no_picture)
     return 0
+
+
+def _signals_that_save(config: "RunConfig") -> tuple[int, ...]:
+    """Signals that ask for a checkpoint: before the first step and after the last there is nothing to save, and they
+    end nothing."""
+    return (signal.SIGUSR1,) if config.checkpoint.sigusr1 == "save" else ()
 
 
 def _ranks(loaded: "Loaded[RunConfig]") -> tuple[int, str]:
@@ -216,7 +223,7 @@ def _be_a_rank(loaded: "Loaded[RunConfig]") -> int:
     from shardwise.cli.train_display import Display
     from shardwise.cli.train_folder import RunFolder, unit_of
     from shardwise.cli.train_rank import run_rank
-    from shardwise.launch import terminable
+    from shardwise.launch import passed_over, terminable
     from shardwise.layout import layout_of
     from shardwise.techniques import AXES_IN_USE
 
@@ -232,10 +239,16 @@ def _be_a_rank(loaded: "Loaded[RunConfig]") -> int:
             )
         layout_of(config.parallel.layout, size, _ranks_per_node, AXES_IN_USE)
     if rank:
-        run_rank(config, lambda event: None)
+        with passed_over(_signals_that_save(config)):
+            run_rank(config, lambda event: None)
         return 0
     # A preempted run also prints what is kept.
-    with terminable(), Display(unit=unit_of(config)) as display, RunFolder(config, display) as folder:
+    with (
+        passed_over(_signals_that_save(config)),
+        terminable(),
+        Display(unit=unit_of(config)) as display,
+        RunFolder(config, display) as folder,
+    ):
         display.row("ranks", f"{size}, as the launcher of this environment started them")
         display.on_phase("loading torch")
         result = run_rank(config, lambda event: display.on_event(0, event))

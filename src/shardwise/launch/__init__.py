@@ -4,7 +4,7 @@ from shardwise.launch.devices import default_nproc, is_cpu
 from shardwise.launch.events import report_failure, send_event
 from shardwise.launch.local import launch_local
 from shardwise.launch.process import free_port, held_port
-from shardwise.launch.stop_signals import terminable
+from shardwise.launch.stop_signals import passed_over, terminable
 
 __all__ = [
     "default_nproc",
@@ -12,6 +12,7 @@ __all__ = [
     "held_port",
     "is_cpu",
     "launch_local",
+    "passed_over",
     "report_failure",
     "send_event",
     "terminable",

@@ -43,6 +43,8 @@ _LOST_PEER = (
     "remote process exited",
     "gloo/transport",
 )
+# Of this process alone, though the message names gloo or NCCL: a limit of the system.
+_OWN_LIMIT = ("too many open files", "cannot allocate memory")
 
 _FIX_EXIT = "look for sys.exit or os._exit in the code of that rank"
 _FIX_OWN = "read the traceback of that rank; the other ranks were ended because of it"
@@ -160,7 +162,9 @@ def failure_of(rank: int, error: BaseException) -> Failure:
 def is_lost_peer(error: BaseException) -> bool:
     """Whether ``error`` is what a collective or a store raises when its other end is gone."""
     text = str(error).lower()
-    return isinstance(error, (ConnectionError, RuntimeError)) and any(sign in text for sign in _LOST_PEER)
+    if not isinstance(error, (ConnectionError, RuntimeError)) or any(sign in text for sign in _OWN_LIMIT):
+        return False
+    return any(sign in text for sign in _LOST_PEER)
 
 
 def _weight(error: BaseException, text: str) -> int:

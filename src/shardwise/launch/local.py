@@ -12,6 +12,7 @@ import pickle
 import selectors
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -84,11 +85,11 @@ def launch_local(
     Raises:
         RankError: a rank failed; ``.ranks`` names it, the text holds its traceback.
         ShardwiseError: a rank raised one; it is raised again here, with its rank and traceback as a note.
-        ConfigError: ``target`` or ``nproc`` is invalid.
+        ConfigError: ``target`` or ``nproc`` is invalid; ``notice_s`` or ``passes_on`` outside the main thread.
         KeyboardInterrupt, SystemExit(143): Ctrl-C or SIGTERM (129: SIGHUP, 138: SIGUSR1); the ranks have ended.
         Stopped: every rank has stopped in order, and saved.
     """
-    _check(target, nproc)
+    _check(target, nproc, notice_s, passes_on)
     callbacks = Callbacks(on_line or _print_line, on_event or _ignore_event)
     job = Job(target=target, args=pickle.dumps(tuple(args)), path=tuple(sys.path), pythonpath=_pythonpath(env))
     stop, forwarded = FirstStop(), Forwarded(passes_on)
@@ -312,9 +313,15 @@ class _Watch:
         self._drain()
 
 
-def _check(target: str, nproc: int) -> None:
+def _check(target: str, nproc: int, notice_s: float | None, passes_on: Sequence[int]) -> None:
     if nproc < 1:
         raise ConfigError(f"nproc={nproc}", why="a job needs at least one rank", fix="use 1 or more")
+    if (notice_s is not None or passes_on) and threading.current_thread() is not threading.main_thread():
+        raise ConfigError(
+            f"notice_s={notice_s}, passes_on={tuple(passes_on)} in the thread {threading.current_thread().name!r}",
+            why="Python handles signals in the main thread only, so none would reach the ranks",
+            fix="call launch_local from the main thread, or leave both out",
+        )
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
         fix = "write pkg.mod:fn or path/to/file.py:fn"

@@ -30,7 +30,9 @@ __all__ = [
     "handling",
     "leave",
     "may_be_replaced",
-    "only_ends_process",
+    "pass_over",
+    "passed_over",
+    "replaceable",
     "silence_closed_terminal",
     "terminable",
 ]
@@ -47,21 +49,21 @@ _REPEATED_S = 2.0  # `timeout` and some schedulers signal a process and its grou
 
 Handler = Callable[[int, FrameType | None], Any]
 
-_that_only_end: list[Handler] = []
+_replaceable: list[Handler] = []
 
 
 # ---- who may handle them --------------------------------------------------------------------------------------------
 
 
-def only_ends_process(handler: Handler) -> Handler:
-    """Declares that ``handler`` only ends the process, so that another handler may replace it for a while."""
-    _that_only_end.append(handler)
+def replaceable(handler: Handler) -> Handler:
+    """Declares that ``handler`` only ends the process, or does nothing, so that another may replace it for a while."""
+    _replaceable.append(handler)
     return handler
 
 
 def may_be_replaced(handler: Any) -> bool:
-    """Whether a handler is the system's, or one that only ends the process; not an application's own."""
-    return handler is signal.SIG_DFL or handler in _that_only_end
+    """Whether a handler is the system's, or a :func:`replaceable` one; not an application's own."""
+    return handler is signal.SIG_DFL or handler in _replaceable
 
 
 @contextlib.contextmanager
@@ -106,7 +108,7 @@ class RepeatedSigterm:
         return now - self._first > _REPEATED_S
 
 
-@only_ends_process
+@replaceable
 def leave(number: int, frame: FrameType | None) -> None:
     """The signal handler that :func:`terminable` sets: raises SystemExit(128 + number)."""
     silence_closed_terminal(number)
@@ -131,6 +133,19 @@ def terminable() -> Iterator[None]:
     """Context manager: SIGTERM raises SystemExit(143), and SIGHUP SystemExit(129), so that ``finally`` and ``with``
     blocks run. A signal that is ignored (``nohup``) stays ignored."""
     with handling(_ENDING, leave):
+        yield
+
+
+@replaceable
+def pass_over(number: int, frame: FrameType | None) -> None:
+    """A signal handler that does nothing. Unlike SIG_IGN it is not inherited by the programs that are started."""
+
+
+@contextlib.contextmanager
+def passed_over(signals: Iterable[int]) -> Iterator[None]:
+    """Context manager: ``signals`` end nothing, where the system would end the process, until another handler of this
+    package takes them, and again after that."""
+    with handling(signals, pass_over):
         yield
 
 
@@ -174,7 +189,7 @@ class Forwarded:
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
-        with handling(self.signals, self._on_signal):
+        with handling(self.signals, self._on_signal, replaces=may_be_replaced):
             yield
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

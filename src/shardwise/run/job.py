@@ -352,8 +352,8 @@ class _Run:
         else:
             outcome = f"the weights of these {steps} were written to {saved} instead"
             self.emit("weights", path=str(saved))
-            where = self.folder / str(self.config.checkpoint.export)
-            fix = f"move them from there: mv {shlex.quote(str(saved))} {shlex.quote(str(where))}/"
+            place = shlex.quote(str(self.folder / str(self.config.checkpoint.export)))
+            fix = f"move them from there: mkdir -p {place} && mv {shlex.quote(str(saved.parent))}/* {place}/"
         return CheckpointError(
             error.given,
             why=f"{error.why}; {outcome}; the metrics are in {self.folder / 'metrics.jsonl'}",

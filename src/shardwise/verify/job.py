@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from shardwise.errors import ConfigError
 from shardwise.layout import parse_layout
 from shardwise.model import read_anatomy
-from shardwise.step.loss import call, next_token_loss
-from shardwise.techniques.data.options import Sharding
+from shardwise.step.loss import call, count_of, next_token_loss
 from shardwise.techniques.fold import Prepared
 from shardwise.verify.compare import Report, counted
 from shardwise.verify.draws import drawing_modules, places_of
 from shardwise.verify.named import CountOfLoss, Function, named_model, user_errors
 from shardwise.verify.oracle import Task, cast_batches
-from shardwise.verify.run import verify
+from shardwise.verify.run import Reference, in_fresh_processes
+from shardwise.verify.sharded import run_sharded, run_with_both_units
 
 __all__ = ["main"]
 
@@ -91,14 +91,17 @@ def main(
         build, why = _without_dropout(build, parallel, windows, sums)
     if why:
         _print(why)
-    options = parallel.options()
-    report = verify(build, layout, batches=windows, loss=sums, count=counts, say=_say, **options)
-    _print_report(report)
-    if small_units and report.engine == "fsdp2" and _has_blocks(build, parallel):
-        _say("once more, with every block a unit")
-        options["sharding"] = Sharding(min_unit_bytes=0)
-        again = verify(build, layout, batches=windows, loss=sums, count=counts, say=_say, **options)
-        _print_report(again)
+    task = Task(Prepared(build, parallel), windows, sums, count_of(sums, counts), call)
+    reference = Reference(task, _say)
+    _say(f"sharded: the same steps on {counted(num_ranks, 'rank')} (each loads torch, a few seconds)")
+    if small_units and _has_blocks(build, parallel):
+        ranks = in_fresh_processes(run_with_both_units, num_ranks, task, layout, parallel)
+    else:
+        ranks = [[record] for record in in_fresh_processes(run_sharded, num_ranks, task, layout, parallel)]
+    for turn, records in enumerate(zip(*ranks, strict=True)):
+        if turn:
+            _say("the ranks ran them once more, with every block a unit")
+        _print_report(reference.compared(list(records)))
     return 0
 
 

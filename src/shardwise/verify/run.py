@@ -21,7 +21,7 @@ from shardwise.verify.draws import drawing_modules, places_of
 from shardwise.verify.oracle import Task, cast_batches, run_oracle
 from shardwise.verify.sharded import RankRecord, run_sharded
 
-__all__ = ["GATES", "verify"]
+__all__ = ["GATES", "Reference", "in_fresh_processes", "verify"]
 
 GATES = {torch.float64: 1e-12, torch.float32: 1e-5}
 
@@ -92,17 +92,35 @@ def verify(
         dtype=dtype,
     )
     say = say or (lambda text: None)
-    say(f"one plain process: {counted(len(batches), 'step')}")
-    oracle = run_oracle(task)
-    say("one plain process once more, its sums in another order")
-    noise = run_oracle(task, otherwise=True)
+    reference = Reference(task, say)
     say(f"sharded: the same steps on {counted(size, 'rank')} (each loads torch, a few seconds)")
-    ranks = (run or _in_fresh_processes)(run_sharded, size, task, layout, parallel, example)
-    say("comparing every tensor")
-    try:
-        return compare(task, oracle, ranks, noise=noise, gate=GATES[dtype] if gate is None else gate)
-    except VerifyError as error:
-        raise _explained(error, task) from None
+    ranks = (run or in_fresh_processes)(run_sharded, size, task, layout, parallel, example)
+    return reference.compared(ranks, gate)
+
+
+class Reference:
+    """The numbers of ``task`` in one plain process, computed when this is made. ``say``: called with a text before each
+    stage."""
+
+    def __init__(self, task: Task, say: Callable[[str], object]):
+        self._task, self._say = task, say
+        say(f"one plain process: {counted(len(task.windows), 'step')}")
+        self._oracle = run_oracle(task)
+        say("one plain process once more, its sums in another order")
+        self._noise = run_oracle(task, otherwise=True)
+
+    def compared(self, ranks: list[RankRecord], gate: float | None = None) -> Report:
+        """Compares what the ranks have computed. ``gate``: the largest error allowed; None: that of the dtype.
+
+        Raises:
+            VerifyError: with the first tensor that differs, as :func:`verify` raises it.
+        """
+        self._say("comparing every tensor")
+        gate = GATES[self._task.dtype] if gate is None else gate
+        try:
+            return compare(self._task, self._oracle, ranks, noise=self._noise, gate=gate)
+        except VerifyError as error:
+            raise _explained(error, self._task) from None
 
 
 def _explained(error: VerifyError, task: Task) -> VerifyError:
@@ -146,7 +164,7 @@ def _num_ranks(layout: str, given: int | None) -> int:
     return size
 
 
-def _in_fresh_processes(function: Any, num_ranks: int, *args: Any) -> list[RankRecord]:
-    # Not forked from one process, so that a model that depends on the order of a set differs between ranks, as on a
-    # cluster.
+def in_fresh_processes(function: Any, num_ranks: int, *args: Any) -> list[Any]:
+    """Runs ``function(*args)`` on new local ranks and returns their results. They are not forked from one process, so
+    that a model that depends on the order of a set differs between ranks, as on a cluster."""
     return launch_local(f"{function.__module__}:{function.__qualname__}", nproc=num_ranks, args=args)

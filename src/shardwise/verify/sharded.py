@@ -12,13 +12,15 @@ from shardwise._torch.autograd import TorchDispatchMode
 from shardwise._torch.dtensor import local_tensor
 from shardwise.data.batch import MicroBatch
 from shardwise.parallel import recipe_of, runtime_of, shard
+from shardwise.recipe import Recipe
 from shardwise.step.loss import call
 from shardwise.step.step import TrainStep
 from shardwise.techniques import Parallel
+from shardwise.techniques.data.options import Sharding
 from shardwise.verify.oracle import Task, make_optimizer
 from shardwise.world import World, init
 
-__all__ = ["CountCollectives", "RankRecord", "RankStep", "run_sharded", "share_of"]
+__all__ = ["CountCollectives", "RankRecord", "RankStep", "run_sharded", "run_with_both_units", "share_of"]
 
 
 @dataclass
@@ -92,6 +94,20 @@ def run_sharded(task: Task, layout: str, parallel: Any = None, example: Any = No
         step.eval_mode.is_meant = True
         steps = [_run_step(step, optim, share_of(window, world)) for window in task.windows]
         return RankRecord(world.rank, recipe_of(model).to_json(), steps)
+
+
+def run_with_both_units(task: Task, layout: str, parallel: Parallel) -> list[RankRecord]:
+    """:func:`run_sharded`; and if parameters are sharded by FSDP2, once more with every block a unit. All ranks must
+    call it."""
+    records = [run_sharded(task, layout, parallel)]
+    if Recipe.from_json(records[0].recipe).engine == "fsdp2":
+        by_block = Parallel.of(**{**parallel.options(), "sharding": Sharding(min_unit_bytes=0)})
+        try:
+            records.append(run_sharded(task, layout, by_block))
+        except Exception as error:
+            error.add_note("this was the second comparison, with every block a unit; the first one ran to its end")
+            raise
+    return records
 
 
 def share_of(window: Any, world: World) -> list[MicroBatch]:

@@ -22,7 +22,7 @@ from shardwise.launch.stop_signals import (
     handling,
     leave,
     may_be_replaced,
-    only_ends_process,
+    pass_over,
     silence_closed_terminal,
 )
 
@@ -104,15 +104,10 @@ class StopRequest:
 
         with handling(STOP_SIGNALS, request, replaces=may_be_replaced) as before:
             forwarded = blocked_at_start() & set(before)
-            before.update(dict.fromkeys(forwarded, _too_late))
+            # Blocking it again would not be enough: threads that were started meanwhile have it unblocked.
+            before.update(dict.fromkeys(forwarded, pass_over))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, forwarded)
             try:
                 yield
             finally:
                 is_over, self._deadline = True, float("inf")
-
-
-@only_ends_process
-def _too_late(number: int, frame: FrameType | None) -> None:
-    """The handler, once a manager is closed, of a signal that a launcher forwards: it ends nothing. Blocking the signal
-    again would not be enough, since threads that were started meanwhile have it unblocked."""

@@ -14,7 +14,7 @@ import threading
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from shardwise.launch.stop_signals import leave, only_ends_process
+from shardwise.launch.stop_signals import leave, replaceable
 from shardwise.world.connections import TERMINATED
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def stop_listening(watch: "Watch") -> None:
         _listener = None
 
 
-@only_ends_process
+@replaceable
 def _handle_sigterm(number: int, frame: FrameType | None) -> None:
     """The SIGTERM handler while a world is open."""
     if _listener is not None:
