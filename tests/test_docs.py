@@ -334,6 +334,7 @@ SEEN_ELSEWHERE = (
     "python benchmarks/",
     "python tools/draw_pages.py",
     "python tools/hostile_table.py",
+    "python -m shardwise.verify.torch_check",
     "shardwise verify ",
 )
 
@@ -381,7 +382,12 @@ def _has_the_shape_of_the_page(printed: str, folder: str) -> None:
     assert shape(shown) in shape(printed.replace(folder, "runs/latest").replace(str(Path(folder).parent), "runs"))
 
 
-@pytest.mark.parametrize("block", [block for block in ALL if block.language == "console"], ids=str)
+def _printing(block):
+    command = block.text.removeprefix("$ ")
+    return pytest.param(block, id=str(block), marks=pytest.mark.soak if command.startswith(SEEN_ELSEWHERE) else ())
+
+
+@pytest.mark.parametrize("block", [_printing(block) for block in ALL if block.language == "console"])
 def test_what_a_command_prints(block, tmp_path):
     assert block.marker == "prints"
     command, _, expected = block.text.removeprefix("$ ").partition("\n")

@@ -115,6 +115,7 @@ EXPLAINED: dict[str, str] = {
     "public / messages / errors / UnsupportedError | cuts {param.cuts}": "other techniques may cut before the shards do",
     "public / messages / errors / UnsupportedError | torch {": "a newer torch is tried before it is trusted",
     'public / messages / warnings / f"torch {torch.__version__} is newer': "the same",
+    "public / messages / errors / ConfigError | notice_s={": "launch_local refuses what it ignored outside the main thread",
     "public / signatures / shardwise.init": "World is not named in a string",
 }
 """Beginning of a difference's name, with ``*`` for anything -> why it is meant (a line of CHANGELOG.md)."""

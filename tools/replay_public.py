@@ -240,7 +240,7 @@ def errors() -> Record:
     return {given: sorted(texts) for given, texts in found.items()}
 
 
-_LOST = re.compile(r"rank \d+ was (lost|given up)|ranks [\d, ]+ (were|wait)")
+_LOST = re.compile(r"rank \d+ was (lost|given up|reported lost)|ranks [\d, ]+ (were|wait)")
 
 
 def _numberless(text: str) -> str:

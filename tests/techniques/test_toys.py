@@ -110,8 +110,9 @@ def test_rows_cut_over_tp_train_as_one_process_does(tree):
         )
     assert {text.split(",")[0] for text in found.values()} == {"equal"}, found
     held = {words: int(text.split()[-2]) for words, text in found.items()}
-    for layout in ("tp=2", "dp_replicate=2,tp=2", "dp_shard=2,tp=2"):
-        assert held[layout] < held[f"{layout} without rows"]  # a cut that is none would be equal too
+    # A cut that is none would be equal too; replicas hold what one process does.
+    for layout, whole in (("tp=2", "tp=2"), ("dp_replicate=2,tp=2", "tp=2"), ("dp_shard=2,tp=2", "dp_shard=2,tp=2")):
+        assert held[layout] < held[f"{whole} without rows"]
     assert broken.startswith("norm.weight") and "hold different values of the same piece" in broken
 
 

@@ -24,24 +24,26 @@ def forever(directory):
     who(directory)
     time.sleep(60)
 
-HERE = str(pathlib.Path(__file__).parent / "pids")
+HERE = pathlib.Path(__file__).parent / "pids"
+WARM, AFTER = str(HERE / "warm"), str(HERE / "after")
 
 @pytest.mark.parametrize("turn", range(4))
 def test_pool_is_warm(ranks, turn):
-    assert len(set(ranks.run(who, 2, HERE))) == 2
+    assert len(set(ranks.run(who, 2, WARM))) == 2
 
 @pytest.mark.timeout(3)
 def test_time_limit(ranks):
-    ranks.run(forever, 2, HERE)
+    ranks.run(forever, 2, AFTER)
 
 def test_afterwards(ranks):
-    assert len(set(ranks.run(who, 2, HERE))) == 2
+    assert len(set(ranks.run(who, 2, AFTER))) == 2
 """
 
 
 @pytest.fixture
 def project(tmp_path):
-    (tmp_path / "pids").mkdir()
+    for name in ("warm", "after"):
+        (tmp_path / "pids" / name).mkdir(parents=True)
     (tmp_path / "test_inner.py").write_text(MODULE)
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n")
     return tmp_path
@@ -54,8 +56,8 @@ def start(project, *options):
     return subprocess.Popen(command, cwd=project, env=env, stdout=subprocess.PIPE, text=True)
 
 
-def pids(project):
-    return {int(name) for path in (project / "pids").iterdir() for name in path.name.split(".")}
+def pids(project, when="*"):
+    return {int(name) for path in (project / "pids").glob(f"{when}/*") for name in path.name.split(".")}
 
 
 def still_alive(numbers, seconds=8):
@@ -71,12 +73,12 @@ def still_alive(numbers, seconds=8):
     return [pid for pid in numbers if alive(pid)]
 
 
-def test_one_pool_serves_the_session_and_ends_with_it(project):
-    process = start(project, "-k", "warm")
+def test_one_pool_serves_the_session_and_ends_with_it_and_a_time_limit_ends_one_run(project):
+    process = start(project, "-p", "pytest_timeout")
     output, _ = process.communicate(timeout=90)
-    assert "4 passed" in output
-    # Two ranks and the process that forked them, through all four tests.
-    assert len(pids(project)) == 3
+    assert "1 failed, 5 passed" in output and "Timeout" in output
+    # Two ranks and the process that forked them, through four tests.
+    assert len(pids(project, "warm")) == 3
     assert still_alive(pids(project)) == []
 
 
@@ -85,14 +87,6 @@ def test_each_xdist_process_has_its_own_pool(project):
     output, _ = process.communicate(timeout=90)
     assert "4 passed" in output
     assert len(pids(project)) == 6
-    assert still_alive(pids(project)) == []
-
-
-def test_time_limit_of_a_test_ends_its_run_and_not_the_session(project):
-    process = start(project, "-p", "pytest_timeout", "-k", "3 or time_limit or afterwards")
-    output, _ = process.communicate(timeout=90)
-    assert "1 failed, 2 passed" in output
-    assert "Timeout" in output
     assert still_alive(pids(project)) == []
 
 

@@ -77,13 +77,13 @@ def test_adamw_equals_where_gradients_count(ranks, case, layout):
     ("fault", "case", "layout"),
     [
         ("averaged", "reference", "fsdp-2"),
-        ("averaged", "conv", "hsdp-2x2"),
+        pytest.param("averaged", "conv", "hsdp-2x2", marks=pytest.mark.soak),  # each fault once
         ("averaged_ddp", "reference", "ddp-2"),
         ("all_reduce_dropped", "reference", "hsdp-2x2"),
         ("local_norm", "reference", "fsdp-2"),
-        ("mean_of_means", "reference", "fsdp-2"),
+        pytest.param("mean_of_means", "reference", "fsdp-2", marks=pytest.mark.soak),
         ("mean_of_means", "gpt2", "ddp-2"),
-        ("stale_buffer", "conv", "fsdp-2"),
+        pytest.param("stale_buffer", "conv", "fsdp-2", marks=pytest.mark.soak),
         ("stale_buffer", "conv", "ddp-2"),
         ("whole_parameters_not_summed", "odd", "fsdp-2"),
         ("unused_as_zero", "odd", "fsdp-2"),

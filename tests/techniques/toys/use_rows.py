@@ -27,6 +27,7 @@ if __name__ == "__main__":
         found["outside"] = pool.run(outside, 2)
         for layout, ranks in (("tp=2", 1), ("dp_replicate=2,tp=2", 2), ("dp_shard=2,tp=2", 2)):
             found[layout] = compare(pool, layout, ranks, rows=True)
+        for layout, ranks in (("tp=2", 1), ("dp_shard=2,tp=2", 2)):
             found[f"{layout} without rows"] = compare(pool, layout, ranks)
         again = sw.Remat(targets=("b",))
         found["a cut layer that runs again"] = compare(pool, "dp_shard=2,tp=2", 2, rows=True, remat=again)
