@@ -1,5 +1,6 @@
 """What all tests share: warm ranks that have the imports of the parity matrix's models behind them."""
 
+import random
 import signal
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,16 @@ PRELOAD = (
     "shardwise.state.checkpoint",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "qwen3", "t5", "bert", "vit")),
 )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test and its fixtures draw the same random numbers whatever ran before them in this process."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(scope="session")

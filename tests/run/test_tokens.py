@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -32,6 +33,7 @@ def tokenizer_in(folder: Path) -> None:
 def models_of(tmp_path_factory) -> Path:
     """Directories as people have them: ``words`` with a tokenizer, ``bare`` without, ``bytes`` with a vocabulary of 256."""
     root = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
     for name, size in (("words", 9), ("bare", 300), ("bytes", 256)):
         sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0}
         GPT2LMHeadModel(GPT2Config(vocab_size=size, **sizes)).save_pretrained(root / name)
@@ -131,7 +133,7 @@ def train(*words):
 def test_a_run_by_the_tokenizer_of_its_model_writes_weights_that_transformers_uses(ranks, models_of, tmp_path):
     source = models_of / "words"
     words = [f"--model.hf={source}", f"--data.path={models_of / 'text.txt'}", "--data.tokenizer=hf"]
-    ranks.run(train, 2, *words, "--train.steps=30", "--optim.lr=0.1", f"--log.dir={tmp_path}")
+    ranks.run(train, 2, *words, "--train.steps=60", "--optim.lr=0.05", f"--log.dir={tmp_path}")
     expected = AutoTokenizer.from_pretrained(source)(TEXT)["input_ids"]
     assert encode(models_of / "text.txt", source / "tokenizer.json").tolist() == expected
     rows = [row["loss"] for row in read_metrics(tmp_path / "metrics.jsonl") if row["kind"] == "step"]
