@@ -62,7 +62,7 @@ def model_file(tmp_path):
 
 
 def _verify(*args, cwd):
-    """The command in this process, which has torch already; the ranks it compares with are its own."""
+    """The command in this process, which has torch already."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = cli(["verify", *args])
@@ -74,7 +74,13 @@ def _verify_alone(*args, cwd):
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=110, check=False)
 
 
-def test_a_right_model_is_equal(model_file):
+@pytest.fixture
+def warm(ranks, monkeypatch):
+    """The command's ranks are warm ones."""
+    monkeypatch.setattr("shardwise.verify.job.in_fresh_processes", ranks.run)
+
+
+def test_a_right_model_is_equal(model_file, warm):
     done = _verify(f"{model_file}:build", "--layout", "dp_shard=2", cwd=model_file.parent)
     assert done.returncode == 0, done.stderr
     assert "equal: 2 ranks, layout dp_shard=2, fsdp2, 4 units" in done.stdout
@@ -87,7 +93,7 @@ def test_a_difference_names_the_tensor(model_file):
     assert "random numbers are drawn in the model's own forward" in done.stderr and "report" not in done.stderr
 
 
-def test_a_model_with_dropout_is_compared_in_eval_mode_and_it_says_so(model_file):
+def test_a_model_with_dropout_is_compared_in_eval_mode_and_it_says_so(model_file, warm):
     done = _verify(f"{model_file}:dropping", "--layout", "dp_shard=2", cwd=model_file.parent)
     assert done.returncode == 0, done.stderr
     assert "in eval mode: in training, random numbers are drawn in 'layers.1.1' (dropout?)" in " ".join(
@@ -199,13 +205,10 @@ def two(index):
 
 
 @pytest.fixture
-def users(tmp_path, monkeypatch, ranks):
-    """A user's file in the working directory; the ranks are warm ones."""
+def users(tmp_path, warm):
+    """A user's file in the working directory."""
     (tmp_path / "users.py").write_text(USERS)
     (tmp_path / "broken.py").write_text("import torch\nimport nonesuch_lib\n\ndef build(): pass\n")
-    monkeypatch.setattr(
-        "shardwise.verify.job.in_fresh_processes", lambda call, size, *args: ranks.run(call, size, *args)
-    )
     return tmp_path
 
 
