@@ -1,5 +1,6 @@
 """What all tests share: warm ranks that have the imports of the parity matrix's models behind them."""
 
+import gc
 import random
 import signal
 import sys
@@ -28,6 +29,15 @@ PRELOAD = (
     "shardwise.state.checkpoint",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "qwen3", "t5", "bert", "vit")),
 )
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    gc.disable()  # it finds nothing while the files are imported: see import_frozen
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

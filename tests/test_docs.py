@@ -329,9 +329,11 @@ def test_every_selection_of_tests_selects_some(tmp_path):
     assert all(number > 0 for number in found.values()), found
 
 
-# What they do is seen in tests/benchmarks, tests/verify and tests/state; that they are spelled so, in soak.
+# What they do is seen in tests/benchmarks, tests/verify, tests/state and tests/cli; that they are spelled so, in soak.
 SEEN_ELSEWHERE = (
     "python benchmarks/",
+    "shardwise train --checkpoint.every=100",
+    "shardwise train --data.path=README.md",
     "python tools/draw_pages.py",
     "python tools/hostile_table.py",
     "python -m shardwise.verify.torch_check",

@@ -2,7 +2,6 @@
 them or in the folder of a run. It starts no run."""
 
 import argparse
-import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.arguments import Parser
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.launch.imports import import_frozen
 from shardwise.launch.lock import try_lock
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _check_effects(args: argparse.Namespace) -> None:
 def _place(path: Path) -> Path:
     """The directory of checkpoints, or the checkpoint, that ``path`` names; for the folder of a run, the directory in
     it."""
-    manifest = importlib.import_module(MANIFEST)
+    manifest = import_frozen(MANIFEST)
     path = path.resolve()
     below = path / "checkpoints"  # where shardwise train saves them
     goes_deeper = not _is_checkpoint(path) and not manifest.steps_in(path) and below.is_dir()
@@ -86,13 +86,13 @@ def _place(path: Path) -> Path:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    manifest = importlib.import_module(MANIFEST)
+    manifest = import_frozen(MANIFEST)
     return (path / manifest.MANIFEST).exists() or manifest.step_of(path) is not None
 
 
 def _folders(path: Path) -> list[Path]:
     """The checkpoint that ``path`` is, or those in it, oldest first."""
-    manifest = importlib.import_module(MANIFEST)
+    manifest = import_frozen(MANIFEST)
     if _is_checkpoint(path):
         return [path]
     found = [path / manifest.folder_name(step) for step in manifest.steps_in(path)]
@@ -127,7 +127,7 @@ def _facts(saved: "SavedRun") -> dict[str, Any]:
 
 def _asked(folder: Path, ask: Callable[["SavedRun"], dict[str, Any]]) -> dict[str, Any]:
     """The result of ``ask`` for a checkpoint, with its path and ``problem``: what is wrong with it, or None."""
-    opened = importlib.import_module(OPENED)
+    opened = import_frozen(OPENED)
     try:
         with opened.SavedRun(folder) as saved:
             return {"path": str(folder), "problem": None, **ask(saved)}
@@ -195,7 +195,7 @@ def _verify(path: Path, args: argparse.Namespace) -> int:
 
 
 def _prune(path: Path, args: argparse.Namespace) -> int:
-    manifest, retention = importlib.import_module(MANIFEST), importlib.import_module(KEEPING)
+    manifest, retention = import_frozen(MANIFEST), import_frozen(KEEPING)
     folders = _folders(path)
     rule = retention.RetentionPolicy(last=args.keep, every=args.keep_every, best=_best_of(folders))
     if folders == [path]:

@@ -2,13 +2,13 @@
 before torch is imported."""
 
 import argparse
-import importlib
 import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.arguments import Parser
+from shardwise.launch.imports import import_frozen
 
 if TYPE_CHECKING:
     from shardwise.state.block_copy import Progress
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         fresh=args.fresh,
         overwrite=args.overwrite,
     )
-    engine = importlib.import_module("shardwise.state.convert")
+    engine = import_frozen("shardwise.state.convert")
     try:
         with _Bar() as bar:
             done = engine.convert(job, bar.show)

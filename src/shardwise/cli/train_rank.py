@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.launch import send_event
+from shardwise.launch.imports import import_frozen
 
 if TYPE_CHECKING:
     from shardwise.run.config import RunConfig
@@ -34,6 +35,8 @@ def run_rank(config: "RunConfig", send: Callable[[dict[str, Any]], object]) -> d
     Returns:
         what :func:`shardwise.run.job.train` returns, with ``seconds`` and ``proof``.
     """
+    import_frozen("shardwise.run.job")
+
     from shardwise.cli.train_proof import prove
     from shardwise.run.job import train
     from shardwise.world import init

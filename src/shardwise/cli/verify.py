@@ -4,12 +4,12 @@ The model's function and the layout's text are checked before torch is imported.
 """
 
 import argparse
-import importlib
 import math
 from pathlib import Path
 from typing import Any
 
 from shardwise.cli.arguments import Parser
+from shardwise.launch.imports import import_frozen
 
 __all__ = ["OVERRIDES", "add_arguments", "more_help", "run"]
 
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         )
     layout_of(degrees, math.prod(numbers), axes=AXES_IN_USE)
     parallel, is_default = _parallel(args.overrides)
-    return importlib.import_module("shardwise.verify.job").main(
+    return import_frozen("shardwise.verify.job").main(
         args.model,
         args.layout,
         batch=args.batch,

@@ -23,6 +23,7 @@ from pathlib import Path
 from shardwise.errors import ConfigError, Stopped
 from shardwise.launch.events import open_channel, open_report
 from shardwise.launch.failure import Failure, failure_of
+from shardwise.launch.imports import import_frozen
 from shardwise.launch.process import die_with_parent
 
 __all__ = ["DUMP_SIGNAL", "Job", "load_target", "main"]
@@ -108,7 +109,8 @@ def load_target(target: str) -> Callable[..., object]:
         spec.loader.exec_module(module)  # type: ignore[union-attr]
     else:
         try:
-            module = importlib.import_module(place)
+            # A user's modules may hold what the collector closes at the end, such as a file in a cycle of references.
+            module = (import_frozen if place.startswith("shardwise.") else importlib.import_module)(place)
         except ModuleNotFoundError as error:
             # Only a missing target module is a typing mistake of the user; a missing import inside it is that module's
             # fault.

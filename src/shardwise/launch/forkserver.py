@@ -17,8 +17,6 @@ exit: those of a run (:mod:`shardwise.launch.child`) and the warm ones of a test
 import contextlib
 import ctypes
 import errno
-import gc
-import importlib
 import os
 import signal
 import socket
@@ -30,6 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
+from shardwise.launch.imports import import_frozen
 from shardwise.launch.process import die_with_parent, kill_group
 from shardwise.launch.stop_signals import blocked_at_start
 
@@ -86,15 +85,13 @@ def _prepare(connection: Connection, preload: Preload) -> None:
     why = ""
     try:
         for name in (*preload.modules, preload.runs.partition(":")[0]):
-            importlib.import_module(name)
+            import_frozen(name)
         if preload.tells_ends:
             os.close(os.pidfd_open(os.getpid()))  # Linux before 5.3 has none
         if (count := _num_threads()) > 1:
             why = f"{count} threads run after the imports, and a fork would have one of them"
     except Exception:  # a rank that does these imports itself reports what is wrong
         why = traceback.format_exc()
-    gc.collect()
-    gc.freeze()  # the garbage collector would otherwise touch, and so copy, every page that the ranks share
     _flush()
     output = []
     for file in captured:

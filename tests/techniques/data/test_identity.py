@@ -219,9 +219,11 @@ def scripts(where: str) -> dict[str, dict[str, Any]]:
         return {name: run(Side(world, size, sharding), *args) for name, (run, args) in SCRIPTS.items()}
 
 
-@pytest.mark.parametrize(
-    "where", [name if name != "hsdp" else pytest.param(name, marks=pytest.mark.soak) for name in WHERE]
-)
+def _soak(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.soak) for name in names]
+
+
+@pytest.mark.parametrize("where", ["many units", "offload", "replicas", *_soak("one unit", "many units, kept", "hsdp")])
 def test_what_is_kept_of_a_models_parameters_is_the_models(ranks, where):
     size = WHERE[where][1]
     found = ranks.run(scripts, size, where)
@@ -301,7 +303,7 @@ def written_in_between(where: str) -> dict[str, tuple[str, list[str]]]:
         return found
 
 
-@pytest.mark.parametrize("where", ["many units", "many units, kept", "one unit"])
+@pytest.mark.parametrize("where", ["many units", "many units, kept", *_soak("one unit")])
 def test_a_write_between_a_forward_and_its_backward_is_refused(ranks, where):
     """Of operations on a DTensor the tensor within knows nothing, and of those on lists the DTensor does not either."""
     for found in ranks.run(written_in_between, 2, where):
@@ -504,7 +506,7 @@ def walk_everywhere(ranks, where: str, seeds: list[int], num: int) -> None:
             assert all(len(done) == num for done in walks)
 
 
-@pytest.mark.parametrize("where", ["many units", "many units, kept", "one unit"])
+@pytest.mark.parametrize("where", ["many units, kept", "one unit", *_soak("many units")])
 def test_calls_in_any_order(ranks, where):
     walk_everywhere(ranks, where, [1, 2], 30)
 

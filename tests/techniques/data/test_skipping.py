@@ -155,7 +155,7 @@ def test_blocks_that_ranks_skip(ranks, names):
 METHODS = [name for name in CASES if name.startswith("another method")]
 
 
-@pytest.mark.parametrize("where", ["kept", "kept over 2 of 4", "much prefetch"])
+@pytest.mark.parametrize("where", ["kept", "kept over 2 of 4", pytest.param("much prefetch", marks=pytest.mark.soak)])
 def test_blocks_used_by_another_method_that_ranks_keep(ranks, where):
     """A rank that ran one freed it before its backward and gathered it anew; those that skipped it held it, and gathered nothing."""
     check(ranks, where, METHODS, timeout_s=100)

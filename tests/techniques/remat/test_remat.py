@@ -27,11 +27,16 @@ def on(ranks, layout: str, **options):
     return ranks.run(train, count, text, engine, timeout_s=100, **options)
 
 
-@pytest.mark.parametrize("layout", BLOCKS)
-@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize(
+    ("layout", "way"),
+    [
+        pytest.param(layout, way, marks=pytest.mark.soak if layout in {"ddp-4", "fsdp-4"} else ())
+        for layout in BLOCKS
+        for way in WAYS
+        if layout in {"fsdp-2", "ddp-4"} or way not in {"every-2", "by-name"}  # which blocks differs, not how
+    ],
+)
 def test_gradients_with_dropout_are_one_processs(ranks, layout, way):
-    if way in {"every-2", "by-name"} and layout not in {"fsdp-2", "ddp-4"}:
-        return  # which blocks differs, not how
     want = one_process()
     for answer in on(ranks, layout, remat=WAYS[way]):
         assert_same(answer["grads"], want)
