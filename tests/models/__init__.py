@@ -10,6 +10,7 @@ from models import (
     drops,
     families,
     hugging_face,
+    linears,
     other_families,
     packages,
     recomputed,
@@ -31,7 +32,7 @@ MODELS: dict[str, Model] = {}
 
 _SOURCES = (
     *(zoo, hugging_face, families, other_families, packages, written, constructors, unreplayable, awkward),
-    *(tied, tempered, shared_layer, stacks, towers, recomputed, drops),
+    *(tied, tempered, shared_layer, stacks, towers, recomputed, drops, linears),
 )
 
 for _source in _SOURCES:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._torch.modules import cast_floating
+from shardwise.model.lift import LiftFloat32
 from shardwise.step.loss import count_of, forward_of
 from shardwise.step.step_state import StepState
-from shardwise.verify.lift import LiftFloat32
 
 __all__ = ["StepRecord", "Task", "cast_batches", "make_optimizer", "run_oracle"]
 

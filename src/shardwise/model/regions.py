@@ -1,0 +1,414 @@
+"""Which linear layers of a model can be cut over several ranks together, found by gradients: the *regions*.
+
+In tensor parallelism (Megatron-LM, https://arxiv.org/abs/1909.08053) some layers compute a part of their outputs on each
+rank (*column-parallel*), the model's own code works on these parts, and a later layer takes a part of its inputs on
+each rank and has its outputs summed (*row-parallel*). A region is such a group of layers with the code between them:
+the attention of a block, its MLP.
+
+A row-parallel layer's input is cut into equal parts, one for each rank. A column-parallel layer's outputs that a part
+depends on are those which that rank must compute. Fused q|k|v in any order, grouped key/value heads, gate and up in one
+layer, need no rule of their own. That a cut found so is right is shown by :mod:`shardwise.model.certificate`, which
+runs the model's code with it.
+"""
+
+import itertools
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.model.blocks import has_no_forward
+from shardwise.model.layers import Call, Place, Run, Trial
+from shardwise.recipe.records import Part
+
+__all__ = [
+    "Cut",
+    "Found",
+    "Region",
+    "Rows",
+    "Setting",
+    "Whole",
+    "find_regions",
+    "part_of",
+    "parts_of",
+    "rows_of",
+    "signature",
+    "weights_for",
+]
+
+Rows = tuple[Part, ...]
+"""How a dim is cut: see :class:`~shardwise.recipe.records.Cut`."""
+
+_DRAWS = 3  # of the random outputs, at most: an output may be hidden by ReLU at every position of one
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A tensor that every rank has whole while it computes a part: its gradients on the ranks are parts of a sum."""
+
+
+Setting = tuple[str, str]
+"""A module and one of its attributes; ``config.KEY`` for one of its own copy of a configuration."""
+
+Cut = tuple[int, Rows] | Whole
+"""The dim along which a tensor is cut, and how; or that it is whole."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Layers that are cut together.
+
+    Attributes:
+        module: the innermost module that all of them are in.
+        columns: weight of a column-parallel layer -> how its outputs are cut.
+        rows: weights of the row-parallel layers; their inputs are cut evenly.
+        whole: weights of layers whose outputs every rank needs whole for its part, so that gradients on the ranks are
+            parts of a sum from there on (a single key/value head). A row-parallel layer may be one of them.
+        inner: those of ``columns`` whose inputs come from layers of ``whole``, and have such gradients too.
+        tensors: parameter or buffer between the layers -> how it is cut.
+        arguments: floating argument of ``module`` -> how it is cut.
+        settings: values on a rank, of numbers of heads and the like.
+        narrowed: arguments of ``module`` that are read by column-parallel layers only, and whose width the code uses
+            for that of a rank's part: everything but those layers is given as much of them as a rank has outputs.
+    """
+
+    module: str
+    columns: dict[str, Rows]
+    rows: tuple[str, ...]
+    whole: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()
+    tensors: dict[str, Cut] = field(default_factory=dict)
+    arguments: dict[Place, Cut] = field(default_factory=dict)
+    settings: dict[Setting, int] = field(default_factory=dict)
+    narrowed: tuple[Place, ...] = ()
+
+
+@dataclass
+class Found:
+    """What a search has found.
+
+    Attributes:
+        regions: that can be cut, as far as gradients tell.
+        left: weight of a layer that stays as it is -> why.
+    """
+
+    regions: list[Region]
+    left: dict[str, str]
+
+
+# ---- indices of a dim ------------------------------------------------------------------------------------------------
+
+
+def rows_of(cut: Rows, degree: int, rank: int) -> Tensor:
+    """The indices of a dim that ``rank`` of ``degree`` holds, ascending."""
+    found, offset = [], 0
+    for part in cut:
+        size = part.size * part.replicas // degree
+        start = offset + rank // part.replicas * size
+        found.append(torch.arange(start, start + size))
+        offset += part.size
+    return torch.cat(found)
+
+
+def parts_of(needed: list[Tensor]) -> Rows | str:
+    """How a dim is cut, from the indices that each rank needs, as masks; or why that is no cut that a recipe can hold."""
+    degree, masks = len(needed), torch.stack(needed)
+    if unused := int((~masks.any(0)).sum()):
+        return f"{unused} of {masks.shape[1]} outputs are used by no rank"
+    # Neighbouring indices that the same ranks need.
+    edges = [0, *(torch.nonzero((masks[:, 1:] != masks[:, :-1]).any(0)).flatten() + 1).tolist(), masks.shape[1]]
+    runs = [(b - a, tuple(torch.nonzero(masks[:, a]).flatten().tolist())) for a, b in itertools.pairwise(edges)]
+    parts, at = list[Part](), 0
+    while at < len(runs):
+        size, ranks = runs[at]
+        replicas = len(ranks)
+        group = runs[at : at + degree // replicas]
+        wanted = [(size, tuple(range(rank, rank + replicas))) for rank in range(0, degree, replicas)]
+        if degree % replicas or group != wanted:
+            shown = "; ".join(f"{size} by {','.join(map(str, ranks))}" for size, ranks in runs[:4])
+            return f"ranks need its outputs in an order that is no even cut: {shown}"
+        parts.append(Part(size=size * len(group), replicas=replicas))
+        at += len(group)
+    return tuple(parts)
+
+
+def part_of(x: Tensor, degree: int, rank: int) -> Tensor:
+    """The part of the last dim of a row-parallel layer's input that ``rank`` has."""
+    size = x.shape[-1] // degree
+    return x[..., rank * size : (rank + 1) * size]
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+def weights_for(x: Tensor) -> Tensor:
+    """Random numbers in the shape of ``x``: the same whenever they are asked for."""
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(7), dtype=x.dtype)
+
+
+def gradients(x: Tensor, degree: int, rank: int, of: Iterable[Tensor]) -> list[Tensor | None]:
+    """Gradients of a random sum over a rank's part of ``x``."""
+    of = list(of)
+    if not x.requires_grad or not of:
+        return [None] * len(of)
+    total = (part_of(x, degree, rank) * part_of(weights_for(x), degree, rank)).sum()
+    return list(torch.autograd.grad(total, of, retain_graph=True, allow_unused=True))
+
+
+def _mask(grad: Tensor, dim: int) -> Tensor:
+    """Which indices along ``dim`` have a gradient anywhere."""
+    return (grad != 0).movedim(dim, 0).flatten(1).any(1) if grad.dim() > 1 else grad != 0
+
+
+def _is_zero(grad: Tensor | None) -> bool:
+    return grad is None or not bool((grad != 0).any())
+
+
+Masks = list[Tensor]
+"""For each rank, which indices along a dim it needs."""
+
+
+def _noted(masks: Masks | None, mask: Tensor, rank: int, degree: int) -> Masks:
+    masks = masks or [torch.zeros_like(mask) for _ in range(degree)]
+    masks[rank] |= mask
+    return masks
+
+
+def _equal(masks: Masks) -> bool:
+    return all(torch.equal(masks[0], mask) for mask in masks[1:])
+
+
+@dataclass
+class _Needs:
+    """What the parts of one layer's input need."""
+
+    outputs: dict[str, Masks] = field(default_factory=dict)  # by the weight of an earlier layer
+    tensors: set[str] = field(default_factory=set)
+    alike: bool = False  # every part needs everything that any part does
+
+    def partly(self) -> set[str]:
+        """The layers of whose outputs some part needs only some."""
+        if self.alike:
+            return set()
+        return {name for name, masks in self.outputs.items() if not _equal(masks)}
+
+
+class _Search:
+    """The search for regions in one model, for ``degree`` ranks."""
+
+    def __init__(self, trial: Trial, degree: int):
+        self._trial, self._degree = trial, degree
+        self._varies = dict[str, str]()
+        self._needs = self._find_needs()
+        run = trial.run()
+        self._widths = {call.weight: x.shape[-1] for call, x in run.inputs.items()}
+        self._shown = _reached(run)
+        self._unused = trial.unused()
+
+    def _find_needs(self) -> dict[str, _Needs]:
+        found: dict[str, _Needs] = {}
+        first: dict[Call, torch.Size] | None = None
+        for draw in range(_DRAWS):
+            run = self._trial.run(draw=draw)
+            shapes = {call: x.shape for call, x in run.inputs.items()}
+            first = first or shapes
+            for call in first.keys() | shapes.keys():
+                if first.get(call) != shapes.get(call):
+                    self._varies[call.weight] = "how many positions it gets depends on the data, as for experts"
+            for call, x in run.inputs.items():
+                if not self._trial.layers[call.weight].is_embedding:
+                    self._add(found.setdefault(call.weight, _Needs()), run, x)
+            holes = any(
+                not bool(torch.stack(masks).any(0).all())
+                for needs in found.values()
+                if not needs.alike
+                for masks in needs.outputs.values()
+            )
+            if draw and not holes:
+                break
+        return found
+
+    def _add(self, needs: _Needs, run: Run, x: Tensor) -> None:
+        others = self._trial.others()
+        is_even = x.shape[-1] % self._degree == 0
+        for rank in range(self._degree):
+            degree, part = (self._degree, rank) if is_even else (1, 0)
+            grads = gradients(x, degree, part, [*run.leaves.values(), *others.values()])
+            outputs = {
+                c: _mask(g, -1) for c, g in zip(run.leaves, grads, strict=False) if g is not None and not _is_zero(g)
+            }
+            for call, mask in outputs.items():
+                needs.outputs[call.weight] = _noted(needs.outputs.get(call.weight), mask, rank, self._degree)
+            rest = zip(others, grads[len(run.leaves) :], strict=True)
+            needs.tensors |= {name for name, grad in rest if not _is_zero(grad)}
+            if not is_even or all(bool(mask.all()) for mask in outputs.values()):
+                needs.alike = True  # the parts of the other ranks are no different
+                return
+
+    def found(self) -> Found:
+        regions, left = [], dict(self._varies)
+        for rows in self._groups():
+            region = self._region(rows)
+            if isinstance(region, Region):
+                regions.append(region)
+            else:
+                columns = set().union(*(self._needs[weight].partly() for weight in rows))
+                left.update((weight, region) for weight in (*rows, *columns) if weight not in left)
+        cut = {weight for region in regions for weight in (*region.columns, *region.rows)}
+        for weight, layer in self._trial.layers.items():
+            if weight not in cut and weight not in left and not layer.is_embedding:
+                left[weight] = self._why_left(weight)
+        return Found(regions, left)
+
+    def _why_left(self, weight: str) -> str:
+        if weight in self._trial.foreign:
+            return f"its weight is also used by {self._trial.foreign[weight]}"
+        if self._widths.get(weight, 0) % self._degree:
+            return f"its {self._widths[weight]} inputs are not divisible by {self._degree}"
+        return "the code before it mixes all of its inputs, and the code after it all of its outputs"
+
+    def _groups(self) -> list[list[str]]:
+        """Row-parallel candidates, those together that need parts of the outputs of one layer."""
+        groups: list[tuple[set[str], list[str]]] = []
+        for weight, needs in self._needs.items():
+            if not (columns := needs.partly()):
+                continue
+            rows = [weight]
+            for other in [group for group in groups if group[0] & columns]:
+                groups.remove(other)
+                columns, rows = columns | other[0], other[1] + rows
+            groups.append((columns, rows))
+        return [rows for _, rows in groups]
+
+    def _region(self, rows: list[str]) -> Region | str:
+        """The region of these row-parallel layers, or why there is none."""
+        trial = self._trial
+        partly = sorted(set().union(*(self._needs[weight].partly() for weight in rows)))
+        for name in (*partly, *rows):
+            if name in self._varies:
+                return f"{name}: {self._varies[name]}"
+            if name in trial.foreign:
+                return f"{name} is used by {trial.foreign[name]} too"
+        module = _with_forward(trial.module, common_module((*partly, *rows)))
+        if unused := [name for name in self._unused if _is_within(name, module)]:
+            return f"{unused[0]} beside it was not used for the example, so where it leads to is not known"
+        dims = self._detached(rows, module)
+        outputs = {name: masks[0] for name, masks in dims.items() if isinstance(name, str) and name in trial.layers}
+        whole = {name for name, masks in outputs.items() if _equal(masks)}
+        inner = {
+            name
+            for name in outputs.keys() - whole
+            if (needs := self._needs.get(name)) and needs.outputs and needs.outputs.keys() <= whole
+        }
+        rows_or_inner = {*rows, *inner}
+        dims |= {name: [] for weight in inner for name in self._needs[weight].tensors if name not in dims}
+        columns: dict[str, Rows] = {}
+        tensors: dict[str, Cut] = {}
+        arguments: dict[Place, Cut] = {}
+        for source, masks in dims.items():
+            if isinstance(source, tuple):
+                arguments[source] = _cut_or_whole(masks)
+            elif source in trial.layers:
+                if why := self._why_no_source(source, rows_or_inner, module):
+                    return why
+                if source not in whole:
+                    cut = parts_of(masks[0])
+                    if isinstance(cut, str):
+                        return f"{source}: {cut}"
+                    columns[source] = cut
+            elif not _is_within(source, module) or self._users(source) - rows_or_inner:
+                return f"{source} is also used outside of {module or 'the layers'}"
+            else:
+                tensors[source] = _cut_or_whole(masks)
+        if both := [weight for weight in rows if weight in columns]:
+            return f"both the inputs and the outputs of {both[0]} would be cut"
+        if not columns:
+            return "no part of its inputs depends on a part of some layer's outputs"
+        return Region(module, columns, tuple(rows), tuple(sorted(whole)), tuple(sorted(inner)), tensors, arguments)
+
+    def _users(self, tensor: str) -> set[str]:
+        return {weight for weight, needs in self._needs.items() if tensor in needs.tensors}
+
+    def _why_no_source(self, weight: str, rows: set[str], module: str) -> str:
+        """Why a layer whose outputs a region uses cannot be part of it; "" if it can."""
+        if not _is_within(weight, module):
+            return f"outputs of {weight} come in by another way than the arguments of {module or 'the model'}"
+        if others := [other for other, needs in self._needs.items() if other not in rows and weight in needs.outputs]:
+            return f"outputs of {weight} are also used by {others[0]}"
+        return f"outputs of {weight} are outputs of the model" if weight in self._shown else ""
+
+    def _detached(self, rows: list[str], module: str) -> dict[str | Place, list[Masks]]:
+        """What the inputs of ``rows`` need when the arguments of ``module`` are cut off from what they were made of:
+        of the outputs of a layer, by its weight; of all dims of another tensor, by its name, or of an argument."""
+        found: dict[str | Place, list[Masks]] = {}
+        others = self._trial.others()
+        for draw in range(_DRAWS):
+            run = self._trial.run(draw=draw, detached=module)
+            places = [(place, leaf) for place, leaves in run.arguments.items() for leaf in leaves]
+            names = [*(call.weight for call in run.leaves), *others, *(place for place, _ in places)]
+            sources = [*run.leaves.values(), *others.values(), *(leaf for _, leaf in places)]
+            for x in (x for call, x in run.inputs.items() if call.weight in rows):
+                for rank in range(self._degree):
+                    for name, grad in zip(names, gradients(x, self._degree, rank, sources), strict=True):
+                        if grad is None or _is_zero(grad):
+                            continue
+                        dims = [grad.dim() - 1] if name in self._trial.layers else range(grad.dim())
+                        before = found.get(name, [None] * len(dims))
+                        found[name] = [
+                            _noted(masks, _mask(grad, dim), rank, self._degree)
+                            for masks, dim in zip(before, dims, strict=True)
+                        ]
+        return found
+
+
+def find_regions(trial: Trial, degree: int) -> Found:
+    """The regions of a model for ``degree`` ranks, without settings: :func:`~shardwise.model.certificate.certify` finds
+    those, and shows whether a region is right."""
+    return _Search(trial, degree).found()
+
+
+def _reached(run: Run) -> set[str]:
+    """The layers whose outputs the model's output depends on other than through another layer."""
+    outputs = [out for out in run.output if out.requires_grad]
+    if not outputs or not run.leaves:
+        return set()
+    total = torch.stack([(out * weights_for(out)).sum() for out in outputs]).sum()
+    grads = torch.autograd.grad(total, list(run.leaves.values()), allow_unused=True)
+    return {call.weight for call, grad in zip(run.leaves, grads, strict=True) if not _is_zero(grad)}
+
+
+def common_module(names: Iterable[str]) -> str:
+    """The innermost module that all tensors of these names are in."""
+    common: list[str] = []
+    for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)
+
+
+def _with_forward(root: nn.Module, name: str) -> str:
+    """The module of this name, or the innermost around it that has a forward: a ModuleList has none."""
+    while name and has_no_forward(root.get_submodule(name)):
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _is_within(name: str, module: str) -> bool:
+    return not module or name.startswith(f"{module}.")
+
+
+def _cut_or_whole(dims: list[Masks]) -> Cut:
+    """The first dim along which each rank needs a part of its own."""
+    for dim, masks in enumerate(dims):
+        cut = parts_of(masks)
+        if not isinstance(cut, str) and all(part.replicas == 1 for part in cut):
+            return dim, cut
+    return Whole()
+
+
+def signature(name: str) -> str:
+    """A name without the numbers of the blocks in it."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)

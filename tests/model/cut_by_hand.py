@@ -1,0 +1,221 @@
+"""Cuts a model into the regions that were found for it, on real ranks, with as little code as it takes: what the regions say is all
+that is used, so that a training step by it shows whether they are right."""
+
+import contextlib
+import copy
+import functools
+import random
+
+import models
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.model.certificate import find_certified
+from shardwise.model.layers import Layer, LayerCalls, Trial
+from shardwise.model.lift import LiftFloat32
+from shardwise.model.names import canonical_tensors
+from shardwise.model.regions import Region, rows_of
+from shardwise.world import init
+
+
+class Enter(torch.autograd.Function):
+    """Identity; the gradient is the sum over all ranks."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return summed(grad)
+
+
+class Sum(torch.autograd.Function):
+    """The sum over all ranks; the gradient is as it comes."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return summed(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def summed(x: Tensor) -> Tensor:
+    x = x.detach().clone().contiguous()
+    dist.all_reduce(x)
+    return x
+
+
+class Cut(LayerCalls):
+    """The forward of a model on one rank of ``degree``."""
+
+    def __init__(self, module: nn.Module, layers: dict[str, Layer], regions: list[Region], degree: int, rank: int):
+        self.module, self.regions, self.degree, self.rank = module, regions, degree, rank
+        self.rows: dict[str, tuple[int, Tensor]] = {}  # tensor -> its dim that is cut, and the indices that are here
+        self.summed: dict[
+            str, Tensor | None
+        ] = {}  # tensor -> those of its local rows of which others have a part; None: all
+        self.given: dict[int, tuple[Tensor, Tensor]] = {}  # id of a narrowed argument -> it, and the whole one
+        self._layers = layers
+        for region in regions:
+            self._read(region)
+        names: dict[int, str] = {}
+        for name, owner, attr in list(canonical_tensors(module, "_parameters")):
+            param = getattr(owner, attr)
+            if name in self.rows:
+                dim, rows = self.rows[name]
+                here = param.detach().index_select(dim, rows)
+                setattr(owner, attr, nn.Parameter(here, requires_grad=param.requires_grad))
+            names.setdefault(id(getattr(owner, attr)), name)
+        for region in regions:
+            self._change(module, region)
+        super().__init__(lambda x: names.get(id(x)))
+
+    def _read(self, region: Region) -> None:
+        for weight, cut in region.columns.items():
+            rows, at, shared = rows_of(cut, self.degree, self.rank), 0, []
+            for part in cut:
+                size = part.size * part.replicas // self.degree
+                shared += [torch.arange(at, at + size)] if part.replicas > 1 else []
+                at += size
+            layer = self._layers[weight]
+            for name, dim in ((weight, layer.out_dim), (layer.bias, 0)):
+                if name is not None:
+                    self.rows[name] = dim, rows
+                    if shared:
+                        self.summed[name] = torch.cat(shared)
+        for weight in region.rows:
+            layer = self._layers[weight]
+            dim = 1 - layer.out_dim
+            size = self.module.get_parameter(weight).shape[dim] // self.degree
+            self.rows[weight] = dim, torch.arange(self.rank * size, (self.rank + 1) * size)
+        for weight in set(region.whole) - set(region.rows):
+            layer = self._layers[weight]
+            self.summed |= dict.fromkeys(name for name in (weight, layer.bias) if name is not None)
+        for name, cut in region.tensors.items():
+            if isinstance(cut, tuple):
+                self.rows[name] = cut[0], rows_of(cut[1], self.degree, self.rank)
+            else:
+                self.summed[name] = None
+
+    def _change(self, module: nn.Module, region: Region) -> None:
+        for (name, attr), value in region.settings.items():
+            holder = module.get_submodule(name)
+            if attr.startswith("config."):
+                holder.config = copy.copy(holder.config)
+                holder, attr = holder.config, attr.removeprefix("config.")
+            setattr(holder, attr, value)
+        for name, owner, attr in list(canonical_tensors(module, "_buffers")):
+            if name in region.tensors and name in self.rows:
+                setattr(owner, attr, getattr(owner, attr).index_select(*self.rows[name]))
+        hook = functools.partial(self._enter, region)
+        module.get_submodule(region.module).register_forward_pre_hook(hook, with_kwargs=True)
+
+    def _enter(self, region: Region, _, args, kwargs):
+        def walk(value, place):
+            if type(value) in (tuple, list):
+                return type(value)(walk(x, (*place, i)) for i, x in enumerate(value))
+            if place in region.narrowed:
+                part = value.narrow(-1, 0, value.shape[-1] // self.degree)
+                self.given[id(part)] = part, value
+                return part
+            if place not in region.arguments:
+                return value
+            value = Enter.apply(value) if value.requires_grad else value
+            cut = region.arguments[place]
+            if not isinstance(cut, tuple) or value.shape[cut[0]] != sum(part.size for part in cut[1]):
+                return value
+            return value.index_select(cut[0], rows_of(cut[1], self.degree, self.rank))
+
+        return tuple(walk(x, (i,)) for i, x in enumerate(args)), {k: walk(x, (k,)) for k, x in kwargs.items()}
+
+    def called(self, layer: Layer, x: Tensor) -> Tensor:
+        weight = self.module.get_parameter(layer.weight)
+        bias = self.module.get_parameter(layer.bias) if layer.bias is not None else None
+        columns, rows, whole, inner = set(), set(), set(), set()
+        for region in self.regions:
+            columns, rows = columns | region.columns.keys(), rows | {*region.rows}
+            whole, inner = whole | {*region.whole}, inner | {*region.inner}
+        if layer.weight not in columns | rows | whole:
+            return NotImplemented
+        x = self.given[id(x)][1] if id(x) in self.given else x
+        if layer.is_embedding:
+            return nn.functional.embedding(x, weight)
+        if layer.weight in (columns | whole) - inner - rows and x.requires_grad:
+            x = Enter.apply(x)
+        y = x @ (weight.T if layer.out_dim == 0 else weight)
+        y = Sum.apply(y) if layer.weight in rows else y
+        y = y if bias is None else y + bias
+        return Enter.apply(y) if layer.weight in rows & whole else y
+
+
+Found = tuple[dict[str, Layer], list[Region]]
+
+
+@functools.cache
+def regions_of(name: str, degree: int) -> Found:
+    """The layers of a model, and its regions for ``degree`` ranks."""
+    model = models.get(name)
+    batch = model.windows(1, 1)[0][0]
+    trial = Trial(model.build(), lambda module: model.forward(module, batch))
+    return trial.layers, find_certified(trial, degree).regions
+
+
+def errors(found: dict[str, Found]) -> dict[str, tuple[float, str, int]]:
+    """For each model: the largest error of the loss or a gradient, where, and how many elements of parameters this rank holds."""
+    with init("dp_shard=-1", device="cpu", timeout_s=60) as world:
+        return {name: _error(models.get(name), *each, world.size, world.rank) for name, each in found.items()}
+
+
+def _error(
+    model: models.Model, layers: dict[str, Layer], regions: list[Region], degree: int, rank: int
+) -> tuple[float, str, int]:
+    torch.manual_seed(0)
+    random.seed(0)  # which some constructors draw from
+    whole = model.build().double().eval()
+    with torch.no_grad():
+        for param in whole.parameters():
+            param.add_(torch.randn_like(param), alpha=0.05)  # no bias of zeros, no norm of ones
+    (batches,) = model.windows(1, 2)
+    cut = Cut(copy.deepcopy(whole), layers, regions, degree, rank)
+    losses = []
+    for module, within in ((whole, None), (cut.module, cut)):
+        total = 0.0
+        for batch in batches:  # two, so that a sum for each would show
+            with within or contextlib.nullcontext(), LiftFloat32():
+                output = model.forward(module, batch)
+            loss = model.loss(output, batch)
+            loss = loss["loss"] if isinstance(loss, dict) else loss
+            loss.backward()
+            total += float(loss.detach())
+        losses.append(total)
+    worst = abs(losses[0] - losses[1]) / abs(losses[0]), "loss"
+    wanted = {name: param.grad for name, param in whole.named_parameters()}
+    largest = max(float(grad.abs().max()) for grad in wanted.values() if grad is not None)
+    for name, param in cut.module.named_parameters():
+        grad, want = param.grad, wanted[name]
+        if want is None:
+            assert grad is None, name
+            continue
+        grad = torch.zeros_like(param) if grad is None else grad
+        if name in cut.summed:
+            grad = _summed_rows(cut, name, grad, want)
+        if name in cut.rows:
+            dim, rows = cut.rows[name]
+            want = want.index_select(dim, rows)
+        error = float((grad - want).abs().max()) / max(float(want.abs().max()), 1e-4 * largest)
+        worst = max(worst, (error, name))
+    return *worst, sum(param.numel() for param in cut.module.parameters())
+
+
+def _summed_rows(cut: Cut, name: str, grad: Tensor, want: Tensor) -> Tensor:
+    rows = cut.summed[name]
+    if rows is None:
+        return summed(grad)
+    dim, here = cut.rows[name]
+    full = torch.zeros_like(want)
+    full.index_copy_(dim, here[rows], grad.index_select(dim, rows))
+    return grad.index_copy(dim, rows, summed(full).index_select(dim, here[rows]))
