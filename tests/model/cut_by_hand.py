@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.model.certificate import find_certified
-from shardwise.model.layers import Layer, LayerCalls, Trial
+from shardwise.model.layers import Layer, LayerCalls
 from shardwise.model.lift import LiftFloat32
 from shardwise.model.names import canonical_tensors
 from shardwise.model.regions import Region, rows_of
+from shardwise.model.search import search
 from shardwise.world import init
 
 
@@ -62,17 +62,17 @@ class Cut(LayerCalls):
         self._layers = layers
         for region in regions:
             self._read(region)
-        names: dict[int, str] = {}
+        names: dict[int, tuple[nn.Parameter, str]] = {}
         for name, owner, attr in list(canonical_tensors(module, "_parameters")):
             param = getattr(owner, attr)
             if name in self.rows:
                 dim, rows = self.rows[name]
                 here = param.detach().index_select(dim, rows)
                 setattr(owner, attr, nn.Parameter(here, requires_grad=param.requires_grad))
-            names.setdefault(id(getattr(owner, attr)), name)
+            names.setdefault(id(getattr(owner, attr)), (getattr(owner, attr), name))
         for region in regions:
             self._change(module, region)
-        super().__init__(lambda x: names.get(id(x)))
+        super().__init__(lambda x: names[id(x)][1] if id(x) in names and names[id(x)][0] is x else None)
 
     def _read(self, region: Region) -> None:
         for weight, cut in region.columns.items():
@@ -160,8 +160,8 @@ def regions_of(name: str, degree: int) -> Found:
     """The layers of a model, and its regions for ``degree`` ranks."""
     model = models.get(name)
     batch = model.windows(1, 1)[0][0]
-    trial = Trial(model.build(), lambda module: model.forward(module, batch))
-    return trial.layers, find_certified(trial, degree).regions
+    found, layers = search(model.build(), lambda module: model.forward(module, batch), degree)
+    return layers, found.regions
 
 
 def errors(found: dict[str, Found]) -> dict[str, tuple[float, str, int]]:

@@ -51,8 +51,8 @@ Settings = dict[Setting, int]
 
 
 def find_certified(trial: Trial, degree: int) -> Found:
-    """The regions of a model for ``degree`` ranks that can be cut together, with their settings; and for every other
-    linear layer the reason why it stays as it is."""
+    """The regions for ``degree`` ranks that can be cut together, with their settings; and for every other linear layer
+    that was called the reason why it stays as it is."""
     found, training = find_regions(trial, degree), trial.in_training()
     candidates, left = list(found.regions), dict(found.left)
     shown = dict[str, Region]()  # by the row-parallel layers, which no two candidates have in common

@@ -85,14 +85,22 @@ class Trial:
         module: any module, on meta or not.
         call: ``call(copy)`` runs it once and returns its output.
         training: whether the copy is in training mode.
+        without: modules of lists that the copy does not have.
 
     Raises:
         UnsupportedError: the module cannot be copied, or does not run.
     """
 
-    def __init__(self, module: nn.Module, call: Callable[[nn.Module], Any], *, training: bool = False):
+    def __init__(
+        self,
+        module: nn.Module,
+        call: Callable[[nn.Module], Any],
+        *,
+        training: bool = False,
+        without: frozenset[str] = frozenset(),
+    ):
         self._call, self._values = call, dict[tuple[Call, int], Tensor]()
-        self._original, self._training = module, training
+        self._original, self._training, self._without = module, training, without
         self.layers: dict[str, Layer] = {}
         """Name of a weight -> its layer, once a run has called it."""
         self.foreign: dict[str, str] = {}
@@ -151,7 +159,7 @@ class Trial:
 
     def in_training(self) -> "Trial":
         """The same model in training mode."""
-        return Trial(self._original, self._call, training=True)
+        return Trial(self._original, self._call, training=True, without=self._without)
 
     def others(self) -> dict[str, Tensor]:
         """Floating parameters and buffers that are part of no layer, by canonical name."""
@@ -172,8 +180,8 @@ class Trial:
         return sorted(name for name in names - self.layers.keys() if name is not None)
 
     def _copy(self, module: nn.Module, with_values: frozenset[str]) -> nn.Module:
-        memo: dict[int, Any] = {}
-        self._names: dict[int, str] = {}
+        memo: dict[int, Any] = {id(module.get_submodule(name)): nn.Identity() for name in self._without}
+        self._names: dict[int, tuple[Tensor, str]] = {}  # by id, with the tensor: an id alone may be another's later
         generator = torch.Generator().manual_seed(0)
         for kind in ("_parameters", "_buffers"):
             for name, owner, attr in canonical_tensors(module, kind):
@@ -184,7 +192,8 @@ class Trial:
                 made = _without_values(tensor) if is_weight else _with_values(tensor, generator)
                 memo[id(tensor)] = nn.Parameter(made) if kind == "_parameters" else made
                 if kind == "_parameters":
-                    self._names[id(memo[id(tensor)])] = name
+                    param = memo[id(tensor)]
+                    self._names[id(param)] = param, name
         try:
             copied = copy.deepcopy(module, memo).train(self._training)
         except Exception as error:
@@ -193,6 +202,9 @@ class Trial:
                 why=f"copy.deepcopy: {type(error).__name__}: {error}",
                 fix="keep what cannot be copied (files, locks, processes) out of the module's attributes",
             ) from error
+        for name in self._without:
+            parent, _, key = name.rpartition(".")
+            del copied.get_submodule(parent)._modules[key]
         for buffer in copied.buffers():
             if buffer.is_floating_point():
                 buffer.requires_grad_()
@@ -200,7 +212,8 @@ class Trial:
 
     def name_of(self, tensor: Any) -> str | None:
         """Canonical name of a parameter of the copy."""
-        return self._names.get(id(tensor))
+        param, name = self._names.get(id(tensor), (None, None))
+        return name if param is tensor else None
 
     def value(self, call: Call, shape: tuple[int, ...], draw: int) -> Tensor:
         """The random output of a call; the same in every run of this ``draw``."""

@@ -1,0 +1,125 @@
+"""The regions of deep models: searched in two blocks of each kind, and what is found holds for the others."""
+
+import functools
+
+import models
+import pytest
+import torch
+from models.linears import WIDTH, Attention, Decoder, Mlp
+from torch import nn
+from torch.nn import functional
+
+from shardwise.errors import UnsupportedError
+from shardwise.model.block_kinds import block_kinds
+from shardwise.model.certificate import find_certified
+from shardwise.model.layers import Trial
+from shardwise.model.search import search
+
+
+def both(build, call, degree=2):
+    """Regions and reasons by a search of all blocks, and of some."""
+    torch.manual_seed(0)
+    module = build()
+    whole = find_certified(Trial(module, call), degree)
+    found, layers = search(module, call, degree)
+    assert layers.keys() == Trial(module, call).layers.keys()
+    return whole, found
+
+
+def same(whole, found) -> bool:
+    return sorted(whole.regions, key=repr) == sorted(found.regions, key=repr) and whole.left == found.left
+
+
+def run(module):
+    return module(torch.arange(12).view(2, 6) % 19)
+
+
+class Deep(nn.Module):
+    def __init__(self, *blocks: nn.Module):
+        super().__init__()
+        self.embed, self.blocks, self.head = nn.Embedding(19, WIDTH), nn.ModuleList(blocks), nn.Linear(WIDTH, 19)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(functional.layer_norm(x, (WIDTH,)))
+        return self.head(x)
+
+
+class Counts(Deep):
+    """Its code counts its blocks."""
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for number in range(5):
+            x = x + self.blocks[number](functional.layer_norm(x, (WIDTH,)))
+        return self.head(x)
+
+
+class HandsOn(Deep):
+    """Each block also gets the hidden values of the one before it."""
+
+    def forward(self, ids):
+        x, hidden = self.embed(ids), 0
+        for block in self.blocks:
+            hidden = torch.relu(block.up(functional.layer_norm(x, (WIDTH,)))) + hidden
+            x = x + block.down(hidden)
+        return self.head(x)
+
+
+class Numbered(Mlp):
+    def __init__(self, number: int, groups: int = 3):
+        super().__init__()
+        self.layer_idx, self.num_groups = number, groups
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "t5", "bloom", "mamba", "whisper", "gemma2", "convnext", "swin", "clip"]
+)
+def test_what_some_blocks_show_is_what_all_do(name):
+    model = models.get(name)
+    batch = model.windows(1, 1)[0][0]
+    whole, found = both(model.build, lambda module: model.forward(module, batch))
+    assert same(whole, found) and whole.regions
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Deep(*(Mlp() for _ in range(5))),
+        lambda: Deep(Mlp(), *(x for _ in range(3) for x in (Attention(), Mlp("gated")))),
+        lambda: Counts(*(Mlp() for _ in range(5))),
+        lambda: HandsOn(*(Mlp() for _ in range(5))),
+    ],
+    ids=["one kind", "in turns", "counts", "hands on"],
+)
+def test_lists_of_blocks(build):
+    whole, found = both(build, run)
+    assert same(whole, found) and whole.regions
+
+
+def test_only_some_blocks_are_run():
+    calls = []
+    module = Deep(*(Mlp() for _ in range(50)))
+    search(module, lambda m: (calls.append(len(m.blocks)), run(m))[1], 2)
+    assert set(calls) == {2}
+    assert len(module.blocks) == 50
+
+
+def test_kinds_of_blocks():
+    def kinds(*blocks):
+        return [[int(name.rpartition(".")[2]) for name in names] for names in block_kinds(Deep(*blocks))]
+
+    assert kinds(*(Mlp() for _ in range(4))) == [[0, 1, 2, 3]]
+    assert kinds(Mlp(), Mlp("gated"), Mlp(), Mlp("gated")) == [[0, 2], [1, 3]]
+    # The number of a block is no difference, and no other number is taken for it.
+    assert kinds(*(Numbered(number) for number in range(5))) == [[0, 1, 2, 3, 4]]
+    assert kinds(*(Numbered(number, groups=3 if number < 3 else 4) for number in range(5))) == [[0, 1, 2], [3, 4]]
+    wider = Mlp(layer=functools.partial(nn.Linear, bias=False))
+    assert kinds(Mlp(), Mlp(), wider) == [[0, 1], [2]]
+
+
+def test_a_model_that_does_not_run_is_refused_by_what_it_said():
+    with pytest.raises(UnsupportedError, match="a run of Decoder without its linear layers") as caught:
+        search(Decoder(), lambda module: module("words"), 2)
+    assert "must be Tensor, not str" in caught.value.why
