@@ -40,12 +40,8 @@ GATE = 1e-12
 _MOST_SETTINGS = 4  # kinds of settings that one region changes
 _MOST_TRIES = 300
 _MOST_TOGETHER = 20  # regions among which every choice is compared
-_CONFIGURED = (
-    "num_attention_heads",
-    "num_key_value_heads",
-    "n_head",
-    "num_heads",
-)  # read from self.config in a forward
+_CONFIGURED = ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads")
+"""Numbers that a forward may read from ``self.config``."""
 
 Settings = dict[Setting, int]
 

@@ -31,13 +31,17 @@ Change = Callable[[Place, Tensor], Tensor]
 
 
 class Layer(NamedTuple):
-    """A linear layer or an embedding, by the canonical names of its weight and bias."""
+    """A linear layer or an embedding.
+
+    Attributes:
+        weight, bias: their canonical names; None: no bias, or one that is added outside of the layer's function.
+        out_dim: the dim of the weight along which the outputs lie: 0 of nn.Linear; 1 of ``x @ weight`` and embeddings.
+        is_embedding: its inputs are indices.
+    """
 
     weight: str
     bias: str | None
-    out_dim: (
-        int  # the dim of the weight along which the outputs lie: 0 of nn.Linear; 1 of x @ weight, and of embeddings
-    )
+    out_dim: int
     is_embedding: bool = False
 
     @property

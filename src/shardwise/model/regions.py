@@ -186,11 +186,11 @@ class _Needs:
 
     outputs: dict[str, Masks] = field(default_factory=dict)  # by the weight of an earlier layer
     tensors: set[str] = field(default_factory=set)
-    alike: bool = False  # every part needs everything that any part does
+    by_all: bool = False  # every part needs all that any part needs
 
     def partly(self) -> set[str]:
         """The layers of whose outputs some part needs only some."""
-        if self.alike:
+        if self.by_all:
             return set()
         return {name for name, masks in self.outputs.items() if not _equal(masks)}
 
@@ -223,7 +223,7 @@ class _Search:
             holes = any(
                 not bool(torch.stack(masks).any(0).all())
                 for needs in found.values()
-                if not needs.alike
+                if not needs.by_all
                 for masks in needs.outputs.values()
             )
             if draw and not holes:
@@ -244,7 +244,7 @@ class _Search:
             rest = zip(others, grads[len(run.leaves) :], strict=True)
             needs.tensors |= {name for name, grad in rest if not _is_zero(grad)}
             if not is_even or all(bool(mask.all()) for mask in outputs.values()):
-                needs.alike = True  # the parts of the other ranks are no different
+                needs.by_all = True  # the parts of the other ranks are no different
                 return
 
     def found(self) -> Found:
