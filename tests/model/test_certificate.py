@@ -81,7 +81,7 @@ def mutants(region: Region, degree: int) -> Iterator[tuple[str, Region]]:
         yield f"{place}: not narrowed", replace(region, narrowed=())
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [4, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_region_that_is_wrong_in_one_thing_is_refused(degree):
     """By itself, or when the model runs to its end."""
     passed, tried = set(), 0

@@ -73,9 +73,11 @@ class Numbered(Mlp):
         self.layer_idx, self.num_groups = number, groups
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "gpt2", "t5", "bloom", "mamba", "whisper", "gemma2", "convnext", "swin", "clip"]
-)
+QUICK = ("llama", "bloom", "convnext")
+LONGER = ("gpt2", "t5", "mamba", "whisper", "gemma2", "swin", "clip")
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.soak) for name in LONGER)])
 def test_what_some_blocks_show_is_what_all_do(name):
     model = models.get(name)
     batch = model.windows(1, 1)[0][0]
