@@ -51,6 +51,7 @@ class Attention(nn.Module):
     layer: makes a linear layer.
     norm: "head" for a norm of each head's queries, "width" of all heads' together.
     sinks: with a learned logit for each head that takes attention away.
+    tempered: with a learned number by which all scores are multiplied.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Attention(nn.Module):
         layer: Callable[[int, int], nn.Module] = nn.Linear,
         norm: str = "",
         sinks: bool = False,
+        tempered: bool = False,
     ):
         super().__init__()
         self.layout, self.num_heads, self.num_kv, self.head_dim = layout, HEADS, num_kv, HEAD
@@ -68,6 +70,7 @@ class Attention(nn.Module):
         self.out = layer(HEADS * HEAD, WIDTH)
         self.norm = nn.LayerNorm({"head": HEAD, "width": HEADS * HEAD}[norm]) if norm else None
         self.sinks = nn.Parameter(torch.randn(HEADS)) if sinks else None
+        self.temperature = nn.Parameter(torch.tensor(0.7)) if tempered else None
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         batch, length, d = *x.shape[:2], self.head_dim
@@ -91,6 +94,8 @@ class Attention(nn.Module):
         q, k, v = self.heads(x)
         k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], 1) for y in (k, v))
         scores = q @ k.mT / self.head_dim**0.5
+        if self.temperature is not None:
+            scores = scores * self.temperature
         if bias is not None:
             scores = scores + bias
         if self.sinks is not None:
@@ -232,6 +237,20 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
+class UsedTwice(nn.Module):
+    """A number that is used in an MLP, and for the output too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.mlp, self.number = Mlp(), nn.Parameter(torch.tensor([0.7]))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        x = x + self.mlp.down(F.relu(self.mlp.up(F.layer_norm(x, (WIDTH,)))) * self.number)
+        return self.head(x) * self.number
+
+
 class ValueResidual(nn.Module):
     """The values of the first block are added to those of the second."""
 
@@ -301,6 +320,7 @@ _DECODERS: dict[str, dict[str, Any]] = {
     "norm-of-heads": {"attention": _attention(norm="head"), "mlp": _mlp("dropped")},
     "norm-of-width": {"attention": _attention(norm="width"), "mlp": _mlp("normed")},
     "sinks": {"attention": _attention(sinks=True)},
+    "tempered": {"attention": _attention(tempered=True)},
     "from-the-width": {"attention": FromTheWidth},
     "latent": {"attention": Latent},
     "parallel": {"parallel": True},
@@ -317,6 +337,7 @@ def _model(name: str, build: Callable[[], nn.Module]) -> Model:
 MODELS = (
     *(_model(name, functools.partial(Decoder, **options)) for name, options in _DECODERS.items()),
     _model("value-residual", ValueResidual),
+    _model("used-twice", UsedTwice),
     _model("mixer", Mixer),
     _model("chain", Chain),
 )

@@ -174,7 +174,7 @@ class Trial:
                 tensor = getattr(owner, kind)[attr]
                 known = any(tensor is other for other in found.values())
                 has_values = tensor.is_floating_point() and not tensor.is_meta
-                if name not in layers and has_values and tensor.dim() and not known:
+                if name not in layers and has_values and not known:
                     found[name] = tensor
         return found
 
@@ -400,7 +400,7 @@ def _changed_arguments(
     """Context manager: floating arguments of modules are replaced by leaves, and by what ``changes`` returns."""
 
     def walk(name: str, value: Any, place: Place) -> Any:
-        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()) and value.dim():
+        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
             if name == detached:
                 leaf = value.detach().clone().requires_grad_()
                 seen.arguments.setdefault(place, []).append(leaf)

@@ -13,7 +13,7 @@ runs the model's code with it.
 
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -204,7 +204,7 @@ class _Search:
         self._needs = self._find_needs()
         run = trial.run()
         self._widths = {call.weight: x.shape[-1] for call, x in run.inputs.items()}
-        self._shown = _reached(run)
+        self._shown = _reached(run, trial.others())
         self._unused = trial.unused()
 
     def _find_needs(self) -> dict[str, _Needs]:
@@ -318,7 +318,7 @@ class _Search:
                     if isinstance(cut, str):
                         return f"{source}: {cut}"
                     columns[source] = cut
-            elif not _is_within(source, module) or self._users(source) - rows_or_inner:
+            elif not _is_within(source, module) or self._users(source) - rows_or_inner or source in self._shown:
                 return f"{source} is also used outside of {module or 'the layers'}"
             else:
                 tensors[source] = _cut_or_whole(masks)
@@ -369,14 +369,15 @@ def find_regions(trial: Trial, degree: int) -> Found:
     return _Search(trial, degree).found()
 
 
-def _reached(run: Run) -> set[str]:
-    """The layers whose outputs the model's output depends on other than through another layer."""
+def _reached(run: Run, others: Mapping[str, Tensor]) -> set[str]:
+    """The layers whose outputs, and the other tensors, the model's output depends on other than through a layer."""
     outputs = [out for out in run.output if out.requires_grad]
-    if not outputs or not run.leaves:
+    names = [*(call.weight for call in run.leaves), *others]
+    if not outputs or not names:
         return set()
     total = torch.stack([(out * weights_for(out)).sum() for out in outputs]).sum()
-    grads = torch.autograd.grad(total, list(run.leaves.values()), allow_unused=True)
-    return {call.weight for call, grad in zip(run.leaves, grads, strict=True) if not _is_zero(grad)}
+    grads = torch.autograd.grad(total, [*run.leaves.values(), *others.values()], allow_unused=True)
+    return {name for name, grad in zip(names, grads, strict=True) if not _is_zero(grad)}
 
 
 def common_module(names: Iterable[str]) -> str:
