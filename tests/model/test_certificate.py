@@ -105,6 +105,8 @@ def test_what_cannot_be_cut_stays_and_says_why():
     for name, (weight, why) in left.items():
         found = find_certified(_trial(f"linears: {name}"), 2)
         assert why in found.left[weight], found.left
+    keeps = find_certified(_trial("linears: keeps"), 2)
+    assert "mlp" not in str(keeps.regions) and "penalty, which is kept after the forward, is off by" in str(keeps.left)
     grouped = find_certified(_trial("linears: grouped"), 4)
     assert "in an order that is no even cut: 4 by 0; 4 by 1; 8 by 0,1" in grouped.left["blocks.0.attention.out.weight"]
     three = find_certified(_trial("linears: apart"), 3)

@@ -237,6 +237,21 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
+class Keeps(nn.Module):
+    """Keeps a number for the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.mlp, self.penalty = Mlp(), None
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        hidden = F.relu(self.mlp.up(F.layer_norm(x, (WIDTH,))))
+        self.penalty = hidden.mean()
+        return self.head(F.layer_norm(x + self.mlp.down(hidden), (WIDTH,)))
+
+
 class UsedTwice(nn.Module):
     """A number that is used in an MLP, and for the output too."""
 
@@ -338,6 +353,7 @@ MODELS = (
     *(_model(name, functools.partial(Decoder, **options)) for name, options in _DECODERS.items()),
     _model("value-residual", ValueResidual),
     _model("used-twice", UsedTwice),
+    _model("keeps", Keeps),
     _model("mixer", Mixer),
     _model("chain", Chain),
 )

@@ -66,6 +66,7 @@ class Run:
         arguments: position -> the leaves that took the place of a floating argument of the module asked for, one for
             each call of it.
         output: floating tensors of the model's output; none if the run was ended before.
+        kept: module and attribute -> a floating tensor that is there after the run, such as a loss of its own.
     """
 
     def __init__(self) -> None:
@@ -73,6 +74,7 @@ class Run:
         self.leaves: dict[Call, Tensor] = {}
         self.arguments: dict[Place, list[Tensor]] = {}
         self.output: list[Tensor] = []
+        self.kept: dict[tuple[str, str], Tensor] = {}
 
 
 class _Ended(BaseException):
@@ -159,6 +161,12 @@ class Trial:
             stack.enter_context(LiftFloat32())
             with contextlib.suppress(_Ended):
                 seen.output = _float_tensors(self._call(self.module))
+                seen.kept = {
+                    (name, key): value
+                    for name, module in self.module.named_modules()
+                    for key, value in vars(module).items()
+                    if isinstance(value, Tensor) and value.is_floating_point()
+                }
         return seen
 
     def in_training(self) -> "Trial":
