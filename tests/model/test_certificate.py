@@ -8,9 +8,10 @@ import models
 import pytest
 import torch
 
-from shardwise.model.certificate import certify, find_certified
-from shardwise.model.layers import Trial
+from shardwise.model.certificate import certify
 from shardwise.model.regions import Region, Whole
+from shardwise.model.search import find_certified
+from shardwise.model.trial import Trial
 from shardwise.recipe.records import Part
 
 MODELS = [

@@ -11,9 +11,8 @@ from torch.nn import functional
 
 from shardwise.errors import UnsupportedError
 from shardwise.model.block_kinds import block_kinds
-from shardwise.model.certificate import find_certified
-from shardwise.model.layers import Trial
-from shardwise.model.search import search
+from shardwise.model.search import find_certified, search
+from shardwise.model.trial import Trial
 
 
 def both(build, call, degree=2):

@@ -1,33 +1,14 @@
-"""The linear layers of a model as its forward calls them, found by what is computed and not by the classes they are in.
+"""Linear layers as a forward calls them, found by what is computed and not by the classes that they are in."""
 
-:class:`Trial` runs a copy of the model in which each call of a linear layer returns a random tensor instead: a leaf of
-autograd. What the model does between its linear layers is then all that runs, so that no weights are needed and a
-gradient says which outputs of one layer which inputs of the next depend on.
-"""
-
-import contextlib
-import copy
-import warnings
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from shardwise.errors import UnsupportedError
-from shardwise.model.lift import LiftFloat32
-from shardwise.model.names import canonical_tensors
-from shardwise.model.pytrees import leaves_of
-
-__all__ = ["Call", "Change", "Layer", "LayerCalls", "Place", "Run", "Trial"]
-
-Place = tuple[int | str, ...]
-"""Where an argument of a module is: its position or name, and the way into containers."""
-
-Change = Callable[[Place, Tensor], Tensor]
+__all__ = ["Layer", "LayerCalls", "bound"]
 
 
 class Layer(NamedTuple):
@@ -48,191 +29,6 @@ class Layer(NamedTuple):
     def module(self) -> str:
         """Canonical name of the module that holds the weight."""
         return self.weight.rpartition(".")[0]
-
-
-class Call(NamedTuple):
-    """The ``number``-th call of a layer in one run."""
-
-    weight: str
-    number: int
-
-
-class Run:
-    """What one run of a :class:`Trial` has seen.
-
-    Attributes:
-        inputs: call -> what the layer was called with.
-        leaves: call -> the random output, a leaf.
-        arguments: position -> the leaves that took the place of a floating argument of the module asked for, one for
-            each call of it.
-        output: floating tensors of the model's output; none if the run was ended before.
-        kept: module and attribute -> a floating tensor that is there after the run, such as a loss of its own.
-    """
-
-    def __init__(self) -> None:
-        self.inputs: dict[Call, Tensor] = {}
-        self.leaves: dict[Call, Tensor] = {}
-        self.arguments: dict[Place, list[Tensor]] = {}
-        self.output: list[Tensor] = []
-        self.kept: dict[tuple[str, str], Tensor] = {}
-
-
-class _Ended(BaseException):
-    """Every call that was asked for has been made. Not an Exception, as user's code may catch those."""
-
-
-class Trial:
-    """A copy of ``module`` in float64 whose linear layers and embeddings return random leaves.
-
-    Other parameters and buffers have the values of ``module``, or random ones where it is on meta; all floating ones
-    require gradients. Weights of linear layers have no values. Nothing is dropped out. Changes nothing in ``module``.
-
-    Args:
-        module: any module, on meta or not.
-        call: ``call(copy)`` runs it once and returns its output.
-        training: whether the copy is in training mode.
-        without: modules of lists that the copy does not have.
-
-    Raises:
-        UnsupportedError: the module cannot be copied, or does not run.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        call: Callable[[nn.Module], Any],
-        *,
-        training: bool = False,
-        without: frozenset[str] = frozenset(),
-    ):
-        self._call, self._values = call, dict[tuple[Call, int], Tensor]()
-        self._original, self._training, self._without = module, training, without
-        self.layers: dict[str, Layer] = {}
-        """Name of a weight -> its layer, once a run has called it."""
-        self.foreign: dict[str, str] = {}
-        """Name of a parameter with two dims or more -> the function that used it in another way than as a layer."""
-        self.module = self._copy(module, frozenset())
-        while True:
-            used = len(self.foreign)
-            try:
-                self.calls = tuple(self.run().inputs)
-                """The calls of one whole run, in order."""
-            except Exception as error:
-                if len(self.foreign) == used:
-                    raise UnsupportedError(
-                        f"a run of {type(module).__name__} without its linear layers",
-                        why=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
-                        fix="pass example= with a batch that the model takes",
-                    ) from error
-            if len(self.foreign) == used:
-                break
-            # A function that is no linear layer needs the values of these.
-            self.module = self._copy(module, frozenset(self.foreign))
-
-    def run(
-        self,
-        *,
-        draw: int = 0,
-        rows: Mapping[str, Tensor] | None = None,
-        detached: str | None = None,
-        changes: Mapping[str, Change] | None = None,
-        until: frozenset[Call] = frozenset(),
-    ) -> Run:
-        """Runs the copy.
-
-        Args:
-            draw: of the random outputs: other numbers, other outputs.
-            rows: name of a weight -> the outputs of its layer that are computed, as indices; others: all.
-            detached: name of a module whose floating arguments are replaced by leaves.
-            changes: name of a module -> a function that gets the place and the value of each of its floating
-                arguments, and returns what takes its place.
-            until: ends the run when these calls have been made; empty: it runs to its end.
-        """
-        seen, missing = Run(), set(until)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")  # such as those of numbers taken from tensors that have gradients only here
-            stack.enter_context(_changed_arguments(self.module, seen, detached, changes or {}))
-            stack.enter_context(_default_dtype(torch.float64))
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(torch.random.fork_rng(devices=[]))
-            torch.manual_seed(0)  # for what the model, or the function that calls it, draws by itself
-            stack.enter_context(_Leaves(self, seen, draw, rows or {}, missing))
-            stack.enter_context(LiftFloat32())
-            with contextlib.suppress(_Ended):
-                seen.output = _float_tensors(self._call(self.module))
-                seen.kept = {
-                    (name, key): value
-                    for name, module in self.module.named_modules()
-                    for key, value in vars(module).items()
-                    if isinstance(value, Tensor) and value.is_floating_point()
-                }
-        return seen
-
-    def in_training(self) -> "Trial":
-        """The same model in training mode."""
-        return Trial(self._original, self._call, training=True, without=self._without)
-
-    def others(self) -> dict[str, Tensor]:
-        """Floating parameters and buffers that are part of no layer, by canonical name."""
-        layers = {name for layer in self.layers.values() for name in (layer.weight, layer.bias)}
-        found: dict[str, Tensor] = {}
-        for kind in ("_parameters", "_buffers"):
-            for name, owner, attr in canonical_tensors(self.module, kind):
-                tensor = getattr(owner, kind)[attr]
-                known = any(tensor is other for other in found.values())
-                has_values = tensor.is_floating_point() and not tensor.is_meta
-                if name not in layers and has_values and not known:
-                    found[name] = tensor
-        return found
-
-    def unused(self) -> list[str]:
-        """Parameters with two dims or more that no run has used."""
-        names = {self.name_of(param) for param in self.module.parameters() if param.is_meta}
-        return sorted(name for name in names - self.layers.keys() if name is not None)
-
-    def _copy(self, module: nn.Module, with_values: frozenset[str]) -> nn.Module:
-        memo: dict[int, Any] = {id(module.get_submodule(name)): nn.Identity() for name in self._without}
-        self._names: dict[int, tuple[Tensor, str]] = {}  # by id, with the tensor: an id alone may be another's later
-        generator = torch.Generator().manual_seed(0)
-        for kind in ("_parameters", "_buffers"):
-            for name, owner, attr in canonical_tensors(module, kind):
-                tensor = getattr(owner, kind)[attr]
-                if id(tensor) in memo:
-                    continue
-                is_weight = kind == "_parameters" and tensor.dim() > 1 and name not in with_values
-                made = _without_values(tensor) if is_weight else _with_values(tensor, generator)
-                memo[id(tensor)] = nn.Parameter(made) if kind == "_parameters" else made
-                if kind == "_parameters":
-                    param = memo[id(tensor)]
-                    self._names[id(param)] = param, name
-        try:
-            copied = copy.deepcopy(module, memo).train(self._training)
-        except Exception as error:
-            raise UnsupportedError(
-                f"a {type(module).__name__} that cannot be copied",
-                why=f"copy.deepcopy: {type(error).__name__}: {error}",
-                fix="keep what cannot be copied (files, locks, processes) out of the module's attributes",
-            ) from error
-        for name in self._without:
-            parent, _, key = name.rpartition(".")
-            del copied.get_submodule(parent)._modules[key]
-        for buffer in copied.buffers():
-            if buffer.is_floating_point():
-                buffer.requires_grad_()
-        return copied
-
-    def name_of(self, tensor: Any) -> str | None:
-        """Canonical name of a parameter of the copy."""
-        param, name = self._names.get(id(tensor), (None, None))
-        return name if param is tensor else None
-
-    def value(self, call: Call, shape: tuple[int, ...], draw: int) -> Tensor:
-        """The random output of a call; the same in every run of this ``draw``."""
-        if (call, draw) not in self._values:
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{call.weight} {call.number} {draw}".encode()))
-            self._values[call, draw] = torch.randn(shape, generator=generator, dtype=torch.float64)
-        return self._values[call, draw]
 
 
 class LayerCalls(TorchFunctionMode):
@@ -270,10 +66,10 @@ class LayerCalls(TorchFunctionMode):
         """The layer that a function call is, and its input; None: it is none."""
         bias, turned = None, True
         if func is functional.linear:
-            x, weight, bias = _bound(("input", "weight", "bias"), args, kwargs)
+            x, weight, bias = bound(("input", "weight", "bias"), args, kwargs)
             turned = False
         elif func is functional.embedding:
-            x, weight = _bound(("input", "weight"), args, kwargs)
+            x, weight = bound(("input", "weight"), args, kwargs)
         elif func is torch.addmm and len(args) == 3 and not kwargs:
             bias, x, weight = args
         elif func in _PRODUCTS and len(args) == 2 and not kwargs:
@@ -291,146 +87,12 @@ class LayerCalls(TorchFunctionMode):
         return Layer(name, self._name_of(bias), int(turned), func is functional.embedding), x
 
 
-class _Leaves(LayerCalls):
-    """Within: layers return leaves."""
-
-    def __init__(self, trial: Trial, seen: Run, draw: int, rows: Mapping[str, Tensor], missing: set[Call]):
-        super().__init__(trial.name_of)
-        self._trial, self._seen, self._draw, self._rows, self._missing = trial, seen, draw, rows, missing
-        self._ends, self._numbers = bool(missing), dict[str, int]()
-
-    def called(self, layer: Layer, x: Tensor) -> Any:
-        name = layer.weight
-        self._trial.layers.setdefault(name, layer)
-        num_outputs = self._trial.module.get_parameter(name).shape[layer.out_dim]
-        call = Call(name, self._numbers.get(name, 0))
-        self._numbers[name] = call.number + 1
-        self._seen.inputs[call] = x
-        value = self._trial.value(call, (*(x.shape if layer.is_embedding else x.shape[:-1]), num_outputs), self._draw)
-        if name in self._rows:
-            value = value[..., self._rows[name]]
-        leaf = self._seen.leaves[call] = value.detach().clone().requires_grad_()
-        self._missing.discard(call)
-        if self._ends and not self._missing:
-            raise _Ended
-        return leaf.clone()  # which the model may change in place
-
-    def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in _DROPOUTS:
-            return args[0]
-        if func is functional.scaled_dot_product_attention:
-            is_causal = kwargs.get("is_causal", args[5:6] == (True,))
-            args, kwargs = args[:4], {**kwargs, "is_causal": is_causal, "dropout_p": 0.0}
-        if func is functional.batch_norm:
-            return _normalised(*_bound(_BATCH_NORM, args, kwargs))
-        what = getattr(func, "__name__", str(func))
-        if what == "__get__" and not isinstance(seen := func(*args, **kwargs), Tensor):
-            return seen
-        if what not in _LOOKS:
-            for value in _flat((*args, *kwargs.values())):
-                if (name := self._trial.name_of(value)) is not None and value.is_meta:
-                    self._trial.foreign.setdefault(name, what)
-        return func(*args, **kwargs)
-
-
-_DROPOUTS = (
-    functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d,
-    functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout,
-)  # fmt: skip
 _PRODUCTS = (torch.matmul, torch.mm, Tensor.matmul, Tensor.__matmul__, Tensor.mm)
 _SWAPS = (Tensor.transpose, torch.transpose)
 _TURNS = (Tensor.t, torch.t, *_SWAPS, *(getattr(Tensor, name).__get__ for name in ("T", "mT")))
-_LOOKS = ("size", "dim", "numel", "stride", "is_floating_point", "__len__", "__hash__")
-"""Names of functions that look at a tensor and not at its values."""
-
-_BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 
 
-def _normalised(
-    x: Tensor, mean: Tensor | None, var: Tensor | None, weight: Tensor | None, bias: Tensor | None, *rest: Any
-) -> Tensor:
-    """Batch norm, in operations that have gradients for the running statistics too; torch's own has none."""
-    training, _, eps = rest
-    if training or mean is None or var is None:
-        dims = [dim for dim in range(x.dim()) if dim != 1]
-        mean, var = x.mean(dims), x.var(dims, correction=0)
-    shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
-    x = (x - mean.view(shape)) / (var.view(shape) + (1e-5 if eps is None else eps)).sqrt()
-    x = x if weight is None else x * weight.view(shape)
-    return x if bias is None else x + bias.view(shape)
-
-
-def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, (tuple, list)):
-            yield from _flat(value)
-        else:
-            yield value
-
-
-def _bound(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def bound(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The values of parameters of these names in a call; None where it gives none."""
     given = dict(zip(names, args, strict=False)) | kwargs
     return [given.get(name) for name in names]
-
-
-def _without_values(tensor: Tensor) -> Tensor:
-    dtype = torch.float64 if tensor.is_floating_point() else tensor.dtype
-    return torch.empty(tensor.shape, dtype=dtype, device="meta")
-
-
-def _with_values(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    if not tensor.is_floating_point():
-        return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().clone()
-    if not tensor.is_meta:
-        return tensor.detach().to("cpu", torch.float64, copy=True)
-    drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-    return 1 + 0.1 * drawn if tensor.dim() < 2 else drawn / max(tensor.shape[-1], 1) ** 0.5
-
-
-def _float_tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextlib.contextmanager
-def _changed_arguments(
-    root: nn.Module, seen: Run, detached: str | None, changes: Mapping[str, Change]
-) -> Iterator[None]:
-    """Context manager: floating arguments of modules are replaced by leaves, and by what ``changes`` returns."""
-
-    def walk(name: str, value: Any, place: Place) -> Any:
-        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
-            if name == detached:
-                leaf = value.detach().clone().requires_grad_()
-                seen.arguments.setdefault(place, []).append(leaf)
-                value = leaf.clone()
-            return changes[name](place, value) if name in changes else value
-        if type(value) in (tuple, list):
-            return type(value)(walk(name, item, (*place, i)) for i, item in enumerate(value))
-        return value
-
-    def hook(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        changed = {key: walk(name, value, (key,)) for key, value in kwargs.items()}
-        return tuple(walk(name, arg, (i,)) for i, arg in enumerate(args)), changed
-
-    names = {*changes, *(() if detached is None else (detached,))}
-    handles = [
-        root.get_submodule(name).register_forward_pre_hook(
-            lambda _, args, kwargs, name=name: hook(name, args, kwargs), with_kwargs=True
-        )
-        for name in names
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

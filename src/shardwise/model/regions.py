@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.model.blocks import has_no_forward
-from shardwise.model.layers import Call, Place, Run, Trial
+from shardwise.model.trial import Call, Place, Run, Trial
 from shardwise.recipe.records import Part
 
 __all__ = [
@@ -83,6 +83,16 @@ class Region:
     arguments: dict[Place, Cut] = field(default_factory=dict)
     settings: dict[Setting, int] = field(default_factory=dict)
     narrowed: tuple[Place, ...] = ()
+
+    @property
+    def sources(self) -> set[str]:
+        """The layers whose outputs it starts from."""
+        return {*self.columns, *self.whole}
+
+    @property
+    def layers(self) -> list[str]:
+        """All of its layers."""
+        return list(dict.fromkeys((*self.columns, *self.whole, *self.rows)))
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """The regions of a whole model: searched in a few blocks of each kind, and the same in the others."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,12 +8,15 @@ from torch import nn
 
 from shardwise.errors import UnsupportedError
 from shardwise.model.block_kinds import block_kinds
-from shardwise.model.certificate import find_certified
-from shardwise.model.layers import Layer, Trial
-from shardwise.model.regions import Found, Region
+from shardwise.model.certificate import Settings, certify
+from shardwise.model.layers import Layer
+from shardwise.model.regions import Found, Region, find_regions, signature
+from shardwise.model.settings import settled
+from shardwise.model.trial import Trial
 
-__all__ = ["search"]
+__all__ = ["find_certified", "search"]
 
+_MOST_TOGETHER = 20  # regions among which every choice is compared
 _SEARCHED = 2  # blocks of a kind: what one hands on to the next would show
 
 
@@ -99,3 +102,90 @@ def _moved(region: Region, block: str, other: str) -> Region:
         tensors={moved(name): cut for name, cut in region.tensors.items()},
         settings={(moved(module), attr): value for (module, attr), value in region.settings.items()},
     )
+
+
+# ---- which regions are cut beside each other --------------------------------------------------------------------------
+
+
+def find_certified(trial: Trial, degree: int) -> Found:
+    """The regions for ``degree`` ranks that can be cut together, with their settings; and for every other linear layer
+    that was called the reason why it stays as it is."""
+    found, training = find_regions(trial, degree), trial.in_training()
+    candidates, left = list(found.regions), dict(found.left)
+    shown = dict[str, Region]()  # by the row-parallel layers, which no two candidates have in common
+    known = dict[str, Settings]()
+    while waiting := [region for region in _largest(trial, candidates) if region.rows[0] not in shown]:
+        for region in waiting:
+            kind = signature("; ".join(region.layers))
+            first = {(region.module + place, attr): value for (place, attr), value in known.get(kind, {}).items()}
+            result = settled(trial, region, degree, first)
+            if isinstance(result, Region) and (why := certify(training, [result], degree)):
+                result = f"in training mode: {why}"
+            if isinstance(result, str):
+                candidates.remove(region)
+                left.update((weight, result) for weight in region.layers)
+                continue
+            shown[region.rows[0]] = result
+            settings = result.settings.items()
+            known[kind] = {(name.removeprefix(region.module), attr): value for (name, attr), value in settings}
+    kept = [shown[region.rows[0]] for region in _largest(trial, candidates)]
+    if certify(trial, kept, degree, jointly=True):
+        kept = _together(trial, kept, degree, left)
+    cut = {weight for region in kept for weight in region.layers}
+    beside = "the layers that it could be cut with are cut with others"
+    left = {
+        weight: left.get(weight, beside)
+        for weight, layer in trial.layers.items()
+        if weight not in cut and not layer.is_embedding
+    }
+    order = {weight: number for number, weight in enumerate(trial.layers)}
+    kept.sort(key=lambda region: order[region.rows[0]])
+    return Found(kept, left)
+
+
+def _largest(trial: Trial, regions: Sequence[Region]) -> list[Region]:
+    """Of the regions those that can be cut beside each other, as many parameters of them as can be."""
+    chosen: list[Region] = []
+    rest = list(regions)
+    while rest:
+        group, reached = [], [rest[0]]
+        while reached:
+            region = reached.pop()
+            rest.remove(region)
+            group.append(region)
+            reached += [other for other in rest if _clash(region, other) and other not in reached]
+        chosen += _best(group, {id(region): _numel(trial, region) for region in group})
+    return chosen
+
+
+def _best(group: list[Region], numel: Mapping[int, int]) -> list[Region]:
+    """The best choice of a group, of which each clashes with another; of a large one a good choice."""
+    if not group:
+        return []
+    first = max(group, key=lambda region: (sum(_clash(region, other) for other in group), numel[id(region)]))
+    others = [region for region in group if region is not first]
+    taken = [first, *_best([region for region in others if not _clash(first, region)], numel)]
+    if len(taken) == len(group) or len(group) > _MOST_TOGETHER:
+        return taken
+    skipped = _best(others, numel)
+    return max(taken, skipped, key=lambda chosen: sum(numel[id(region)] for region in chosen))
+
+
+def _numel(trial: Trial, region: Region) -> int:
+    return sum(trial.module.get_parameter(weight).numel() for weight in {*region.columns, *region.rows})
+
+
+def _clash(region: Region, other: Region) -> bool:
+    """Whether two regions would cut the inputs and the outputs of one layer."""
+    return bool(region.sources & {*other.rows} or {*region.rows} & other.sources)
+
+
+def _together(trial: Trial, regions: Sequence[Region], degree: int, left: dict[str, str]) -> list[Region]:
+    """Those of the regions that are right when all of them are cut, each tried beside those before it."""
+    kept: list[Region] = []
+    for region in regions:
+        if why := certify(trial, [*kept, region], degree, jointly=True):
+            left.update((weight, f"beside the other layers: {why}") for weight in region.layers)
+        else:
+            kept.append(region)
+    return kept
