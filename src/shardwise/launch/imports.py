@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import sys
 from types import ModuleType
 
 __all__ = ["import_frozen"]
@@ -13,6 +14,8 @@ def import_frozen(name: str) -> ModuleType:
     It finds nothing in modules and classes, which stay. With torch it spends half a second there while they are
     imported, and as much again when the process ends; and it would touch, and so copy, pages that forked ranks share.
     """
+    if name in sys.modules:
+        return sys.modules[name]
     enabled = gc.isenabled()
     gc.disable()
     try:

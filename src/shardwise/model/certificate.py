@@ -44,6 +44,8 @@ def whole_run(trial: Trial, regions: Sequence[Region], alone: Region | None) -> 
 
 def certify_beside(trial: Trial, regions: Sequence[Region], degree: int, whole: Run, alone: Region | None) -> str:
     """:func:`certify`, with the run of the whole model made before."""
+    if alone and (why := _inner_differ(trial, alone, whole)):
+        return why
     for rank in range(degree):
         try:
             why = _wrong_on(rank, trial, regions, degree, whole, alone)
@@ -67,9 +69,7 @@ def _wrong_on(rank: int, trial: Trial, regions: Sequence[Region], degree: int, w
             until=calls_of(trial, regions) if alone else frozenset(),
         )
     why = _outputs_differ(regions, whole, part, degree, rank)
-    if alone and not why:
-        why = _gradients_differ(trial, alone, whole, part, local, degree, rank) or _inner_differ(trial, alone, whole)
-    return why
+    return why or (_gradients_differ(trial, alone, whole, part, local, degree, rank) if alone else "")
 
 
 def calls_of(trial: Trial, regions: Sequence[Region]) -> frozenset[Call]:
@@ -81,7 +81,6 @@ def calls_of(trial: Trial, regions: Sequence[Region]) -> frozenset[Call]:
 def _slicing(regions: Sequence[Region], module: str, degree: int, rank: int) -> Change:
     """Cuts the arguments of a module for a rank. One that an earlier region has cut already comes in as a part."""
     cuts = {place: cut for region in regions if region.module == module for place, cut in region.arguments.items()}
-
     narrowed = {place for region in regions if region.module == module for place in region.narrowed}
 
     def change(place: Place, value: Tensor) -> Tensor:
@@ -228,7 +227,7 @@ def _set(root: nn.Module, settings: Settings) -> Iterator[None]:
         for (name, attr), value in settings.items():
             module = root.get_submodule(name)
             outer, dot, inner = attr.partition(".")
-            if outer not in copied or not dot:
+            if not dot or name not in copied:
                 stack.callback(setattr, module, outer, getattr(module, outer))
             if dot and name not in copied:
                 setattr(module, outer, copy.copy(getattr(module, outer)))
