@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.step.loss import call, next_token_loss
+from shardwise.model.calling import call
+from shardwise.step.loss import next_token_loss
 
 __all__ = ["Model", "numbered"]
 

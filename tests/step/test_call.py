@@ -6,7 +6,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import UsageError
-from shardwise.step.loss import call
+from shardwise.model.calling import call
 
 
 class Echo(nn.Module):

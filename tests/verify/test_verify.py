@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.errors import VerifyError
-from shardwise.step.loss import call
+from shardwise.model.calling import call
 from shardwise.verify import StepRecord, Task, run_oracle, run_sharded
 from shardwise.verify.compare import _buffers, _tensors, compare
 from shardwise.verify.sharded import RankStep

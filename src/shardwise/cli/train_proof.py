@@ -109,8 +109,9 @@ def _task(config: "RunConfig", world: "World", num_steps: int, most: int) -> Any
     import torch
 
     from shardwise.data.loader import Loader
+    from shardwise.model.calling import call
     from shardwise.run.build import build_plain, open_data, vocab_of
-    from shardwise.step.loss import call, count_of, next_token_loss
+    from shardwise.step.loss import count_of, next_token_loss
     from shardwise.verify import Task
 
     data = config.data

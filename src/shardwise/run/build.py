@@ -18,6 +18,7 @@ from shardwise.config.target import load_target
 from shardwise.config.tokenizer import is_tokens, tokenizer_path
 from shardwise.data.corpus import BYTES, TokenFile, TokenWindows, encode, pydoc_text
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, UsageError
+from shardwise.model.calling import call
 from shardwise.parallel import recipe_of, runtime_of, shard, world_of
 from shardwise.run.config import Data, Optim, RunConfig, Schedule
 from shardwise.run.pretrained import build_pretrained
@@ -25,7 +26,6 @@ from shardwise.run.reference import build as build_reference
 from shardwise.run.reference_config import check_reference_args
 from shardwise.run.tokens import vocab_of_folder
 from shardwise.state import LoadReport, load_weights
-from shardwise.step.loss import call
 from shardwise.step.parameter_groups import grouped
 from shardwise.step.scale import computes_half
 from shardwise.step.step import TrainStep

@@ -12,11 +12,12 @@ from shardwise.data.batch import Place
 from shardwise.data.labels import compare_labels, judge_labels
 from shardwise.data.loader import mark_used
 from shardwise.errors import UsageError
+from shardwise.model.calling import call
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.step.exchange import buffer_versions, buffers_written, sync_buffers
 from shardwise.step.grad_stash import clone_buffers, restore_buffers
 from shardwise.step.guards import refuse_autocast
-from shardwise.step.loss import Batch, Loss, as_sums, call, count_of, forward_of, next_token_loss, refuse_uncallable
+from shardwise.step.loss import Batch, Loss, as_sums, count_of, forward_of, next_token_loss, refuse_uncallable
 from shardwise.step.loss_check import SumCheck
 from shardwise.step.step_state import StepState
 from shardwise.world.rng import derive_seed, forked_streams

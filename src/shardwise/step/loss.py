@@ -5,7 +5,6 @@ off by half). So losses are sums, the tokens of all ranks and micro-batches of a
 sum is divided by that one number.
 """
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +16,13 @@ from torch import Tensor, nn
 from shardwise.data.batch import IGNORED
 from shardwise.data.labels import Batch, valid_labels
 from shardwise.errors import ConfigError, UsageError
+from shardwise.model.calling import call
 from shardwise.step.step_state import StepState, batch_of_forward, with_state
 
 __all__ = [
     "TaskModel",
     "as_micro_batches",
     "as_sums",
-    "call",
     "count_of",
     "forward_of",
     "next_token_loss",
@@ -31,7 +30,6 @@ __all__ = [
 ]
 
 Loss = Callable[[Any, Batch], Tensor | Mapping[str, Tensor]]
-_TARGETS = {"labels", "label", "targets", "target", "y"}  # for the loss, unless it is a parameter of the forward
 _TAKES = {"loss": "output, batch", "count": "batch", "forward": "model, batch"}
 
 
@@ -146,60 +144,6 @@ def refuse_uncallable(**given: Any) -> None:
                 why=f"it is called as {name}({_TAKES[name]}), once for each micro-batch",
                 fix=f"pass {name}=lambda {_TAKES[name]}: ..., a function, or an object that can be called so",
             )
-
-
-def call(model: nn.Module, batch: Batch) -> Any:
-    """Calls the model on a batch: each key that the forward has a parameter for, by name (labels are for the loss); all
-    of them to a forward with ``**kwargs``. Where no key is one of its parameters and it asks for one tensor, the
-    batch's only input, in place.
-
-    Raises:
-        UsageError: a parameter would receive nothing, or the batch has more than one input for it; pass ``forward=``.
-    """
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
-    parameters = inspect.signature(model.forward).parameters.values()
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    takes_many = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    missing = [p.name for p in required if p.name not in inputs or p.name not in by_name]
-    named = {key: value for key, value in inputs.items() if key in by_name}
-    others = [key for key in inputs if key not in by_name]
-    rest = [key for key in others if key not in _TARGETS and not _is_number(inputs[key])]
-    if takes_any and not missing:
-        return model(**inputs)
-    # Keys beyond the required parameters are for the loss; if none is required, a key may be a misspelt parameter.
-    if named and not missing and (required or not rest):
-        return model(**named)
-    in_place = len(required) == 1 and required[0].kind is not inspect.Parameter.KEYWORD_ONLY
-    if not named and len(rest or others) == 1 and (in_place or (takes_many and not required)):
-        return model(inputs[(rest or others)[0]])
-    raise _unfit_batch(model, inputs, missing, named, rest)
-
-
-def _is_number(value: Any) -> bool:
-    """Whether ``value`` is a 0-dim tensor, which has no row per sample: a factor of the loss."""
-    return isinstance(value, Tensor) and not value.dim()
-
-
-def _unfit_batch(model: nn.Module, inputs: Batch, missing: list[str], named: Any, rest: list[str]) -> UsageError:
-    """The error for a batch whose keys do not match the parameters of the forward."""
-    if missing and named:
-        why = f"the names do not match: the batch has {sorted(named)}, and nothing for {missing}"
-    elif len(missing) == 1 and len(rest) > 1:
-        why = f"the names do not match, and any of {sorted(rest)} may be the {missing[0]!r} of the forward"
-    else:
-        why = "the names do not match" + (", and the forward takes more than one tensor" if len(missing) > 1 else "")
-    signature = ", ".join(
-        str(p).partition(":")[0].partition("=")[0] for p in inspect.signature(model.forward).parameters.values()
-    )
-    taken = [*named, *rest] or list(inputs)
-    example = ", ".join(f'batch["{key}"]' for key in (taken[:1] if len(missing) <= 1 and not named else taken))
-    return UsageError(
-        f"a batch with {sorted(inputs)} for {type(model).__name__}.forward({signature})",
-        why=f"{why}. The default forward passes keys by name, without labels",
-        fix=f"pass forward=lambda model, batch: model({example or 'batch[...]'}), or name the batch's keys as the forward does",
-    )
 
 
 def forward_of(loss: Loss | None, forward: Callable[..., Any]) -> Callable[[nn.Module, Batch, StepState], Any]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ConfigError, NonFiniteError, ShardwiseError, UsageError
+from shardwise.model.calling import call
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.state.given import Given
 from shardwise.step.clip import Clipping, NormType
@@ -23,7 +24,7 @@ from shardwise.step.guards import (
     refuse_unfit,
 )
 from shardwise.step.local_optimizer import is_elementwise, local_optimizer
-from shardwise.step.loss import Batch, Loss, as_sums, call, count_of, forward_of, next_token_loss, refuse_uncallable
+from shardwise.step.loss import Batch, Loss, as_sums, count_of, forward_of, next_token_loss, refuse_uncallable
 from shardwise.step.loss_check import SumCheck, agreed_problem
 from shardwise.step.mode import EvalMode
 from shardwise.step.norm import GradientNorm

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from shardwise.errors import ConfigError
 from shardwise.layout import parse_layout
 from shardwise.model import read_anatomy
-from shardwise.step.loss import call, count_of, next_token_loss
+from shardwise.model.calling import call
+from shardwise.step.loss import count_of, next_token_loss
 from shardwise.techniques.fold import Prepared
 from shardwise.verify.compare import Report, counted
 from shardwise.verify.draws import drawing_modules, places_of

@@ -12,8 +12,9 @@ from shardwise.config.suggest import did_you_mean
 from shardwise.errors import ConfigError, UsageError, VerifyError
 from shardwise.launch import launch_local
 from shardwise.layout import layout_of, parse_layout
+from shardwise.model.calling import call
 from shardwise.parallel import parallelize
-from shardwise.step.loss import call, count_of, next_token_loss
+from shardwise.step.loss import count_of, next_token_loss
 from shardwise.techniques import AXES_IN_USE, Parallel
 from shardwise.techniques.fold import Prepared
 from shardwise.verify.compare import Report, compare, counted

@@ -11,9 +11,9 @@ from torch import Tensor
 from shardwise._torch.autograd import TorchDispatchMode
 from shardwise._torch.dtensor import local_tensor
 from shardwise.data.batch import MicroBatch
+from shardwise.model.calling import call
 from shardwise.parallel import recipe_of, runtime_of, shard
 from shardwise.recipe import Recipe
-from shardwise.step.loss import call
 from shardwise.step.step import TrainStep
 from shardwise.techniques import Parallel
 from shardwise.techniques.data.options import Sharding

@@ -1,0 +1,69 @@
+"""How a model is called on a batch: by the names of its forward's parameters."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.errors import UsageError
+
+__all__ = ["call"]
+
+Batch = Mapping[str, Tensor]
+
+_TARGETS = {"labels", "label", "targets", "target", "y"}  # for the loss, unless it is a parameter of the forward
+
+
+def call(model: nn.Module, batch: Batch) -> Any:
+    """Calls the model on a batch: each key that the forward has a parameter for, by name (labels are for the loss); all
+    of them to a forward with ``**kwargs``. Where no key is one of its parameters and it asks for one tensor, the
+    batch's only input, in place.
+
+    Raises:
+        UsageError: a parameter would receive nothing, or the batch has more than one input for it; pass ``forward=``.
+    """
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    parameters = inspect.signature(model.forward).parameters.values()
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    takes_many = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    missing = [p.name for p in required if p.name not in inputs or p.name not in by_name]
+    named = {key: value for key, value in inputs.items() if key in by_name}
+    others = [key for key in inputs if key not in by_name]
+    rest = [key for key in others if key not in _TARGETS and not _is_number(inputs[key])]
+    if takes_any and not missing:
+        return model(**inputs)
+    # Keys beyond the required parameters are for the loss; if none is required, a key may be a misspelt parameter.
+    if named and not missing and (required or not rest):
+        return model(**named)
+    in_place = len(required) == 1 and required[0].kind is not inspect.Parameter.KEYWORD_ONLY
+    if not named and len(rest or others) == 1 and (in_place or (takes_many and not required)):
+        return model(inputs[(rest or others)[0]])
+    raise _unfit_batch(model, inputs, missing, named, rest)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether ``value`` is a 0-dim tensor, which has no row per sample: a factor of the loss."""
+    return isinstance(value, Tensor) and not value.dim()
+
+
+def _unfit_batch(model: nn.Module, inputs: Batch, missing: list[str], named: Any, rest: list[str]) -> UsageError:
+    """The error for a batch whose keys do not match the parameters of the forward."""
+    if missing and named:
+        why = f"the names do not match: the batch has {sorted(named)}, and nothing for {missing}"
+    elif len(missing) == 1 and len(rest) > 1:
+        why = f"the names do not match, and any of {sorted(rest)} may be the {missing[0]!r} of the forward"
+    else:
+        why = "the names do not match" + (", and the forward takes more than one tensor" if len(missing) > 1 else "")
+    signature = ", ".join(
+        str(p).partition(":")[0].partition("=")[0] for p in inspect.signature(model.forward).parameters.values()
+    )
+    taken = [*named, *rest] or list(inputs)
+    example = ", ".join(f'batch["{key}"]' for key in (taken[:1] if len(missing) <= 1 and not named else taken))
+    return UsageError(
+        f"a batch with {sorted(inputs)} for {type(model).__name__}.forward({signature})",
+        why=f"{why}. The default forward passes keys by name, without labels",
+        fix=f"pass forward=lambda model, batch: model({example or 'batch[...]'}), or name the batch's keys as the forward does",
+    )
