@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardwise.model.layers import Layer, LayerCalls
 from shardwise.model.lift import LiftFloat32
 from shardwise.model.names import canonical_tensors
-from shardwise.model.regions import Region, rows_of
+from shardwise.model.regions import Found, Region, rows_of
 from shardwise.model.search import search
 from shardwise.world import init
 
@@ -152,27 +152,21 @@ class Cut(LayerCalls):
         return Enter.apply(y) if layer.weight in rows & whole else y
 
 
-Found = tuple[dict[str, Layer], list[Region]]
-
-
 @functools.cache
 def regions_of(name: str, degree: int) -> Found:
     """The layers of a model, and its regions for ``degree`` ranks."""
     model = models.get(name)
     batch = model.windows(1, 1)[0][0]
-    found, layers = search(model.build(), lambda module: model.forward(module, batch), degree)
-    return layers, found.regions
+    return search(model.build(), lambda module: model.forward(module, batch), degree)
 
 
 def errors(found: dict[str, Found]) -> dict[str, tuple[float, str, int]]:
     """For each model: the largest error of the loss or a gradient, where, and how many elements of parameters this rank holds."""
     with init("dp_shard=-1", device="cpu", timeout_s=60) as world:
-        return {name: _error(models.get(name), *each, world.size, world.rank) for name, each in found.items()}
+        return {name: _error(models.get(name), each, world.size, world.rank) for name, each in found.items()}
 
 
-def _error(
-    model: models.Model, layers: dict[str, Layer], regions: list[Region], degree: int, rank: int
-) -> tuple[float, str, int]:
+def _error(model: models.Model, found: Found, degree: int, rank: int) -> tuple[float, str, int]:
     torch.manual_seed(0)
     random.seed(0)  # which some constructors draw from
     whole = model.build().double().eval()
@@ -180,7 +174,7 @@ def _error(
         for param in whole.parameters():
             param.add_(torch.randn_like(param), alpha=0.05)  # no bias of zeros, no norm of ones
     (batches,) = model.windows(1, 2)
-    cut = Cut(copy.deepcopy(whole), layers, regions, degree, rank)
+    cut = Cut(copy.deepcopy(whole), found.layers, found.regions, degree, rank)
     losses = []
     for module, within in ((whole, None), (cut.module, cut)):
         total = 0.0

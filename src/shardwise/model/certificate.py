@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardwise.model.regions import Cut, Region, Setting, Whole, part_of, rows_of, weights_for
 from shardwise.model.trial import Call, Change, Place, Run, Trial
 
-__all__ = ["GATE", "Settings", "calls_of", "certify", "certify_beside", "whole_run"]
+__all__ = ["GATE", "Settings", "calls_of", "certify", "certify_beside", "dropouts", "whole_run"]
 
 GATE = 1e-12
 """The largest error allowed, relative to the largest element of the tensor compared."""
@@ -57,6 +57,15 @@ def certify_beside(trial: Trial, regions: Sequence[Region], degree: int, whole: 
 
 
 def _wrong_on(rank: int, trial: Trial, regions: Sequence[Region], degree: int, whole: Run, alone: Region | None) -> str:
+    part, local = _part_of_run(rank, trial, regions, degree, alone)
+    why = _outputs_differ(regions, whole, part, degree, rank)
+    return why or (_gradients_differ(trial, alone, whole, part, local, degree, rank) if alone else "")
+
+
+def _part_of_run(
+    rank: int, trial: Trial, regions: Sequence[Region], degree: int, alone: Region | None
+) -> tuple[Run, dict[str, Tensor]]:
+    """The run of a rank, and its part of the tensors of the regions."""
     local: dict[str, Tensor] = {}
     with contextlib.ExitStack() as stack:
         for region in regions:
@@ -68,8 +77,31 @@ def _wrong_on(rank: int, trial: Trial, regions: Sequence[Region], degree: int, w
             detached=alone.module if alone else None,
             until=calls_of(trial, regions) if alone else frozenset(),
         )
-    why = _outputs_differ(regions, whole, part, degree, rank)
-    return why or (_gradients_differ(trial, alone, whole, part, local, degree, rank) if alone else "")
+    return part, local
+
+
+def dropouts(trial: Trial, regions: Sequence[Region], degree: int) -> dict[str, set[bool]]:
+    """Weight of a layer of the regions -> whether what dropout is applied to after it is called, and before another
+    layer of them is, is a rank's part; both, if some of it is.
+
+    Args:
+        trial: in training mode.
+        regions: that are cut together.
+        degree: how many ranks share them.
+    """
+    whole = trial.run()
+    if not whole.dropped:
+        return {}
+    part, _ = _part_of_run(0, trial, regions, degree, None)
+    of_regions = {weight for region in regions for weight in region.layers}
+    order = list(whole.inputs)
+    last: dict[Call | None, str] = {}  # the last call of a layer of the regions, up to each call
+    for before, call in zip([None, *order], order, strict=False):
+        last[call] = call.weight if call.weight in of_regions else last.get(before, "")
+    found: dict[str, set[bool]] = {}
+    for (call, x), (_, mine) in zip(whole.dropped, part.dropped, strict=True):
+        found.setdefault(last.get(call, ""), set()).add(bool(_differs(mine, x)))
+    return found
 
 
 def calls_of(trial: Trial, regions: Sequence[Region]) -> frozenset[Call]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.model.blocks import has_no_forward
+from shardwise.model.layers import Layer
 from shardwise.model.trial import Call, Place, Run, Trial
 from shardwise.recipe.records import Part
 
@@ -72,6 +73,8 @@ class Region:
         settings: values on a rank, of numbers of heads and the like.
         narrowed: arguments of ``module`` that are read by column-parallel layers only, and whose width the code uses
             for that of a rank's part: everything but those layers is given as much of them as a rank has outputs.
+        dropouts: layers after whose call dropout is applied to a rank's part, until the next layer is called. Elsewhere
+            it is applied to what every rank has whole.
     """
 
     module: str
@@ -83,6 +86,7 @@ class Region:
     arguments: dict[Place, Cut] = field(default_factory=dict)
     settings: dict[Setting, int] = field(default_factory=dict)
     narrowed: tuple[Place, ...] = ()
+    dropouts: tuple[str, ...] = ()
 
     @property
     def sources(self) -> set[str]:
@@ -102,10 +106,14 @@ class Found:
     Attributes:
         regions: that can be cut, as far as gradients tell.
         left: weight of a layer that stays as it is -> why.
+        layers: all layers, by the name of their weight.
+        callers: weight of a layer -> the modules in whose forward it is called.
     """
 
     regions: list[Region]
     left: dict[str, str]
+    layers: dict[str, Layer] = field(default_factory=dict)
+    callers: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 # ---- indices of a dim ------------------------------------------------------------------------------------------------

@@ -8,8 +8,7 @@ from torch import nn
 
 from shardwise.errors import UnsupportedError
 from shardwise.model.block_kinds import block_kinds
-from shardwise.model.certificate import Settings, certify
-from shardwise.model.layers import Layer
+from shardwise.model.certificate import Settings, certify, dropouts
 from shardwise.model.regions import Found, Region, find_regions, signature
 from shardwise.model.settings import settled
 from shardwise.model.trial import Trial
@@ -20,9 +19,8 @@ _MOST_TOGETHER = 20  # regions among which every choice is compared
 _SEARCHED = 2  # blocks of a kind: what one hands on to the next would show
 
 
-def search(module: nn.Module, call: Callable[[nn.Module], Any], degree: int) -> tuple[Found, dict[str, Layer]]:
-    """The regions of ``module`` for ``degree`` ranks that share its layers, and its layers by the names of their
-    weights.
+def search(module: nn.Module, call: Callable[[nn.Module], Any], degree: int) -> Found:
+    """The regions of ``module`` for ``degree`` ranks that share its layers.
 
     Args:
         module: any module, on meta or not; it is not changed.
@@ -36,19 +34,18 @@ def search(module: nn.Module, call: Callable[[nn.Module], Any], degree: int) -> 
     if others:
         try:
             trial = Trial(module, call, without=frozenset(name for names in others.values() for name in names))
-            repeated = _repeated(find_certified(trial, degree), trial.layers, block_kinds(module))
+            repeated = _repeated(find_certified(trial, degree), block_kinds(module))
         except UnsupportedError:  # its code counts its blocks
             repeated = None
         if repeated is not None:
             return repeated
-    trial = Trial(module, call)
-    return find_certified(trial, degree), dict(trial.layers)
+    return find_certified(Trial(module, call), degree)
 
 
-def _repeated(found: Found, layers: dict[str, Layer], kinds: list[list[str]]) -> tuple[Found, dict[str, Layer]] | None:
+def _repeated(found: Found, kinds: list[list[str]]) -> Found | None:
     """What was found, in the blocks that were left out too; None if a region is in several blocks, or the blocks that
     were searched differ."""
-    regions, left, all_layers = list(found.regions), dict(found.left), dict(layers)
+    regions, left, layers, callers = list(found.regions), dict(found.left), dict(found.layers), dict(found.callers)
     for blocks in (blocks for blocks in kinds if len(blocks) > _SEARCHED):
         of_each = []
         for block in blocks[:_SEARCHED]:
@@ -63,12 +60,13 @@ def _repeated(found: Found, layers: dict[str, Layer], kinds: list[list[str]]) ->
             for weight, why in found.left.items():
                 if _is_in(weight, blocks[0]):
                     left[_name(weight, blocks[0], block)] = why
-            for layer in layers.values():
+            for layer in found.layers.values():
                 if _is_in(layer.weight, blocks[0]):
                     bias = layer.bias and _name(layer.bias, blocks[0], block)
                     moved = layer._replace(weight=_name(layer.weight, blocks[0], block), bias=bias)
-                    all_layers[moved.weight] = moved
-    return Found(regions, left), all_layers
+                    layers[moved.weight] = moved
+                    callers[moved.weight] = tuple(_name(name, blocks[0], block) for name in found.callers[layer.weight])
+    return Found(regions, left, layers, callers)
 
 
 def _names(region: Region) -> list[str]:
@@ -101,6 +99,7 @@ def _moved(region: Region, block: str, other: str) -> Region:
         inner=tuple(map(moved, region.inner)),
         tensors={moved(name): cut for name, cut in region.tensors.items()},
         settings={(moved(module), attr): value for (module, attr), value in region.settings.items()},
+        dropouts=tuple(map(moved, region.dropouts)),
     )
 
 
@@ -131,6 +130,7 @@ def find_certified(trial: Trial, degree: int) -> Found:
     kept = [shown[region.rows[0]] for region in _largest(trial, candidates)]
     if certify(trial, kept, degree, jointly=True):
         kept = _together(trial, kept, degree, left)
+    kept = _with_dropouts(training, kept, degree, left)
     cut = {weight for region in kept for weight in region.layers}
     beside = "the layers that it could be cut with are cut with others"
     left = {
@@ -140,7 +140,21 @@ def find_certified(trial: Trial, degree: int) -> Found:
     }
     order = {weight: number for number, weight in enumerate(trial.layers)}
     kept.sort(key=lambda region: order[region.rows[0]])
-    return Found(kept, left)
+    return Found(kept, left, dict(trial.layers), trial.callers())
+
+
+def _with_dropouts(training: Trial, regions: Sequence[Region], degree: int, left: dict[str, str]) -> list[Region]:
+    """The regions with their dropouts; not those in which dropout is applied both to parts and to what is whole."""
+    dropped = dropouts(training, regions, degree)
+    kept: list[Region] = []
+    for region in regions:
+        of_parts = tuple(weight for weight in region.layers if True in dropped.get(weight, ()))
+        if both := [weight for weight in of_parts if False in dropped[weight]]:
+            why = f"after {both[0]}, dropout is applied both to a rank's part and to what every rank has whole"
+            left.update((weight, why) for weight in region.layers)
+            continue
+        kept.append(replace(region, dropouts=of_parts))
+    return kept
 
 
 def _largest(trial: Trial, regions: Sequence[Region]) -> list[Region]:

@@ -47,6 +47,7 @@ class Run:
             each call of it.
         output: floating tensors of the model's output; none if the run was ended before.
         kept: module and attribute -> a floating tensor that is there after the run, such as a loss of its own.
+        dropped: what dropout would have been applied to, each with the last call before it; None: there was none.
     """
 
     def __init__(self) -> None:
@@ -55,6 +56,7 @@ class Run:
         self.arguments: dict[Place, list[Tensor]] = {}
         self.output: list[Tensor] = []
         self.kept: dict[tuple[str, str], Tensor] = {}
+        self.dropped: list[tuple[Call | None, Tensor]] = []
 
 
 class _Ended(BaseException):
@@ -117,6 +119,7 @@ class Trial:
         detached: str | None = None,
         changes: Mapping[str, Change] | None = None,
         until: frozenset[Call] = frozenset(),
+        note: Callable[[Layer], None] = lambda _: None,
     ) -> Run:
         """Runs the copy.
 
@@ -127,6 +130,7 @@ class Trial:
             changes: name of a module -> a function that gets the place and the value of each of its floating
                 arguments, and returns what takes its place.
             until: ends the run when these calls have been made; empty: it runs to its end.
+            note: called with each layer that is called.
         """
         seen, missing = Run(), set(until)
         with contextlib.ExitStack() as stack:
@@ -137,7 +141,7 @@ class Trial:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.random.fork_rng(devices=[]))
             torch.manual_seed(0)  # for what the model, or the function that calls it, draws by itself
-            stack.enter_context(_Leaves(self, seen, draw, rows or {}, missing))
+            stack.enter_context(_Leaves(self, seen, draw, rows or {}, missing, note))
             stack.enter_context(LiftFloat32())
             with contextlib.suppress(_Ended):
                 seen.output = _float_tensors(self._call(self.module))
@@ -152,6 +156,26 @@ class Trial:
     def in_training(self) -> "Trial":
         """The same model in training mode."""
         return Trial(self._original, self._call, training=True, without=self._without)
+
+    def callers(self) -> dict[str, tuple[str, ...]]:
+        """Weight of a layer -> the modules in whose forward it is called: the innermost ones that run then."""
+        found: dict[str, dict[str, None]] = {}
+        running = [""]
+
+        def left(*_: Any) -> None:
+            running.pop()
+
+        def note(layer: Layer) -> None:
+            found.setdefault(layer.weight, {})[running[-1]] = None
+
+        with contextlib.ExitStack() as stack:
+            for name, module in self.module.named_modules():
+                before = module.register_forward_pre_hook(lambda *_, name=name: running.append(name))
+                after = module.register_forward_hook(left)
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+            self.run(note=note)
+        return {weight: tuple(names) for weight, names in found.items()}
 
     def others(self) -> dict[str, Tensor]:
         """Floating parameters and buffers that are part of no layer, by canonical name."""
@@ -218,14 +242,24 @@ class Trial:
 class _Leaves(LayerCalls):
     """Within: layers return leaves."""
 
-    def __init__(self, trial: Trial, seen: Run, draw: int, rows: Mapping[str, Tensor], missing: set[Call]):
+    def __init__(
+        self,
+        trial: Trial,
+        seen: Run,
+        draw: int,
+        rows: Mapping[str, Tensor],
+        missing: set[Call],
+        note: Callable[[Layer], None],
+    ):
         super().__init__(trial.name_of)
         self._trial, self._seen, self._draw, self._rows, self._missing = trial, seen, draw, rows, missing
-        self._ends, self._numbers = bool(missing), dict[str, int]()
+        self._ends, self._numbers, self._note = bool(missing), dict[str, int](), note
+        self._last: Call | None = None
 
     def called(self, layer: Layer, x: Tensor) -> Any:
         name = layer.weight
         self._trial.layers.setdefault(name, layer)
+        self._note(layer)
         num_outputs = self._trial.module.get_parameter(name).shape[layer.out_dim]
         call = Call(name, self._numbers.get(name, 0))
         self._numbers[name] = call.number + 1
@@ -234,6 +268,7 @@ class _Leaves(LayerCalls):
         if name in self._rows:
             value = value[..., self._rows[name]]
         leaf = self._seen.leaves[call] = value.detach().clone().requires_grad_()
+        self._last = call
         self._missing.discard(call)
         if self._ends and not self._missing:
             raise _Ended
@@ -241,8 +276,14 @@ class _Leaves(LayerCalls):
 
     def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _DROPOUTS:
-            return args[0]
+            x, chance, is_training = bound(_DROPOUT, args, kwargs)
+            if chance != 0 and is_training is not False:
+                self._seen.dropped.append((self._last, x))
+            return x
         if func is functional.scaled_dot_product_attention:
+            query, *_, chance = bound(_ATTENTION, args, kwargs)
+            if chance:
+                self._seen.dropped.append((self._last, query))
             is_causal = kwargs.get("is_causal", args[5:6] == (True,))
             args, kwargs = args[:4], {**kwargs, "is_causal": is_causal, "dropout_p": 0.0}
         if func is functional.batch_norm:
@@ -261,6 +302,8 @@ _DROPOUTS = (
     functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d,
     functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout,
 )  # fmt: skip
+_DROPOUT = ("input", "p", "training")
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p")
 _LOOKS = ("size", "dim", "numel", "stride", "is_floating_point", "__len__", "__hash__")
 """Names of functions that look at a tensor and not at its values."""
 
