@@ -70,6 +70,8 @@ def mutants(region: Region, degree: int) -> Iterator[tuple[str, Region]]:
                     yield f"{name}: cut along {dim}", replace(region, **{kind: {**held, name: (dim, cuts)}})
             if isinstance(cut, tuple):
                 yield f"{name}: whole", replace(region, **{kind: {**held, name: Whole()}})
+    for place in {(0,)} - region.arguments.keys():
+        yield f"{place}: an argument", replace(region, arguments={**region.arguments, place: Whole()})
     for (name, attr), value in region.settings.items():
         for other in (value + 1, 2 * value, value * degree, max(value // 2, 1)):
             if other != value:
@@ -101,6 +103,7 @@ def test_a_region_that_is_wrong_in_one_thing_is_refused(degree):
 def test_what_cannot_be_cut_stays_and_says_why():
     left = {
         "norm-of-width": ("blocks.0.mlp.down.weight", "mixes all of its inputs"),
+        "steered-residual": ("blocks.0.mlp.up.weight", "argument 0 of blocks.0.mlp is also used outside of its layers"),
         "looks-at-weight": ("blocks.0.mlp.up.weight", "is used by norm too"),
     }
     for name, (weight, why) in left.items():

@@ -141,6 +141,20 @@ class RawMlp(nn.Module):
         return F.linear(F.gelu(F.linear(x, self.up)), self.down, self.bias)
 
 
+class Steered(nn.Module):
+    """What is between its layers is scaled by its input, which its first layer takes too; with a residual inside, its
+    output does as well."""
+
+    def __init__(self, residual: bool = False):
+        super().__init__()
+        self.residual, self.norm, self.gain = residual, nn.LayerNorm(WIDTH), nn.Parameter(torch.tensor([1.3]))
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(F.relu(self.up(self.norm(x))) * torch.sigmoid(self.gain * x.mean(-1, keepdim=True)))
+        return x + y if self.residual else y
+
+
 class LooksAtItsWeight(nn.Module):
     """Its own weight is also a penalty in what it computes."""
 
@@ -342,6 +356,8 @@ _DECODERS: dict[str, dict[str, Any]] = {
     "slopes": {"bias": "slopes"},
     "table": {"bias": "table"},
     "looks-at-weight": {"mlp": LooksAtItsWeight},
+    "steered": {"mlp": Steered},
+    "steered-residual": {"mlp": functools.partial(Steered, residual=True)},
 }
 
 

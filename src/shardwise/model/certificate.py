@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from shardwise.model.regions import Cut, Region, Setting, Whole, part_of, rows_of, weights_for
+from shardwise.model.regions import Cut, Reads, Region, Setting, Whole, part_of, rows_of, weights_for
 from shardwise.model.trial import Call, Change, Place, Run, Trial
 
 __all__ = ["GATE", "Settings", "calls_of", "certify", "certify_beside", "dropouts", "whole_run"]
@@ -34,6 +34,11 @@ def certify(trial: Trial, regions: Sequence[Region], degree: int, *, jointly: bo
     arguments that it starts from.
     """
     alone = regions[0] if len(regions) == 1 and not jointly else None
+    if alone and alone.arguments:
+        reads = Reads(trial, alone.module)
+        for place in alone.arguments:
+            if reads.elsewhere(place, {*alone.rows, *alone.inner}):
+                return f"{_shown(alone, (place, 0))} is also used outside of its layers"
     return certify_beside(trial, regions, degree, whole_run(trial, regions, alone), alone)
 
 
@@ -221,20 +226,26 @@ def _shown(region: Region, start: Start) -> str:
 
 
 def _inner_differ(trial: Trial, region: Region, whole: Run) -> str:
-    """Whether the inputs of the column-parallel layers have whole gradients on every rank, or parts of a sum."""
+    """Whether the inputs of the layers that it starts from have whole gradients on every rank, or parts of a sum."""
     for call, x in whole.inputs.items():
-        if call.weight not in region.columns or not x.requires_grad:
+        if call.weight not in region.sources - {*region.rows} or not x.requires_grad:
             continue
         starts = _starts(whole, trial.others())
         grads = _gradients({call: x}, {call: weights_for(x)}, starts)
         used = [start for start, grad in grads.items() if bool((grad != 0).any())]
-        within = [start for start in used if isinstance(start, Call) and start.weight in region.whole]
-        if bool(within) != (call.weight in region.inner):
-            return f"the input of {call.weight} has {'a part of' if within else 'all of'} its gradient on each rank"
-        for start in used if within else ():
-            if start not in within and not isinstance(_cut_of(region, start), Whole):
-                return f"{_shown(region, start)} has a part of the gradient, and is not said to be in the region"
+        partial = [start for start in used if _has_part(region, start)]
+        if bool(partial) != (call.weight in region.inner):
+            return f"the input of {call.weight} has {'a part of' if partial else 'all of'} its gradient on each rank"
+        if partial and (rest := [start for start in used if start not in partial]):
+            return f"{_shown(region, rest[0])} has a part of the gradient, and is not said to be in the region"
     return ""
+
+
+def _has_part(region: Region, start: Start) -> bool:
+    """Whether what a region starts from is whole on every rank, and its gradients there are parts of a sum."""
+    if isinstance(start, Call):
+        return start.weight in region.whole
+    return isinstance(region.tensors.get(start), Whole) if isinstance(start, str) else start[0] in region.arguments
 
 
 def _differs(mine: Tensor, want: Tensor) -> str:

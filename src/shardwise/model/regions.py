@@ -27,6 +27,7 @@ from shardwise.recipe.records import Part
 __all__ = [
     "Cut",
     "Found",
+    "Reads",
     "Region",
     "Rows",
     "Setting",
@@ -67,7 +68,8 @@ class Region:
         rows: weights of the row-parallel layers; their inputs are cut evenly.
         whole: weights of layers whose outputs every rank needs whole for its part, so that gradients on the ranks are
             parts of a sum from there on (a single key/value head). A row-parallel layer may be one of them.
-        inner: those of ``columns`` whose inputs come from layers of ``whole``, and have such gradients too.
+        inner: those of ``columns`` and ``whole`` whose inputs come from what has such gradients (layers of ``whole``,
+            arguments, whole tensors), so that theirs are such too.
         tensors: parameter or buffer between the layers -> how it is cut.
         arguments: floating argument of ``module`` -> how it is cut.
         settings: values on a rank, of numbers of heads and the like.
@@ -213,6 +215,48 @@ class _Needs:
         return {name for name, masks in self.outputs.items() if not _equal(masks)}
 
 
+class Reads:
+    """What the inputs of all layers, and the model's output, are made of when the arguments of ``module`` are cut off from
+    what those were made of."""
+
+    def __init__(self, trial: Trial, module: str):
+        run, others = trial.run(detached=module), trial.others()
+        places = [(place, leaf) for place, leaves in run.arguments.items() for leaf in leaves]
+        self._names = [*(call.weight for call in run.leaves), *others, *(place for place, _ in places)]
+        self._sources = [*run.leaves.values(), *others.values(), *(leaf for _, leaf in places)]
+        self._output = [*run.output, *run.kept.values()]
+        self._inputs: dict[str, list[Tensor]] = {}
+        for call, x in run.inputs.items():
+            self._inputs.setdefault(call.weight, []).append(x)
+        self._found: dict[str, set[str | Place]] = {}
+
+    def made_of(self, weight: str) -> set[str | Place]:
+        """The layers, tensors and arguments that the inputs of a layer are made of."""
+        if weight not in self._found:
+            self._found[weight] = self._made_of(self._inputs[weight])
+        return self._found[weight]
+
+    def _made_of(self, tensors: Iterable[Tensor]) -> set[str | Place]:
+        grads = [zip(self._names, gradients(x, 1, 0, self._sources), strict=True) for x in tensors if x.dim()]
+        return {name for of_one in grads for name, grad in of_one if not _is_zero(grad)}
+
+    def inner(self, entering: set[str], partial: set[str | Place]) -> tuple[set[str], set[str | Place]]:
+        """Those of the layers ``entering`` whose inputs come from what has a part of its gradient on each rank; and all
+        that has, then: whatever such an input is made of."""
+        inner, partial = set[str](), set(partial)
+        while found := {weight for weight in entering - inner if self.made_of(weight) & partial}:
+            inner |= found
+            partial |= {source for weight in found for source in self.made_of(weight)}
+            entering = entering | (partial & self._inputs.keys())
+        return inner, partial
+
+    def elsewhere(self, argument: Place, layers: set[str]) -> bool:
+        """Whether other layers than ``layers``, or the model's output, use an argument."""
+        return argument in self._made_of(self._output) or any(
+            argument in self.made_of(weight) for weight in self._inputs.keys() - layers
+        )
+
+
 class _Search:
     """The search for regions in one model, for ``degree`` ranks."""
 
@@ -315,18 +359,18 @@ class _Search:
         dims = self._detached(rows, module)
         outputs = {name: masks[0] for name, masks in dims.items() if isinstance(name, str) and name in trial.layers}
         whole = {name for name, masks in outputs.items() if _equal(masks)}
-        inner = {
-            name
-            for name in outputs.keys() - whole
-            if (needs := self._needs.get(name)) and needs.outputs and needs.outputs.keys() <= whole
-        }
+        reads = Reads(trial, module)
+        inner, partial = reads.inner(outputs.keys() - rows, dims.keys() - (outputs.keys() - whole))
+        whole |= partial & trial.layers.keys()
         rows_or_inner = {*rows, *inner}
-        dims |= {name: [] for weight in inner for name in self._needs[weight].tensors if name not in dims}
+        dims |= {source: [] for source in partial if source not in dims}
         columns: dict[str, Rows] = {}
         tensors: dict[str, Cut] = {}
         arguments: dict[Place, Cut] = {}
         for source, masks in dims.items():
             if isinstance(source, tuple):
+                if reads.elsewhere(source, rows_or_inner):
+                    return f"argument {source[0]!r} of {module or 'the model'} is also used outside of its layers"
                 arguments[source] = _cut_or_whole(masks)
             elif source in trial.layers:
                 if why := self._why_no_source(source, rows_or_inner, module):
