@@ -1,14 +1,15 @@
-"""How a model is called on a batch: by the names of its forward's parameters."""
+"""How a model is called on a batch, by the names of its forward's parameters; and a batch for one that is given none."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.errors import UsageError
 
-__all__ = ["call"]
+__all__ = ["call", "run_on"]
 
 Batch = Mapping[str, Tensor]
 
@@ -67,3 +68,28 @@ def _unfit_batch(model: nn.Module, inputs: Batch, missing: list[str], named: Any
         why=f"{why}. The default forward passes keys by name, without labels",
         fix=f"pass forward=lambda model, batch: model({example or 'batch[...]'}), or name the batch's keys as the forward does",
     )
+
+
+def run_on(example: Batch | None) -> Callable[[nn.Module], Any]:
+    """A function that calls a model on ``example``; None: on tokens, where its forward shows that it takes some.
+
+    The function raises UsageError where it does not.
+    """
+    return lambda model: call(model, _tokens(model) if example is None else example)
+
+
+def _tokens(model: nn.Module) -> dict[str, Tensor]:
+    """Tokens for a model with embeddings, whose forward takes ``input_ids`` or asks for one tensor."""
+    parameters = inspect.signature(model.forward).parameters
+    sizes = [child.num_embeddings for child in model.modules() if isinstance(child, nn.Embedding)]
+    named = [name for name in ("input_ids", "decoder_input_ids") if name in parameters]
+    asked = [p.name for p in parameters.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if not sizes or not (named or len(asked) == 1):
+        raise UsageError(
+            f"a {type(model).__name__} without example=",
+            why="its code is run once to find what can be cut, and its forward does not show what it takes: it has no embedding, or takes "
+            "neither input_ids nor one tensor alone",
+            fix="pass example=: one micro-batch as training will give it, a mapping of names to tensors",
+        )
+    ids = (torch.arange(16).view(2, 8) * 7 + 3) % min(sizes)
+    return dict.fromkeys(named or asked, ids)

@@ -110,12 +110,14 @@ class Found:
         left: weight of a layer that stays as it is -> why.
         layers: all layers, by the name of their weight.
         callers: weight of a layer -> the modules in whose forward it is called.
+        shares_input: layers that regions start from, of which the next one called gets the same input.
     """
 
     regions: list[Region]
     left: dict[str, str]
     layers: dict[str, Layer] = field(default_factory=dict)
     callers: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    shares_input: set[str] = field(default_factory=set)
 
 
 # ---- indices of a dim ------------------------------------------------------------------------------------------------
@@ -247,7 +249,7 @@ class Reads:
         while found := {weight for weight in entering - inner if self.made_of(weight) & partial}:
             inner |= found
             partial |= {source for weight in found for source in self.made_of(weight)}
-            entering = entering | (partial & self._inputs.keys())
+            entering = entering | {source for source in partial if isinstance(source, str) and source in self._inputs}
         return inner, partial
 
     def elsewhere(self, argument: Place, layers: set[str]) -> bool:
@@ -361,7 +363,7 @@ class _Search:
         whole = {name for name, masks in outputs.items() if _equal(masks)}
         reads = Reads(trial, module)
         inner, partial = reads.inner(outputs.keys() - rows, dims.keys() - (outputs.keys() - whole))
-        whole |= partial & trial.layers.keys()
+        whole |= {source for source in partial if isinstance(source, str) and source in trial.layers}
         rows_or_inner = {*rows, *inner}
         dims |= {source: [] for source in partial if source not in dims}
         columns: dict[str, Rows] = {}

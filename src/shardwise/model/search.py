@@ -1,5 +1,6 @@
 """The regions of a whole model: searched in a few blocks of each kind, and the same in the others."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -46,6 +47,7 @@ def _repeated(found: Found, kinds: list[list[str]]) -> Found | None:
     """What was found, in the blocks that were left out too; None if a region is in several blocks, or the blocks that
     were searched differ."""
     regions, left, layers, callers = list(found.regions), dict(found.left), dict(found.layers), dict(found.callers)
+    shares = set(found.shares_input)
     for blocks in (blocks for blocks in kinds if len(blocks) > _SEARCHED):
         of_each = []
         for block in blocks[:_SEARCHED]:
@@ -60,13 +62,14 @@ def _repeated(found: Found, kinds: list[list[str]]) -> Found | None:
             for weight, why in found.left.items():
                 if _is_in(weight, blocks[0]):
                     left[_name(weight, blocks[0], block)] = why
+            shares |= {_name(weight, blocks[0], block) for weight in shares if _is_in(weight, blocks[0])}
             for layer in found.layers.values():
                 if _is_in(layer.weight, blocks[0]):
                     bias = layer.bias and _name(layer.bias, blocks[0], block)
                     moved = layer._replace(weight=_name(layer.weight, blocks[0], block), bias=bias)
                     layers[moved.weight] = moved
                     callers[moved.weight] = tuple(_name(name, blocks[0], block) for name in found.callers[layer.weight])
-    return Found(regions, left, layers, callers)
+    return Found(regions, left, layers, callers, shares)
 
 
 def _names(region: Region) -> list[str]:
@@ -128,9 +131,12 @@ def find_certified(trial: Trial, degree: int) -> Found:
             settings = result.settings.items()
             known[kind] = {(name.removeprefix(region.module), attr): value for (name, attr), value in settings}
     kept = [shown[region.rows[0]] for region in _largest(trial, candidates)]
-    if certify(trial, kept, degree, jointly=True):
-        kept = _together(trial, kept, degree, left)
-    kept = _with_dropouts(training, kept, degree, left)
+    modes = (trial, training)
+    if any(certify(mode, kept, degree, jointly=True) for mode in modes):
+        kept = _together(modes, kept, degree, left)
+    if len(rest := _with_dropouts(training, kept, degree, left)) < len(kept):
+        rest = _together(modes, rest, degree, left)
+    kept = rest
     cut = {weight for region in kept for weight in region.layers}
     beside = "the layers that it could be cut with are cut with others"
     left = {
@@ -140,7 +146,14 @@ def find_certified(trial: Trial, degree: int) -> Found:
     }
     order = {weight: number for number, weight in enumerate(trial.layers)}
     kept.sort(key=lambda region: order[region.rows[0]])
-    return Found(kept, left, dict(trial.layers), trial.callers())
+    return Found(kept, left, dict(trial.layers), trial.callers(), _sharing(trial, kept))
+
+
+def _sharing(trial: Trial, regions: Sequence[Region]) -> set[str]:
+    """The layers that regions start from of which the next one called gets the same input."""
+    starts = {weight for region in regions for weight in region.sources - {*region.rows, *region.inner}}
+    inputs = [(call.weight, x) for call, x in trial.run().inputs.items() if call.weight in starts]
+    return {weight for (weight, x), (_, following) in itertools.pairwise(inputs) if x is following}
 
 
 def _with_dropouts(training: Trial, regions: Sequence[Region], degree: int, left: dict[str, str]) -> list[Region]:
@@ -194,11 +207,12 @@ def _clash(region: Region, other: Region) -> bool:
     return bool(region.sources & {*other.rows} or {*region.rows} & other.sources)
 
 
-def _together(trial: Trial, regions: Sequence[Region], degree: int, left: dict[str, str]) -> list[Region]:
+def _together(modes: Sequence[Trial], regions: Sequence[Region], degree: int, left: dict[str, str]) -> list[Region]:
     """Those of the regions that are right when all of them are cut, each tried beside those before it."""
     kept: list[Region] = []
     for region in regions:
-        if why := certify(trial, [*kept, region], degree, jointly=True):
+        tried = [*kept, region]
+        if why := next((why for mode in modes if (why := certify(mode, tried, degree, jointly=True))), ""):
             left.update((weight, f"beside the other layers: {why}") for weight in region.layers)
         else:
             kept.append(region)

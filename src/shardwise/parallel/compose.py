@@ -20,6 +20,7 @@ from shardwise._torch.modules import DDPModule
 from shardwise.config.record import Options
 from shardwise.errors import PlanError, UsageError
 from shardwise.model import read_anatomy
+from shardwise.model.calling import run_on
 from shardwise.model.tensors import follow_parameters, give_memory, tensors_of, unregistered_parameters
 from shardwise.parallel.guards import (
     part_of_another,
@@ -118,6 +119,7 @@ def shard(
     *,
     init: str | None = None,
     example: Mapping[str, Tensor] | None = None,
+    run: Callable[[nn.Module], Any] | None = None,
     is_prepared: bool = False,
 ) -> Any:
     """:func:`parallelize` with its options as one record.
@@ -128,6 +130,7 @@ def shard(
         parallel: a ``Parallel``; its layout is not read: the world has it.
         init: as in :func:`parallelize`; None: the value in ``parallel``.
         example: as in :func:`parallelize`.
+        run: runs a copy of the module on an example; None: it is called on ``example``, as ``TrainStep`` does.
         is_prepared: the techniques have changed the structure of the module already.
     """
     check_torch(world)
@@ -141,7 +144,7 @@ def shard(
     if world.is_main:
         _warn_of_unregistered(module)
     anatomy = adjusted(module, read_anatomy(module, example=example), parallel)
-    recipe = make_recipe(anatomy, world.layout, facts=probe(module, world), **given)
+    recipe = make_recipe(anatomy, world.layout, facts=probe(module, world, run or run_on(example)), **given)
     for act in acts():
         act.check(module, recipe, world)
     if source.note is not None:

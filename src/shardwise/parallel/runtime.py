@@ -18,12 +18,13 @@ from shardwise._torch.operators import foreach_norms
 from shardwise.errors import ShardwiseError, UsageError
 from shardwise.layout import Coord
 from shardwise.model import canonical_modules
-from shardwise.model.tensors import loose_tensors, tensors_of
+from shardwise.model.tensors import like_parameter, loose_tensors, tensors_of
 from shardwise.parallel.stale import ModuleSnapshot, refuse_deepcopy
 from shardwise.recipe import RankView, Recipe, Slice, extents
 from shardwise.techniques.data.penalties import PenaltyGradients
 from shardwise.techniques.data.rule import DataEntry
 from shardwise.world import World, is_generator
+from shardwise.world.axis import Axis
 
 __all__ = ["Engine", "Runtime", "attach", "has_runtime", "is_parallelized", "norm_power_sum", "runtime_of"]
 
@@ -192,11 +193,23 @@ class Runtime:
         gradients. ``place`` is for messages."""
         for name, names in self.partial.items():
             axis = self.world.axis(name)
-            grads = [local_tensor(grad) for each in names if (grad := self.parameters[each].grad) is not None]
-            if axis.size > 1 and grads:
+            packed = [_PartialSum(self.parameters[each], self._slots(each, axis)) for each in names]
+            for dtype in dict.fromkeys(each.dtype for each in packed) if axis.size > 1 else ():
+                of_dtype = [each for each in packed if each.dtype == dtype]
+                flat = torch.cat([part for each in of_dtype for part in each.parts()])
                 self.world.agreement.carry_out(
-                    functools.partial(_sum_all, grads, axis.group), f"{place}, summing gradients over {name}"
+                    functools.partial(_sum_all, [flat], axis.group), f"{place}, summing gradients over {name}"
                 )
+                for each, summed in zip(of_dtype, flat.split([each.numel for each in of_dtype]), strict=True):
+                    each.put(summed)
+
+    def _slots(self, name: str, axis: Axis) -> list[tuple[int, Slice | None]]:
+        """What of parameter ``name`` is summed over ``axis``: numbers of elements, equal on every rank of it, each with the
+        piece that is this rank's; None: it is not. Pieces that one rank of the axis holds alone are not summed."""
+        coords = [self.recipe.grid.coord(rank) for rank in axis.ranks]
+        held = [{piece.box: piece for piece in extents(self.recipe.params[name], coord)} for coord in coords]
+        boxes = sorted({box for pieces in held for box in pieces if sum(box in other for other in held) > 1})
+        return [(math.prod(box.sizes), held[axis.rank].get(box)) for box in boxes]
 
     @functools.cached_property
     def generators(self) -> dict[str, Any]:
@@ -237,6 +250,42 @@ class Runtime:
         """Raises UsageError if the module is no longer the one that was sharded; see :class:`ModuleSnapshot`."""
         self._structure.check()
         self.is_checked = True
+
+
+class _PartialSum:
+    """The gradient of one parameter, of which each rank along an axis has a part.
+
+    Args:
+        param: the parameter; its gradient may be None.
+        slots: see :meth:`Runtime._slots`.
+    """
+
+    def __init__(self, param: nn.Parameter, slots: list[tuple[int, Slice | None]]):
+        self._param, self._slots = param, slots
+        local = local_tensor(param)
+        self.dtype, self._shape, self._device = local.dtype, local.shape, local.device
+        self.numel = sum(numel for numel, _ in slots)
+
+    def parts(self) -> list[Tensor]:
+        """One flat tensor for each slot: zeros where this rank has nothing."""
+        grad = None if self._param.grad is None else local_tensor(self._param.grad)
+        empty = functools.partial(torch.zeros, dtype=self.dtype, device=self._device)
+        return [
+            empty(numel) if piece is None or grad is None else grad[piece.local_index].reshape(-1)
+            for numel, piece in self._slots
+        ]
+
+    def put(self, summed: Tensor) -> None:
+        """Writes the sums into the gradient. One that this rank has not got stays None if it is 0 on all ranks."""
+        if self._param.grad is None:
+            if not bool(summed.any()):
+                return
+            zeros = torch.zeros(self._shape, dtype=self.dtype, device=self._device)
+            self._param.grad = like_parameter(zeros, self._param)
+        grad = local_tensor(self._param.grad)
+        for (_, piece), part in zip(self._slots, summed.split([numel for numel, _ in self._slots]), strict=True):
+            if piece is not None:
+                grad[piece.local_index] = part.view(piece.sizes)
 
 
 def _sum_all(tensors: list[Tensor], group: Any) -> list[Any]:

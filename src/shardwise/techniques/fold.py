@@ -62,12 +62,12 @@ def make_recipe(anatomy: Anatomy, layout: Layout, *, facts: Facts | None = None,
     return draft.recipe()
 
 
-def probe(module: "nn.Module", world: "World") -> Facts:
-    """A function that runs each technique's probe on ``module``."""
+def probe(module: "nn.Module", world: "World", run: "Callable[[nn.Module], Any]") -> Facts:
+    """A function that runs each technique's probe on ``module``. ``run``: runs a copy of it on an example."""
 
     def facts(technique: Technique, draft: Draft, options: Mapping[str, Any]) -> Mapping[str, Any]:
         ask = technique.load("probe")
-        return ask(module, draft, world, **options) if ask is not None else {}
+        return ask(module, run, draft, world, **options) if ask is not None else {}
 
     return facts
 

@@ -106,7 +106,8 @@ class Technique:
         prepare: place of ``prepare(module, world, device, **options) -> module``, called before anything is read. World
             is None in the one plain process of ``verify``.
         adjust: place of ``adjust(module, anatomy, **options) -> anatomy``: changes tensors in place.
-        probe: place of ``probe(module, draft, world, **options) -> dict``, of JSON data.
+        probe: place of ``probe(module, run, draft, world, **options) -> dict``, of JSON data. ``run(copy)`` runs a copy of
+            the module on an example, and returns its output.
         act: place of an :class:`Act`.
         check_early: ``check_early(origins, **options)``: refuses, before a process is started, mistakes that can be
             found without torch. ``origins``: where each dotted key was given. The options are as given, words among

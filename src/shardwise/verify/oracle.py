@@ -84,6 +84,10 @@ class Task:
         with _drawing_from(self.seed if seed is None else seed):
             return cast_floating(self.build(), self.dtype)
 
+    def run_once(self, model: nn.Module) -> Any:
+        """Runs ``model`` on the first micro-batch; returns its output."""
+        return forward_of(self.loss, self.forward)(model, self.windows[0][0], StepState(1))
+
     def result(self, model: nn.Module, batch: Batch, state: StepState) -> Any:
         """Runs ``model`` and loss on a micro-batch in the step of ``state``: returns a sum, or a mapping of sums."""
         output = forward_of(self.loss, self.forward)(model, batch, state)

@@ -76,7 +76,8 @@ def run_sharded(task: Task, layout: str, parallel: Any = None, example: Any = No
     # Inside a training run that is compared, the process group and its timeout are that run's.
     with init(layout, device="cpu", timeout_s=None if dist.is_initialized() else 60) as world:
         module = task.make(task.seed + world.rank)
-        model = shard(module, world, Parallel() if parallel is None else parallel, example=example, is_prepared=True)
+        parallel = Parallel() if parallel is None else parallel
+        model = shard(module, world, parallel, example=example, run=task.run_once, is_prepared=True)
         optim = make_optimizer(task, [p for p in model.parameters() if p.requires_grad])
         if task.loss is None:
             model.forward = _Lifted(task, model.forward)

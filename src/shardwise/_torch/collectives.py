@@ -1,0 +1,19 @@
+"""Collectives as operators, which ``torch.compile`` can trace and which return new tensors."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["group_name", "sum_over"]
+
+
+def group_name(group: Any) -> str:
+    """The name by which operators know a process group."""
+    return str(group.group_name)
+
+
+def sum_over(tensor: Tensor, group: str) -> Tensor:
+    """The sum of ``tensor`` over the ranks of a group: a new tensor of its shape."""
+    operators = torch.ops._c10d_functional
+    return operators.wait_tensor(operators.all_reduce(tensor.contiguous(), "sum", group))

@@ -1,0 +1,198 @@
+"""Cuts a module over the ranks along ``tp``, in place, as the recipe says; names, classes and hooks stay."""
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from shardwise._torch.collectives import group_name
+from shardwise.errors import UnsupportedError
+from shardwise.layout import Coord
+from shardwise.model import canonical_modules, canonical_tensors
+from shardwise.model.tensors import replace_tensors, tensors_of
+from shardwise.recipe import Cut, Param, Part, Recipe, extents, local_shape
+from shardwise.techniques.technique import Act
+from shardwise.techniques.tp.layers import CutLayer, Shared, within_layers
+from shardwise.techniques.tp.rule import TensorParallelEntry
+from shardwise.techniques.tp.streams import PartStream
+from shardwise.world import World
+
+__all__ = ["TensorParallelAct"]
+
+_LAYERS = ("column", "row", "whole")
+
+
+class TensorParallelAct(Act):
+    """Cuts linear layers, and what lies between them."""
+
+    def check(self, module: nn.Module, recipe: Recipe, world: World) -> None:
+        drops = [edit.module for edit in recipe.edits_of("tp") if edit.args.get("drops_part")]
+        compiled = [edit.module for edit in recipe.edits if edit.action == "compile"]
+        for name in drops:
+            if any(name.startswith(f"{block}.") for block in compiled):
+                raise UnsupportedError(
+                    "Compile of a block with dropout between layers that are cut over tp",
+                    why="ranks draw numbers of their own there, by switching torch's generator, which a graph cannot",
+                    fix="set that dropout to 0, or leave the block out: Compile(targets=...)",
+                    name=name,
+                )
+
+    def inside(self, module: nn.Module, recipe: Recipe, world: World) -> None:
+        edits = recipe.edits_of("tp")
+        if not edits:
+            return
+        axis, coord = world.axis("tp"), recipe.grid.coord(world.rank)
+        _cut_parameters(module, recipe, coord)
+        modules = dict(canonical_modules(module))
+        draws = any(edit.args.get("drops_part") for edit in edits)
+        shared = Shared(group_name(axis.group), PartStream(world.device, axis.rank) if draws else None)
+        for edit in edits:
+            if edit.action == "set":
+                _set(modules[edit.module], edit.args)
+        held = {name: (owner, attr) for name, owner, attr in canonical_tensors(module, "_parameters")}
+        called: dict[str, dict[str, CutLayer]] = {}
+        for edit in edits:
+            if edit.action in _LAYERS:
+                layer = CutLayer(shared, edit.action, **edit.args)
+                for caller in edit.args["callers"]:
+                    called.setdefault(caller, {})[edit.args["weight"]] = layer
+        biases = {edit.args["weight"]: edit.args["bias"] for edit in edits if edit.action in _LAYERS}
+        for caller, layers in called.items():
+            names = {name for weight in layers for name in (weight, biases[weight]) if name is not None}
+            within_layers(modules[caller], layers, {name: held[name] for name in names})
+        for edit in edits:
+            if edit.action == "part":
+                _work_on_parts(modules[edit.module], shared, coord, edit.args, dict(modules))
+        module.register_forward_hook(lambda *_: shared.end(), always_call=True)
+
+    def begin(self, runtime: Any) -> None:
+        names = runtime.recipe.entry("tp", TensorParallelEntry).partial
+        trained = [name for name in names if runtime.recipe.params[name].trainable]
+        if trained:
+            runtime.partial.setdefault("tp", []).extend(trained)
+
+
+def _cut_parameters(module: nn.Module, recipe: Recipe, coord: Coord) -> None:
+    """Replaces parameters by this rank's part of them along ``tp``, in memory of its own."""
+    found = tensors_of(module, "_parameters")
+    cut = {id(tensor): recipe.params[name] for name, tensor in found.items() if _over_tp(recipe.params[name]).cuts}
+    replace_tensors(module, lambda x: _part_of(x, _over_tp(cut[id(x)]), coord) if id(x) in cut else x)
+
+
+def _over_tp(param: Param) -> Param:
+    """A parameter that is cut over ``tp`` alone."""
+    return msgspec.structs.replace(param, cuts=tuple(cut for cut in param.cuts if cut.axis == "tp"))
+
+
+def _part_of(whole: Tensor, param: Param, coord: Coord) -> Tensor:
+    part = torch.empty(local_shape(param, coord), dtype=whole.dtype, device=whole.device)
+    for piece in extents(param, coord):
+        part[piece.local_index] = whole.detach()[piece.full_index]
+    return part
+
+
+def _set(module: nn.Module, numbers: Mapping[str, int]) -> None:
+    """Sets attributes of a module; those named ``config.KEY`` in a copy of its configuration, which others share."""
+    config = {key.removeprefix("config."): value for key, value in numbers.items() if key.startswith("config.")}
+    if config:
+        module.config = copy.copy(module.config)  # type: ignore[assignment]
+    for key, value in config.items():
+        setattr(module.config, key, value)
+    for key, value in numbers.items():
+        if not key.startswith("config."):
+            setattr(module, key, value)
+
+
+# ---- what is not an output of a layer ------------------------------------------------------------------------------------
+
+Indices = tuple[int, Tensor]
+"""A dim, and the indices along it that a rank has."""
+
+
+def _indices(given: Any, coord: Coord) -> Indices:
+    dim, parts = given
+    cut = Cut(axis="tp", dim=0, parts=tuple(Part(size=size, replicas=of) for size, of in parts))
+    size = sum(part.size for part in cut.parts)
+    line = Param(
+        shape=(size,), dtype="", trainable=False, aliases=(), unit="", cuts=(cut,), storage="", compute="", reduce=""
+    )
+    pieces = extents(line, coord)
+    return dim, torch.cat([torch.arange(piece.starts[0], piece.starts[0] + piece.sizes[0]) for piece in pieces])
+
+
+def _work_on_parts(
+    module: nn.Module, shared: Shared, coord: Coord, args: Mapping[str, Any], modules: Mapping[str, nn.Module]
+) -> None:
+    """Gives the forward of ``module`` this rank's part of arguments and buffers.
+
+    Args:
+        module: whose forward is replaced.
+        shared: what the cut layers share.
+        coord: of this rank.
+        args: ``arguments``: place and cut of each, None: whole, and its gradient is summed; ``narrowed``: places;
+            ``buffers``: name and cut of each.
+        modules: all modules by name.
+    """
+    inner, names = module.forward, list(inspect.signature(module.forward).parameters)
+    cuts = {_normal(place, names): cut and _with_size(cut, coord) for place, cut in args["arguments"]}
+    narrowed = {_normal(place, names) for place in args["narrowed"]}
+    buffers = []
+    for name, cut in args["buffers"].items():
+        path, _, attr = name.rpartition(".")
+        buffers.append((modules[path], attr, *_indices(cut, coord)))
+    degree = coord.degree("tp")
+
+    def change(value: Any, place: tuple[Any, ...]) -> Any:
+        if type(value) in (tuple, list):
+            return type(value)(change(item, (*place, i)) for i, item in enumerate(value))
+        if not isinstance(value, Tensor):
+            return value
+        if place in narrowed:
+            return shared.narrow(value, value.shape[-1] // degree)
+        if place not in cuts:
+            return value
+        value, cut = shared.sum_gradient(value), cuts[place]
+        if cut is None or value.shape[cut[0]] != cut[2]:  # an earlier module has cut it already
+            return value
+        return value.index_select(cut[0], cut[1].to(value.device))
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        args = tuple(change(value, (names[i] if i < len(names) else i,)) for i, value in enumerate(args))
+        kwargs = {key: change(value, (key,)) for key, value in kwargs.items()}
+        if not buffers:
+            return inner(*args, **kwargs)
+        with _buffers_of_rank(buffers):
+            return inner(*args, **kwargs)
+
+    module.forward = forward
+
+
+def _normal(place: list[Any], names: list[str]) -> tuple[Any, ...]:
+    """A place whose argument is named, if it has a name: callers may give it either way."""
+    first, *rest = place
+    return (names[first] if isinstance(first, int) and first < len(names) else first, *rest)
+
+
+def _with_size(cut: Any, coord: Coord) -> tuple[int, Tensor, int]:
+    dim, indices = _indices(cut, coord)
+    return dim, indices, sum(size for size, _ in cut[1])
+
+
+@contextlib.contextmanager
+def _buffers_of_rank(buffers: list[tuple[nn.Module, str, int, Tensor]]) -> Iterator[None]:
+    """Within: modules have this rank's part of buffers, which are kept whole: they are saved and compared so."""
+    whole = [owner._buffers[attr] for owner, attr, _, _ in buffers]
+    for (owner, attr, dim, indices), buffer in zip(buffers, whole, strict=True):
+        owner._buffers[attr] = None if buffer is None else buffer.index_select(dim, indices.to(buffer.device))
+    try:
+        yield
+    finally:
+        for (owner, attr, _, _), buffer in zip(buffers, whole, strict=True):
+            owner._buffers[attr] = buffer

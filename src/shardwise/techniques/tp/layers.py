@@ -1,0 +1,201 @@
+"""Forwards of linear layers of which a rank has a part, as the recipe says: parameters are plain local tensors, and the
+sums over ranks are autograd functions of our own.
+
+A column-parallel layer has some of the outputs. Its input is whole on every rank, and the gradient of that input is the
+sum over the ranks. A row-parallel layer has some of the inputs. Its outputs are summed over the ranks before the bias
+is added, once. That makes four sums for an attention and an MLP block: two forward, two backward. (Megatron-LM,
+https://arxiv.org/abs/1909.08053, figure 3)
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardwise._torch.collectives import sum_over
+from shardwise.model.layers import Layer, LayerCalls
+from shardwise.techniques.tp.streams import PartStream
+
+__all__ = ["CutLayer", "Shared", "within_layers"]
+
+
+class _SumGradient(torch.autograd.Function):
+    """Identity, whose gradient is summed over the ranks of a group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return sum_over(grad, ctx.group), None
+
+
+class _SumParts(torch.autograd.Function):
+    """The sum over the ranks of a group, whose gradient is as it comes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        return sum_over(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return grad, None
+
+
+class Shared:
+    """What the cut layers of one model share on a rank.
+
+    Args:
+        group: name of the group of ranks along the axis.
+        stream: random numbers for a rank's part; None: nothing is drawn there.
+    """
+
+    def __init__(self, group: str, stream: PartStream | None):
+        self.group, self.stream = group, stream
+        self._kept: tuple[Tensor, int, Tensor] | None = None  # the last input that the next layer gets too
+        self._narrowed: list[tuple[Tensor, Tensor]] = []  # what modules were given of an argument, and all of it
+
+    def sum_gradient(self, x: Tensor, *, again: bool = False) -> Tensor:
+        """``x``, whose gradient is summed over the ranks. ``again``: the next layer gets it too, so that one sum serves
+        both."""
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return x
+        kept, self._kept = self._kept, None
+        result = kept[2] if kept is not None and kept[0] is x and kept[1] == x._version else None
+        if result is None:
+            result = _SumGradient.apply(x, self.group)
+        if again:
+            self._kept = (x, x._version, result)
+        return result
+
+    def sum_parts(self, x: Tensor) -> Tensor:
+        """The sum of ``x`` over the ranks."""
+        return _SumParts.apply(x, self.group)
+
+    def narrow(self, whole: Tensor, size: int) -> Tensor:
+        """The first ``size`` of the last dim of an argument; layers get all of it."""
+        part = whole.narrow(-1, 0, size)
+        self._narrowed.append((part, whole))
+        return part
+
+    def whole(self, x: Tensor) -> Tensor:
+        """``x``, or all of it if it was narrowed."""
+        return next((whole for part, whole in self._narrowed if part is x), x)
+
+    def end(self) -> None:
+        """The forward of the model has ended."""
+        self._kept = None
+        self._narrowed.clear()
+        if self.stream is not None:
+            self.stream.leave()
+
+
+class CutLayer:
+    """One layer of which this rank has a part.
+
+    Args:
+        shared: what it shares with the others.
+        action: ``column``: it has some of the outputs; ``row``: some of the inputs; ``whole``: all, and the gradient of
+            its outputs is a part of a sum.
+        out_dim: the dim of its weight along which the outputs lie.
+        embedding: its input is indices.
+        sums_input: whether the gradient of its input is summed over the ranks.
+        shares_input: whether the next layer gets the same input.
+        sums_output: whether the gradient of its outputs is.
+        drops_part: whether dropout follows it that is applied to a rank's part.
+        names: ``weight``, ``bias``, ``callers``: not read here.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        action: str,
+        *,
+        out_dim: int,
+        embedding: bool,
+        sums_input: bool,
+        shares_input: bool,
+        sums_output: bool,
+        drops_part: bool,
+        **names: Any,
+    ):
+        self._shared, self._is_row = shared, action == "row"
+        self._out_dim, self._is_embedding = out_dim, embedding
+        self._sums_input, self._shares_input = sums_input and not embedding, shares_input
+        self._sums_output, self._drops_part = sums_output, drops_part
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Its outputs for the inputs ``x``."""
+        shared = self._shared
+        if shared.stream is not None:
+            shared.stream.leave()
+        x = shared.whole(x)
+        if self._sums_input:
+            x = shared.sum_gradient(x, again=self._shares_input)
+        if self._is_embedding:
+            y = functional.embedding(x, weight)
+        else:
+            turned = weight if self._out_dim == 0 else weight.t()
+            y = functional.linear(x, turned, None if self._is_row else bias)
+        if self._is_row:
+            y = shared.sum_parts(y)
+            y = y if bias is None else y + bias
+            y = shared.sum_gradient(y) if self._sums_output else y
+        if self._drops_part and shared.stream is not None:
+            shared.stream.enter()
+        return y
+
+
+class _Calls(LayerCalls):
+    """Within: calls of layers are made by their :class:`CutLayer`. ``held``: name of a parameter -> the module that has it,
+    and its attribute there: units make the tensors anew when they are gathered."""
+
+    def __init__(self, layers: Mapping[str, CutLayer], held: Mapping[str, tuple[nn.Module, str]]):
+        super().__init__(self._name)
+        self._layers, self._held = layers, held
+
+    def _name(self, tensor: Any) -> str | None:
+        return next((name for name, (owner, attr) in self._held.items() if owner._parameters.get(attr) is tensor), None)
+
+    def _tensor(self, name: str | None) -> Any:
+        return None if name is None else getattr(*self._held[name])
+
+    def called(self, layer: Layer, x: Tensor) -> Any:
+        if layer.weight not in self._layers:
+            return NotImplemented
+        return self._layers[layer.weight](x, self._tensor(layer.weight), self._tensor(layer.bias))
+
+
+def within_layers(module: nn.Module, layers: Mapping[str, CutLayer], held: Mapping[str, tuple[nn.Module, str]]) -> None:
+    """Makes ``module`` call ``layers``, by the names of their weights, where its forward calls linear layers. ``held``: where
+    their weights and biases are."""
+    inner = module.forward
+    if _is_plain(module) and len(layers) == 1:
+        (layer,) = layers.values()
+
+        def forward(input: Tensor) -> Tensor:
+            return layer(input, module.weight, module.bias)  # type: ignore[arg-type]
+
+        module.forward = forward
+        return
+
+    @functools.wraps(inner)
+    def calling(*args: Any, **kwargs: Any) -> Any:
+        with _Calls(layers, held):
+            return inner(*args, **kwargs)
+
+    module.forward = calling
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module is a linear layer and nothing else: ``nn.Linear``, or GPT-2's ``Conv1D``."""
+    if "forward" in vars(module):
+        return False
+    return type(module).forward is nn.Linear.forward or (
+        type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+    )

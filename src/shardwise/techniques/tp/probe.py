@@ -1,0 +1,102 @@
+"""What can be cut in a module: found by running a copy of it on an example, without weights."""
+
+from collections.abc import Callable, Container
+from typing import Any
+
+from torch import nn
+
+from shardwise.model.regions import Cut, Found, Region, Rows, Whole
+from shardwise.model.search import search
+from shardwise.recipe import Draft
+from shardwise.world import World
+
+__all__ = ["facts_of", "probe"]
+
+Facts = dict[str, Any]
+
+
+def probe(module: nn.Module, run: Callable[[nn.Module], Any], draft: Draft, world: World) -> Facts:
+    """What tensor parallelism changes in ``module``; see :func:`facts_of`. Nothing if ``tp`` is 1.
+
+    Raises:
+        UnsupportedError: the module cannot be copied, or does not run on the example.
+        UsageError: there is no example, and none can be guessed.
+    """
+    return facts_of(search(module, run, draft.layout.tp), draft.anatomy.params) if draft.layout.tp > 1 else {}
+
+
+def facts_of(found: Found, parameters: Container[str]) -> Facts:
+    """What a search has found, as JSON data. ``parameters``: names of those of the module.
+
+    Returns:
+        ``cuts``: parameter -> dim and parts, ``[size, replicas]`` each; no parts: cut evenly.
+        ``partial``: parameters whose gradients on the ranks are parts of a sum.
+        ``edits``: module, action and arguments of each change.
+        ``left``: weight of a layer that is not cut -> why.
+    """
+    facts: Facts = {"cuts": {}, "partial": [], "edits": [], "left": found.left}
+    for region in found.regions:
+        for weight in region.layers:
+            _add_layer(facts, found, region, weight)
+        _add_tensors(facts, region, parameters)
+        numbers: dict[str, dict[str, int]] = {}
+        for (module, attr), value in region.settings.items():
+            numbers.setdefault(module, {})[attr] = value
+        facts["edits"] += [[module, "set", values] for module, values in numbers.items()]
+    return facts
+
+
+def _add_layer(facts: Facts, found: Found, region: Region, weight: str) -> None:
+    """Adds one layer; see :class:`~shardwise.techniques.tp.layers.CutLayer` for the arguments."""
+    layer = found.layers[weight]
+    of_layer = [(weight, layer.out_dim), *([(layer.bias, 0)] if layer.bias is not None else [])]
+    action = "row" if weight in region.rows else "column" if weight in region.columns else "whole"
+    if action == "column":
+        parts = _as_json(region.columns[weight])
+        facts["cuts"] |= {name: [dim, parts] for name, dim in of_layer}
+        is_partial = any(part.replicas > 1 for part in region.columns[weight])
+    else:
+        is_partial = action == "whole"
+        if action == "row":
+            facts["cuts"][weight] = [1 - layer.out_dim, []]
+    if is_partial:
+        facts["partial"] += [name for name, _ in of_layer]
+    arguments = {
+        "weight": weight,
+        "bias": layer.bias,
+        "out_dim": layer.out_dim,
+        "embedding": layer.is_embedding,
+        "callers": list(found.callers[weight]),
+        "sums_input": action != "row" and weight not in region.inner,
+        "shares_input": weight in found.shares_input,
+        "sums_output": action == "row" and weight in region.whole,
+        "drops_part": weight in region.dropouts,
+    }
+    facts["edits"].append([layer.module, action, arguments])
+
+
+def _add_tensors(facts: Facts, region: Region, parameters: Container[str]) -> None:
+    """Adds the tensors between the layers, and the arguments of the region's module."""
+    buffers = {}
+    for name, cut in region.tensors.items():
+        if name not in parameters:
+            if not isinstance(cut, Whole):
+                buffers[name] = _cut(cut)
+        elif isinstance(cut, Whole):
+            facts["partial"].append(name)
+        else:
+            facts["cuts"][name] = _cut(cut)
+    arguments = [[list(place), _cut(cut)] for place, cut in region.arguments.items()]
+    narrowed = [list(place) for place in region.narrowed]
+    if buffers or arguments or narrowed:
+        values = {"buffers": buffers, "arguments": arguments, "narrowed": narrowed}
+        facts["edits"].append([region.module, "part", values])
+
+
+def _as_json(rows: Rows) -> Any:
+    return [[part.size, part.replicas] for part in rows]
+
+
+def _cut(cut: Cut) -> Any:
+    """Dim and parts of a cut; None: whole."""
+    return None if isinstance(cut, Whole) else [cut[0], _as_json(cut[1])]

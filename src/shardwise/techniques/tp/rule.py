@@ -1,0 +1,83 @@
+"""Adds what a probe has found to the recipe: how parameters are cut over ``tp``, and the changes to modules."""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from shardwise.recipe import Cut, Draft, Edit, Part, Recipe
+from shardwise.recipe.records import Record
+
+__all__ = ["TensorParallelEntry", "lines", "rule"]
+
+_WHY = {
+    "column": "column-parallel: each rank computes a part of its outputs",
+    "row": "row-parallel: each rank has a part of its inputs, and the outputs are summed",
+    "whole": "whole on every rank, which uses all of its outputs for its part",
+    "part": "works on a rank's part of tensors that are not outputs of its layers",
+    "set": "works on a rank's part: numbers of heads and the like",
+}
+
+
+class TensorParallelEntry(Record, frozen=True):
+    """Parameters whose gradients on the ranks along ``tp`` are parts of a sum; of one that is cut, what several ranks
+    hold of it."""
+
+    partial: tuple[str, ...] = ()
+
+
+def rule(draft: Draft, facts: Mapping[str, Any]) -> None:
+    """Cuts parameters over ``tp``.
+
+    Args:
+        draft: the recipe so far.
+        facts: of the probe: see :func:`shardwise.techniques.tp.probe.facts_of`; {} where ``tp`` is 1.
+    """
+    if draft.layout.tp == 1:
+        return
+    for name, (dim, parts) in facts.get("cuts", {}).items():
+        draft.cut(name, Cut(axis="tp", dim=dim, parts=tuple(Part(size=size, replicas=of) for size, of in parts)))
+    draft.entries["tp"] = TensorParallelEntry(partial=tuple(facts.get("partial", ())))
+    draft.edits += [
+        Edit(module=module, technique="tp", action=action, args=args, why=_WHY[action])
+        for module, action, args in facts.get("edits", ())
+    ]
+    _add_notes(draft, facts)
+
+
+def lines(recipe: Recipe) -> list[str]:
+    """The lines about tensor parallelism at the head of ``describe``."""
+    degree = recipe.layout["tp"]
+    if degree == 1:
+        return []
+    sizes = {name: math.prod(param.shape) for name, param in recipe.params.items()}
+    cut = [name for name, param in recipe.params.items() if any(cut.axis == "tp" for cut in param.cuts)]
+    share = sum(sizes[name] for name in cut) / max(sum(sizes.values()), 1)
+    return [
+        f"tensor parallelism: {len(cut)} of {len(sizes)} parameters, {share:.0%} of their elements, are cut over tp={degree}; the others are "
+        "whole on every rank"
+    ]
+
+
+def _add_notes(draft: Draft, facts: Mapping[str, Any]) -> None:
+    """Says why layers are not cut, once for those that differ only in the number of their block."""
+    degree, left = draft.layout.tp, facts.get("left", {})
+    if not facts.get("cuts"):
+        why = next(iter(left.values()), "the example called no linear layer")
+        draft.note(
+            "tp",
+            f"tp={degree} has no effect on this model: every rank of it does the same. No layer can be cut: {why}",
+            option="layout",
+            warns=True,
+        )
+    alike: dict[tuple[str, str], list[str]] = {}
+    for weight, why in left.items():
+        alike.setdefault((_without_numbers(weight), _without_numbers(why)), []).append(weight)
+    for weights in alike.values():
+        more = f", and {len(weights) - 1} like it" if len(weights) > 1 else ""
+        draft.note(weights[0], f"whole on every rank of tp{more}: {left[weights[0]]}")
+
+
+def _without_numbers(text: str) -> str:
+    """A text without the numbers of the blocks in the names in it."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", text)
