@@ -68,7 +68,9 @@ def _repeated(found: Found, kinds: list[list[str]]) -> Found | None:
                     bias = layer.bias and _name(layer.bias, blocks[0], block)
                     moved = layer._replace(weight=_name(layer.weight, blocks[0], block), bias=bias)
                     layers[moved.weight] = moved
-                    callers[moved.weight] = tuple(_name(name, blocks[0], block) for name in found.callers[layer.weight])
+                    callers[moved.weight] = tuple(
+                        _name(name, blocks[0], block) for name in found.callers.get(layer.weight, ())
+                    )
     return Found(regions, left, layers, callers, shares)
 
 
@@ -152,8 +154,13 @@ def find_certified(trial: Trial, degree: int) -> Found:
 def _sharing(trial: Trial, regions: Sequence[Region]) -> set[str]:
     """The layers that regions start from of which the next one called gets the same input."""
     starts = {weight for region in regions for weight in region.sources - {*region.rows, *region.inner}}
-    inputs = [(call.weight, x) for call, x in trial.run().inputs.items() if call.weight in starts]
-    return {weight for (weight, x), (_, following) in itertools.pairwise(inputs) if x is following}
+    run = trial.run()
+    inputs = [(call.weight, x, run.versions[call]) for call, x in run.inputs.items() if call.weight in starts]
+    return {
+        weight
+        for (weight, x, version), (_, following, its_version) in itertools.pairwise(inputs)
+        if x is following and version == its_version
+    }
 
 
 def _with_dropouts(training: Trial, regions: Sequence[Region], degree: int, left: dict[str, str]) -> list[Region]:

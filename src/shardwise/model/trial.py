@@ -42,6 +42,7 @@ class Run:
 
     Attributes:
         inputs: call -> what the layer was called with.
+        versions: call -> how often that had been changed in place then.
         leaves: call -> the random output, a leaf.
         arguments: position -> the leaves that took the place of a floating argument of the module asked for, one for
             each call of it.
@@ -52,6 +53,7 @@ class Run:
 
     def __init__(self) -> None:
         self.inputs: dict[Call, Tensor] = {}
+        self.versions: dict[Call, int] = {}
         self.leaves: dict[Call, Tensor] = {}
         self.arguments: dict[Place, list[Tensor]] = {}
         self.output: list[Tensor] = []
@@ -264,6 +266,7 @@ class _Leaves(LayerCalls):
         call = Call(name, self._numbers.get(name, 0))
         self._numbers[name] = call.number + 1
         self._seen.inputs[call] = x
+        self._seen.versions[call] = x._version
         value = self._trial.value(call, (*(x.shape if layer.is_embedding else x.shape[:-1]), num_outputs), self._draw)
         if name in self._rows:
             value = value[..., self._rows[name]]

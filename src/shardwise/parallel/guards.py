@@ -37,7 +37,7 @@ def refuse_unfit_parts(module: nn.Module, recipe: Recipe, world: World) -> None:
         if (on_tensor or after) and recipe.params[name].cuts:
             raise UnsupportedError(
                 "a hook on a parameter that is cut over the ranks",
-                why="gradients come to the gathered parameter, which FSDP2 makes anew, so the hook would never be called",
+                why="gradients come to another tensor: the gathered one, which FSDP2 makes anew, or this rank's part. The hook would never be called",
                 fix=f"put it on the module's output or on an activation; or {_WHOLE}",
                 name=name,
             )

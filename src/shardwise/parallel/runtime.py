@@ -193,7 +193,7 @@ class Runtime:
         gradients. ``place`` is for messages."""
         for name, names in self.partial.items():
             axis = self.world.axis(name)
-            packed = [_PartialSum(self.parameters[each], self._slots(each, axis)) for each in names]
+            packed = [_PartialSum(self.parameters[each], slots) for each in names if (slots := self._slots(each, axis))]
             for dtype in dict.fromkeys(each.dtype for each in packed) if axis.size > 1 else ():
                 of_dtype = [each for each in packed if each.dtype == dtype]
                 flat = torch.cat([part for each in of_dtype for part in each.parts()])

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.errors import UsageError
+from shardwise.parallel.plain_parts import refuse_mixing_optimizer
 from shardwise.parallel.runtime import Runtime
 from shardwise.parallel.step_threads import HookedThreads
 
@@ -53,6 +54,7 @@ def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         _refuse_strangers(optimizer, held)
         _looked_at[optimizer] = ids
     for runtime in stepped:
+        refuse_mixing_optimizer(runtime, optimizer)
         refuse_in_window(runtime, f"{type(optimizer).__name__}.step()", "take the step after the with block")
         refuse_unreduced(runtime, f"{type(optimizer).__name__}.step()")
         if not runtime.is_checked:

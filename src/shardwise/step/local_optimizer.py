@@ -17,23 +17,14 @@ from torch import nn
 from shardwise._torch.dtensor import local_tensor
 from shardwise.errors import UnsupportedError
 from shardwise.model.tensors import like_parameter
+from shardwise.parallel.plain_parts import ELEMENTWISE, is_elementwise
 from shardwise.parallel.stale import refuse_stale
 from shardwise.parallel.step_checks import check_step, stepped_by
 from shardwise.parallel.step_threads import threads_of_step
 
-__all__ = ["is_elementwise", "local_optimizer"]
+__all__ = ["local_optimizer"]
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
-
-_ELEMENTWISE = (
-    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
-    torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD,
-)  # fmt: skip
-
-
-def is_elementwise(optim: torch.optim.Optimizer) -> bool:
-    """Whether the update of each element depends only on that element's gradient and state."""
-    return type(optim) in _ELEMENTWISE
 
 
 def local_optimizer(optim: Opt) -> Opt:
@@ -50,7 +41,7 @@ def local_optimizer(optim: Opt) -> Opt:
         raise UnsupportedError(
             f"local_optimizer({type(optim).__name__})",
             why="it is not known to update each element by itself, so stepping on shards may give other numbers",
-            fix=f"use one of {', '.join(cls.__name__ for cls in _ELEMENTWISE)}, or step it as it is",
+            fix=f"use one of {', '.join(cls.__name__ for cls in ELEMENTWISE)}, or step it as it is",
         )
     if not getattr(optim.step, "_shardwise_local", False):
         _LocalStep(optim).install()

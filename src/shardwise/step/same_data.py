@@ -1,22 +1,27 @@
-"""Warns where all ranks train on the same samples, as with a DataLoader without a DistributedSampler and equal seeds.
+"""Whether ranks train on the right samples: data-parallel ranks each on their own, ranks that share a model's layers (along
+``tp``) on the same ones.
 
-The first windows that do not come from a Loader are compared by a digest, in an exchange that is made anyway. Data that
-does not change (a benchmark's, one batch to overfit on) is accepted.
+Micro-batches are compared by digests, in an exchange that is made anyway. Where data-parallel ranks have the same
+samples, as with a DataLoader without a DistributedSampler and equal seeds, the user is warned after a few windows that
+do not come from a Loader; data that does not change (a benchmark's, one batch to overfit on) is accepted. Where ranks
+along ``tp`` have other samples than each other, gradients would be of no data at all: an error, in every window.
 """
 
 import warnings
 import zlib
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from shardwise.errors import RankError
 from shardwise.parallel import Runtime
 from shardwise.step.loss import Batch
 
-__all__ = ["digest_of_data", "judge_data"]
+__all__ = ["compare_shared", "digest_of_data", "judge_data", "refuse_others"]
 
 _WINDOWS = 3  # equal ones in a row; two ranks may draw the same few samples once
-_BYTES = 1 << 16  # of each tensor, from its start
+_BYTES = 1 << 16  # of each tensor, from its start and its end
 
 
 def digest_of_data(runtime: Runtime, batches: list[Batch]) -> int:
@@ -25,19 +30,59 @@ def digest_of_data(runtime: Runtime, batches: list[Batch]) -> int:
         return 0
     if any(getattr(batch, "window", None) is not None for batch in batches):  # of a Loader: each rank has others
         return runtime.world.rank
+    return _digest(batches[:: max(1, len(batches) - 1)], unread=str(runtime.world.rank))  # assumed to differ
+
+
+def compare_shared(runtime: Runtime, batches: list[Batch]) -> dict[str, float]:
+    """An entry of an exchange whose sum is 0 if ranks that share the layers of one model have equal micro-batches: none if
+    there are no such ranks."""
+    world, data = runtime.world, runtime.world.axis("dp")
+    if world.size == data.size:
+        return {}
+    # Exact in float64: 24 bits of a digest times 15 bits that differ between the groups, so that no two make up for
+    # each other.
+    number = (_digest(batches, unread="") >> 8) * (1 + data.rank * 40503 % (1 << 15))
+    return {"shared data": float(number * (world.size // data.size - 1 if world.counts else -1))}
+
+
+def refuse_others(runtime: Runtime, batches: list[Batch], summed: Tensor, place: str) -> None:
+    """Raises RankError if ``summed``, from :func:`compare_shared`, is not 0; on all ranks."""
+    if not float(summed):
+        return
+    found = runtime.world.agreement.gather((runtime.world.axis("dp").rank, _digest(batches, unread="")), place)
+    first: dict[int, int] = {}
+    for rank, (index, _) in enumerate(found):
+        first.setdefault(index, rank)
+    ranks = tuple(rank for rank, (index, digest) in enumerate(found) if digest != found[first[index]][1])
+    if not ranks:  # of fake peers
+        return
+    other = first[found[ranks[0]][0]]
+    raise RankError(
+        f"ranks {other} and {ranks[0]} with other micro-batches at {place}",
+        why="they are the same index along dp: each has a part of the same layers, and both must work on the same data",
+        fix='take data by the index along dp, as sw.Loader does: DistributedSampler(dataset, num_replicas=world.axis("dp").size, '
+        'rank=world.axis("dp").rank)',
+        ranks=ranks,
+    )
+
+
+def _digest(batches: Iterable[Batch], unread: str) -> int:
+    """A checksum of micro-batches. ``unread``: what stands for a tensor whose bytes cannot be read."""
     found = 1
-    for batch in batches[:: max(1, len(batches) - 1)]:
+    for batch in batches:
         for name in sorted(batch, key=str):
-            found = zlib.crc32(_bytes_of(batch[name], runtime.world.rank), zlib.crc32(str(name).encode(), found))
+            found = zlib.crc32(_bytes_of(batch[name], unread), zlib.crc32(str(name).encode(), found))
     return found
 
 
-def _bytes_of(value: object, rank: int) -> bytes:
+def _bytes_of(value: object, unread: str) -> bytes:
     if not isinstance(value, Tensor):
-        return repr(value).encode()
+        text = repr(value)
+        return (unread if " at 0x" in text else text).encode()  # an address, which differs in each process
     if value.layout is not torch.strided or value.is_meta or type(value) is not Tensor:
-        return repr(rank).encode()  # not read: assumed to differ
-    part = value.detach().reshape(-1)[: _BYTES // value.element_size()]
+        return unread.encode()
+    flat, most = value.detach().reshape(-1), _BYTES // value.element_size()
+    part = flat if flat.numel() <= 2 * most else torch.cat([flat[:most], flat[-most:]])
     return repr(tuple(value.shape)).encode() + part.contiguous().view(torch.uint8).cpu().numpy().tobytes()
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shardwise.errors import ConfigError, NonFiniteError, ShardwiseError, UsageError
 from shardwise.model.calling import call
 from shardwise.parallel import Runtime, runtime_of
+from shardwise.parallel.plain_parts import is_elementwise, refuse_mixing_optimizer
 from shardwise.state.given import Given
 from shardwise.step.clip import Clipping, NormType
 from shardwise.step.grad_stash import clone_buffers, restore_buffers
@@ -23,7 +24,7 @@ from shardwise.step.guards import (
     refuse_parameters,
     refuse_unfit,
 )
-from shardwise.step.local_optimizer import is_elementwise, local_optimizer
+from shardwise.step.local_optimizer import local_optimizer
 from shardwise.step.loss import Batch, Loss, as_sums, count_of, forward_of, next_token_loss, refuse_uncallable
 from shardwise.step.loss_check import SumCheck, agreed_problem
 from shardwise.step.mode import EvalMode
@@ -139,6 +140,7 @@ class TrainStep:
         self._after_step = methods_called(model, "post_optimizer_step")
         agree_on_settings(self)
         self.given = Given(runtime, optim, scheduler, self.scaler)
+        refuse_mixing_optimizer(runtime, optim)
         if is_elementwise(optim):
             local_optimizer(optim)
 

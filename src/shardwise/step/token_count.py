@@ -13,7 +13,7 @@ from shardwise.data.loader import Loader, loader_of
 from shardwise.errors import ConfigError, RankError, ShardwiseError, UsageError
 from shardwise.parallel import Runtime
 from shardwise.step.guards import refuse_gradless
-from shardwise.step.same_data import digest_of_data, judge_data
+from shardwise.step.same_data import compare_shared, digest_of_data, judge_data, refuse_others
 from shardwise.world.agreement import digest_of
 
 __all__ = ["agree_on_count"]
@@ -48,10 +48,12 @@ def agree_on_count(
     place, agreement = f"window {runtime.step + 1}, before forward", runtime.world.agreement
     data = getattr(batches[0], "window", None) if batches else None
     samples = digest_of_data(runtime, batches) if problem is None else 0
+    shared = compare_shared(runtime, batches if problem is None else [])
     loader = loader_of(data)
     sums = agreement.sum(
         {
             "samples": agreement.same(samples),
+            **shared,
             "data": agreement.same(digest_of(repr(data))),
             "dataset": agreement.same(0 if loader is None else loader.digest),
             "tokens": tokens if runtime.world.counts else 0,
@@ -72,6 +74,8 @@ def agree_on_count(
     if not agreement.all_same(sums["data"]):
         raise _data_differ(runtime, data, place)
     runtime.labels_seen = judge_labels(runtime.labels_seen, sums["labels"], f"window {runtime.step + 1}")
+    if shared:
+        refuse_others(runtime, batches, sums["shared data"], place)
     judge_data(runtime, samples, agreement.all_same(sums["samples"]))
     total = float(sums["tokens"])
     if not math.isfinite(total) or total < 0:

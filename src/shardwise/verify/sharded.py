@@ -60,8 +60,8 @@ class CountCollectives(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            name = func._schema.name.removeprefix("c10d::").rstrip("_")
+        if func.namespace in ("c10d", "_c10d_functional") and not func._schema.name.endswith("wait_tensor"):
+            name = func._schema.name.partition("::")[2].rstrip("_")
             self.counts[name] = self.counts.get(name, 0) + 1
         return func(*args, **(kwargs or {}))
 

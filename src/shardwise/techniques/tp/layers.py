@@ -66,11 +66,13 @@ class Shared:
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x
         kept, self._kept = self._kept, None
-        result = kept[2] if kept is not None and kept[0] is x and kept[1] == x._version else None
+        # A graph has no versions; the search has seen that nothing changes the input between two layers that share it.
+        version = 0 if torch.compiler.is_compiling() else x._version
+        result = kept[2] if kept is not None and kept[0] is x and kept[1] == version else None
         if result is None:
             result = _SumGradient.apply(x, self.group)
         if again:
-            self._kept = (x, x._version, result)
+            self._kept = (x, version, result)
         return result
 
     def sum_parts(self, x: Tensor) -> Tensor:
