@@ -1,0 +1,88 @@
+"""A model that is cut over tp trains as in one process: loss, norm, every gradient, every update; under each engine."""
+
+import models
+import pytest
+
+import shardwise as sw
+
+LAYOUTS = {"tp=2": 2, "tp=4": 4, "dp_replicate=2,tp=2": 4, "dp_shard=2,tp=2": 4, "dp_replicate=2,dp_shard=2,tp=2": 8}
+OWN = [
+    f"linears: {name}"
+    for name in ("qkv-kv-1", "lora", "tempered", "latent", "slopes", "steered", "value-residual", "mixer")
+]
+FAMILIES = ["llama", "gpt2", "t5", "qwen3"]
+REFERENCE = models.get("linears: kv-2")
+
+
+def compared(ranks, name, layout, steps=2, accumulate=2, **options):
+    """The report, and the largest share of the parameters that a rank holds."""
+    model = models.get(name) if isinstance(name, str) else name
+    num_data = LAYOUTS[layout] // (4 if "tp=4" in layout else 2)
+    windows = model.windows(steps, num_data * accumulate - (num_data > 1))  # one of the last is padding
+    report = sw.verify(
+        model.build,
+        layout,
+        batches=windows,
+        loss=model.loss,
+        count=model.count,
+        forward=model.forward,
+        run=ranks.run,
+        **options,
+    )
+    whole = 8 * sum(param.numel() for param in model.build().parameters())
+    return report, max(report.bytes_per_rank) / whole
+
+
+MATRIX = [
+    pytest.param(
+        layout, accumulate, clip, id=f"{layout}-{accumulate}-{clip}", marks=[] if quick else [pytest.mark.soak]
+    )
+    for layout in LAYOUTS
+    for accumulate in (1, 4)
+    for clip in (None, 2.0, float("inf"))
+    for quick in [
+        (layout, accumulate, clip)
+        in {("tp=2", 4, 2.0), ("tp=4", 1, None), ("dp_replicate=2,tp=2", 4, None), ("dp_shard=2,tp=2", 4, float("inf"))}
+    ]
+]
+
+
+@pytest.mark.parametrize(("layout", "accumulate", "clip"), MATRIX)
+def test_the_reference(ranks, layout, accumulate, clip):
+    norm = {} if clip is None else {"max_grad_norm": 0.1, "norm_type": clip}
+    report, held = compared(ranks, REFERENCE, layout, accumulate=accumulate, optimizer="adamw", **norm)
+    assert report.engine == ("fsdp2" if "dp_shard" in layout else "ddp")
+    assert held < {"tp=2": 0.62, "tp=4": 0.43}[layout.split(",")[-1]] / (2 if "dp_shard" in layout else 1) + 0.01
+
+
+CELLS = [
+    *((name, layout, {}, layout != "dp_shard=2,tp=2") for name in OWN for layout in LAYOUTS if layout != "tp=2"),
+    *((name, "tp=2", {}, False) for name in FAMILIES),
+    *((name, layout, {}, True) for name in FAMILIES for layout in LAYOUTS if layout != "tp=2"),
+    *((name, "tp=2", {"remat": "full"}, name != "linears: value-residual") for name in (*OWN, *FAMILIES)),
+    *((name, "dp_shard=2,tp=2", {"remat": "selective"}, name != "linears: qkv-kv-1") for name in (*OWN, *FAMILIES)),
+    *(
+        (
+            name,
+            "tp=2",
+            {"compile": sw.Compile(backend="aot_eager", fullgraph=True)},
+            name not in ("linears: steered", "gpt2"),
+        )
+        for name in (*OWN, *FAMILIES)
+        if name not in ("t5", "linears: mixer")
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "options"),
+    [
+        pytest.param(
+            name, layout, options, id=f"{name}-{layout}-{'-'.join(options)}", marks=[pytest.mark.soak] if slow else []
+        )
+        for name, layout, options, slow in CELLS
+    ],
+)
+def test_models(ranks, name, layout, options):
+    report, held = compared(ranks, name, layout, **options)
+    assert held < (0.55 if "dp_shard" in layout else 0.85)
