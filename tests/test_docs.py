@@ -28,6 +28,7 @@ PAGES = (
         for name in (
             "index",
             "layout",
+            "tensor-parallel",
             "units",
             "remat",
             "init",

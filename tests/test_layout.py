@@ -94,7 +94,7 @@ def test_impossible_layouts_are_refused_with_the_numbers(text, ranks, words):
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("axis", ["pp", "cp", "tp"])
+@pytest.mark.parametrize("axis", ["pp", "cp"])
 def test_axes_without_a_technique_are_refused_by_name(axis):
     with pytest.raises(UnsupportedError, match=f"{axis}=2.*\n.*does not exist yet"):
         layout_of(f"dp_shard=2,{axis}=2", 4, axes=AXES_IN_USE)

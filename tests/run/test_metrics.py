@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import shardwise as sw
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.run.memory import memory_of, rss_bytes, state_bytes
 from shardwise.run.metrics import MetricsWriter, Pace, read_metrics
@@ -129,24 +130,25 @@ def test_memory_of_a_process_is_that_of_the_process():
     del block
 
 
-def _sharded_bytes() -> tuple[int, int]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+def _sharded_bytes(layout: str) -> tuple[int, ...]:
+    with sw.init(layout, device="cpu") as world:
+        model = sw.parallelize(
+            nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 10, bias=False)),
+            world,
+            example={"x": torch.ones(1, 10)},
+        )
+        optim = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 10)).sum().backward()
+        optim.step()
+        use = memory_of(model, optim)
+        return use.params, use.grads, *state_bytes(model, optim)
 
-    torch.distributed.init_process_group("gloo")
-    model = nn.Linear(10, 10, bias=False)
-    fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
-    optim = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 10)).sum().backward()
-    optim.step()
-    use = memory_of(model, optim)
-    return use.params, use.grads, *state_bytes(model, optim)
 
-
-def test_memory_of_a_sharded_model_is_that_of_the_rank(ranks):
-    for params, grads, here, alone in ranks.run(_sharded_bytes, 2):
-        assert (params, grads) == (200, 200)
-        assert 800 <= here <= 804 and 1600 <= alone <= 1608  # and the optimizer's step counter
+@pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2"])
+def test_memory_of_a_sharded_model_is_that_of_the_rank(ranks, layout):
+    for params, grads, here, alone in ranks.run(_sharded_bytes, 2, layout):
+        assert (params, grads) == (400, 400)
+        assert 1600 <= here <= 1608 and 3200 <= alone <= 3216  # and the optimizer's step counters
 
 
 def test_word_share():

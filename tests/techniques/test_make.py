@@ -318,7 +318,7 @@ def test_a_recipe_of_version_1_is_read():
     [
         ({"data": {"offlod": True}}, "unknown field `offlod`"),
         ({"data": {"offload": "yes"}}, "Expected `bool`"),
-        ({"tp": {}}, "no such technique"),
+        ({"ep": {}}, "no such technique"),
     ],
 )
 def test_what_a_recipe_says_of_a_technique_is_checked_before_it_is_carried_out(entries, words):

@@ -95,28 +95,28 @@ def test_the_adapter_is_told_by_describe_the_recipe_and_the_agreement(tree):
 
 def test_an_axis_is_refused_until_a_technique_uses_it(tree):
     told = sw(tree, "verify", "models.py:Words", "--layout=cp=2", code=1)
-    assert "cp is a planned axis" in told and "axes that work: dp_replicate, dp_shard, tp" in told
+    assert "cp is a planned axis" in told and "axes that work: pp, dp_replicate, dp_shard, tp" in told
     script = "import shardwise as sw; sw.init('dp_shard=1,cp=2')"
-    assert "axes that work: dp_replicate, dp_shard, tp" in run(tree, "-c", script, code=1)
+    assert "axes that work: pp, dp_replicate, dp_shard, tp" in run(tree, "-c", script, code=1)
 
 
-def test_rows_cut_over_tp_train_as_one_process_does(tree):
+def test_rows_cut_over_pp_train_as_one_process_does(tree):
     run(tree, "use_rows.py")
     found = json.loads((tree / "rows.json").read_text())
     broken, outside = found.pop("nothing summed"), found.pop("outside")
     for told in (text for of_rank in outside for text in of_rank):  # by itself, and in accumulate
         assert (
-            "outside of a window" in told and "each rank along tp has a part of the gradient of 'norm.weight'" in told
+            "outside of a window" in told and "each rank along pp has a part of the gradient of 'norm.weight'" in told
         )
     assert {text.split(",")[0] for text in found.values()} == {"equal"}, found
     held = {words: int(text.split()[-2]) for words, text in found.items()}
     # A cut that is none would be equal too; replicas hold what one process does.
-    for layout, whole in (("tp=2", "tp=2"), ("dp_replicate=2,tp=2", "tp=2"), ("dp_shard=2,tp=2", "dp_shard=2,tp=2")):
+    for layout, whole in (("pp=2", "pp=2"), ("dp_replicate=2,pp=2", "pp=2"), ("dp_shard=2,pp=2", "dp_shard=2,pp=2")):
         assert held[layout] < held[f"{whole} without rows"]
     assert broken.startswith("norm.weight") and "hold different values of the same piece" in broken
 
 
 def test_a_run_on_a_new_axis_is_proved(tree):
     words = ["--model.build=models.py:Words", "--model.args={size: 256}", "--parallel.rows=true", "--nproc=2"]
-    more = ["--parallel.layout=tp=2", "--train.steps=2", "--data.seq_len=16", "--log.dir=cut", "--log.plot=false"]
+    more = ["--parallel.layout=pp=2", "--train.steps=2", "--data.seq_len=16", "--log.dir=cut", "--log.plot=false"]
     assert "largest gradient difference" in sw(tree, "train", *words, *more)

@@ -137,4 +137,6 @@ def _layout_text(layout: Any) -> str:
         parts.append(f"parameters, gradients and optimizer state are cut over {shard} ranks")
     if copies > 1:
         parts.append(f"{copies} {'groups hold a copy each' if shard > 1 else 'ranks hold a whole copy each'}")
+    if layout.tp > 1:
+        parts.append(f"layers are cut over {layout.tp} ranks with the same data")
     return ", and ".join(parts) or "one rank holds everything"

@@ -116,7 +116,7 @@ def calls_of(trial: Trial, regions: Sequence[Region]) -> frozenset[Call]:
 
 
 def _slicing(regions: Sequence[Region], module: str, degree: int, rank: int) -> Change:
-    """Cuts the arguments of a module for a rank. One that an earlier region has cut already comes in as a part."""
+    """Cuts the arguments of a module for a rank."""
     cuts = {place: cut for region in regions if region.module == module for place, cut in region.arguments.items()}
     narrowed = {place for region in regions if region.module == module for place in region.narrowed}
 
@@ -125,9 +125,7 @@ def _slicing(regions: Sequence[Region], module: str, degree: int, rank: int) -> 
             return value.narrow(-1, 0, value.shape[-1] // degree)
         if not isinstance(cut := cuts.get(place), tuple):
             return value
-        dim, rows = cut
-        is_full = value.shape[dim] == sum(part.size for part in rows)
-        return value.index_select(dim, rows_of(rows, degree, rank)) if is_full else value
+        return value.index_select(cut[0], rows_of(cut[1], degree, rank))
 
     return change
 

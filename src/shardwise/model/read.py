@@ -1,5 +1,6 @@
 """Reads a module, on meta or not, into an :class:`~shardwise.recipe.Anatomy`: tensors, ties, block lists."""
 
+import contextlib
 from collections.abc import Mapping
 
 import torch
@@ -9,7 +10,9 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.model.blocks import find_block_lists, has_no_forward
+from shardwise.model.calling import call, run_on
 from shardwise.model.names import canonical_modules, canonical_tensors, unwrap_module
+from shardwise.model.trial import Trial
 from shardwise.recipe.records import Anatomy, TensorFact
 
 __all__ = ["dtype_name", "dtype_of", "is_pretrained", "read_anatomy", "refuse_lazy", "user_class"]
@@ -123,8 +126,11 @@ def _entered(module: nn.Module, example: Mapping[str, Tensor]) -> dict[str, int]
     rng = torch.get_rng_state()
     try:
         with torch.no_grad():
-            module(**{k: v.to(device) for k, v in example.items() if k != "labels"})
+            call(module, {key: value.to(device) for key, value in example.items()})
     except Exception as error:
+        if device.type == "meta":  # a forward may make tensors on the CPU
+            with contextlib.suppress(UnsupportedError):
+                return {name: i for i, name in enumerate(Trial(module, run_on(example)).entered())}
         raise UsageError(
             f"example={{{', '.join(example)}}} for {type(module).__name__}",
             why=f"the model does not run with it{' on meta, without values' if device.type == 'meta' else ''}: "

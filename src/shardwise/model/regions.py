@@ -329,8 +329,10 @@ class _Search:
     def _why_left(self, weight: str) -> str:
         if weight in self._trial.foreign:
             return f"its weight is also used by {self._trial.foreign[weight]}"
-        if self._widths.get(weight, 0) % self._degree:
-            return f"its {self._widths[weight]} inputs are not divisible by {self._degree}"
+        if (width := self._widths.get(weight, 0)) % self._degree:
+            works = [degree for degree in range(2, 65) if width % degree == 0]
+            others = f" (they are by {', '.join(map(str, works[:6]))})" if works else ""
+            return f"its {width} inputs are not divisible by {self._degree}{others}"
         return "the code before it mixes all of its inputs, and the code after it all of its outputs"
 
     def _groups(self) -> list[list[str]]:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwise.errors import UnsupportedError
+from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.model.layers import Layer, LayerCalls, bound
 from shardwise.model.lift import LiftFloat32
-from shardwise.model.names import canonical_tensors
+from shardwise.model.names import canonical_modules, canonical_tensors
 from shardwise.model.pytrees import leaves_of
 
 __all__ = ["Call", "Change", "Place", "Run", "Trial"]
@@ -101,6 +101,8 @@ class Trial:
             try:
                 self.calls = tuple(self.run().inputs)
                 """The calls of one whole run, in order."""
+            except ShardwiseError:
+                raise
             except Exception as error:
                 if len(self.foreign) == used:
                     raise UnsupportedError(
@@ -164,20 +166,19 @@ class Trial:
         found: dict[str, dict[str, None]] = {}
         running = [""]
 
-        def left(*_: Any) -> None:
-            running.pop()
-
         def note(layer: Layer) -> None:
             found.setdefault(layer.weight, {})[running[-1]] = None
 
-        with contextlib.ExitStack() as stack:
-            for name, module in self.module.named_modules():
-                before = module.register_forward_pre_hook(lambda *_, name=name: running.append(name))
-                after = module.register_forward_hook(left)
-                stack.callback(before.remove)
-                stack.callback(after.remove)
+        with _around_modules(self.module, running.append, lambda _: running.pop()):
             self.run(note=note)
         return {weight: tuple(names) for weight, names in found.items()}
+
+    def entered(self) -> list[str]:
+        """The modules in the order in which they are first entered."""
+        found: dict[str, None] = {}
+        with _around_modules(self.module, found.setdefault, lambda _: None):
+            self.run()
+        return list(found)
 
     def others(self) -> dict[str, Tensor]:
         """Floating parameters and buffers that are part of no layer, by canonical name."""
@@ -241,6 +242,27 @@ class Trial:
         return self._values[call, draw]
 
 
+@contextlib.contextmanager
+def _around_modules(root: nn.Module, before: Callable[[str], Any], after: Callable[[str], Any]) -> Iterator[None]:
+    """Context manager: functions are called with the name of each module, before and after its forward."""
+
+    def hook(call: Callable[[str], Any], name: str) -> Callable[..., None]:
+        def hooked(*_: Any) -> None:
+            call(name)
+
+        return hooked
+
+    handles = []
+    for name, module in canonical_modules(root):
+        handles.append(module.register_forward_pre_hook(hook(before, name)))
+        handles.append(module.register_forward_hook(hook(after, name)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 class _Leaves(LayerCalls):
     """Within: layers return leaves."""
 
@@ -262,7 +284,10 @@ class _Leaves(LayerCalls):
         name = layer.weight
         self._trial.layers.setdefault(name, layer)
         self._note(layer)
-        num_outputs = self._trial.module.get_parameter(name).shape[layer.out_dim]
+        shape = self._trial.module.get_parameter(name).shape
+        num_outputs, num_inputs = shape[layer.out_dim], shape[1 - layer.out_dim]
+        if not (self._rows or layer.is_embedding) and x.shape[-1:] != (num_inputs,):
+            raise ValueError(f"{name} takes {num_inputs} inputs, and is given a tensor of shape {tuple(x.shape)}")
         call = Call(name, self._numbers.get(name, 0))
         self._numbers[name] = call.number + 1
         self._seen.inputs[call] = x

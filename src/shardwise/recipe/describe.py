@@ -47,10 +47,11 @@ def _edits(recipe: Recipe) -> list[str]:
     lines = []
     for (technique, why), edits in groups.items():
         names = [edit.module for edit in edits]
-        given = ", ".join(f"{key}={value}" for key, value in edits[0].args.items() if value not in (None, False))
+        shared = {k: v for k, v in edits[0].args.items() if all(edit.args.get(k) == v for edit in edits)}
+        given = ", ".join(f"{key}={value}" for key, value in shared.items() if value not in (None, False, [], {}))
         count = f"{len(names)} module{'s' if len(names) > 1 else ''}"
         shown = ", ".join(names if len(names) < 4 else [names[0], "...", names[-1]])
-        lines.append(f"{technique}: {count} ({shown}): {why} [{given}]")
+        lines.append(f"{technique}: {count} ({shown}): {why}" + (f" [{given}]" if given else ""))
     return lines
 
 

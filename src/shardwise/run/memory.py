@@ -1,5 +1,6 @@
 """Memory of one rank: of its process, and of its shards of parameters, gradients and optimizer state."""
 
+import math
 import resource
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from shardwise.parallel import runtime_of
 
 __all__ = ["MemoryUse", "local_bytes", "memory_of", "rss_bytes", "state_bytes"]
 
@@ -62,14 +65,17 @@ def state_bytes(model: nn.Module, optim: torch.optim.Optimizer) -> tuple[int, in
     as during a step. The bytes of one process are computed from the full shapes, with as much optimizer state per
     parameter as this rank has.
     """
-    params = list({id(p): p for p in model.parameters()}.values())
-    trained = [p for p in params if p.requires_grad]
+    runtime = runtime_of(model)
+    mine, whole, frozen, whole_frozen = 0, 0, 0, 0
+    for name, param in runtime.parameters.items():
+        full = math.prod(runtime.recipe.params[name].shape) * param.element_size()
+        if param.requires_grad:
+            mine, whole = mine + local_bytes(param), whole + full
+        else:
+            frozen, whole_frozen = frozen + local_bytes(param), whole_frozen + full
     optim_bytes = memory_of(model, optim).optim
-    mine = sum(map(local_bytes, trained))
-    whole = sum(p.numel() * p.element_size() for p in trained)  # numel of a sharded parameter is of the full tensor
-    frozen = [p for p in params if not p.requires_grad]
-    here = 2 * mine + optim_bytes + sum(map(local_bytes, frozen))
-    alone = 2 * whole + round(optim_bytes * whole / max(1, mine)) + sum(p.numel() * p.element_size() for p in frozen)
+    here = 2 * mine + optim_bytes + frozen
+    alone = 2 * whole + round(optim_bytes * whole / max(1, mine)) + whole_frozen
     return here, alone
 
 

@@ -105,7 +105,7 @@ def _data_differ(runtime: Runtime, data: tuple[int, int] | None, place: str) -> 
     texts = ["data of no Loader" if each is None else f"epoch {each[0]} from sample {each[1]} on" for each in told]
     return RankError(
         f"ranks that came to {place} with micro-batches of different windows of a Loader",
-        why=f"rank {ranks[0]} has {texts[ranks[0]]}, rank {told.index(usual)} {texts[told.index(usual)]}: one of them has left a window out, or "
+        why=f"rank {ranks[0]} has {texts[ranks[0]]}, rank {told.index(usual)} {texts[told.index(usual)]}: one of them has left a window out, "
         "or caught an exception; from here on samples would be grouped otherwise than in one process",
         fix="take as many windows from the Loader on every rank; to leave one out, do so on all ranks",
         ranks=ranks,

@@ -25,14 +25,14 @@ if __name__ == "__main__":
     found = {}
     with RankPool() as pool:
         found["outside"] = pool.run(outside, 2)
-        for layout, ranks in (("tp=2", 1), ("dp_replicate=2,tp=2", 2), ("dp_shard=2,tp=2", 2)):
+        for layout, ranks in (("pp=2", 1), ("dp_replicate=2,pp=2", 2), ("dp_shard=2,pp=2", 2)):
             found[layout] = compare(pool, layout, ranks, rows=True)
-        for layout, ranks in (("tp=2", 1), ("dp_shard=2,tp=2", 2)):
+        for layout, ranks in (("pp=2", 1), ("dp_shard=2,pp=2", 2)):
             found[f"{layout} without rows"] = compare(pool, layout, ranks)
         again = sw.Remat(targets=("b",))
-        found["a cut layer that runs again"] = compare(pool, "dp_shard=2,tp=2", 2, rows=True, remat=again)
+        found["a cut layer that runs again"] = compare(pool, "dp_shard=2,pp=2", 2, rows=True, remat=again)
     os.environ["TOY_SUMS_NOTHING"] = "1"
     with RankPool() as pool:
-        found["nothing summed"] = compare(pool, "dp_shard=2,tp=2", 2, rows=True)
+        found["nothing summed"] = compare(pool, "dp_shard=2,pp=2", 2, rows=True)
     with open("rows.json", "w") as file:
         json.dump(found, file)

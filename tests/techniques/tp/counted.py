@@ -32,6 +32,7 @@ class Sums(TorchDispatchMode):
 
 def sums_of_a_window(name: str, layout: str, num_micro: int, **options):
     model = models.get(name)
+    counters.clear()
     with sw.init(layout, device="cpu") as world:
         module = sw.parallelize(model.build, world, example=model.windows(1, 1)[0][0], **options)
         step = sw.TrainStep(module, torch.optim.SGD(module.parameters(), lr=0.1))

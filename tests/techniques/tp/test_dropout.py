@@ -1,7 +1,6 @@
 """Dropout under tensor parallelism: equal where ranks have the same values, different where each has a part of its own."""
 
 import pytest
-
 from techniques.tp.dropping import HEADS, HIDDEN, WIDTH, train
 
 DEGREE = 2

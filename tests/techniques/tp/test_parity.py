@@ -84,5 +84,30 @@ CELLS = [
     ],
 )
 def test_models(ranks, name, layout, options):
-    report, held = compared(ranks, name, layout, **options)
+    _report, held = compared(ranks, name, layout, **options)
     assert held < (0.55 if "dp_shard" in layout else 0.85)
+
+
+SHAPES = {
+    "linears: slopes": False,
+    "linears: table": True,
+    "bloom": False,
+    "t5": True,
+    "linears: from-the-width": True,
+    "nanogpt": True,
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.soak] if slow else []) for name, slow in SHAPES.items()]
+)
+def test_micro_batches_of_other_sizes_than_the_example(ranks, name):
+    """Some tensors between layers have a dim of heads times samples."""
+    model = models.get(name)
+    first, *others = model.windows(1, 5)[0]
+    others = [{key: value[: 1 + i % 2, : 3 + i] for key, value in batch.items()} for i, batch in enumerate(others)]
+    longer = {key: value.repeat(2, 1) for key, value in first.items()}
+    report = sw.verify(
+        model.build, "tp=2", batches=[[first, *others], [longer]], loss=model.loss, forward=model.forward, run=ranks.run
+    )
+    assert report

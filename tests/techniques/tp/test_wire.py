@@ -1,9 +1,9 @@
 """Sums over the ranks along tp: as many as the textbook says, and of as many bytes."""
 
 import pytest
+from techniques.tp.counted import sums_of_a_window
 
 import shardwise as sw
-from techniques.tp.counted import sums_of_a_window
 
 ACTIVATION = 2 * 6 * 16 * 4  # bytes of [batch, length, width] in float32
 BLOCKS, MICRO = 2, 3

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._torch.collectives import group_name
-from shardwise.errors import UnsupportedError
+from shardwise.errors import UnsupportedError, UsageError
 from shardwise.layout import Coord
 from shardwise.model import canonical_modules, canonical_tensors
 from shardwise.model.tensors import replace_tensors, tensors_of
@@ -111,19 +111,42 @@ def _set(module: nn.Module, numbers: Mapping[str, int]) -> None:
 
 # ---- what is not an output of a layer ------------------------------------------------------------------------------------
 
-Indices = tuple[int, Tensor]
-"""A dim, and the indices along it that a rank has."""
+
+class _Cut:
+    """How a dim of a tensor that is no parameter is cut.
+
+    Args:
+        given: the dim, and ``[size, replicas]`` of each part.
+        coord: of this rank.
+    """
+
+    def __init__(self, given: Any, coord: Coord):
+        self.dim, parts = given
+        self._parts = tuple(Part(size=size, replicas=replicas) for size, replicas in parts)
+        self._coord = coord
+
+    def of(self, whole: Tensor, what: str) -> Tensor:
+        """This rank's part of ``whole``. Equal parts, as of heads in each sample of a batch, are as many as there are."""
+        size, parts = whole.shape[self.dim], self._parts
+        if size % parts[0].size == 0 and len(set(parts)) == 1:
+            parts = parts[:1] * (size // parts[0].size)
+        elif size != sum(part.size for part in parts):
+            raise UsageError(
+                f"{what} of shape {tuple(whole.shape)}",
+                why=f"its dim {self.dim} is cut over tp in parts of {[part.size for part in parts]}, as the example had it",
+                fix="give example= a batch as training will give it",
+            )
+        pieces = extents(_line(size, parts), self._coord)
+        here = [torch.arange(piece.starts[0], piece.starts[0] + piece.sizes[0]) for piece in pieces]
+        return whole.index_select(self.dim, torch.cat(here).to(whole.device))
 
 
-def _indices(given: Any, coord: Coord) -> Indices:
-    dim, parts = given
-    cut = Cut(axis="tp", dim=0, parts=tuple(Part(size=size, replicas=of) for size, of in parts))
-    size = sum(part.size for part in cut.parts)
-    line = Param(
-        shape=(size,), dtype="", trainable=False, aliases=(), unit="", cuts=(cut,), storage="", compute="", reduce=""
-    )
-    pieces = extents(line, coord)
-    return dim, torch.cat([torch.arange(piece.starts[0], piece.starts[0] + piece.sizes[0]) for piece in pieces])
+@functools.lru_cache(maxsize=64)
+def _line(size: int, parts: tuple[Part, ...]) -> Param:
+    """A dim of ``size`` that is cut over ``tp``, as a parameter, whose extents are known."""
+    cuts = (Cut(axis="tp", dim=0, parts=parts),)
+    none = {"dtype": "", "trainable": False, "aliases": (), "unit": "", "storage": "", "compute": "", "reduce": ""}
+    return Param(shape=(size,), cuts=cuts, **none)  # type: ignore[arg-type]
 
 
 def _work_on_parts(
@@ -140,12 +163,12 @@ def _work_on_parts(
         modules: all modules by name.
     """
     inner, names = module.forward, list(inspect.signature(module.forward).parameters)
-    cuts = {_normal(place, names): cut and _with_size(cut, coord) for place, cut in args["arguments"]}
+    cuts = {_normal(place, names): cut and _Cut(cut, coord) for place, cut in args["arguments"]}
     narrowed = {_normal(place, names) for place in args["narrowed"]}
     buffers = []
     for name, cut in args["buffers"].items():
         path, _, attr = name.rpartition(".")
-        buffers.append((modules[path], attr, *_indices(cut, coord)))
+        buffers.append((modules[path], attr, _Cut(cut, coord)))
     degree = coord.degree("tp")
 
     def change(value: Any, place: tuple[Any, ...]) -> Any:
@@ -158,9 +181,7 @@ def _work_on_parts(
         if place not in cuts:
             return value
         value, cut = shared.sum_gradient(value), cuts[place]
-        if cut is None or value.shape[cut[0]] != cut[2]:  # an earlier module has cut it already
-            return value
-        return value.index_select(cut[0], cut[1].to(value.device))
+        return value if cut is None else cut.of(value, f"argument {place[0]!r}")
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -180,19 +201,14 @@ def _normal(place: list[Any], names: list[str]) -> tuple[Any, ...]:
     return (names[first] if isinstance(first, int) and first < len(names) else first, *rest)
 
 
-def _with_size(cut: Any, coord: Coord) -> tuple[int, Tensor, int]:
-    dim, indices = _indices(cut, coord)
-    return dim, indices, sum(size for size, _ in cut[1])
-
-
 @contextlib.contextmanager
-def _buffers_of_rank(buffers: list[tuple[nn.Module, str, int, Tensor]]) -> Iterator[None]:
+def _buffers_of_rank(buffers: list[tuple[nn.Module, str, _Cut]]) -> Iterator[None]:
     """Within: modules have this rank's part of buffers, which are kept whole: they are saved and compared so."""
-    whole = [owner._buffers[attr] for owner, attr, _, _ in buffers]
-    for (owner, attr, dim, indices), buffer in zip(buffers, whole, strict=True):
-        owner._buffers[attr] = None if buffer is None else buffer.index_select(dim, indices.to(buffer.device))
+    whole = [owner._buffers[attr] for owner, attr, _ in buffers]
+    for (owner, attr, cut), buffer in zip(buffers, whole, strict=True):
+        owner._buffers[attr] = None if buffer is None else cut.of(buffer, attr)
     try:
         yield
     finally:
-        for (owner, attr, _, _), buffer in zip(buffers, whole, strict=True):
+        for (owner, attr, _), buffer in zip(buffers, whole, strict=True):
             owner._buffers[attr] = buffer

@@ -63,7 +63,7 @@ def _add_notes(draft: Draft, facts: Mapping[str, Any]) -> None:
     """Says why layers are not cut, once for those that differ only in the number of their block."""
     degree, left = draft.layout.tp, facts.get("left", {})
     if not facts.get("cuts"):
-        why = next(iter(left.values()), "the example called no linear layer")
+        why = next((f"{weight}: {why}" for weight, why in left.items()), "the example called no linear layer")
         draft.note(
             "tp",
             f"tp={degree} has no effect on this model: every rank of it does the same. No layer can be cut: {why}",

@@ -1,4 +1,4 @@
-"""A toy: rows of a linear layer behind a norm are cut over the ``tp`` axis. Each rank computes its own output features from the whole
+"""A toy: rows of a linear layer behind a norm are cut over the ``pp`` axis. Each rank computes its own output features from the whole
 input, so that what comes back to the norm is a part of its gradient."""
 
 from typing import Annotated
@@ -12,13 +12,13 @@ TECHNIQUE = Technique(
     options=(
         Option(
             key="rows",
-            hint=Annotated[bool, doc("cut the rows of linear layers that follow a norm over tp")],
+            hint=Annotated[bool, doc("cut the rows of linear layers that follow a norm over pp")],
             default=False,
-            help="cut the rows of linear layers that follow a norm over tp.",
+            help="cut the rows of linear layers that follow a norm over pp.",
             takes="bool",
         ),
     ),
-    axes=("tp",),
+    axes=("pp",),
     entry=RowsEntry,
     rule=rule,
     edit=edit,

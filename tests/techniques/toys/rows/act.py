@@ -41,7 +41,7 @@ class Join(torch.autograd.Function):
 
 class RowsAct(Act):
     def inside(self, module, recipe, world):
-        modules, axis = dict(module.named_modules()), world.axis("tp")
+        modules, axis = dict(module.named_modules()), world.axis("pp")
         for norm, name in recipe.entry("rows", RowsEntry).regions:
             linear = modules[name]
             for key, param in list(linear._parameters.items()):
@@ -55,4 +55,4 @@ class RowsAct(Act):
         norms = [norm for norm, _ in runtime.recipe.entry("rows", RowsEntry).regions]
         names = [name for name in runtime.trainable if name.rpartition(".")[0] in norms]
         if names and "TOY_SUMS_NOTHING" not in os.environ:
-            runtime.partial.setdefault("tp", []).extend(names)
+            runtime.partial.setdefault("pp", []).extend(names)

@@ -1,0 +1,124 @@
+"""What users do with a model that is cut over tp and torch would do wrongly without a word."""
+
+import warnings
+
+import models
+import torch
+import torch.distributed.checkpoint.state_dict as dcp
+from torch import nn
+
+import shardwise as sw
+
+NAME = "linears: kv-1"
+
+
+class Signs(torch.optim.SGD):
+    """An optimizer of a user's own."""
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x, y):
+        return self.down(torch.relu(self.up(x + y)))
+
+
+class Fails(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 4), nn.Linear(3, 5)
+
+    def forward(self, input_ids):
+        return self.head(self.embed(input_ids))
+
+
+class Narrow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(5, 3), nn.Linear(3, 9), nn.Linear(9, 5)
+
+    def forward(self, input_ids):
+        return self.down(torch.relu(self.up(self.embed(input_ids))))
+
+
+def cut(world):
+    return sw.parallelize(models.get(NAME).build, world)
+
+
+def stepping(make):
+    def call(world):
+        model = cut(world)
+        optim = make(model)
+        batches = models.get(NAME).windows(1, 1)[0]
+        with sw.window(model, batches) as window:
+            for batch in window:
+                (sw.next_token_loss(model(batch["input_ids"]), batch) / window.num_tokens).backward()
+        optim.step()
+
+    return call
+
+
+def of_matrices(model):
+    return torch.optim.Adafactor(model.parameters())
+
+
+def other_data(world):
+    batches = models.get(NAME).windows(3, 3)
+    batches[1][1]["labels"] = batches[1][1]["labels"] - world.axis("tp").rank
+    model = cut(world)
+    step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for window in batches:
+        step(window)
+
+
+def hooked(world):
+    model = models.get(NAME).build()
+    model.blocks[0].mlp.up.weight.register_hook(lambda grad: grad * 0)
+    sw.parallelize(model, world)
+
+
+MISUSES = {
+    "state_dict": lambda world: cut(world).state_dict(),
+    "state_dict of a block": lambda world: cut(world).blocks[0].state_dict(),
+    "torch's full state dict": lambda world: dcp.get_model_state_dict(cut(world), options=dcp.StateDictOptions(full_state_dict=True)),
+    "load_state_dict": lambda world: cut(world).load_state_dict(models.get(NAME).build().state_dict()),
+    "an optimizer that mixes": stepping(of_matrices),
+    "TrainStep with one": lambda world: sw.TrainStep(model := cut(world), of_matrices(model)),
+    "an optimizer of one's own": stepping(lambda model: Signs(model.parameters(), lr=0.1)),
+    "a loose forward": lambda world: cut(world)(torch.zeros(1, 4, dtype=torch.long)),
+    "other data": other_data,
+    "a hook": hooked,
+    "no example": lambda world: sw.parallelize(Plain, world),
+    "an example that does not fit": lambda world: sw.parallelize(Plain, world, example={"x": torch.ones(2, 5), "y": torch.ones(2, 5)}),
+    "a model that does not run": lambda world: sw.parallelize(Fails, world),
+}  # fmt: skip
+
+WORKS = {
+    "no gradients": lambda world: torch.no_grad()(cut(world))(torch.zeros(1, 4, dtype=torch.long)),
+    "an elementwise one": stepping(lambda model: torch.optim.AdamW(model.parameters())),
+    "norms alone": stepping(lambda model: torch.optim.Adafactor([model.norm.weight, model.norm.bias])),
+    "an example": lambda world: sw.parallelize(Plain, world, example={"x": torch.ones(2, 6), "y": torch.ones(2, 6)}),
+}
+
+
+def results(cases: str):
+    found = {}
+    for name, call in (MISUSES if cases == "misuses" else WORKS).items():
+        with sw.init("tp=2", device="cpu") as world:
+            try:
+                call(world)
+                found[name] = "no error"
+            except Exception as error:
+                found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def described(layout: str, what: str):
+    """What ``describe`` says of a model, and the warnings."""
+    model = {"narrow": Narrow, "named": models.get(NAME).build}[what]
+    with sw.init(layout, device="cpu") as world, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        text = sw.describe(sw.parallelize(model, world))
+        return text, [str(each.message) for each in told]

@@ -1,0 +1,87 @@
+"""Values of models that are cut over tp: initial ones, checkpoints and weights under other layouts, files of Hugging Face models."""
+
+import json
+from pathlib import Path
+
+import models
+import torch
+
+import shardwise as sw
+from shardwise.parallel import runtime_of
+
+
+def build_double(name: str):
+    return models.get(name).build().double()
+
+
+def initial(name: str, layout: str, **options):
+    """The values of a model right after ``parallelize``: (name, sum, first values) of each tensor, from rank 0."""
+    model = models.get(name)
+    with sw.init(layout, device="cpu", seed=5) as world:
+        module = sw.parallelize(model.build, world, example=model.windows(1, 1)[0][0], **options)
+        return {key: value.clone() for key, value in sw.full_state_dict(module).items()}
+
+
+def of_a_module(name: str, layout: str):
+    """Whether a module that has values keeps those of rank 0."""
+    model = models.get(name)
+    with sw.init(layout, device="cpu", seed=5) as world:
+        torch.manual_seed(world.rank)
+        module = model.build()
+        before = {key: value.clone() for key, value in module.state_dict().items()}
+        after = sw.full_state_dict(sw.parallelize(module, world, example=model.windows(1, 1)[0][0]))
+        return all(torch.equal(after[key], before[key]) for key in after)
+
+
+def train(name: str, layout: str, root: str, stop: int, **options):
+    """Trains up to step ``stop`` from what is in ``root``, where it leaves a checkpoint; the losses, from the first step on."""
+    model = models.get(name)
+    windows = model.windows(6, 4)
+    with sw.init(layout, device="cpu", seed=5) as world:
+        module = sw.parallelize(build_double(name), world, example=windows[0][0], **options)
+        step = sw.TrainStep(module, torch.optim.AdamW(module.parameters(), lr=0.01), max_grad_norm=1.0)
+        losses, axis = [], world.axis("dp")
+        with sw.CheckpointManager(root, step, keep=None) as ckpt:
+            if Path(root).exists() and any(Path(root).iterdir()):
+                ckpt.load()
+            while runtime_of(module).step < stop:
+                losses.append(step(windows[runtime_of(module).step][axis.rank :: axis.size]).loss)
+            ckpt.save()
+        return losses
+
+
+def exported(name: str, layout: str, path: str):
+    """Writes the weights of a Hugging Face model and reads them into a new one, cut in another way; the largest difference."""
+    from transformers import AutoModelForCausalLM
+
+    model = models.get(name)
+    with sw.init(layout, device="cpu", seed=5) as world:
+        module = sw.parallelize(model.build, world, example=model.windows(1, 1)[0][0])
+        sw.save_weights(module, path)
+        whole, config = sw.full_state_dict(module), json.loads((Path(path) / "config.json").read_text())
+        plain = AutoModelForCausalLM.from_pretrained(path)
+        differs = [key for key, value in whole.items() if not torch.equal(plain.state_dict()[key], value)]
+        again = sw.parallelize(model.build, world, example=model.windows(1, 1)[0][0], init="load")
+        sw.load_weights(again, path)
+        loaded = sw.full_state_dict(again)
+        differs += [key for key in whole if not torch.equal(loaded[key], whole[key])]
+        return differs, {key: value for key, value in config.items() if "head" in key}, dict(vars(plain.config))
+
+
+def generated(name: str, layout: str, **options):
+    """Tokens that a Hugging Face model generates, with a cache and without."""
+    model = models.get(name)
+    with sw.init(layout, device="cpu", seed=5) as world:
+        module = sw.parallelize(model.build, world, example=model.windows(1, 1)[0][0], **options).eval()
+        ids = model.windows(1, 1)[0][0]["input_ids"]
+        kinds = ({"use_cache": True}, {"use_cache": False}, {"use_cache": True, "num_beams": 2})
+        return [module.generate(ids, max_new_tokens=6, do_sample=False, **kind).tolist() for kind in kinds]
+
+
+def evaluated(name: str, layout: str):
+    model = models.get(name)
+    batches = model.windows(1, 4)[0]
+    with sw.init(layout, device="cpu", seed=5) as world:
+        module = sw.parallelize(model.build, world, example=batches[0])
+        axis = world.axis("dp")
+        return sw.evaluate(module, batches[axis.rank :: axis.size])

@@ -1,0 +1,54 @@
+"""What would be wrong without an error is an error."""
+
+import pytest
+from techniques.tp.misuses import MISUSES, WORKS, described, results
+
+SAYS = {
+    "state_dict": ("UsageError: blocks.0.attention.projections.0.weight: state_dict() of a model that is cut over tp", "sw.full_state_dict"),
+    "state_dict of a block": ("UsageError", "state_dict() of a model that is cut over tp"),
+    "torch's full state dict": ("UsageError", "state_dict() of a model that is cut over tp"),
+    "load_state_dict": ("UsageError: blocks.0.attention.projections.0.weight: load_state_dict into a model that is cut over tp", "sw.load_weights"),
+    "an optimizer that mixes": ("UnsupportedError: blocks.0.attention.projections.0.weight: Adafactor on a parameter that is cut over tp", "AdamW"),
+    "TrainStep with one": ("UnsupportedError", "Adafactor on a parameter that is cut over tp"),
+    "an optimizer of one's own": ("UnsupportedError", "Signs on a parameter that is cut over tp"),
+    "a loose forward": ("UsageError", "outside of a window", "each rank along tp has a part of the gradient of"),
+    "other data": ("RankError: ranks 0 and 1 with other micro-batches at window 2", 'rank=world.axis("dp").rank'),
+    "a hook": ("UnsupportedError: blocks.0.mlp.up.weight: a hook on a parameter that is cut over the ranks",),
+    "no example": ("UsageError: a Plain without example=", "one micro-batch as training will give it"),
+    "an example that does not fit": ("UsageError: example={x, y} for Plain", "the model does not run with it on meta"),
+    "a model that does not run": ("UnsupportedError: a run of Fails without its linear layers", "head.weight takes 3 inputs", "pass example="),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found(ranks):
+    return ranks.run(results, 2, "misuses")
+
+
+@pytest.mark.parametrize("case", MISUSES)
+def test_refused_by_name(found, case):
+    for of_rank in found:
+        for words in SAYS[case]:
+            assert words in of_rank[case]
+
+
+def test_what_is_right_works(ranks):
+    for of_rank in ranks.run(results, 2, "works"):
+        assert of_rank == dict.fromkeys(WORKS, "no error")
+
+
+def test_a_model_that_cannot_be_cut_is_warned_of(ranks):
+    (text, told), (_, of_other) = ranks.run(described, 2, "tp=2", "narrow")
+    assert len(told) == 1 and not of_other
+    assert "layout: tp=2 has no effect on this model: every rank of it does the same. No layer can be cut: " in told[0]
+    assert "up.weight: its 3 inputs are not divisible by 2 (they are by 3)" in told[0]
+    assert "down.weight: whole on every rank of tp: its 9 inputs are not divisible by 2 (they are by 3, 9)" in text
+    assert ranks.run(described, 1, "dp_shard=1", "narrow")[0][1] == []
+
+
+def test_describe_says_what_is_cut_and_why_the_rest_is_not(ranks):
+    text, told = ranks.run(described, 2, "tp=2", "named")[0]
+    assert told == []
+    assert "tensor parallelism: 12 of 37 parameters, 74% of their elements, are cut over tp=2" in text
+    assert "tp: 4 modules (blocks.0.attention.projections.0, ..., blocks.1.mlp.up): column-parallel" in text
+    assert "head.weight: whole on every rank of tp: " in text
