@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise._torch.pytrees import tree_flatten, tree_unflatten
 
-__all__ = ["leaves_of", "map_leaves", "tensors_within"]
+__all__ = ["Replaced", "leaves_of", "map_leaves", "tensors_within"]
 
 _MOST = 2000  # objects inspected in one output, at most
 
@@ -35,6 +35,70 @@ def leaves_of(value: Any) -> list[Any]:
 
     map_leaves(note, value)
     return found
+
+
+class Replaced:
+    """Arguments of a forward with other leaves, in the caller's own lists, dicts and dataclasses: what the forward writes
+    into those must not be lost. Tuples, frozen dataclasses and torch's other pytrees, which no forward writes into, are
+    made anew where something in them is replaced.
+
+    Args:
+        call: returns what takes the place of a leaf.
+        value: the arguments.
+
+    Attributes:
+        value: the arguments to call with.
+    """
+
+    def __init__(self, call: Callable[[Any], Any], value: Any):
+        self._call = call
+        self._undo: list[Callable[[], None]] = []
+        self.value = self._replaced(value)
+
+    def undo(self) -> None:
+        """Puts the caller's own leaves back, where they have not been replaced again since."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    def _replaced(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._call(value)
+        if isinstance(value, list):
+            return self._in_place(value, dict(enumerate(value)), value.__setitem__, lambda i: value[i])
+        if isinstance(value, dict):
+            return self._in_place(value, dict(value), value.__setitem__, lambda key: value[key])
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            if not type(value).__dataclass_params__.frozen:  # type: ignore[attr-defined]
+                fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+                put = functools.partial(object.__setattr__, value)
+                return self._in_place(value, fields, put, functools.partial(getattr, value))
+            return _map_leaf(self._call, value)
+        if type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
+            items = [self._replaced(item) for item in value]
+            if all(new is old for new, old in zip(items, value, strict=True)):
+                return value
+            return tuple(items) if type(value) is tuple else type(value)(*items)
+        return map_leaves(self._call, value)
+
+    def _in_place(
+        self, value: Any, items: dict[Any, Any], put: Callable[[Any, Any], None], get: Callable[[Any], Any]
+    ) -> Any:
+        for key, old in items.items():
+            new = self._replaced(old)
+            if new is not old:
+                put(key, new)
+                self._undo.append(functools.partial(_put_back, key, old, new, put, get))
+        return value
+
+
+def _put_back(key: Any, old: Any, new: Any, put: Callable[[Any, Any], None], get: Callable[[Any], Any]) -> None:
+    try:
+        is_there = get(key) is new
+    except (LookupError, AttributeError):  # it was removed
+        return
+    if is_there:
+        put(key, old)
 
 
 def _map_leaf(call: Callable[[Any], Any], leaf: Any) -> Any:

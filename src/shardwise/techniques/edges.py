@@ -1,5 +1,6 @@
 """Autograd functions and hooks at the edges of a unit: on its inputs, its outputs, and whole parameters' gradients."""
 
+import dataclasses
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -9,16 +10,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import UnsupportedError, UsageError
-from shardwise.model.pytrees import map_leaves, tensors_within
+from shardwise.model.pytrees import Replaced, leaves_of, map_leaves, tensors_within
 
 __all__ = [
     "GATHERS",
+    "Inputs",
     "calls",
     "gather_parts",
     "hand_out",
     "refuse_changed",
     "refuse_ungathered",
-    "when_left",
     "zero_of_padding",
 ]
 
@@ -54,14 +55,14 @@ class _WhenLeft(torch.autograd.Function):
         return (None, *grads)
 
 
-def when_left(args: Any, kwargs: Any, call: Callable[[], None]) -> tuple[Any, Any]:
-    """``(args, kwargs)`` of a forward, whose gradients call ``call`` when backward has left the module."""
-    tensors: list[Tensor] = []
-    map_leaves(lambda x: tensors.append(x) if isinstance(x, Tensor) and x.requires_grad else None, (args, kwargs))
+def when_left(given: Any, call: Callable[[], None]) -> Replaced | None:
+    """The arguments of a forward, whose gradients call ``call`` when backward has left the module; None: none of them has
+    a gradient."""
+    tensors = {id(x): x for x in leaves_of(given) if isinstance(x, Tensor) and x.requires_grad}
     if not tensors:
-        return args, kwargs
-    left = iter(_WhenLeft.apply(call, *tensors))
-    return map_leaves(lambda x: next(left) if isinstance(x, Tensor) and x.requires_grad else x, (args, kwargs))
+        return None
+    left = dict(zip(tensors, _WhenLeft.apply(call, *tensors.values()), strict=True))
+    return Replaced(lambda x: left.get(id(x), x), given)
 
 
 Views = list[tuple["weakref.ref[Tensor]", int]]
@@ -92,20 +93,65 @@ def hand_out(output: Any, reached: Callable[[Tensor], None], views: Views) -> tu
     :func:`refuse_changed`.
     """
 
-    def each(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            leaf.register_hook(reached)
-            if leaf._is_view():
-                views.append((weakref.ref(leaf), leaf._version))
-                return _NotAView.apply(leaf)
-        return leaf
-
-    output = map_leaves(each, output)
+    output = map_leaves(lambda leaf: _handed_out(leaf, reached, views), output)
     others, is_complete = tensors_within(output)
     for tensor in others:
         if tensor.requires_grad:
             tensor.register_hook(reached)
     return output, not is_complete
+
+
+def _handed_out(leaf: Any, reached: Callable[[Tensor], None], views: Views) -> Any:
+    if isinstance(leaf, Tensor) and leaf.requires_grad:
+        leaf.register_hook(reached)
+        if leaf._is_view():
+            views.append((weakref.ref(leaf), leaf._version))
+            return _NotAView.apply(leaf)
+    return leaf
+
+
+class Inputs:
+    """What a forward was given: what it leaves in the lists, dicts and dataclasses among it is an output too.
+
+    Args:
+        given: the arguments as the caller gave them.
+    """
+
+    def __init__(self, given: Any):
+        self._given = given
+        self._replaced: Replaced | None = None
+        may_write = any(not isinstance(x, Tensor | tuple) and _is_container(x) for x in _arguments(given))
+        # Kept alive, so that no id is used twice.
+        self._known = {id(x): x for x in leaves_of(given) if isinstance(x, Tensor)} if may_write else None
+
+    def when_left(self, call: Callable[[], None]) -> Any:
+        """The arguments to call with; their gradients call ``call`` when backward has left the module."""
+        self._replaced = when_left(self._given, call)
+        if self._replaced is None:
+            return self._given
+        if self._known is not None:
+            self._known |= {id(x): x for x in leaves_of(self._replaced.value) if isinstance(x, Tensor)}
+        return self._replaced.value
+
+    def hand_out(self, reached: Callable[[Tensor], None], views: Views) -> None:
+        """:func:`hand_out` of tensors that the forward has left in what it was given."""
+        if self._known is not None:
+            known = self._known
+            Replaced(lambda x: x if id(x) in known else _handed_out(x, reached, views), self._given)
+
+    def undo(self) -> None:
+        """Puts the caller's own tensors back."""
+        if self._replaced is not None:
+            self._replaced.undo()
+
+
+def _arguments(given: Any) -> list[Any]:
+    args, kwargs = given
+    return [*args, *kwargs.values()]
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, list | dict) or dataclasses.is_dataclass(value)
 
 
 def calls(method: Callable[[int], None], number: int) -> Callable[[Tensor], None]:

@@ -23,7 +23,7 @@ def translated(root: nn.Module, error: BaseException) -> ShardwiseError | None:
             'whole on every rank: sw.init("dp_replicate=-1")',
             name=module_of_error(root, error),
         )
-    if "_WhenLeftBackward is a view" in str(error):
+    if "_WhenLeft" in str(error):
         return UnsupportedError(
             "a block that changes what it is given in place",
             why="its inputs tell when backward has left it, and torch cannot follow a change of them",

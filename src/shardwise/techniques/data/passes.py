@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -10,7 +9,7 @@ from torch import nn
 from shardwise._torch.fsdp2 import Unit
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.techniques.data.walk import Walk
-from shardwise.techniques.edges import Views, when_left
+from shardwise.techniques.edges import Views
 
 __all__ = ["Backward", "Forward", "Units", "refuse_written"]
 
@@ -223,11 +222,9 @@ class Forward:
         if number not in self._spanned:
             self.units.leave_skipped(number)
 
-    def watch_inputs(self, number: int, args: Any, kwargs: Any, left: Callable[[], None]) -> tuple[Any, Any]:
-        """``(args, kwargs)`` whose gradients call ``left`` when backward has left the unit."""
-        if not torch.is_grad_enabled() or not self.units.inner[number].is_trained:
-            return args, kwargs
-        return when_left(args, kwargs, left)
+    def is_watched(self, number: int) -> bool:
+        """Whether a backward may reach the unit and leave it."""
+        return torch.is_grad_enabled() and self.units.inner[number].is_trained
 
     def is_inside(self, number: int) -> bool:
         return bool(self._inside.get(number))

@@ -29,7 +29,7 @@ from shardwise.errors import UnsupportedError
 from shardwise.techniques.data.gradients import EndOfBackward
 from shardwise.techniques.data.passes import Backward, Forward, Units, refuse_written
 from shardwise.techniques.data.walk import Orders, Walk
-from shardwise.techniques.edges import hand_out, refuse_changed
+from shardwise.techniques.edges import Inputs, hand_out, refuse_changed
 from shardwise.world import World
 
 __all__ = ["Listener", "Order"]
@@ -77,6 +77,7 @@ class Order:
         self._ending = EndOfBackward()
         self._nested = 0  # calls of the root inside a forward or a backward of it
         self._caught: BaseException | None = None  # an exception that the caller of the forward is handling
+        self._inputs: list[tuple[nn.Module, Inputs]] = []  # of the calls of units' modules that run
         self._direct: nn.Module | None = None  # a unit's module that was called by itself
 
     # ---- for the engine --------------------------------------------------------------------------------------
@@ -206,12 +207,14 @@ class Order:
                 self.units.begin_alone(number)
         forward = self._forward
         assert forward is not None
+        inputs = Inputs((args, kwargs))
+        self._inputs.append((module, inputs))
         if not forward.enter(number, module):
             return args, kwargs
         if not self._is_held:
             self._listener.takes(self.units.inner[number], backward=False)
         self._hook_gradients(number)
-        return forward.watch_inputs(number, args, kwargs, self._left(number))
+        return inputs.when_left(self._left(number)) if forward.is_watched(number) else (args, kwargs)
 
     def _enter_part(self, number: int) -> None:
         """Gathers a unit whose forward was not called. No hook sees when the method returns, or what: the unit stays
@@ -235,10 +238,15 @@ class Order:
         if forward is None or not forward.is_inside(number):
             return None
         has_failed = self._has_failed(output)
+        inputs = self._inputs_of(module)
+        if inputs is not None:
+            inputs.undo()
         if has_failed and self._direct is module:
             self._leave_failed()
             return None
         if torch.is_grad_enabled() and not has_failed:
+            if inputs is not None:
+                inputs.hand_out(self._reached(number), forward.views)
             output, hides = hand_out(output, self._reached(number), forward.views)
             if hides and not self._is_held:
                 self.units.kept.add(number)
@@ -247,6 +255,15 @@ class Order:
             self._direct = None
             self._end_forward()
         return output
+
+    def _inputs_of(self, module: nn.Module) -> Inputs | None:
+        """What the call of ``module`` that ends now was given; drops that of calls within it whose end was not seen."""
+        while self._inputs:
+            other, inputs = self._inputs.pop()
+            if other is module:
+                return inputs
+            inputs.undo()
+        return None
 
     def _leave_failed(self) -> None:
         """Cleans up after a forward that raised. A caller may catch the error and continue: gradients of earlier

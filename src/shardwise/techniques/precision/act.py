@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise._torch.graphs import look_in_graph, mark_in_graph
 from shardwise.model import canonical_modules, dtype_of
-from shardwise.model.pytrees import leaves_of, map_leaves
+from shardwise.model.pytrees import Replaced, leaves_of, map_leaves
 from shardwise.recipe import Recipe
 from shardwise.techniques.precision.rule import PrecisionEntry
 from shardwise.techniques.technique import Act
@@ -58,14 +58,30 @@ def _cast_root(module: nn.Module, recipe: Recipe) -> None:
     """Casts the inputs of the whole model to its compute dtype, and its outputs to the requested one."""
     said = recipe.entry("precision", PrecisionEntry)
     if said.cast_inputs != "none" and said.compute is not None:
-        compute = dtype_of(said.compute)
-        module.register_forward_pre_hook(
-            lambda _m, args, kwargs: (cast_floating_tensors(args, compute), cast_floating_tensors(kwargs, compute)),
-            with_kwargs=True,
-        )
+        inputs = _RootInputs(dtype_of(said.compute))
+        module.register_forward_pre_hook(inputs.cast, with_kwargs=True)
+        module.register_forward_hook(inputs.put_back, always_call=True)
     if said.output is not None:
         output = dtype_of(said.output)
         module.register_forward_hook(lambda _m, _a, result: cast_floating_tensors(result, output))
+
+
+class _RootInputs:
+    """The casts of the inputs of the whole model, in the caller's containers while it runs."""
+
+    def __init__(self, compute: torch.dtype):
+        self._compute, self._cast = compute, list[Replaced]()
+
+    def cast(self, _module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        def cast(x: Any) -> Any:
+            return x.to(self._compute) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+        self._cast.append(Replaced(cast, (args, kwargs)))
+        return self._cast[-1].value
+
+    def put_back(self, *_: Any) -> None:
+        if self._cast:
+            self._cast.pop().undo()
 
 
 class _Part:
@@ -73,6 +89,7 @@ class _Part:
 
     def __init__(self, compute: torch.dtype, back: torch.dtype | None, leaving: "_UncastOutputs | None"):
         self._compute, self._back, self._leaving = compute, back, leaving
+        self._replaced = list[Replaced]()  # of the calls that run
         self._casts = WeakIdKeyDictionary()  # cast input -> (input, version of the cast one, None in inference mode)
 
     def enter(self, _module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -86,7 +103,10 @@ class _Part:
                 self._casts[made] = x, None if made.is_inference() else made._version
             return made
 
-        return map_leaves(cast, args), map_leaves(cast, kwargs)
+        if torch.compiler.is_compiling():
+            return map_leaves(cast, args), map_leaves(cast, kwargs)
+        self._replaced.append(Replaced(cast, (args, kwargs)))
+        return self._replaced[-1].value
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
         for x in leaves_of((args, kwargs)):
@@ -94,6 +114,8 @@ class _Part:
                 self._write_back(x)
             elif isinstance(x, Tensor):
                 look_in_graph(module, x)
+        if self._replaced and not torch.compiler.is_compiling():
+            self._replaced.pop().undo()
         return result if self._back is None else map_leaves(self._cast_back, result)
 
     def _write_back(self, x: Any) -> None:

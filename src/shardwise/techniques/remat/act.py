@@ -132,7 +132,7 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # Tensors are passed one by one: torch finds devices, whose random state it keeps, in positional arguments only.
     leaves, spec = tree_flatten((args, kwargs))
     within = [x for leaf in leaves if not isinstance(leaf, Tensor) for x in leaves_of(leaf) if isinstance(x, Tensor)]
-    runs = _Runs(module, state, spec)
+    runs = _Runs(module, state, spec, (args, kwargs))
     options: dict[str, Any] = {"early_stop": not runs.is_checked, "preserve_rng_state": True, **state.options}
     with _in_host_memory() if state.offload else contextlib.nullcontext():
         return checkpoint(runs, *leaves, *within, use_reentrant=False, **options)
@@ -145,8 +145,11 @@ def _inner(module: nn.Module, state: _State) -> Callable[..., Any]:
 class _Runs:
     """The first run of a block on one set of inputs, and its repetitions."""
 
-    def __init__(self, module: nn.Module, state: _State, spec: Any):
+    def __init__(self, module: nn.Module, state: _State, spec: Any, given: Any):
         self.module, self.state, self.spec = module, state, spec
+        self.given = (
+            given  # to the first run: what a block writes into a list or dict of the caller's is for the caller
+        )
         self.buffers: list[tuple[nn.Module, str, Tensor]] | None = None  # as before the first run; None: not run yet
         state.num_runs += 1
         is_due = state.num_runs <= _FIRST or not state.num_runs & (state.num_runs - 1)
@@ -157,15 +160,16 @@ class _Runs:
         self.modes = function_modes()
 
     def __call__(self, *leaves: Any) -> Any:
-        args, kwargs = tree_unflatten(leaves[: self.spec.num_leaves], self.spec)
         run = _inner(self.module, self.state)
         if self.buffers is None:
+            (args, kwargs), self.given = self.given, None
             self.generators = [(g, snapshot(g)) for g in _generators(self.module, leaves)]
             before = _values_before(self.state)
             output = run(*args, **kwargs)
             self.buffers = _written(self.state, before)
             self.digest = digest_of_result(output) if self.is_checked else []
             return output
+        args, kwargs = tree_unflatten(leaves[: self.spec.num_leaves], self.spec)
         with _python_numbers(*self.numbers), _buffers_as(self.buffers), contextlib.ExitStack() as modes:
             for generator, put_back in self.generators:
                 modes.callback(snapshot(generator))
