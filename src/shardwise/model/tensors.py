@@ -17,6 +17,7 @@ from shardwise.model import canonical_modules, canonical_tensors
 __all__ = [
     "Hidden",
     "bytes_of",
+    "checksum",
     "follow_parameters",
     "give_memory",
     "hidden_tensors",
@@ -202,6 +203,17 @@ def like_parameter(value: Any, param: nn.Parameter) -> Any:
     if value.dim() == 0:
         return value
     return cut_like(value, param)
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """A checksum of the bytes of a tensor and their order, as a 0-dim int64 tensor on its device; equal bytes give equal
+    ones on every device."""
+    flat = bytes_of(tensor.detach())
+    width = next(width for width in (4, 2, 1) if flat.numel() % width == 0)
+    words = flat.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]).long()
+    places = torch.arange(words.numel(), device=words.device) * 2 + 1
+    mixed = (words + 0x9E3779B9) * places  # int64 wraps around, in every order of summation alike
+    return (mixed ^ (mixed >> 29)).sum()
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise._torch.modules import BatchNormBase
 from shardwise.errors import RankError
-from shardwise.model.tensors import tensors_of
+from shardwise.model.tensors import checksum, tensors_of
 from shardwise.parallel import Runtime
 from shardwise.techniques.data.rule import DataEntry
 from shardwise.techniques.data.scalar_gradients import ScalarGradients
@@ -75,7 +75,7 @@ class Exchange:
         )
 
 
-def buffer_versions(runtime: Runtime) -> dict[str, tuple[int, int, float]]:
+def buffer_versions(runtime: Runtime) -> dict[str, tuple[int, int, int]]:
     """Per buffer, what shows later whether it was written: its identity (``self.ema = ...``), its version (in-place
     operations) and a digest of its values (writes to ``.data`` do not change the version)."""
     return _marks(tensors_of(runtime.module, "_buffers"))
@@ -96,11 +96,10 @@ def sync_buffers(runtime: Runtime, summed: Tensor, place: str) -> None:
     _same_buffers(runtime, [buffer for buffer, flag in flags if flag], place)
 
 
-def _marks(buffers: Mapping[str, Tensor]) -> dict[str, tuple[int, int, float]]:
+def _marks(buffers: Mapping[str, Tensor]) -> dict[str, tuple[int, int, int]]:
     if not buffers:
         return {}
-    values = [torch.view_as_real(b) if b.is_complex() else b for b in buffers.values()]
-    sums = [(v.detach().double() + 0.3).pow(3).sum() for v in values]  # odd power: a flipped sign changes the digest
+    sums = [checksum(buffer) for buffer in buffers.values()]
     digests = torch.stack([total.to(sums[0].device) for total in sums]).tolist()  # one device synchronization
     return {name: (id(b), b._version, digest) for (name, b), digest in zip(buffers.items(), digests, strict=True)}
 

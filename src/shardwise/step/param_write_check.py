@@ -1,11 +1,11 @@
 """Detects a forward that writes to the model's parameters in place. Under FSDP2, which computes with gathered copies,
 such a write is lost; under replicas it is correct only where every rank writes the same."""
 
-import torch
 from torch import Tensor
 
 from shardwise._torch.fully_shard import gathered_parameters
 from shardwise.errors import UnsupportedError
+from shardwise.model.tensors import checksum
 from shardwise.parallel import Runtime
 from shardwise.world.agreement import digest_of
 
@@ -25,7 +25,7 @@ class ParamWriteCheck:
     def entry(self) -> Tensor:
         """For the window's second exchange: which parameters this rank wrote, with a digest of values that must be
         equal."""
-        told = [(name, None if self._is_lost(name) else _digest(t)) for name, t in self._written().items()]
+        told = [(name, None if self._is_lost(name) else int(checksum(t))) for name, t in self._written().items()]
         return self.runtime.world.agreement.same(digest_of(repr(told)))
 
     def check(self, summed: Tensor) -> None:
@@ -71,8 +71,3 @@ class ParamWriteCheck:
         whole = [(name, param) for name, param in found if not runtime.recipe.params[name].cuts]
         gathered = (pair for child in runtime.module.modules() for pair in gathered_parameters(child))
         return whole + [(names[id(shard)], tensor) for tensor, shard in gathered]
-
-
-def _digest(tensor: Tensor) -> float:
-    wide = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    return float((wide.double() + 0.3).pow(3).sum())

@@ -27,8 +27,8 @@ class ScalarGradients:
 
     def entries(self) -> dict[str, Tensor]:
         """Entries for the exchange; empty without such parameters. ``whole``: this rank's gradients as float64 [n, 2],
-        real and imaginary part. ``apart``, float64 [n, 4]: whether a part was kept, its real and imaginary part, its
-        squared absolute value."""
+        real and imaginary part. ``apart``, float64 [n, 6]: whether a part was kept, its real and imaginary part, its
+        squared absolute value, and the number of the first parameter whose gradient came with it, with its square."""
         if not self._params:
             return {}
         whole = torch.stack([_wire(param.grad) for param in self._params])
@@ -38,30 +38,50 @@ class ScalarGradients:
         """Replaces this rank's gradients by the sums; None where no rank used a parameter."""
         for param, value, is_used in zip(self._params, summed.get("whole", ()), used, strict=True):
             param.grad = _unwired(value, param) if is_used else None
-        for param, row in zip(self._params, summed.get("apart", ()), strict=True):
-            self._count_once(param, row)
+        rows = [row.tolist() for row in summed.get("apart", ())]
+        # Equal by chance on all ranks, as a bias's gradient may be, is not the same term: those of one backward are
+        # judged together.
+        groups = [self._group(row) for row in rows]
+        differ = {
+            group
+            for param, row, group in zip(self._params, rows, groups, strict=True)
+            if row[0] and not self._is_same(param, row)
+        }
+        for param, row, group in zip(self._params, rows, groups, strict=True):
+            if row[0]:
+                total, divisor = complex(row[1], row[2]), self._num_ranks if group not in differ else 1
+                value = torch.tensor([total.real, total.imag], dtype=torch.float64) / divisor
+                add_to_gradient(param, _unwired(value, param))
 
     def _wire_of_parts(self) -> Tensor:
         parts: dict[int, Tensor] = {}
+        first = list(range(len(self._params)))
         for kept in self._penalties.take().values():
             for i, part in kept.items():
                 add_to_part(parts, i, part)
-        rows = torch.zeros(len(self._params), 4, dtype=torch.float64)
+            together = {first[i] for i in kept}
+            first = [min(together) if found in together else found for found in first]
+        rows = torch.zeros(len(self._params), 6, dtype=torch.float64)
         for i, part in parts.items():
-            value = complex(part.item())
-            rows[i] = torch.tensor([1.0, value.real, value.imag, abs(value) ** 2], dtype=torch.float64)
+            value, group = complex(part.item()), float(first[i])
+            rows[i] = torch.tensor([1.0, value.real, value.imag, abs(value) ** 2, group, group**2], dtype=torch.float64)
         return rows
 
-    def _count_once(self, param: nn.Parameter, row: Tensor) -> None:
-        """Adds what the ranks kept apart: once if it is the same on all of them, else the sum."""
-        count, real, imag, squares = row.tolist()
-        if not count:
-            return
-        total = complex(real, imag)
-        spread = squares / self._num_ranks - abs(total / self._num_ranks) ** 2  # the variance over the ranks
-        is_same = count == self._num_ranks and spread <= tolerance(param.dtype) ** 2 * squares / self._num_ranks
-        value = total / self._num_ranks if is_same else total
-        add_to_gradient(param, _unwired(torch.tensor([value.real, value.imag], dtype=torch.float64), param))
+    def _group(self, row: Sequence[float]) -> int:
+        """The number that parameters have in common whose gradients came in one backward, on all ranks; -1: ranks differ."""
+        count, *_, total, squares = row
+        return int(total / count) if count and count * squares == total**2 else -1
+
+    def _is_same(self, param: nn.Parameter, row: Sequence[float]) -> bool:
+        """Whether what the ranks kept apart is the same on all of them, so that it counts once."""
+        count, real, imag, squares, *_ = row
+        mean = abs(complex(real, imag) / self._num_ranks) ** 2
+        spread = squares / self._num_ranks - mean  # the variance over the ranks
+        return (
+            count == self._num_ranks
+            and self._group(row) >= 0
+            and spread <= tolerance(param.dtype) ** 2 * squares / self._num_ranks
+        )
 
 
 def _wire(grad: Tensor | None) -> Tensor:

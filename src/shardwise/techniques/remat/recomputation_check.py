@@ -7,22 +7,25 @@ import torch
 from torch import Tensor
 
 from shardwise._torch.autograd import unseen
-from shardwise.model.pytrees import leaves_of
+from shardwise.model.pytrees import leaves_of, tensors_within
 
 __all__ = ["digest_of_result", "same_output"]
 
 
 def digest_of_result(output: Any) -> list[Tensor]:
-    """Of each floating tensor in a block's result its sum, its sum of squares, and the tolerance (relative to its norm)
-    for kernels that add in no fixed order: enough to tell two runs apart without keeping the result. A dropout mask
-    that is drawn again changes the sum by about its share of the norm, however large the rest is."""
-    found = [t.detach() for t in leaves_of(output) if isinstance(t, Tensor) and t.is_floating_point()]
+    """Of each floating tensor in a block's result, also in an object's attributes: its sum, a sum that depends on the
+    places of its elements, its sum of squares, and the tolerance (relative to its norm) for kernels that add in no fixed
+    order: enough to tell two runs apart without keeping the result. A dropout mask that is drawn again changes the sum
+    by about its share of the norm, however large the rest is."""
+    tensors = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor)] + tensors_within(output)[0]
+    found = [t.detach() for t in tensors if t.is_floating_point()]
     with unseen():  # selective checkpointing counts the operators of both runs
-        return [
-            torch.stack([t.sum(dtype=torch.float64), t.double().square().sum(), _tolerance(t)])
-            for t in found
-            if t.numel()
-        ]
+        return [_digest(t.double().flatten(), _tolerance(t)) for t in found if t.numel()]
+
+
+def _digest(flat: Tensor, tolerance: Tensor) -> Tensor:
+    places = torch.arange(flat.numel(), device=flat.device, dtype=torch.float64).mul_(0.7548776662).frac_()
+    return torch.stack([flat.sum(), flat.dot(places), flat.dot(flat), tolerance])
 
 
 def _tolerance(tensor: Tensor) -> Tensor:
@@ -35,6 +38,7 @@ def same_output(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
     the step reports them."""
     with unseen():
         return len(first) == len(second) and all(
-            not bool(a.isfinite().all()) or bool(((a - b)[:2].abs() <= a[2] * torch.stack([a[1].sqrt(), a[1]])).all())
+            not bool(a.isfinite().all())
+            or bool(((a - b)[:3].abs() <= a[3] * torch.stack([a[2].sqrt(), a[2].sqrt(), a[2]])).all())
             for a, b in zip(first, second, strict=True)
         )
