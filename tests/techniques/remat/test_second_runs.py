@@ -58,6 +58,30 @@ class Recorded(Shared):
         return Record(super().forward(x.x if isinstance(x, Record) else x))
 
 
+class Shuffled(Shared):
+    """Draws an order: sums of its result, and of its squares, stay."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))[torch.randperm(len(x), generator=GENERATOR)]
+
+
+class Box:
+    def __init__(self, x: Tensor):
+        self.x = x
+
+    def square(self) -> Tensor:
+        return self.x.square()
+
+
+class Boxed(Shared):
+    """Changes the object that it is given, of a class that nothing looks into by itself."""
+
+    def forward(self, box: Tensor | Box) -> Box:
+        box = box if isinstance(box, Box) else Box(box)
+        box.x = box.x + torch.tanh(self.linear(box.x))
+        return box
+
+
 class Late(nn.Module):
     """A number that Python counts begins to matter at the fifth step."""
 
@@ -149,7 +173,7 @@ def test_two_runs_that_overflow_alike_are_alike(ranks):
     assert not isinstance(found, tuple)  # what is not finite is the step's to tell
 
 
-@pytest.mark.parametrize("block", [Shared, Recorded, Late])
+@pytest.mark.parametrize("block", [Shared, Recorded, Shuffled, Boxed, Late])
 def test_what_cannot_be_put_back_is_told(ranks, block):
     name, text = ranks.run(train, 1, block, 6, remat="full")[0]
     assert name.startswith("blocks.") and "differs from its first" in text

@@ -14,8 +14,9 @@ WIDTH, HEADS, HIDDEN, VOCAB = 16, 4, 48, 19
 class Block(nn.Module):
     """Dropout before the layers, of the scores, of the MLP's hidden values, and after the layers."""
 
-    def __init__(self, fused: bool):
+    def __init__(self, fused: bool, last: float):
         super().__init__()
+        self.last = last
         self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.up, self.down, self.fused = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH), fused
 
@@ -27,14 +28,15 @@ class Block(nn.Module):
         else:
             h = F.dropout((q @ k.mT).softmax(-1), 0.3, self.training) @ v
         x = x + F.dropout(self.out(h.transpose(1, 2).flatten(2)), 0.25, self.training)
-        return x + F.dropout(self.down(F.dropout(F.relu(self.up(x)), 0.5, self.training)), 0.25, self.training)
+        y = self.down(F.dropout(F.relu(self.up(x)), 0.5, self.training))
+        return x + (F.dropout(y, self.last, self.training) if self.last else y)
 
 
 class Words(nn.Module):
-    def __init__(self, fused: bool = False):
+    def __init__(self, fused: bool = False, last: float = 0.25):
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
-        self.blocks = nn.ModuleList(Block(fused) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(fused, last) for _ in range(3))
 
     def forward(self, input_ids):
         x = self.embed(input_ids)
@@ -67,10 +69,18 @@ def masks_noted():
         F.dropout = plain
 
 
-def train(layout: str, fused: bool, steps: int = 2, **options):
+def _frozen():
+    """What a block keeps for its backward ends between its layers."""
+    model = Words(last=0.0)
+    for block in model.blocks:
+        block.down.requires_grad_(False)
+    return model
+
+
+def train(layout: str, fused: bool, steps: int = 2, frozen: bool = False, **options):
     """Masks of a run, its losses, and its gradients of the last step."""
     with sw.init(layout, device="cpu", seed=3) as world:
-        model = sw.parallelize(lambda: Words(fused), world, **options)
+        model = sw.parallelize(_frozen if frozen else lambda: Words(fused), world, **options)
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
         step, grads = sw.TrainStep(model, optim), {}
 

@@ -40,6 +40,14 @@ def test_a_block_that_runs_again_draws_the_same_numbers(runs):
         assert {str(mask) for _, mask in twice[0]} == {str(mask) for _, mask in one[0]}
 
 
+def test_a_block_that_stops_its_second_run_between_cut_layers(ranks):
+    """After 16 runs a block's second run ends with the last tensor that its backward needs."""
+    steps = 12
+    plain = ranks.run(train, DEGREE, "tp=2", False, steps, True)
+    again = ranks.run(train, DEGREE, "tp=2", False, steps, True, remat="full")
+    assert [run[1:] for run in again] == [run[1:] for run in plain]
+
+
 def test_a_second_run_draws_the_same_numbers(ranks, runs):
     assert ranks.run(train, DEGREE, "tp=2", False) == runs[0]
 

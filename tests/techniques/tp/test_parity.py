@@ -10,7 +10,7 @@ OWN = [
     f"linears: {name}"
     for name in ("qkv-kv-1", "lora", "tempered", "latent", "slopes", "steered", "value-residual", "mixer")
 ]
-FAMILIES = ["llama", "gpt2", "t5", "qwen3"]
+FAMILIES = ["llama", "gpt2", "t5", "qwen3", "mamba"]
 REFERENCE = models.get("linears: kv-2")
 
 
@@ -69,7 +69,7 @@ CELLS = [
             name not in ("linears: steered", "gpt2"),
         )
         for name in (*OWN, *FAMILIES)
-        if name not in ("t5", "linears: mixer")
+        if name not in ("t5", "mamba", "linears: mixer")
     ),
 ]
 
