@@ -71,7 +71,8 @@ def _by_torch(module: nn.Module, world: sw.World) -> nn.Module:
 
 
 def _ours(module: nn.Module, world: sw.World) -> nn.Module:
-    return sw.parallelize(module, world, example={"x": torch.ones(1, 2, WIDTH)})
+    dtype = next(module.parameters()).dtype
+    return sw.parallelize(module, world, example={"x": torch.ones(1, 2, WIDTH, dtype=dtype)})
 
 
 CONTENDERS: dict[str, Callable[[nn.Module, sw.World], nn.Module]] = {
@@ -85,6 +86,9 @@ REFERENCE = "torch, parallelize_module"
 # ---- one rank ------------------------------------------------------------------------------------------------------
 
 
+_NAMES = ("reduce", "gather", "all_to_all", "broadcast", "scatter")
+
+
 class _Collectives(TorchDispatchMode):
     """Within: counts collectives."""
 
@@ -93,7 +97,7 @@ class _Collectives(TorchDispatchMode):
         self.number = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += func.namespace in ("c10d", "_c10d_functional") and "wait_tensor" not in str(func)
+        self.number += func.namespace in ("c10d", "_c10d_functional") and any(word in str(func) for word in _NAMES)
         return func(*args, **(kwargs or {}))
 
 

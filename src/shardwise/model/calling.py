@@ -71,11 +71,23 @@ def _unfit_batch(model: nn.Module, inputs: Batch, missing: list[str], named: Any
 
 
 def run_on(example: Batch | None) -> Callable[[nn.Module], Any]:
-    """A function that calls a model on ``example``; None: on tokens, where its forward shows that it takes some.
+    """A function that calls a model on ``example``, in the dtype of its parameters; None: on tokens, where its forward shows
+    that it takes some.
 
     The function raises UsageError where it does not.
     """
-    return lambda model: call(model, _tokens(model) if example is None else example)
+
+    def run(model: nn.Module) -> Any:
+        if example is None:
+            return call(model, _tokens(model))
+        dtype = next((param.dtype for param in model.parameters() if param.is_floating_point()), None)
+        return call(model, {key: value.to(dtype) if _casts(value) else value for key, value in example.items()})
+
+    return run
+
+
+def _casts(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _tokens(model: nn.Module) -> dict[str, Tensor]:

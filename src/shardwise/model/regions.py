@@ -11,6 +11,7 @@ layer, need no rule of their own. That a cut found so is right is shown by :mod:
 runs the model's code with it.
 """
 
+import functools
 import itertools
 import re
 from collections.abc import Iterable, Mapping
@@ -167,7 +168,12 @@ def part_of(x: Tensor, degree: int, rank: int) -> Tensor:
 
 def weights_for(x: Tensor) -> Tensor:
     """Random numbers in the shape of ``x``: the same whenever they are asked for."""
-    return torch.randn(x.shape, generator=torch.Generator().manual_seed(7), dtype=x.dtype)
+    return _weights(tuple(x.shape), x.dtype)
+
+
+@functools.lru_cache(maxsize=8)
+def _weights(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7), dtype=dtype)
 
 
 def gradients(x: Tensor, degree: int, rank: int, of: Iterable[Tensor]) -> list[Tensor | None]:
@@ -196,6 +202,11 @@ def _noted(masks: Masks | None, mask: Tensor, rank: int, degree: int) -> Masks:
     masks = masks or [torch.zeros_like(mask) for _ in range(degree)]
     masks[rank] |= mask
     return masks
+
+
+def _has_holes(all_masks: Iterable[Masks]) -> bool:
+    """Whether an index is needed by no rank: it may be hidden by chance."""
+    return any(not bool(torch.stack(masks).any(0).all()) for masks in all_masks)
 
 
 def _equal(masks: Masks) -> bool:
@@ -284,13 +295,7 @@ class _Search:
             for call, x in run.inputs.items():
                 if not self._trial.layers[call.weight].is_embedding:
                     self._add(found.setdefault(call.weight, _Needs()), run, x)
-            holes = any(
-                not bool(torch.stack(masks).any(0).all())
-                for needs in found.values()
-                if not needs.by_all
-                for masks in needs.outputs.values()
-            )
-            if draw and not holes:
+            if draw and not any(_has_holes(needs.outputs.values()) for needs in found.values() if not needs.by_all):
                 break
         return found
 
@@ -426,6 +431,8 @@ class _Search:
                             _noted(masks, _mask(grad, dim), rank, self._degree)
                             for masks, dim in zip(before, dims, strict=True)
                         ]
+            if draw and not _has_holes(masks[0] for name, masks in found.items() if name in self._trial.layers):
+                break
         return found
 
 

@@ -7,6 +7,7 @@ one layer which inputs of the next depend on.
 
 import contextlib
 import copy
+import gc
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -136,6 +137,8 @@ class Trial:
             until: ends the run when these calls have been made; empty: it runs to its end.
             note: called with each layer that is called.
         """
+        # Outputs of models may be in circles, such as a cache of keys, and hold the whole graph of an earlier run.
+        gc.collect(1)
         seen, missing = Run(), set(until)
         with contextlib.ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())

@@ -19,10 +19,10 @@ class Signs(torch.optim.SGD):
 class Plain(nn.Module):
     def __init__(self):
         super().__init__()
-        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6)
 
     def forward(self, x, y):
-        return self.down(torch.relu(self.up(x + y)))
+        return self.down(torch.relu(self.up(self.norm(x + y))))
 
 
 class Fails(nn.Module):
