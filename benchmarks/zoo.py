@@ -1,0 +1,121 @@
+"""Trains every causal language model of the installed transformers under ``tp``, and compares it with one process.
+
+    python benchmarks/zoo.py --write docs/tp-families-table.md              # all at tp=2; half an hour on 2 cores
+    python benchmarks/zoo.py --only llama,gpt2 --layout dp_shard=2,tp=2
+
+A verdict is *equal* (loss, norm, every gradient, every update to 1e-12 in fp64, two micro-batches), *not built* or *not run*
+(by one plain process; a property of how it was made small), *refused*, with the reason, or **wrong**. The share is that of
+the parameters that a rank holds at most.
+"""
+
+import argparse
+import contextlib
+import importlib.metadata
+import io
+import os
+import sys
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import causal_lms  # noqa: E402
+
+import shardwise as sw  # noqa: E402
+from shardwise.testing import RankPool  # noqa: E402
+
+__all__ = ["main", "verdict_of"]
+
+
+def verdict_of(kind: str, layout: str, pool: Any) -> dict[str, Any]:
+    """What came of one kind of model: ``verdict``, ``why`` and, where it ran, ``share`` and ``error``."""
+    num_data = 2 if "dp" in layout else 1
+    windows = causal_lms.windows(2, 2 * num_data)
+    try:
+        model = causal_lms.build(kind)
+    except Exception as error:
+        return {"verdict": "not built", "why": _line(error)}
+    try:
+        sw.next_token_loss(model(input_ids=windows[0][0]["input_ids"]), windows[0][0]).backward()
+    except Exception as error:
+        return {"verdict": "not run", "why": _line(error)}
+    whole = 8 * sum(param.numel() for param in model.parameters())
+    try:
+        report = sw.verify(
+            causal_lms.builder(kind),
+            layout,
+            batches=windows,
+            loss=sw.next_token_loss,
+            optimizer="sgd",
+            run=pool.run,
+        )
+    except sw.VerifyError as error:
+        return {"verdict": "wrong", "why": str(error).splitlines()[0]}
+    except sw.ShardwiseError as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return {"verdict": "refused", "why": " ".join(line.strip() for line in lines[:2])}
+    worst = max(found.err for found in report.worst.values())
+    return {"verdict": "equal", "why": "", "share": max(report.bytes_per_rank) / whole, "error": worst}
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:100]
+
+
+def table(found: dict[str, dict[str, Any]], layout: str) -> str:
+    """A Markdown page: the totals, and a row for each kind."""
+    count = Counter(row["verdict"] for row in found.values())
+    ran = [row for row in found.values() if row["verdict"] == "equal"]
+    held = sum(row["share"] <= 0.62 for row in ran)
+    version = importlib.metadata.version("transformers")
+    lines = [
+        f"transformers {version}, layout `{layout}`: {len(found)} kinds of causal language models; "
+        + ", ".join(f"{count[key]} {key}" for key in ("equal", "refused", "wrong", "not run", "not built"))
+        + f". Of {len(ran)} that are equal, {held} hold at most 0.62 of the parameters on a rank (embedding and head are whole).",
+        "",
+        "| model | verdict | share per rank | largest error | |",
+        "|---|---|--:|--:|---|",
+    ]
+    for kind, row in found.items():
+        share = f"{row['share']:.2f}" if "share" in row else ""
+        error = f"{row['error']:.0e}" if "error" in row else ""
+        why = row["why"].replace("|", "/")
+        lines.append(f"| {kind} | {row['verdict']} | {share} | {error} | {why} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compares and prints. Returns 1 if a model is wrong."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--layout", default="tp=2", help="layout of the ranks (tp=2)")
+    parser.add_argument("--only", help="only these kinds, with commas")
+    parser.add_argument("--every", type=int, default=1, help="only every so many of the kinds")
+    parser.add_argument("--write", type=Path, help="a page that becomes the table")
+    args = parser.parse_args(argv)
+    warnings.simplefilter("ignore")
+    kinds = args.only.split(",") if args.only else causal_lms.names()[:: args.every]
+    found = {}
+    with RankPool(preload=["transformers"]) as pool:
+        for kind in kinds:
+            start = time.perf_counter()
+            with contextlib.redirect_stdout(io.StringIO()):
+                found[kind] = verdict_of(kind, args.layout, pool)
+            row = found[kind]
+            shown = f"{row['share']:.2f} {row['error']:.0e}" if "share" in row else row["why"]
+            print(
+                f"{kind}: {row['verdict']} {shown} ({time.perf_counter() - start:.0f} s)", file=sys.stderr, flush=True
+            )
+    text = table(found, args.layout)
+    print(text)
+    if args.write:
+        args.write.write_text(text, encoding="utf-8")
+    return int(any(row["verdict"] == "wrong" for row in found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
