@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.model.layers import Layer, LayerCalls
+from shardwise.model.layers import Layer, LayerCalls, is_norm
 from shardwise.model.lift import LiftFloat32
 from shardwise.model.names import canonical_tensors
 from shardwise.model.regions import Found, Region, rows_of
@@ -43,6 +43,23 @@ class Sum(torch.autograd.Function):
         return grad
 
 
+class Gather(torch.autograd.Function):
+    """The parts of all ranks side by side; ``has_part``: each rank has a part of the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, degree, rank, has_part):
+        ctx.given = rank, x.shape[-1], has_part
+        parts = [torch.empty_like(x) for _ in range(degree)]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        rank, width, has_part = ctx.given
+        grad = summed(grad) if has_part else grad
+        return grad[..., rank * width : (rank + 1) * width], None, None, None
+
+
 def summed(x: Tensor) -> Tensor:
     x = x.detach().clone().contiguous()
     dist.all_reduce(x)
@@ -72,10 +89,29 @@ class Cut(LayerCalls):
             names.setdefault(id(getattr(owner, attr)), (getattr(owner, attr), name))
         for region in regions:
             self._change(module, region)
+        for name in {w for region in regions for w in (*region.columns, *region.rows) if is_norm(w)}:
+            self._norm(name, regions)
         super().__init__(lambda x: names[id(x)][1] if id(x) in names and names[id(x)][0] is x else None)
+
+    def _norm(self, name: str, regions: list[Region]) -> None:
+        """A norm computes on all of its inputs, and gives a rank its part of the outputs."""
+        module = self.module.get_submodule(name[:-1])
+        plain, cut = module.forward, next((r.columns[name] for r in regions if name in r.columns), None)
+        gathers = any(name in region.rows for region in regions)
+
+        def forward(x):
+            x = Gather.apply(x, self.degree, self.rank, cut is not None) if gathers else Enter.apply(x)
+            y = plain(x)
+            return y if cut is None else y.index_select(-1, rows_of(cut, self.degree, self.rank))
+
+        module.forward = forward
+        if cut is not None:
+            self.summed |= {f"{name}{key}": None for key, _ in module.named_parameters()}
 
     def _read(self, region: Region) -> None:
         for weight, cut in region.columns.items():
+            if is_norm(weight):
+                continue
             rows, at, shared = rows_of(cut, self.degree, self.rank), 0, []
             for part in cut:
                 size = part.size * part.replicas // self.degree
@@ -88,6 +124,8 @@ class Cut(LayerCalls):
                     if shared:
                         self.summed[name] = torch.cat(shared)
         for weight in region.rows:
+            if is_norm(weight):
+                continue
             layer = self._layers[weight]
             dim = 1 - layer.out_dim
             size = self.module.get_parameter(weight).shape[dim] // self.degree

@@ -16,7 +16,7 @@ from shardwise.recipe.records import Part
 
 MODELS = [
     *("apart", "kv-1", "qkv", "qkv-kv-2", "qkv-kv-1", "per-head", "grouped", "turned-weights", "lora", "norm-of-heads"),
-    *("sinks", "from-the-width", "latent", "slopes", "table"),
+    *("sinks", "from-the-width", "latent", "slopes", "table", "norm-of-width"),
 ]
 
 
@@ -27,6 +27,17 @@ def _trial(name: str, device: str = "cpu") -> Trial:
     with torch.device(device):
         module = model.build()
     return Trial(module, lambda module: model.forward(module, batch))
+
+
+def _with_norms(name: str) -> Trial:
+    """One that takes norms over the whole width for layers."""
+    plain = _trial(name)
+    norms = frozenset(
+        key for key, module in plain.module.named_modules() if key.endswith((".attention.norm", ".mlp.norm"))
+    )
+    model = models.get(name)
+    batch = model.windows(1, 1)[0][0]
+    return Trial(model.build(), lambda module: model.forward(module, batch), norms=norms)
 
 
 def _without(mapping: dict, key) -> dict:
@@ -89,8 +100,9 @@ def test_a_region_that_is_wrong_in_one_thing_is_refused(degree):
     """By itself, or when the model runs to its end."""
     passed, tried = set(), 0
     for name in MODELS:
-        trial = _trial(f"linears: {name}")
-        for region in find_certified(trial, degree).regions[:2]:
+        of_width = name == "norm-of-width"
+        trial = (_with_norms if of_width else _trial)(f"linears: {name}")
+        for region in find_certified(trial, degree).regions[: 4 if of_width else 2]:
             assert certify(trial, [region], degree) == ""
             for what, mutant in mutants(region, degree):
                 tried += 1

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Layer", "LayerCalls", "bound"]
+__all__ = ["Layer", "LayerCalls", "bound", "is_norm"]
 
 
 class Layer(NamedTuple):
@@ -18,6 +18,9 @@ class Layer(NamedTuple):
         weight, bias: their canonical names; None: no bias, or one that is added outside of the layer's function.
         out_dim: the dim of the weight along which the outputs lie: 0 of nn.Linear; 1 of ``x @ weight`` and embeddings.
         is_embedding: its inputs are indices.
+
+    A norm over a whole width may be taken for a layer too (see :class:`~shardwise.model.trial.Trial`): then ``weight`` is
+    the name of its module with a dot behind it.
     """
 
     weight: str
@@ -26,9 +29,19 @@ class Layer(NamedTuple):
     is_embedding: bool = False
 
     @property
+    def is_norm(self) -> bool:
+        """Whether it is a norm that was taken for a layer."""
+        return is_norm(self.weight)
+
+    @property
     def module(self) -> str:
         """Canonical name of the module that holds the weight."""
         return self.weight.rpartition(".")[0]
+
+
+def is_norm(weight: str) -> bool:
+    """Whether the layer of this name is a norm that was taken for one."""
+    return weight.endswith(".")
 
 
 class LayerCalls(TorchFunctionMode):

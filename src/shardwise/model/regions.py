@@ -327,7 +327,7 @@ class _Search:
                 left.update((weight, region) for weight in (*rows, *columns) if weight not in left)
         cut = {weight for region in regions for weight in (*region.columns, *region.rows)}
         for weight, layer in self._trial.layers.items():
-            if weight not in cut and weight not in left and not layer.is_embedding:
+            if weight not in cut and weight not in left and not layer.is_embedding and not layer.is_norm:
                 left[weight] = self._why_left(weight)
         return Found(regions, left)
 

@@ -1,16 +1,19 @@
 """The regions of a whole model: searched in a few blocks of each kind, and the same in the others."""
 
+import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.errors import UnsupportedError
 from shardwise.model.block_kinds import block_kinds
 from shardwise.model.certificate import Settings, certify, dropouts
-from shardwise.model.regions import Found, Region, find_regions, signature
+from shardwise.model.layers import is_norm
+from shardwise.model.regions import Found, Region, find_regions, gradients, signature
 from shardwise.model.settings import settled
 from shardwise.model.trial import Trial
 
@@ -34,13 +37,54 @@ def search(module: nn.Module, call: Callable[[nn.Module], Any], degree: int) -> 
     others = {blocks[0]: blocks[_SEARCHED:] for blocks in block_kinds(module) if len(blocks) > _SEARCHED}
     if others:
         try:
-            trial = Trial(module, call, without=frozenset(name for names in others.values() for name in names))
-            repeated = _repeated(find_certified(trial, degree), block_kinds(module))
+            without = frozenset(name for names in others.values() for name in names)
+            repeated = _repeated(_with_norms(module, call, degree, without), block_kinds(module))
         except UnsupportedError:  # its code counts its blocks
             repeated = None
         if repeated is not None:
             return repeated
-    return find_certified(Trial(module, call), degree)
+    return _with_norms(module, call, degree, frozenset())
+
+
+def _with_norms(module: nn.Module, call: Callable[[nn.Module], Any], degree: int, without: frozenset[str]) -> Found:
+    """The regions of a model; also those with a norm over the whole width between two layers, if that cuts more."""
+    trial = Trial(module, call, without=without)
+    found = find_certified(trial, degree)
+    norms = _norms_of_one_layer(trial, found) if found.left else frozenset()
+    if not norms:
+        return found
+    other = Trial(module, call, without=without, norms=norms)
+    with_norms = find_certified(other, degree)
+    sizes = [sum(_numel(trial, region) for region in each.regions) for each in (found, with_norms)]
+    return with_norms if sizes[1] > sizes[0] else found
+
+
+def _norms_of_one_layer(trial: Trial, found: Found) -> frozenset[str]:
+    """Modules whose parameters are as wide as the outputs of a layer that is not cut, from which alone their input is made:
+    norms of queries and keys over all heads."""
+    given: dict[str, Tensor] = {}
+    with contextlib.ExitStack() as stack:
+        for name, module in trial.module.named_modules():
+            sizes = {tuple(param.shape) for param in module.parameters()}
+            if name and not module._modules and len(sizes) == 1 and len(*sizes) == 1:
+                hook = functools.partial(_note_input, given, name)
+                stack.callback(module.register_forward_pre_hook(hook).remove)
+        run = trial.run()
+    norms = set[str]()
+    for name, x in given.items():
+        grads = zip(run.leaves, gradients(x, 1, 0, run.leaves.values()), strict=True)
+        made_of = {call.weight for call, grad in grads if grad is not None and bool((grad != 0).any())}
+        width = next(trial.module.get_submodule(name).parameters()).shape[0]
+        if len(made_of) == 1 and made_of <= found.left.keys() and x.shape[-1] == width:
+            (weight,) = made_of
+            if trial.module.get_parameter(weight).shape[trial.layers[weight].out_dim] == width:
+                norms.add(name)
+    return frozenset(norms)
+
+
+def _note_input(given: dict[str, Tensor], name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
+    if len(args) == 1 and isinstance(args[0], Tensor) and args[0].requires_grad:
+        given[name] = args[0]
 
 
 def _repeated(found: Found, kinds: list[list[str]]) -> Found | None:
@@ -138,22 +182,29 @@ def find_certified(trial: Trial, degree: int) -> Found:
         kept = _together(modes, kept, degree, left)
     if len(rest := _with_dropouts(training, kept, degree, left)) < len(kept):
         rest = _together(modes, rest, degree, left)
-    kept = rest
+    kept = [region for region in rest if _cuts_more_than_norms(region, rest)]
     cut = {weight for region in kept for weight in region.layers}
     beside = "the layers that it could be cut with are cut with others"
     left = {
         weight: left.get(weight, beside)
         for weight, layer in trial.layers.items()
-        if weight not in cut and not layer.is_embedding
+        if weight not in cut and not layer.is_embedding and not layer.is_norm
     }
     order = {weight: number for number, weight in enumerate(trial.layers)}
     kept.sort(key=lambda region: order[region.rows[0]])
     return Found(kept, left, dict(trial.layers), trial.callers(), _sharing(trial, kept))
 
 
+def _cuts_more_than_norms(region: Region, regions: Sequence[Region]) -> bool:
+    """Whether a region ends in layers; or in norms whose outputs are cut by another region."""
+    sliced = {weight for other in regions for weight in other.columns}
+    return any(not is_norm(weight) or weight in sliced for weight in region.rows)
+
+
 def _sharing(trial: Trial, regions: Sequence[Region]) -> set[str]:
     """The layers that regions start from of which the next one called gets the same input."""
     starts = {weight for region in regions for weight in region.sources - {*region.rows, *region.inner}}
+    starts = {weight for weight in starts if not is_norm(weight)}
     run = trial.run()
     inputs = [(call.weight, x, run.versions[call]) for call, x in run.inputs.items() if call.weight in starts]
     return {
@@ -206,12 +257,14 @@ def _best(group: list[Region], numel: Mapping[int, int]) -> list[Region]:
 
 
 def _numel(trial: Trial, region: Region) -> int:
-    return sum(trial.module.get_parameter(weight).numel() for weight in {*region.columns, *region.rows})
+    weights = {weight for weight in (*region.columns, *region.rows) if not is_norm(weight)}
+    return sum(trial.module.get_parameter(weight).numel() for weight in weights)
 
 
 def _clash(region: Region, other: Region) -> bool:
     """Whether two regions would cut the inputs and the outputs of one layer."""
-    return bool(region.sources & {*other.rows} or {*region.rows} & other.sources)
+    both = (region.sources & {*other.rows}) | ({*region.rows} & other.sources)
+    return any(not is_norm(weight) for weight in both)
 
 
 def _together(modes: Sequence[Trial], regions: Sequence[Region], degree: int, left: dict[str, str]) -> list[Region]:

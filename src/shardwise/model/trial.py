@@ -7,6 +7,7 @@ one layer which inputs of the next depend on.
 
 import contextlib
 import copy
+import functools
 import gc
 import warnings
 import zlib
@@ -77,6 +78,7 @@ class Trial:
         call: ``call(copy)`` runs it once and returns its output.
         training: whether the copy is in training mode.
         without: modules of lists that the copy does not have.
+        norms: modules that are taken for layers: what they are called with is seen, and they return random leaves.
 
     Raises:
         UnsupportedError: the module cannot be copied, or does not run.
@@ -89,9 +91,12 @@ class Trial:
         *,
         training: bool = False,
         without: frozenset[str] = frozenset(),
+        norms: frozenset[str] = frozenset(),
     ):
         self._call, self._values = call, dict[tuple[Call, int], Tensor]()
-        self._original, self._training, self._without = module, training, without
+        self._original, self._training, self._without, self.norms = module, training, without, norms
+        self._widths: dict[str, int] = {}  # of norms
+        self._running: _Leaves | None = None
         self.layers: dict[str, Layer] = {}
         """Name of a weight -> its layer, once a run has called it."""
         self.foreign: dict[str, str] = {}
@@ -148,7 +153,7 @@ class Trial:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.random.fork_rng(devices=[]))
             torch.manual_seed(0)  # for what the model, or the function that calls it, draws by itself
-            stack.enter_context(_Leaves(self, seen, draw, rows or {}, missing, note))
+            self._running = stack.enter_context(_Leaves(self, seen, draw, rows or {}, missing, note))
             stack.enter_context(LiftFloat32())
             with contextlib.suppress(_Ended):
                 seen.output = _float_tensors(self._call(self.module))
@@ -162,7 +167,7 @@ class Trial:
 
     def in_training(self) -> "Trial":
         """The same model in training mode."""
-        return Trial(self._original, self._call, training=True, without=self._without)
+        return Trial(self._original, self._call, training=True, without=self._without, norms=self.norms)
 
     def callers(self) -> dict[str, tuple[str, ...]]:
         """Weight of a layer -> the modules in whose forward it is called: the innermost ones that run then."""
@@ -186,13 +191,14 @@ class Trial:
     def others(self) -> dict[str, Tensor]:
         """Floating parameters and buffers that are part of no layer, by canonical name."""
         layers = {name for layer in self.layers.values() for name in (layer.weight, layer.bias)}
+        norms = tuple(f"{name}." for name in self.norms)
         found: dict[str, Tensor] = {}
         for kind in ("_parameters", "_buffers"):
             for name, owner, attr in canonical_tensors(self.module, kind):
                 tensor = getattr(owner, kind)[attr]
                 known = any(tensor is other for other in found.values())
                 has_values = tensor.is_floating_point() and not tensor.is_meta
-                if name not in layers and has_values and not known:
+                if name not in layers and has_values and not known and not name.startswith(norms):
                     found[name] = tensor
         return found
 
@@ -227,10 +233,22 @@ class Trial:
         for name in self._without:
             parent, _, key = name.rpartition(".")
             del copied.get_submodule(parent)._modules[key]
+        for name in self.norms:
+            copied.get_submodule(name).forward = functools.partial(self._norm, f"{name}.")
         for buffer in copied.buffers():
             if buffer.is_floating_point():
                 buffer.requires_grad_()
         return copied
+
+    def _norm(self, name: str, x: Tensor) -> Any:
+        assert self._running is not None
+        return self._running.called(Layer(name, None, 0), x)
+
+    def num_outputs(self, layer: Layer, x: Tensor) -> int:
+        """How many outputs a layer has in the whole model; ``x``: an input, whole when a norm is called first."""
+        if layer.is_norm:
+            return self._widths.setdefault(layer.weight, x.shape[-1])
+        return self.module.get_parameter(layer.weight).shape[layer.out_dim]
 
     def name_of(self, tensor: Any) -> str | None:
         """Canonical name of a parameter of the copy."""
@@ -287,10 +305,11 @@ class _Leaves(LayerCalls):
         name = layer.weight
         self._trial.layers.setdefault(name, layer)
         self._note(layer)
-        shape = self._trial.module.get_parameter(name).shape
-        num_outputs, num_inputs = shape[layer.out_dim], shape[1 - layer.out_dim]
-        if not (self._rows or layer.is_embedding) and x.shape[-1:] != (num_inputs,):
-            raise ValueError(f"{name} takes {num_inputs} inputs, and is given a tensor of shape {tuple(x.shape)}")
+        num_outputs = self._trial.num_outputs(layer, x)
+        if not (self._rows or layer.is_embedding or layer.is_norm):
+            num_inputs = self._trial.module.get_parameter(name).shape[1 - layer.out_dim]
+            if x.shape[-1:] != (num_inputs,):
+                raise ValueError(f"{name} takes {num_inputs} inputs, and is given a tensor of shape {tuple(x.shape)}")
         call = Call(name, self._numbers.get(name, 0))
         self._numbers[name] = call.number + 1
         self._seen.inputs[call] = x

@@ -22,6 +22,7 @@ from shardwise.techniques.tp.layers import CutLayer, Shared, within_layers
 from shardwise.techniques.tp.rule import TensorParallelEntry
 from shardwise.techniques.tp.streams import PartStream
 from shardwise.world import World
+from shardwise.world.axis import Axis
 
 __all__ = ["TensorParallelAct"]
 
@@ -67,7 +68,9 @@ class TensorParallelAct(Act):
             names = {name for weight in layers for name in (weight, biases[weight]) if name is not None}
             within_layers(modules[caller], layers, {name: held[name] for name in names})
         for edit in edits:
-            if edit.action == "part":
+            if edit.action == "norm":
+                _norm_whole(modules[edit.module], shared, axis, coord, edit.args)
+            elif edit.action == "part":
                 _work_on_parts(modules[edit.module], shared, coord, edit.args, dict(modules))
         module.register_forward_hook(lambda *_: shared.end(), always_call=True)
 
@@ -109,6 +112,32 @@ def _set(module: nn.Module, numbers: Mapping[str, int]) -> None:
             setattr(module, key, value)
 
 
+def _norm_whole(module: nn.Module, shared: Shared, axis: Axis, coord: Coord, args: Mapping[str, Any]) -> None:
+    """Makes a norm compute on all of its inputs, of which this rank has a part, and return this rank's part.
+
+    Args:
+        module: whose forward is replaced.
+        shared: what the cut layers share.
+        axis: the ranks.
+        coord: of this rank.
+        args: ``gathers``: whether its input is a part, one of as many equal ones; ``parts``: how its output is cut; None:
+            it is not.
+    """
+    inner, is_gathered, is_cut = module.forward, args["gathers"], args["parts"] is not None
+    cut = _Cut((-1, args["parts"]), coord) if is_cut else None
+
+    @functools.wraps(inner)
+    def forward(x: Tensor) -> Tensor:
+        if is_gathered:
+            x = shared.gather(x, axis.size, axis.rank, has_part=is_cut)
+        elif is_cut:
+            x = shared.sum_gradient(x)
+        y = inner(x)
+        return y if cut is None else cut.of(y, "the outputs of a norm")
+
+    module.forward = forward
+
+
 # ---- what is not an output of a layer ------------------------------------------------------------------------------------
 
 
@@ -128,7 +157,7 @@ class _Cut:
     def of(self, whole: Tensor, what: str) -> Tensor:
         """This rank's part of ``whole``. Equal parts, as of heads in each sample of a batch, are as many as there are."""
         size, parts = whole.shape[self.dim], self._parts
-        if size % parts[0].size == 0 and len(set(parts)) == 1:
+        if size % parts[0].size == 0 and len(set(parts)) == 1 and self.dim >= 0:
             parts = parts[:1] * (size // parts[0].size)
         elif size != sum(part.size for part in parts):
             raise UsageError(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwise._torch.collectives import sum_over
+from shardwise._torch.collectives import gather_over, sum_over
 from shardwise.model.layers import Layer, LayerCalls
 from shardwise.techniques.tp.streams import PartStream
 
@@ -45,6 +45,20 @@ class _SumParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    """The parts of all ranks side by side along the last dim. ``has_part``: each rank has a part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, size: int, rank: int, has_part: bool) -> Tensor:
+        ctx.group, ctx.rank, ctx.width, ctx.has_part = group, rank, x.shape[-1], has_part
+        return gather_over(x.movedim(-1, 0), group, size).movedim(0, -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        grad = sum_over(grad, ctx.group) if ctx.has_part else grad
+        return grad.narrow(-1, ctx.rank * ctx.width, ctx.width), None, None, None, None
 
 
 class Shared:
@@ -78,6 +92,10 @@ class Shared:
     def sum_parts(self, x: Tensor) -> Tensor:
         """The sum of ``x`` over the ranks."""
         return _SumParts.apply(x, self.group)
+
+    def gather(self, x: Tensor, size: int, rank: int, *, has_part: bool) -> Tensor:
+        """The parts of all ``size`` ranks along the last dim; ``has_part``: the gradient of each rank is a part of a sum."""
+        return _Gather.apply(x, self.group, size, rank, has_part)
 
     def narrow(self, whole: Tensor, size: int) -> Tensor:
         """The first ``size`` of the last dim of an argument; layers get all of it."""

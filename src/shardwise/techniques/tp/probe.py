@@ -1,10 +1,11 @@
 """What can be cut in a module: found by running a copy of it on an example, without weights."""
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Container, Iterable
 from typing import Any
 
 from torch import nn
 
+from shardwise.model.layers import is_norm
 from shardwise.model.regions import Cut, Found, Region, Rows, Whole
 from shardwise.model.search import search
 from shardwise.recipe import Draft
@@ -25,7 +26,7 @@ def probe(module: nn.Module, run: Callable[[nn.Module], Any], draft: Draft, worl
     return facts_of(search(module, run, draft.layout.tp), draft.anatomy.params) if draft.layout.tp > 1 else {}
 
 
-def facts_of(found: Found, parameters: Container[str]) -> Facts:
+def facts_of(found: Found, parameters: Collection[str]) -> Facts:
     """What a search has found, as JSON data. ``parameters``: names of those of the module.
 
     Returns:
@@ -37,12 +38,14 @@ def facts_of(found: Found, parameters: Container[str]) -> Facts:
     facts: Facts = {"cuts": {}, "partial": [], "edits": [], "left": found.left}
     for region in found.regions:
         for weight in region.layers:
-            _add_layer(facts, found, region, weight)
+            if not is_norm(weight):
+                _add_layer(facts, found, region, weight)
         _add_tensors(facts, region, parameters)
         numbers: dict[str, dict[str, int]] = {}
         for (module, attr), value in region.settings.items():
             numbers.setdefault(module, {})[attr] = value
         facts["edits"] += [[module, "set", values] for module, values in numbers.items()]
+    _add_norms(facts, found, parameters)
     return facts
 
 
@@ -73,6 +76,17 @@ def _add_layer(facts: Facts, found: Found, region: Region, weight: str) -> None:
         "drops_part": weight in region.dropouts,
     }
     facts["edits"].append([layer.module, action, arguments])
+
+
+def _add_norms(facts: Facts, found: Found, parameters: Iterable[str]) -> None:
+    """Adds norms that are taken for layers: they compute all of their outputs on every rank."""
+    gathered = {weight for region in found.regions for weight in region.rows if is_norm(weight)}
+    sliced = {weight: cut for region in found.regions for weight, cut in region.columns.items() if is_norm(weight)}
+    for weight in sorted(gathered | sliced.keys()):
+        parts = _as_json(sliced[weight]) if weight in sliced else None
+        facts["edits"].append([weight[:-1], "norm", {"gathers": weight in gathered, "parts": parts}])
+        if weight in sliced:
+            facts["partial"] += [name for name in parameters if name.startswith(weight)]
 
 
 def _add_tensors(facts: Facts, region: Region, parameters: Container[str]) -> None:
