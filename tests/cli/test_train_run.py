@@ -280,7 +280,7 @@ def no_launch(monkeypatch):
         (["--data.path=gone.txt"], "data.path='gone.txt' (override --data.path)\n  why: there is no such file"),
         (["--data.path=."], "why: it is a directory"),
         (["--parallel.layout=dp_shard=3", "--nproc", "2"], "layout 'dp_shard=3' on 2 ranks"),
-        (["--parallel.layout=tp=2", "--nproc", "2"], "tp=2"),
+        (["--parallel.layout=cp=2", "--nproc", "2"], "cp=2"),
         (
             ["--model.args={dmi: 3}"],
             "model.args.dmi=3 (override --model.args)\n  why: the reference model takes no 'dmi'",

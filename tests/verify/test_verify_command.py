@@ -109,7 +109,7 @@ def test_a_model_nothing_can_be_guessed_for(model_file):
     assert done.returncode == 2 and "Linear without --batch" in done.stderr and "--batch pkg.mod:fn" in done.stderr
 
 
-@pytest.mark.parametrize("layout", ["dp_shard=-1", "tp=2", "dp_shrad=2"])
+@pytest.mark.parametrize("layout", ["dp_shard=-1", "cp=2", "dp_shrad=2"])
 def test_layouts_are_refused_before_anything_starts(model_file, layout):
     done = _verify(f"{model_file}:build", "--layout", layout, cwd=model_file.parent)
     assert done.returncode in (1, 2) and "fix:" in done.stderr and "comparing" not in done.stdout

@@ -66,6 +66,7 @@ PROBES = (
     Probe("torch.distributed.distributed_c10d", ("_get_default_store", "_world")),
     Probe("torch.distributed:ProcessGroup", ("_get_backend",), without="how long a group waits is not read"),
     Probe("torch.distributed._composable.replicate", ("DDP",)),
+    Probe("torch.distributed._functional_collectives", words=("_c10d_functional",)),
     Probe("torch.distributed.device_mesh:DeviceMesh", ("_get_root_mesh",)),
     Probe("torch.distributed.tensor:DTensor", ("_op_dispatcher", "_local_tensor")),
     Probe("torch.distributed.tensor._dispatch", words=("_custom_op_handlers", "sharding_propagator")),

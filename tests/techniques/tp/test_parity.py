@@ -8,7 +8,17 @@ import shardwise as sw
 LAYOUTS = {"tp=2": 2, "tp=4": 4, "dp_replicate=2,tp=2": 4, "dp_shard=2,tp=2": 4, "dp_replicate=2,dp_shard=2,tp=2": 8}
 OWN = [
     f"linears: {name}"
-    for name in ("qkv-kv-1", "lora", "tempered", "latent", "slopes", "steered", "value-residual", "mixer", "norm-of-width")
+    for name in (
+        "qkv-kv-1",
+        "lora",
+        "tempered",
+        "latent",
+        "slopes",
+        "steered",
+        "value-residual",
+        "mixer",
+        "norm-of-width",
+    )
 ]
 FAMILIES = ["llama", "gpt2", "t5", "qwen3", "mamba"]
 REFERENCE = models.get("linears: kv-2")
