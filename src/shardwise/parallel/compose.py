@@ -64,9 +64,10 @@ def parallelize(
     Args:
         model: a callable that builds the module (built on meta: no rank ever holds all of it), or a module.
         world: from :func:`shardwise.init`.
-        example: one micro-batch, run once to see in which order blocks are entered: neighbours in that order are merged
-            into units. Without it, merging uses the order of their lists, and gathering the order in which the model
-            first runs.
+        example: one micro-batch. It is run once to see in which order blocks are entered: neighbours in that order are
+            merged into units; without it, merging uses the order of their lists, and gathering the order in which the
+            model first runs. With ``tp`` in the layout a copy of the model is run on it to find what can be cut;
+            without it, on tokens, if the forward shows that it takes some.
         init: ``"seeded"``: values are functions of (world.seed, name), made by each rank for itself, the same under
             every layout; default for a callable. ``"rank0"``: rank 0's values, scattered; default for a module, and the
             fallback of seeded where a constructor cannot be recorded (the recipe's notes say why). ``"load"``: memory
@@ -81,8 +82,8 @@ def parallelize(
         ConfigError: an option that does not exist, or whose value is neither a word for it nor its record.
         UsageError: the module is sharded or wrapped already, or is on meta without a callable to build it.
         PlanError: options that name no module, or a tensor that nothing initialises.
-        UnsupportedError: a module that cannot be sharded safely, by name; a torch that does not do what Shardwise
-            relies on.
+        UnsupportedError: a module that cannot be sharded safely, by name; one that does not run on the example; a torch
+            that does not do what Shardwise relies on.
         RankError: ranks whose modules or options differ.
 
     Example:
