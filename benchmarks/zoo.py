@@ -13,10 +13,12 @@ import contextlib
 import importlib.metadata
 import io
 import os
+import signal
 import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,8 @@ def verdict_of(kind: str, layout: str, pool: Any) -> dict[str, Any]:
     num_data = 2 if "dp" in layout else 1
     windows = causal_lms.windows(2, 2 * num_data)
     try:
-        model = causal_lms.build(kind)
+        with _at_most(30):
+            model = causal_lms.build(kind)
     except Exception as error:
         return {"verdict": "not built", "why": _line(error)}
     try:
@@ -61,6 +64,21 @@ def verdict_of(kind: str, layout: str, pool: Any) -> dict[str, Any]:
         return {"verdict": "refused", "why": " ".join(line.strip() for line in lines[:2])}
     worst = max(found.err for found in report.worst.values())
     return {"verdict": "equal", "why": "", "share": max(report.bytes_per_rank) / whole, "error": worst}
+
+
+@contextlib.contextmanager
+def _at_most(seconds: int) -> Iterator[None]:
+    """Within: what takes longer raises TimeoutError."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"it takes more than {seconds} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
 
 
 def _line(error: BaseException) -> str:

@@ -104,6 +104,7 @@ class Trial:
         self.module = self._copy(module, frozenset())
         while True:
             used = len(self.foreign)
+            before = dict(self.module.named_modules())
             try:
                 self.calls = tuple(self.run().inputs)
                 """The calls of one whole run, in order."""
@@ -116,6 +117,7 @@ class Trial:
                         why=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
                         fix="pass example= with a batch that the model takes",
                     ) from error
+            _refuse_replaced(before, dict(self.module.named_modules()))
             if len(self.foreign) == used:
                 break
             # A function that is no linear layer needs the values of these.
@@ -282,6 +284,18 @@ def _around_modules(root: nn.Module, before: Callable[[str], Any], after: Callab
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _refuse_replaced(before: Mapping[str, nn.Module], after: Mapping[str, nn.Module]) -> None:
+    """Raises UnsupportedError if a run has replaced modules of the model."""
+    name = next((name for name in {**before, **after} if before.get(name) is not after.get(name)), None)
+    if name is not None:
+        raise UnsupportedError(
+            "a model that replaces its own modules when it runs",
+            why="what is changed in a module for this rank's part would be gone with it",
+            fix="run one such batch through the plain model before parallelize, so that it has the modules that it will use",
+            name=name,
+        )
 
 
 class _Leaves(LayerCalls):
