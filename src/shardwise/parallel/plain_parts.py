@@ -16,7 +16,7 @@ from shardwise.model import canonical_tensors
 from shardwise.parallel.runtime import Runtime
 from shardwise.recipe import Recipe
 
-__all__ = ["ELEMENTWISE", "is_elementwise", "refuse_mixing_optimizer", "refuse_states_of_parts"]
+__all__ = ["ELEMENTWISE", "is_elementwise", "refuse_gathering", "refuse_mixing_optimizer", "refuse_states_of_parts"]
 
 ELEMENTWISE = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
@@ -50,6 +50,17 @@ def refuse_mixing_optimizer(runtime: Runtime, optim: torch.optim.Optimizer) -> N
                 fix=f"use one of {', '.join(cls.__name__ for cls in ELEMENTWISE)}, or a layout without {axis}",
                 name=name,
             )
+
+
+def refuse_gathering(runtime: Runtime) -> None:
+    """Raises UnsupportedError for ``sw.gathered`` of a model of which a parameter is a plain part: its modules work on parts."""
+    for name, axis in _plain_parts(runtime.recipe).items():
+        raise UnsupportedError(
+            f"sw.gathered(model) of a model that is cut over {axis}",
+            why="its layers compute with this rank's part, and their code is set to its sizes: they cannot hold whole parameters",
+            fix="values: sw.full_state_dict(model), on every rank; a forward: call the model on every rank",
+            name=name,
+        )
 
 
 def refuse_states_of_parts(module: nn.Module, recipe: Recipe) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from shardwise._torch.fully_shard import gathered_parameters
 from shardwise.errors import UsageError
 from shardwise.parallel import Runtime, runtime_of
+from shardwise.parallel.plain_parts import refuse_gathering
 
 __all__ = ["gathered"]
 
@@ -22,6 +23,7 @@ def gathered(model: nn.Module) -> Iterator[nn.Module]:
         model: from ``parallelize``; ``with ... as`` returns it.
 
     Raises:
+        UnsupportedError: a model that is cut over ``tp``.
         UsageError: at the end, if a parameter was written: the shards do not get what is written to the full tensor.
         RankError: a rank does not take part.
 
@@ -31,6 +33,7 @@ def gathered(model: nn.Module) -> Iterator[nn.Module]:
     """
     runtime = runtime_of(model)
     runtime.check_values()
+    refuse_gathering(runtime)
     runtime.world.agreement.sum({}, "gathered, before it is gathered")
     runtime.num_gathered += 1
     written: list[str] = []

@@ -83,6 +83,7 @@ MISUSES = {
     "state_dict": lambda world: cut(world).state_dict(),
     "state_dict of a block": lambda world: cut(world).blocks[0].state_dict(),
     "torch's full state dict": lambda world: dcp.get_model_state_dict(cut(world), options=dcp.StateDictOptions(full_state_dict=True)),
+    "gathered": lambda world: sw.gathered(cut(world)).__enter__(),
     "load_state_dict": lambda world: cut(world).load_state_dict(models.get(NAME).build().state_dict()),
     "an optimizer that mixes": stepping(of_matrices),
     "TrainStep with one": lambda world: sw.TrainStep(model := cut(world), of_matrices(model)),

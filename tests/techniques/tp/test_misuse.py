@@ -7,6 +7,10 @@ SAYS = {
     "state_dict": ("UsageError: blocks.0.attention.projections.0.weight: state_dict() of a model that is cut over tp", "sw.full_state_dict"),
     "state_dict of a block": ("UsageError", "state_dict() of a model that is cut over tp"),
     "torch's full state dict": ("UsageError", "state_dict() of a model that is cut over tp"),
+    "gathered": (
+        "UnsupportedError: blocks.0.attention.projections.0.weight: sw.gathered(model) of a model that is cut over tp",
+        "sw.full_state_dict",
+    ),
     "load_state_dict": ("UsageError: blocks.0.attention.projections.0.weight: load_state_dict into a model that is cut over tp", "sw.load_weights"),
     "an optimizer that mixes": ("UnsupportedError: blocks.0.attention.projections.0.weight: Adafactor on a parameter that is cut over tp", "AdamW"),
     "TrainStep with one": ("UnsupportedError", "Adafactor on a parameter that is cut over tp"),
