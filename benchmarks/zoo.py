@@ -62,6 +62,8 @@ def verdict_of(kind: str, layout: str, pool: Any) -> dict[str, Any]:
     except sw.ShardwiseError as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         return {"verdict": "refused", "why": " ".join(line.strip() for line in lines[:2])}
+    except Exception as error:  # of the plain process, whose numbers are all float64
+        return {"verdict": "not run", "why": f"in float64: {_line(error)}"}
     worst = max(found.err for found in report.worst.values())
     return {"verdict": "equal", "why": "", "share": max(report.bytes_per_rank) / whole, "error": worst}
 
