@@ -133,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     text = table(found, args.layout)
     print(text)
     if args.write:
-        args.write.write_text(text, encoding="utf-8")
+        args.write.write_text(f"# Causal language models under {args.layout}\n\n{text}", encoding="utf-8")
     return int(any(row["verdict"] == "wrong" for row in found.values()))
 
 
