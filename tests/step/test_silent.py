@@ -360,3 +360,48 @@ def test_a_training_step_in_eval_mode_is_told_once_where_the_mode_matters(ranks)
     told = ranks.run(steps_in_eval_mode, 1)[0]
     silent = ("in train mode", "frozen batch norm", "nothing that acts by mode")
     assert told == {name: int(name not in silent) for name in told} and len(told) == 10
+
+
+class Assigns(torch.optim.Optimizer):
+    """An optimizer of a user's own; ``in_place``: as it works under FSDP2 too."""
+
+    def __init__(self, params, in_place: bool, lr: float = 0.1):
+        super().__init__(params, {"lr": lr})
+        self.in_place = in_place
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if self.in_place:
+                    param.data.sub_(group["lr"] * param.grad)
+                else:
+                    param.data = param.data - group["lr"] * param.grad
+
+
+def stepped_by_own(layout: str, in_place: bool, lr: float = 0.1):
+    with sw.init(layout, device="cpu") as world:
+        model = sw.parallelize(nn.Linear(4, 3), world)
+        before = sw.full_state_dict(model)
+        step = sw.TrainStep(
+            model,
+            Assigns(model.parameters(), in_place, lr),
+            loss=sum_loss,
+            forward=lambda m, b: m(b["x"]),
+            count=lambda b: 2,
+        )
+        try:
+            step([batch_of(world.rank)])
+        except sw.UsageError as error:
+            return str(error)
+        after = sw.full_state_dict(model)
+        return any(not torch.equal(before[key], after[key]) for key in before)
+
+
+def test_an_optimizer_that_moves_nothing_is_refused(ranks):
+    """It writes p.data = ..., which trains replicas, and under FSDP2 changed nothing without a word."""
+    for told in ranks.run(stepped_by_own, 2, "dp_shard=2", False):
+        assert "weight: Assigns.step() that changes no parameter" in told and "p.sub_(lr * p.grad)" in told
+    assert ranks.run(stepped_by_own, 2, "dp_shard=2", True)[0] is True
+    assert ranks.run(stepped_by_own, 2, "dp_replicate=2", False)[0] is True
+    assert ranks.run(stepped_by_own, 2, "dp_shard=2", False, 0.0)[0] is False  # a warm-up that begins at 0

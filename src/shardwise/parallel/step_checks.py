@@ -19,8 +19,10 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardwise._torch.dtensor import local_tensor
 from shardwise.errors import UsageError
-from shardwise.parallel.plain_parts import refuse_mixing_optimizer
+from shardwise.model.tensors import checksum
+from shardwise.parallel.plain_parts import is_elementwise, refuse_mixing_optimizer
 from shardwise.parallel.runtime import Runtime
 from shardwise.parallel.step_threads import HookedThreads
 
@@ -28,6 +30,8 @@ __all__ = ["check_step", "refuse_in_window", "refuse_unreduced", "stepped_by", "
 
 _watched: weakref.WeakSet[Runtime] = weakref.WeakSet()
 _looked_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, frozenset[int]] = weakref.WeakKeyDictionary()
+# Of optimizers that are not known to be elementwise, between the first step's hooks: name -> checksum of a shard.
+_before_first: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
 _threads = HookedThreads()
 _is_installed = False
 
@@ -39,6 +43,7 @@ def watch_steps(runtime: Runtime) -> None:
     if not _is_installed:
         register_optimizer_step_pre_hook(check_step)
         register_optimizer_step_post_hook(_threads.end)
+        register_optimizer_step_post_hook(_refuse_still)
         torch.optim.Optimizer.zero_grad = _notifying(torch.optim.Optimizer.zero_grad, _held)  # type: ignore[method-assign]
         nn.Module.zero_grad = _notifying(nn.Module.zero_grad, _owned)  # type: ignore[method-assign]
         _is_installed = True
@@ -53,6 +58,8 @@ def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if _looked_at.get(optimizer) != (ids := frozenset(held)):
         _refuse_strangers(optimizer, held)
         _looked_at[optimizer] = ids
+        if not is_elementwise(optimizer):
+            _before_first[optimizer] = _values_of(stepped, held)
     for runtime in stepped:
         refuse_mixing_optimizer(runtime, optimizer)
         refuse_in_window(runtime, f"{type(optimizer).__name__}.step()", "take the step after the with block")
@@ -64,6 +71,32 @@ def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         _warn_of_own(runtime, f"{type(optimizer).__name__}.step()")
         _count_write(runtime, held)
     _threads.begin(stepped)
+
+
+def _values_of(stepped: list[Runtime], held: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Checksums of the shards that an optimizer is to change: those with a gradient that is not 0."""
+    return {
+        name: checksum(local_tensor(param))
+        for runtime in stepped
+        for name, param in runtime.parameters.items()
+        if id(param) in held and isinstance(param, DTensor) and param.grad is not None
+        if bool(local_tensor(param.grad).any())
+    }
+
+
+def _refuse_still(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raises UsageError if the first step of an optimizer of the user's own has changed no shard."""
+    before, held = _before_first.pop(optimizer, None), _held(optimizer)
+    if not before or all(group.get("lr") == 0 for group in optimizer.param_groups):
+        return
+    after = _values_of(_stepped(held), held)
+    if all(bool(after.get(name) == value) for name, value in before.items()):
+        raise UsageError(
+            f"{type(optimizer).__name__}.step() that changes no parameter",
+            why="what an assignment to p.data replaces is not what this rank's shard is: nothing would ever be trained",
+            fix="change parameters in place, under torch.no_grad(): p.sub_(lr * p.grad), or p.data.sub_(lr * p.grad)",
+            name=next(iter(before)),
+        )
 
 
 def _notifying(zero_grad: Callable[..., None], held_by: Callable[[Any], Mapping[int, Any]]) -> Callable[..., None]:
