@@ -11,7 +11,9 @@ branches on values that were not taken.
 
 import contextlib
 import copy
+import functools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +21,16 @@ from torch import Tensor, nn
 from shardwise.model.regions import Cut, Reads, Region, Setting, Whole, part_of, rows_of, weights_for
 from shardwise.model.trial import Call, Change, Place, Run, Trial
 
-__all__ = ["GATE", "Settings", "calls_of", "certify", "certify_beside", "dropouts", "whole_run"]
+__all__ = [
+    "GATE",
+    "Settings",
+    "calls_of",
+    "certify",
+    "certify_beside",
+    "differs_on_first_rank",
+    "dropouts",
+    "whole_run",
+]
 
 GATE = 1e-12
 """The largest error allowed, relative to the largest element of the tensor compared."""
@@ -68,7 +79,7 @@ def _wrong_on(rank: int, trial: Trial, regions: Sequence[Region], degree: int, w
 
 
 def _part_of_run(
-    rank: int, trial: Trial, regions: Sequence[Region], degree: int, alone: Region | None
+    rank: int, trial: Trial, regions: Sequence[Region], degree: int, alone: Region | None, **options: Any
 ) -> tuple[Run, dict[str, Tensor]]:
     """The run of a rank, and its part of the tensors of the regions."""
     local: dict[str, Tensor] = {}
@@ -81,6 +92,7 @@ def _part_of_run(
             changes={name: _slicing(regions, name, degree, rank) for name in {region.module for region in regions}},
             detached=alone.module if alone else None,
             until=calls_of(trial, regions) if alone else frozenset(),
+            **options,
         )
     return part, local
 
@@ -107,6 +119,42 @@ def dropouts(trial: Trial, regions: Sequence[Region], degree: int) -> dict[str, 
     for (call, x), (_, mine) in zip(whole.dropped, part.dropped, strict=True):
         found.setdefault(last.get(call, ""), set()).add(bool(_differs(mine, x)))
     return found
+
+
+def differs_on_first_rank(trial: Trial, regions: Sequence[Region], degree: int) -> str:
+    """Like :func:`certify` jointly, for the first rank, without keeping what the calls of a large model get: of each input
+    sums of its numbers are compared. "" if they are equal."""
+    rows = {weight for region in regions for weight in region.rows}
+    narrowed = {weight for region in regions if region.narrowed for weight in region.sources}
+    seen: dict[Call, Tensor] = {}
+    different: list[str] = []
+
+    def sums(x: Tensor) -> Tensor:
+        flat = x.detach().double().flatten() if not x.is_complex() else torch.view_as_real(x.detach()).flatten()
+        return torch.stack([flat.sum(), flat.dot(_places(len(flat))), flat.norm(), torch.tensor(float(len(flat)))])
+
+    def note(call: Call, x: Tensor) -> None:
+        if not x.is_meta and call.weight not in narrowed:
+            seen[call] = sums(part_of(x, degree, 0) if call.weight in rows else x)
+
+    def compare(call: Call, x: Tensor) -> None:
+        if call.weight in narrowed or x.is_meta:
+            return
+        want, mine = seen.pop(call, None), sums(x)
+        if want is None or not bool((mine - want).abs().max() <= 1e-10 * max(float(want[2]), 1e-300)):
+            different.append(f"the input of {call.weight} is another")
+
+    try:
+        trial.run(watch=note)
+        _part_of_run(0, trial, regions, degree, None, watch=compare)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return next(iter(different), "") or ("other layers are called" if seen else "")
+
+
+@functools.lru_cache(maxsize=8)
+def _places(size: int) -> Tensor:
+    return torch.arange(size, dtype=torch.float64).mul_(0.7548776662).frac_()
 
 
 def calls_of(trial: Trial, regions: Sequence[Region]) -> frozenset[Call]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import UnsupportedError
 from shardwise.model.block_kinds import block_kinds
-from shardwise.model.certificate import Settings, certify, dropouts
+from shardwise.model.certificate import Settings, certify, differs_on_first_rank, dropouts
 from shardwise.model.layers import is_norm
 from shardwise.model.regions import Found, Region, find_regions, gradients, signature
 from shardwise.model.settings import settled
@@ -41,9 +41,20 @@ def search(module: nn.Module, call: Callable[[nn.Module], Any], degree: int) -> 
             repeated = _repeated(_with_norms(module, call, degree, without), block_kinds(module))
         except UnsupportedError:  # its code counts its blocks
             repeated = None
-        if repeated is not None:
+        if repeated is not None and _holds_for_all(module, call, degree, repeated):
             return repeated
     return _with_norms(module, call, degree, frozenset())
+
+
+def _holds_for_all(module: nn.Module, call: Callable[[nn.Module], Any], degree: int, found: Found) -> bool:
+    """Whether what was found in some blocks is right in the whole model, whose code may treat its blocks in other ways."""
+    norms = frozenset(weight[:-1] for region in found.regions for weight in region.layers if is_norm(weight))
+    return not any(
+        differs_on_first_rank(
+            Trial(module, call, training=training, norms=norms, foreign=frozenset()), found.regions, degree
+        )
+        for training in (False, True)
+    )
 
 
 def _with_norms(module: nn.Module, call: Callable[[nn.Module], Any], degree: int, without: frozenset[str]) -> Found:
@@ -53,8 +64,11 @@ def _with_norms(module: nn.Module, call: Callable[[nn.Module], Any], degree: int
     norms = _norms_of_one_layer(trial, found) if found.left else frozenset()
     if not norms:
         return found
-    other = Trial(module, call, without=without, norms=norms)
-    with_norms = find_certified(other, degree)
+    try:
+        other = Trial(module, call, without=without, norms=norms)
+        with_norms = find_certified(other, degree)
+    except (UnsupportedError, TypeError):  # one of them is more than a function of one tensor
+        return found
     sizes = [sum(_numel(trial, region) for region in each.regions) for each in (found, with_norms)]
     return with_norms if sizes[1] > sizes[0] else found
 
@@ -192,7 +206,10 @@ def find_certified(trial: Trial, degree: int) -> Found:
     }
     order = {weight: number for number, weight in enumerate(trial.layers)}
     kept.sort(key=lambda region: order[region.rows[0]])
-    return Found(kept, left, dict(trial.layers), trial.callers(), _sharing(trial, kept))
+    callers = trial.callers()
+    for weight, names in training.callers().items():
+        callers[weight] = tuple(dict.fromkeys((*callers.get(weight, ()), *names)))
+    return Found(kept, left, dict(trial.layers), callers, _sharing(trial, kept))
 
 
 def _cuts_more_than_norms(region: Region, regions: Sequence[Region]) -> bool:

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import gc
+import math
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -79,6 +80,7 @@ class Trial:
         training: whether the copy is in training mode.
         without: modules of lists that the copy does not have.
         norms: modules that are taken for layers: what they are called with is seen, and they return random leaves.
+        foreign: of an earlier trial of these modules: then nothing is run before it is asked for.
 
     Raises:
         UnsupportedError: the module cannot be copied, or does not run.
@@ -92,6 +94,7 @@ class Trial:
         training: bool = False,
         without: frozenset[str] = frozenset(),
         norms: frozenset[str] = frozenset(),
+        foreign: frozenset[str] | None = None,
     ):
         self._call, self._values = call, dict[tuple[Call, int], Tensor]()
         self._original, self._training, self._without, self.norms = module, training, without, norms
@@ -101,8 +104,8 @@ class Trial:
         """Name of a weight -> its layer, once a run has called it."""
         self.foreign: dict[str, str] = {}
         """Name of a parameter with two dims or more -> the function that used it in another way than as a layer."""
-        self.module = self._copy(module, frozenset())
-        while True:
+        self.module = self._copy(module, foreign or frozenset())
+        while foreign is None:
             used = len(self.foreign)
             before = dict(self.module.named_modules())
             try:
@@ -132,6 +135,7 @@ class Trial:
         changes: Mapping[str, Change] | None = None,
         until: frozenset[Call] = frozenset(),
         note: Callable[[Layer], None] = lambda _: None,
+        watch: Callable[[Call, Tensor], None] | None = None,
     ) -> Run:
         """Runs the copy.
 
@@ -143,6 +147,7 @@ class Trial:
                 arguments, and returns what takes its place.
             until: ends the run when these calls have been made; empty: it runs to its end.
             note: called with each layer that is called.
+            watch: called with each call and its input, which are then not kept; without gradients, for large models.
         """
         # Outputs of models may be in circles, such as a cache of keys, and hold the whole graph of an earlier run.
         gc.collect(1)
@@ -152,10 +157,10 @@ class Trial:
             warnings.simplefilter("ignore")  # such as those of numbers taken from tensors that have gradients only here
             stack.enter_context(_changed_arguments(self.module, seen, detached, changes or {}))
             stack.enter_context(_default_dtype(torch.float64))
-            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.set_grad_enabled(watch is None))
             stack.enter_context(torch.random.fork_rng(devices=[]))
             torch.manual_seed(0)  # for what the model, or the function that calls it, draws by itself
-            self._running = stack.enter_context(_Leaves(self, seen, draw, rows or {}, missing, note))
+            self._running = stack.enter_context(_Leaves(self, seen, draw, rows or {}, missing, note, watch))
             stack.enter_context(LiftFloat32())
             with contextlib.suppress(_Ended):
                 seen.output = _float_tensors(self._call(self.module))
@@ -286,6 +291,19 @@ def _around_modules(root: nn.Module, before: Callable[[str], Any], after: Callab
             handle.remove()
 
 
+@functools.cache
+def _pool() -> Tensor:
+    return torch.randn(1 << 20, generator=torch.Generator().manual_seed(11), dtype=torch.float64)
+
+
+def _cheap_value(call: Call, shape: tuple[int, ...]) -> Tensor:
+    """Random numbers out of a pool, from a place that depends on the call: drawing them takes longer than all else."""
+    pool, numel = _pool(), math.prod(shape)
+    start = zlib.crc32(f"{call.weight} {call.number}".encode()) % len(pool)
+    repeats = -(-(start + numel) // len(pool))
+    return (pool if repeats == 1 else pool.repeat(repeats))[start : start + numel].view(shape)
+
+
 def _refuse_replaced(before: Mapping[str, nn.Module], after: Mapping[str, nn.Module]) -> None:
     """Raises UnsupportedError if a run has replaced modules of the model."""
     name = next((name for name in {**before, **after} if before.get(name) is not after.get(name)), None)
@@ -309,10 +327,12 @@ class _Leaves(LayerCalls):
         rows: Mapping[str, Tensor],
         missing: set[Call],
         note: Callable[[Layer], None],
+        watch: Callable[[Call, Tensor], None] | None,
     ):
         super().__init__(trial.name_of)
         self._trial, self._seen, self._draw, self._rows, self._missing = trial, seen, draw, rows, missing
         self._ends, self._numbers, self._note = bool(missing), dict[str, int](), note
+        self._watch = watch
         self._last: Call | None = None
 
     def called(self, layer: Layer, x: Tensor) -> Any:
@@ -326,9 +346,17 @@ class _Leaves(LayerCalls):
                 raise ValueError(f"{name} takes {num_inputs} inputs, and is given a tensor of shape {tuple(x.shape)}")
         call = Call(name, self._numbers.get(name, 0))
         self._numbers[name] = call.number + 1
-        self._seen.inputs[call] = x
-        self._seen.versions[call] = x._version
-        value = self._trial.value(call, (*(x.shape if layer.is_embedding else x.shape[:-1]), num_outputs), self._draw)
+        if self._watch is None:
+            self._seen.inputs[call] = x
+            self._seen.versions[call] = x._version
+        else:
+            self._watch(call, x)
+        shape = (*(x.shape if layer.is_embedding else x.shape[:-1]), num_outputs)
+        if self._watch is not None:
+            value = _cheap_value(call, shape)
+            self._last = call
+            return (value[..., self._rows[name]] if name in self._rows else value).clone()
+        value = self._trial.value(call, shape, self._draw)
         if name in self._rows:
             value = value[..., self._rows[name]]
         leaf = self._seen.leaves[call] = value.detach().clone().requires_grad_()

@@ -66,7 +66,7 @@ class TensorParallelAct(Act):
         biases = {edit.args["weight"]: edit.args["bias"] for edit in edits if edit.action in _LAYERS}
         for caller, layers in called.items():
             names = {name for weight in layers for name in (weight, biases[weight]) if name is not None}
-            within_layers(modules[caller], layers, {name: held[name] for name in names})
+            within_layers(modules[caller], shared, layers, {name: held[name] for name in names})
         for edit in edits:
             if edit.action == "norm":
                 _norm_whole(modules[edit.module], shared, axis, coord, edit.args)
@@ -155,15 +155,16 @@ class _Cut:
         self._coord = coord
 
     def of(self, whole: Tensor, what: str) -> Tensor:
-        """This rank's part of ``whole``. Equal parts, as of heads in each sample of a batch, are as many as there are."""
+        """This rank's part of ``whole``. Several equal parts, as of heads in each sample of a batch, are as many as there are;
+        one part may be of heads alone, or of samples within heads."""
         size, parts = whole.shape[self.dim], self._parts
-        if size % parts[0].size == 0 and len(set(parts)) == 1 and self.dim >= 0:
+        if size % parts[0].size == 0 and len(parts) > 1 and len(set(parts)) == 1 and self.dim >= 0:
             parts = parts[:1] * (size // parts[0].size)
         elif size != sum(part.size for part in parts):
             raise UsageError(
                 f"{what} of shape {tuple(whole.shape)}",
                 why=f"its dim {self.dim} is cut over tp in parts of {[part.size for part in parts]}, as the example had it",
-                fix="give example= a batch as training will give it",
+                fix="give example= a batch of two samples or more, as training will give it",
             )
         pieces = extents(_line(size, parts), self._coord)
         here = [torch.arange(piece.starts[0], piece.starts[0] + piece.sizes[0]) for piece in pieces]

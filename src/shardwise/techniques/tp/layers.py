@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from shardwise._torch.collectives import gather_over, sum_over
@@ -31,6 +32,7 @@ class _SumGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         return sum_over(grad, ctx.group), None
 
@@ -43,6 +45,7 @@ class _SumParts(torch.autograd.Function):
         return sum_over(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         return grad, None
 
@@ -56,6 +59,7 @@ class _Gather(torch.autograd.Function):
         return gather_over(x.movedim(-1, 0), group, size).movedim(0, -1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         grad = sum_over(grad, ctx.group) if ctx.has_part else grad
         return grad.narrow(-1, ctx.rank * ctx.width, ctx.width), None, None, None, None
@@ -71,6 +75,7 @@ class Shared:
 
     def __init__(self, group: str, stream: PartStream | None):
         self.group, self.stream = group, stream
+        self.is_calling = False  # a cut layer computes: what it calls is not another one
         self._kept: tuple[Tensor, int, Tensor] | None = None  # the last input that the next layer gets too
         self._narrowed: list[tuple[Tensor, Tensor]] = []  # what modules were given of an argument, and all of it
 
@@ -151,6 +156,13 @@ class CutLayer:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Its outputs for the inputs ``x``."""
+        self._shared.is_calling = True
+        try:
+            return self._outputs(x, weight, bias)
+        finally:
+            self._shared.is_calling = False
+
+    def _outputs(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         shared = self._shared
         if shared.stream is not None:
             shared.stream.leave()
@@ -175,9 +187,9 @@ class _Calls(LayerCalls):
     """Within: calls of layers are made by their :class:`CutLayer`. ``held``: name of a parameter -> the module that has it,
     and its attribute there: units make the tensors anew when they are gathered."""
 
-    def __init__(self, layers: Mapping[str, CutLayer], held: Mapping[str, tuple[nn.Module, str]]):
+    def __init__(self, shared: Shared, layers: Mapping[str, CutLayer], held: Mapping[str, tuple[nn.Module, str]]):
         super().__init__(self._name)
-        self._layers, self._held = layers, held
+        self._shared, self._layers, self._held = shared, layers, held
 
     def _name(self, tensor: Any) -> str | None:
         return next((name for name, (owner, attr) in self._held.items() if owner._parameters.get(attr) is tensor), None)
@@ -186,12 +198,14 @@ class _Calls(LayerCalls):
         return None if name is None else getattr(*self._held[name])
 
     def called(self, layer: Layer, x: Tensor) -> Any:
-        if layer.weight not in self._layers:
+        if layer.weight not in self._layers or self._shared.is_calling:
             return NotImplemented
         return self._layers[layer.weight](x, self._tensor(layer.weight), self._tensor(layer.bias))
 
 
-def within_layers(module: nn.Module, layers: Mapping[str, CutLayer], held: Mapping[str, tuple[nn.Module, str]]) -> None:
+def within_layers(
+    module: nn.Module, shared: Shared, layers: Mapping[str, CutLayer], held: Mapping[str, tuple[nn.Module, str]]
+) -> None:
     """Makes ``module`` call ``layers``, by the names of their weights, where its forward calls linear layers. ``held``: where
     their weights and biases are."""
     inner = module.forward
@@ -206,7 +220,7 @@ def within_layers(module: nn.Module, layers: Mapping[str, CutLayer], held: Mappi
 
     @functools.wraps(inner)
     def calling(*args: Any, **kwargs: Any) -> Any:
-        with _Calls(layers, held):
+        with _Calls(shared, layers, held):
             return inner(*args, **kwargs)
 
     module.forward = calling
