@@ -12,6 +12,7 @@ from models import (
     hugging_face,
     linears,
     other_families,
+    other_uses,
     packages,
     recomputed,
     shared_layer,
@@ -32,7 +33,7 @@ MODELS: dict[str, Model] = {}
 
 _SOURCES = (
     *(zoo, hugging_face, families, other_families, packages, written, constructors, unreplayable, awkward),
-    *(tied, tempered, shared_layer, stacks, towers, recomputed, drops, linears),
+    *(tied, tempered, shared_layer, stacks, towers, recomputed, drops, linears, other_uses),
 )
 
 for _source in _SOURCES:

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from shardwise.errors import UsageError
 
-__all__ = ["call", "run_on"]
+__all__ = ["TARGETS", "call", "run_on", "tensors_given"]
 
 Batch = Mapping[str, Tensor]
 
-_TARGETS = {"labels", "label", "targets", "target", "y"}  # for the loss, unless it is a parameter of the forward
+TARGETS = {"labels", "label", "targets", "target", "y"}  # for the loss, unless it is a parameter of the forward
 
 
 def call(model: nn.Module, batch: Batch) -> Any:
@@ -33,7 +33,7 @@ def call(model: nn.Module, batch: Batch) -> Any:
     missing = [p.name for p in required if p.name not in inputs or p.name not in by_name]
     named = {key: value for key, value in inputs.items() if key in by_name}
     others = [key for key in inputs if key not in by_name]
-    rest = [key for key in others if key not in _TARGETS and not _is_number(inputs[key])]
+    rest = [key for key in others if key not in TARGETS and not _is_number(inputs[key])]
     if takes_any and not missing:
         return model(**inputs)
     # Keys beyond the required parameters are for the loss; if none is required, a key may be a misspelt parameter.
@@ -84,6 +84,13 @@ def run_on(example: Batch | None) -> Callable[[nn.Module], Any]:
         return call(model, {key: value.to(dtype) if _casts(value) else value for key, value in example.items()})
 
     return run
+
+
+def tensors_given(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> set[str]:
+    """The names of the parameters of a model's forward that a call gives tensors; a parameter without a name: its place."""
+    names = list(inspect.signature(model.forward).parameters)
+    given = {names[i] if i < len(names) else str(i): value for i, value in enumerate(args)} | dict(kwargs)
+    return {name for name, value in given.items() if isinstance(value, Tensor)}
 
 
 def _casts(value: Any) -> bool:

@@ -206,9 +206,11 @@ def _outputs_differ(regions: Sequence[Region], whole: Run, part: Run, degree: in
             want = x.narrow(-1, 0, x.shape[-1] // degree)  # it gets the whole one
         if why := _differs(part.inputs[call], want):
             return f"the input of {call.weight} {why}"
-    for place, want in whole.kept.items():
-        if why := _differs(part.kept[place], want):
-            return f"{place[0]}.{place[1]}, which is kept after the forward, {why}"
+    if len(whole.kept) != len(part.kept):
+        return "other tensors are kept after the forward"
+    for (name, want), (_, mine) in zip(whole.kept, part.kept, strict=True):
+        if why := _differs(mine, want):
+            return f"{name}, which is kept after the forward, {why}"
     for mine, want in zip(part.output, whole.output, strict=True):
         if why := _differs(mine, want):
             return f"the output of the model {why}"

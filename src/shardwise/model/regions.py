@@ -237,7 +237,7 @@ class Reads:
         places = [(place, leaf) for place, leaves in run.arguments.items() for leaf in leaves]
         self._names = [*(call.weight for call in run.leaves), *others, *(place for place, _ in places)]
         self._sources = [*run.leaves.values(), *others.values(), *(leaf for _, leaf in places)]
-        self._output = [*run.output, *run.kept.values()]
+        self._output = [_real(x) for x in (*run.output, *(x for _, x in run.kept)) if x.requires_grad]
         self._inputs: dict[str, list[Tensor]] = {}
         for call, x in run.inputs.items():
             self._inputs.setdefault(call.weight, []).append(x)
@@ -362,6 +362,9 @@ class _Search:
                 return f"{name}: {self._varies[name]}"
             if name in trial.foreign:
                 return f"{name} is used by {trial.foreign[name]} too"
+            bias = trial.layers[name].bias
+            if bias in trial.read or (bias and sum(bias == other.bias for other in trial.layers.values()) > 1):
+                return f"{bias} is used outside of its layer too"
         module = _with_forward(trial.module, common_module((*partly, *rows)))
         if unused := [name for name in self._unused if _is_within(name, module)]:
             return f"{unused[0]} beside it was not used for the example, so where it leads to is not known"
@@ -385,6 +388,8 @@ class _Search:
                 if why := self._why_no_source(source, rows_or_inner, module):
                     return why
                 if source not in whole:
+                    if source in trial.with_options:
+                        return f"{source} is looked up with a padding index, or another option"
                     cut = parts_of(masks[0])
                     if isinstance(cut, str):
                         return f"{source}: {cut}"
@@ -408,7 +413,9 @@ class _Search:
             return f"outputs of {weight} come in by another way than the arguments of {module or 'the model'}"
         if others := [other for other, needs in self._needs.items() if other not in rows and weight in needs.outputs]:
             return f"outputs of {weight} are also used by {others[0]}"
-        return f"outputs of {weight} are outputs of the model" if weight in self._shown else ""
+        if weight in self._shown:
+            return f"outputs of {weight} reach the output of the model, or what it keeps, other than through a layer"
+        return ""
 
     def _detached(self, rows: list[str], module: str) -> dict[str | Place, list[Masks]]:
         """What the inputs of ``rows`` need when the arguments of ``module`` are cut off from what they were made of:
@@ -444,13 +451,17 @@ def find_regions(trial: Trial, degree: int) -> Found:
 
 def _reached(run: Run, others: Mapping[str, Tensor]) -> set[str]:
     """The layers whose outputs, and the other tensors, the model's output depends on other than through a layer."""
-    outputs = [out for out in run.output if out.requires_grad]
+    outputs = [_real(out) for out in (*run.output, *(x for _, x in run.kept)) if out.requires_grad]
     names = [*(call.weight for call in run.leaves), *others]
     if not outputs or not names:
         return set()
     total = torch.stack([(out * weights_for(out)).sum() for out in outputs]).sum()
     grads = torch.autograd.grad(total, [*run.leaves.values(), *others.values()], allow_unused=True)
     return {name for name, grad in zip(names, grads, strict=True) if not _is_zero(grad)}
+
+
+def _real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x) if x.is_complex() else x
 
 
 def common_module(names: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from shardwise.model.certificate import Settings, certify, differs_on_first_rank
 from shardwise.model.layers import is_norm
 from shardwise.model.regions import Found, Region, find_regions, gradients, signature
 from shardwise.model.settings import settled
-from shardwise.model.trial import Trial
+from shardwise.model.trial import Trial, around_modules
 
 __all__ = ["find_certified", "search"]
 
@@ -84,8 +84,12 @@ def _norms_of_one_layer(trial: Trial, found: Found) -> frozenset[str]:
                 hook = functools.partial(_note_input, given, name)
                 stack.callback(module.register_forward_pre_hook(hook).remove)
         run = trial.run()
+    readers = _readers(trial)
     norms = set[str]()
     for name, x in given.items():
+        params = [trial.name_of(param) for param in trial.module.get_submodule(name).parameters()]
+        if any(readers.get(key or "", set()) - {name} for key in params):
+            continue
         grads = zip(run.leaves, gradients(x, 1, 0, run.leaves.values()), strict=True)
         made_of = {call.weight for call, grad in grads if grad is not None and bool((grad != 0).any())}
         width = next(trial.module.get_submodule(name).parameters()).shape[0]
@@ -94,6 +98,17 @@ def _norms_of_one_layer(trial: Trial, found: Found) -> frozenset[str]:
             if trial.module.get_parameter(weight).shape[trial.layers[weight].out_dim] == width:
                 norms.add(name)
     return frozenset(norms)
+
+
+def _readers(trial: Trial) -> dict[str, set[str]]:
+    """Parameter -> the modules in whose forward functions use it."""
+    found: dict[str, set[str]] = {}
+    running = [""]
+    trial.on_read = lambda name: found.setdefault(name, set()).add(running[-1])
+    with around_modules(trial.module, running.append, lambda _: running.pop()):
+        trial.run()
+    trial.on_read = lambda _: None
+    return found
 
 
 def _note_input(given: dict[str, Tensor], name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -173,7 +188,7 @@ def find_certified(trial: Trial, degree: int) -> Found:
     """The regions for ``degree`` ranks that can be cut together, with their settings; and for every other linear layer
     that was called the reason why it stays as it is."""
     found, training = find_regions(trial, degree), trial.in_training()
-    candidates, left = list(found.regions), dict(found.left)
+    candidates, left, written = list(found.regions), dict(found.left), {*trial.written, *training.written}
     shown = dict[str, Region]()  # by the row-parallel layers, which no two candidates have in common
     known = dict[str, Settings]()
     while waiting := [region for region in _largest(trial, candidates) if region.rows[0] not in shown]:
@@ -181,6 +196,8 @@ def find_certified(trial: Trial, degree: int) -> Found:
             kind = signature("; ".join(region.layers))
             first = {(region.module + place, attr): value for (place, attr), value in known.get(kind, {}).items()}
             result = settled(trial, region, degree, first)
+            if isinstance(result, Region) and (name := _written_in(region, written)):
+                result = f"{name} in it is written when it runs"
             if isinstance(result, Region) and (why := certify(training, [result], degree)):
                 result = f"in training mode: {why}"
             if isinstance(result, str):
@@ -229,6 +246,11 @@ def _sharing(trial: Trial, regions: Sequence[Region]) -> set[str]:
         for (weight, x, version), (_, following, its_version) in itertools.pairwise(inputs)
         if x is following and version == its_version
     }
+
+
+def _written_in(region: Region, written: set[str]) -> str:
+    """A buffer within the region's module that a run writes, perhaps with what a rank has a part of; "" if there is none."""
+    return next((name for name in sorted(written) if not region.module or _is_in(name, region.module)), "")
 
 
 def _with_dropouts(training: Trial, regions: Sequence[Region], degree: int, left: dict[str, str]) -> list[Region]:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch.autograd import share_hooks
 from shardwise._torch.dtensor import cut_like, local_tensor
-from shardwise.model import canonical_modules, canonical_tensors
+from shardwise.model.names import canonical_modules, canonical_tensors
 
 __all__ = [
     "Hidden",

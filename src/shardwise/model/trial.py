@@ -23,9 +23,10 @@ from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.model.layers import Layer, LayerCalls, bound
 from shardwise.model.lift import LiftFloat32
 from shardwise.model.names import canonical_modules, canonical_tensors
-from shardwise.model.pytrees import leaves_of
+from shardwise.model.pytrees import leaves_of, tensors_within
+from shardwise.model.tensors import hidden_tensors, loose_tensors
 
-__all__ = ["Call", "Change", "Place", "Run", "Trial"]
+__all__ = ["Call", "Change", "Place", "Run", "Trial", "around_modules"]
 
 Place = tuple[int | str, ...]
 """Where an argument of a module is: its position or name, and the way into containers."""
@@ -49,9 +50,10 @@ class Run:
         leaves: call -> the random output, a leaf.
         arguments: position -> the leaves that took the place of a floating argument of the module asked for, one for
             each call of it.
-        output: floating tensors of the model's output; none if the run was ended before.
-        kept: module and attribute -> a floating tensor that is there after the run, such as a loss of its own.
-        dropped: what dropout would have been applied to, each with the last call before it; None: there was none.
+        output: tensors and numbers of the model's output; none if the run was ended before.
+        kept: tensors that modules have kept in attributes, by name: such as a loss of their own.
+        dropped: what dropout would have been applied to, and random numbers that were drawn, each with the last call before
+            it; None: there was none.
     """
 
     def __init__(self) -> None:
@@ -60,7 +62,7 @@ class Run:
         self.leaves: dict[Call, Tensor] = {}
         self.arguments: dict[Place, list[Tensor]] = {}
         self.output: list[Tensor] = []
-        self.kept: dict[tuple[str, str], Tensor] = {}
+        self.kept: list[tuple[str, Tensor]] = []
         self.dropped: list[tuple[Call | None, Tensor]] = []
 
 
@@ -104,6 +106,15 @@ class Trial:
         """Name of a weight -> its layer, once a run has called it."""
         self.foreign: dict[str, str] = {}
         """Name of a parameter with two dims or more -> the function that used it in another way than as a layer."""
+        self.read: set[str] = set()
+        """Parameters that functions other than layers have used."""
+        self.with_options: set[str] = set()
+        """Weights of embeddings with options: a padding index and the like."""
+        self.on_read: Callable[[str], None] = lambda _: None
+        self.written: dict[str, tuple[nn.Module, str, Tensor]] = {}
+        """The buffers that a run writes -> their module, attribute and value before. Each run starts with that."""
+        self._has_run = False
+        self._statistics: dict[int, Tensor] = {}  # that batch norm writes
         self.module = self._copy(module, foreign or frozenset())
         while foreign is None:
             used = len(self.foreign)
@@ -124,6 +135,7 @@ class Trial:
             if len(self.foreign) == used:
                 break
             # A function that is no linear layer needs the values of these.
+            self.written, self._has_run = {}, False
             self.module = self._copy(module, frozenset(self.foreign))
 
     def run(
@@ -162,14 +174,15 @@ class Trial:
             torch.manual_seed(0)  # for what the model, or the function that calls it, draws by itself
             self._running = stack.enter_context(_Leaves(self, seen, draw, rows or {}, missing, note, watch))
             stack.enter_context(LiftFloat32())
+            stack.enter_context(self._restored())
             with contextlib.suppress(_Ended):
-                seen.output = _float_tensors(self._call(self.module))
-                seen.kept = {
-                    (name, key): value
-                    for name, module in self.module.named_modules()
-                    for key, value in vars(module).items()
-                    if isinstance(value, Tensor) and value.is_floating_point()
-                }
+                known = {id(hidden.tensor): hidden.tensor for hidden in hidden_tensors(self.module)}
+                seen.output = _tensors_of(self._call(self.module))
+                seen.kept = [
+                    (hidden.name, hidden.tensor)
+                    for hidden in hidden_tensors(self.module)
+                    if id(hidden.tensor) not in known
+                ]
         return seen
 
     def in_training(self) -> "Trial":
@@ -184,14 +197,36 @@ class Trial:
         def note(layer: Layer) -> None:
             found.setdefault(layer.weight, {})[running[-1]] = None
 
-        with _around_modules(self.module, running.append, lambda _: running.pop()):
+        with around_modules(self.module, running.append, lambda _: running.pop()):
             self.run(note=note)
         return {weight: tuple(names) for weight, names in found.items()}
+
+    @contextlib.contextmanager
+    def _restored(self) -> Iterator[None]:
+        """Context manager: buffers have their values again at the end. The first run shows which are written."""
+        known = {} if self._has_run else self._buffers()
+        try:
+            yield
+        finally:
+            self._has_run = True
+            for name, (owner, attr, buffer, value) in known.items():
+                is_same = owner._buffers[attr] is buffer and torch.equal(buffer.detach(), value)
+                if not is_same or id(buffer) in self._statistics:
+                    self.written[name] = owner, attr, value
+            for owner, attr, value in self.written.values():  # another tensor: gradients may need what was written
+                owner._buffers[attr] = value.clone().requires_grad_(value.is_floating_point())
+
+    def _buffers(self) -> dict[str, tuple[nn.Module, str, Tensor, Tensor]]:
+        found = [
+            (name, owner, attr, owner._buffers[attr])
+            for name, owner, attr in canonical_tensors(self.module, "_buffers")
+        ]
+        return {name: (owner, attr, x, x.detach().clone()) for name, owner, attr, x in found if x is not None}
 
     def entered(self) -> list[str]:
         """The modules in the order in which they are first entered."""
         found: dict[str, None] = {}
-        with _around_modules(self.module, found.setdefault, lambda _: None):
+        with around_modules(self.module, found.setdefault, lambda _: None):
             self.run()
         return list(found)
 
@@ -229,6 +264,8 @@ class Trial:
                 if kind == "_parameters":
                     param = memo[id(tensor)]
                     self._names[id(param)] = param, name
+        for tensor in loose_tensors(module).values():
+            memo[id(tensor)] = _with_values(tensor, generator)
         try:
             copied = copy.deepcopy(module, memo).train(self._training)
         except Exception as error:
@@ -271,7 +308,7 @@ class Trial:
 
 
 @contextlib.contextmanager
-def _around_modules(root: nn.Module, before: Callable[[str], Any], after: Callable[[str], Any]) -> Iterator[None]:
+def around_modules(root: nn.Module, before: Callable[[str], Any], after: Callable[[str], Any]) -> Iterator[None]:
     """Context manager: functions are called with the name of each module, before and after its forward."""
 
     def hook(call: Callable[[str], Any], name: str) -> Callable[..., None]:
@@ -337,7 +374,10 @@ class _Leaves(LayerCalls):
 
     def called(self, layer: Layer, x: Tensor) -> Any:
         name = layer.weight
-        self._trial.layers.setdefault(name, layer)
+        if self._trial.layers.setdefault(name, layer).bias != layer.bias:
+            self._trial.foreign.setdefault(name, "another bias")
+        if layer.has_options:
+            self._trial.with_options.add(name)
         self._note(layer)
         num_outputs = self._trial.num_outputs(layer, x)
         if not (self._rows or layer.is_embedding or layer.is_norm):
@@ -379,20 +419,35 @@ class _Leaves(LayerCalls):
             is_causal = kwargs.get("is_causal", args[5:6] == (True,))
             args, kwargs = args[:4], {**kwargs, "is_causal": is_causal, "dropout_p": 0.0}
         if func is functional.batch_norm:
-            return _normalised(*bound(_BATCH_NORM, args, kwargs))
+            given = bound(_BATCH_NORM, args, kwargs)
+            if given[5]:
+                self._trial._statistics |= {id(x): x for x in given[1:3] if x is not None}
+            return _normalised(*given)
         what = getattr(func, "__name__", str(func))
+        if what in _DRAWS:
+            drawn = func(*args, **kwargs)
+            if isinstance(drawn, Tensor):
+                self._seen.dropped.append((self._last, drawn))
+            return drawn
         if what == "__get__" and not isinstance(seen := func(*args, **kwargs), Tensor):
             return seen
         if what not in _LOOKS:
             for value in _flat((*args, *kwargs.values())):
-                if (name := self._trial.name_of(value)) is not None and value.is_meta:
-                    self._trial.foreign.setdefault(name, what)
+                if (name := self._trial.name_of(value)) is not None:
+                    self._trial.read.add(name)
+                    self._trial.on_read(name)
+                    if value.is_meta:
+                        self._trial.foreign.setdefault(name, what)
         return func(*args, **kwargs)
 
 
 _DROPOUTS = (
     functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d,
     functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout,
+)  # fmt: skip
+_DRAWS = (
+    "rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson", "rand_like", "randn_like", "randint_like",
+    "bernoulli_", "normal_", "uniform_", "exponential_", "random_", "geometric_", "cauchy_", "log_normal_",
 )  # fmt: skip
 _DROPOUT = ("input", "p", "training")
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p")
@@ -438,8 +493,10 @@ def _with_values(tensor: Tensor, generator: torch.Generator) -> Tensor:
     return 1 + 0.1 * drawn if tensor.dim() < 2 else drawn / max(tensor.shape[-1], 1) ** 0.5
 
 
-def _float_tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+def _tensors_of(value: Any) -> list[Tensor]:
+    """Tensors and numbers in an output, also those in the attributes of objects."""
+    leaves = [leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor | int | float | complex)]
+    return [torch.as_tensor(leaf) for leaf in leaves] + tensors_within(value)[0]
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ that all ranks made the same -> apply it -> write the values. Everything that ca
 byte is moved.
 """
 
+import functools
 import inspect
 import textwrap
 import warnings
@@ -132,7 +133,7 @@ def shard(
         parallel: a ``Parallel``; its layout is not read: the world has it.
         init: as in :func:`parallelize`; None: the value in ``parallel``.
         example: as in :func:`parallelize`.
-        run: runs a copy of the module on an example; None: it is called on ``example``, as ``TrainStep`` does.
+        run: runs a copy of the module, where there is no example and a guessed one does not run.
         is_prepared: the techniques have changed the structure of the module already.
     """
     check_torch(world)
@@ -146,7 +147,9 @@ def shard(
     if world.is_main:
         _warn_of_unregistered(module)
     anatomy = adjusted(module, read_anatomy(module, example=example), parallel)
-    recipe = make_recipe(anatomy, world.layout, facts=probe(module, world, run or run_on(example)), **given)
+    otherwise = run if example is None else None
+    facts = probe(module, world, run_on(example), otherwise, functools.partial(source.with_indices, module))
+    recipe = make_recipe(anatomy, world.layout, facts=facts, **given)
     for act in acts():
         act.check(module, recipe, world)
     if source.note is not None:

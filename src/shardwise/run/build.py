@@ -173,7 +173,9 @@ def build_model(config: RunConfig, world: World) -> nn.Module:
     if config.model.build is not None:
         load_target(config.model.build, what="model.build")  # its file may also register a transform
     start = parallel.init or ("load" if config.model.start is not None else None)
-    return shard(lambda: _unprepared(config), world, msgspec.structs.replace(parallel, init=start))
+    tokens = {"input_ids": torch.zeros(1, config.data.seq_len, dtype=torch.long)}  # for a model of a fixed length
+    given = msgspec.structs.replace(parallel, init=start)
+    return shard(lambda: _unprepared(config), world, given, run=lambda model: call(model, tokens))
 
 
 def load_start(config: RunConfig, model: nn.Module) -> LoadReport | None:

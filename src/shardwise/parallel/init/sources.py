@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import UsageError
 from shardwise.model import refuse_lazy
-from shardwise.model.tensors import loose_tensors, tensors_of, to_meta
+from shardwise.model.tensors import loose_tensors, replace_tensors, tensors_of, to_meta
 from shardwise.parallel.init.build import build_on_meta
 from shardwise.parallel.init.tape import Tape
 from shardwise.parallel.init.values import scatter_values, write_from_tape
@@ -39,6 +39,11 @@ class FromTape:
         self.tape = tape
         # Detached: casting to the storage dtype gives a parameter other data, and the tape knows the first.
         self.on_meta = {name: tensor.detach() for name, tensor in all_tensors(module).items()}
+
+    def with_indices(self, module: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Within: tensors of integers and booleans that are no parameters have their values."""
+        self.tape.name_draws(self.on_meta)
+        return _with_values(module, {name: self.tape.values(self.on_meta[name]) for name in _indices(module)})
 
     def release(self, module: nn.Module, recipe: Recipe) -> None:
         pass  # the module is on meta
@@ -74,6 +79,10 @@ class FromRank0:
         self.note, self.world, self.values = note, world, {}
         if world.is_main:
             self.values = {name: tensor.detach() for name, tensor in all_tensors(module).items()}
+
+    def with_indices(self, module: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """As of :class:`FromTape`: rank 0's, on all ranks, which must all call it."""
+        return _with_values(module, self.world.broadcast({n: v for n, v in self.values.items() if not _is_float(v)}))
 
     def release(self, module: nn.Module, recipe: Recipe) -> None:
         """Drops the module's own copy of the values. DDP keeps the tensors themselves, so that an optimizer built on
@@ -205,6 +214,30 @@ def all_tensors(module: nn.Module) -> dict[str, Tensor]:
     for name, tensor in loose_tensors(module).items():
         found.setdefault(name, tensor)
     return found
+
+
+def _indices(module: nn.Module) -> list[str]:
+    """Tensors of integers and booleans that are no parameters; their values decide what a forward does."""
+    parameters = tensors_of(module, "_parameters")
+    return [name for name, tensor in all_tensors(module).items() if name not in parameters and not _is_float(tensor)]
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+@contextlib.contextmanager
+def _with_values(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within: tensors of ``module`` that are on meta have these values, by canonical name."""
+    known = all_tensors(module)
+    found = {name: value for name, value in values.items() if known[name].device.type == "meta"}
+    given = {id(known[name]): value for name, value in found.items()}
+    back = {id(value): known[name] for name, value in found.items()}
+    replace_tensors(module, lambda tensor: given.get(id(tensor), tensor))
+    try:
+        yield
+    finally:
+        replace_tensors(module, lambda tensor: back.get(id(tensor), tensor))
 
 
 def _refuse_meta(module: nn.Module) -> None:

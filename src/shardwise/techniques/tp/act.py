@@ -4,7 +4,7 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ from shardwise._torch.collectives import group_name
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.layout import Coord
 from shardwise.model import canonical_modules, canonical_tensors
+from shardwise.model.calling import TARGETS, tensors_given
 from shardwise.model.tensors import replace_tensors, tensors_of
 from shardwise.recipe import Cut, Param, Part, Recipe, extents, local_shape
 from shardwise.techniques.technique import Act
@@ -73,12 +74,29 @@ class TensorParallelAct(Act):
             elif edit.action == "part":
                 _work_on_parts(modules[edit.module], shared, coord, edit.args, dict(modules))
         module.register_forward_hook(lambda *_: shared.end(), always_call=True)
+        module.register_forward_pre_hook(_refusing_more(recipe), with_kwargs=True)
 
     def begin(self, runtime: Any) -> None:
         names = runtime.recipe.entry("tp", TensorParallelEntry).partial
         trained = [name for name in names if runtime.recipe.params[name].trainable]
         if trained:
             runtime.partial.setdefault("tp", []).extend(trained)
+
+
+def _refusing_more(recipe: Recipe) -> Callable[..., None]:
+    """A hook on the model that refuses tensors in training which the example did not have: they may take another way
+    through the code than what was tried."""
+    known = {*recipe.entry("tp", TensorParallelEntry).given, *TARGETS}
+
+    def check(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        if torch.is_grad_enabled() and (more := sorted(tensors_given(module, args, kwargs) - known)):
+            raise UsageError(
+                f"a forward with {', '.join(more)}, which the example did not have",
+                why="what can be cut was found by running the model on the example, and its code may treat these in another way",
+                fix="parallelize(..., example=batch), with one micro-batch as training gives it",
+            )
+
+    return check
 
 
 def _cut_parameters(module: nn.Module, recipe: Recipe, coord: Coord) -> None:

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.errors import ShardwiseError, UnsupportedError
+from shardwise.model.calling import tensors_given
 from shardwise.model.layers import is_norm
 from shardwise.model.regions import Cut, Found, Region, Rows, Whole
 from shardwise.model.search import search
@@ -23,7 +25,28 @@ def probe(module: nn.Module, run: Callable[[nn.Module], Any], draft: Draft, worl
         UnsupportedError: the module cannot be copied, or does not run on the example.
         UsageError: there is no example, and none can be guessed.
     """
-    return facts_of(search(module, run, draft.layout.tp), draft.anatomy.params) if draft.layout.tp > 1 else {}
+    given: set[str] = set()
+
+    def noting(copy: nn.Module) -> Any:
+        handle = copy.register_forward_pre_hook(
+            lambda model, args, kwargs: given.update(tensors_given(model, args, kwargs)), with_kwargs=True
+        )
+        try:
+            return run(copy)
+        finally:
+            handle.remove()
+
+    try:
+        found = search(module, noting, draft.layout.tp)
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"tp={draft.layout.tp} of a {type(module).__name__}",
+            why=f"its gradients were to show what can be cut: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
+            fix="turn its own checkpointing off (remat= of parallelize does that), and what writes a buffer with gradients; or leave tp out",
+        ) from error
+    return {**facts_of(found, draft.anatomy.params), "given": sorted(given)}
 
 
 def facts_of(found: Found, parameters: Collection[str]) -> Facts:

@@ -22,9 +22,10 @@ _WHY = {
 
 class TensorParallelEntry(Record, frozen=True):
     """Parameters whose gradients on the ranks along ``tp`` are parts of a sum; of one that is cut, what several ranks
-    hold of it."""
+    hold of it; and the arguments of the model that were tensors when its code was run to find what can be cut."""
 
     partial: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
 
 
 def rule(draft: Draft, facts: Mapping[str, Any]) -> None:
@@ -38,7 +39,9 @@ def rule(draft: Draft, facts: Mapping[str, Any]) -> None:
         return
     for name, (dim, parts) in facts.get("cuts", {}).items():
         draft.cut(name, Cut(axis="tp", dim=dim, parts=tuple(Part(size=size, replicas=of) for size, of in parts)))
-    draft.entries["tp"] = TensorParallelEntry(partial=tuple(facts.get("partial", ())))
+    draft.entries["tp"] = TensorParallelEntry(
+        partial=tuple(facts.get("partial", ())), given=tuple(facts.get("given", ()))
+    )
     draft.edits += [
         Edit(module=module, technique="tp", action=action, args=args, why=_WHY[action])
         for module, action, args in facts.get("edits", ())

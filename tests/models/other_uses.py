@@ -1,0 +1,186 @@
+"""Models that use what lies between two linear layers in one more way, which no single block or input shows: a rank's part
+of it would be taken for the whole."""
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.batches import VOCAB, tokens
+from models.linears import WIDTH, Attention, Decoder
+from models.record import Model
+from shardwise.step.loss import next_token_loss
+
+HIDDEN = 2 * WIDTH
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.between(F.relu(self.up(x))))
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+class RunningMean(Mlp):
+    """Keeps the mean of its features in a buffer, in training alone, and uses it in the next forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def between(self, hidden: Tensor) -> Tensor:
+        out = hidden - self.mean
+        if self.training:
+            with torch.no_grad():
+                self.mean.mul_(0.5).add_(hidden.mean(), alpha=0.5)
+        return out
+
+
+class BiasElsewhere(Mlp):
+    """The bias of its first layer is added up for its output too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.up.bias.sum().sigmoid()
+
+
+class OneBias(Mlp):
+    """Its last layer's bias is that of another layer, which gives it a part of a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(WIDTH, WIDTH)
+        self.other.bias = self.down.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.tanh(self.other(x))
+
+
+class Reversed(Mlp):
+    """Puts its features into an order that a buffer of integers holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("order", torch.arange(HIDDEN).flip(0), persistent=False)
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return hidden[..., self.order] * torch.linspace(0.5, 1.5, HIDDEN, dtype=hidden.dtype)
+
+
+class Rotated(Mlp):
+    """Puts its features into an order that a tensor holds which is no buffer; within the parts of two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = torch.cat([torch.arange(HIDDEN // 2).roll(1), torch.arange(HIDDEN // 2, HIDDEN).roll(3)])
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return hidden[..., self.order]
+
+
+class OneByOne(Mlp):
+    """Calls its first layer, and uses its weight in the same forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)) + F.linear(x * 0.5, self.up.weight))
+
+
+class TrainsElse(Mlp):
+    """Normalises over its features in training alone."""
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return hidden / (1 + hidden.mean(-1, keepdim=True)) if self.training else hidden
+
+
+class PaddedColumns(nn.Module):
+    """Features are scaled by a table of one row for each token; the token of padding trains no row."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.mlp, self.table = Mlp(), nn.Embedding(VOCAB, HIDDEN, **options)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        hidden = F.relu(self.mlp.up(F.layer_norm(x, (WIDTH,)))) * self.table(input_ids)
+        return self.head(F.layer_norm(x + self.mlp.down(hidden), (WIDTH,)))
+
+
+class Returns(nn.Module):
+    """Returns a statistic of its features beside the logits: as an integer, a number, or in an object of its own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.kind, self.mlp = kind, Mlp()
+
+    def forward(self, input_ids: Tensor) -> Any:
+        x = self.embed(input_ids)
+        hidden = F.relu(self.mlp.up(F.layer_norm(x, (WIDTH,))))
+        logits = self.head(F.layer_norm(x + self.mlp.down(hidden), (WIDTH,)))
+        number = {"integer": (hidden > 0.5).sum(), "number": float(hidden.detach().sum()), "object": hidden.mean()}
+        return logits, (SimpleNamespace(number=number["object"]) if self.kind == "object" else number[self.kind])
+
+
+def _with_number(output: Any, batch: dict[str, Tensor]) -> Tensor:
+    logits, number = output
+    number = getattr(number, "number", number)
+    return next_token_loss(logits, batch) * (1 + 0.01 * number)
+
+
+class NormElsewhere(nn.Module):
+    """The weight of a norm over the queries of all heads scales its output too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.blocks = nn.ModuleList(Attention(norm="width") for _ in range(2))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = x + block(F.layer_norm(x, (WIDTH,))) * block.norm.weight
+        return self.head(x)
+
+
+class LastIsElse(nn.Module):
+    """Adds what lies between the layers of its third block to its output: the first two show nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.blocks = nn.ModuleList(Mlp() for _ in range(3))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x, kept = self.embed(input_ids), []
+        for block in self.blocks:
+            kept.append(F.relu(block.up(F.layer_norm(x, (WIDTH,)))))
+            x = x + block.down(kept[-1])
+        last = kept[2].mean(-1, keepdim=True) if len(kept) > 2 else 0
+        return self.head(x + last)
+
+
+_DECODERS = (RunningMean, BiasElsewhere, OneBias, Reversed, Rotated, OneByOne, TrainsElse)
+
+
+def _model(name: str, build: Any, loss: Any = next_token_loss) -> Model:
+    return Model(name=f"other uses: {name}", build=build, batch=tokens, loss=loss, tags=("own", "other uses"))
+
+
+MODELS = (
+    *(_model(cls.__name__, functools.partial(Decoder, mlp=cls)) for cls in _DECODERS),
+    *(_model(cls.__name__, cls) for cls in (NormElsewhere, LastIsElse)),
+    _model("padding index", functools.partial(PaddedColumns, padding_idx=3)),
+    _model("scaled by frequency", functools.partial(PaddedColumns, scale_grad_by_freq=True)),
+    *(
+        _model(f"returns {kind}", functools.partial(Returns, kind=kind), _with_number)
+        for kind in ("integer", "number", "object")
+    ),
+)

@@ -1,0 +1,46 @@
+"""What lies between two layers and is used in one more way is not cut, or cut rightly: training is that of one process."""
+
+import models
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.model.calling import run_on
+from shardwise.model.search import search
+
+LEFT = {
+    "RunningMean": ("blocks.1.mlp.down.weight", "blocks.1.mlp.mean in it is written when it runs"),
+    "BiasElsewhere": ("blocks.0.mlp.down.weight", "blocks.0.mlp.up.bias is used outside of its layer too"),
+    "OneBias": ("blocks.0.mlp.down.weight", "blocks.0.mlp.down.bias is used outside of its layer too"),
+    "Reversed": ("blocks.0.mlp.down.weight", "in an order that is no even cut: 16 by 1; 16 by 0"),
+    "Rotated": ("blocks.0.mlp.down.weight", "index 29 is out of bounds"),
+    "OneByOne": ("blocks.0.mlp.down.weight", "is used by another bias too"),
+    "TrainsElse": ("blocks.0.mlp.down.weight", "in training mode: rank 0 of 2: the input of blocks.0.mlp.down.weight"),
+    "NormElsewhere": ("blocks.1.out.weight", "has a part of the gradient"),
+    "LastIsElse": ("blocks.2.down.weight", "are also used by head.weight"),
+    "padding index": ("mlp.down.weight", "table.weight is looked up with a padding index"),
+    "scaled by frequency": ("mlp.down.weight", "table.weight is looked up with a padding index, or another option"),
+    "returns integer": ("mlp.down.weight", "the output of the model has other values"),
+    "returns number": ("mlp.down.weight", "the output of the model is off by"),
+    "returns object": ("mlp.down.weight", "reach the output of the model"),
+}
+
+
+@pytest.mark.parametrize("name", models.select("other uses"))
+def test_training_is_that_of_one_process(ranks, name):
+    model = models.get(name)
+    report = sw.verify(
+        model.build, "tp=2", batches=model.windows(2, 2), loss=model.loss, forward=model.forward, run=ranks.run
+    )
+    assert report
+
+
+@pytest.mark.parametrize("name", models.select("other uses"))
+def test_it_stays_whole_and_nothing_else_does(name):
+    torch.manual_seed(0)
+    found = search(models.get(name).build(), run_on(None), 2)
+    weight, why = LEFT[name.removeprefix("other uses: ")]
+    assert why in found.left[weight]
+    assert weight not in str(found.regions)
+    attention = [name for name in found.left if "attention" in name]
+    assert attention == []
