@@ -85,6 +85,17 @@ class Rotated(Mlp):
         return hidden[..., self.order]
 
 
+class Swapped(Mlp):
+    """Takes every other feature from the other end, as a buffer of booleans says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("is_swapped", torch.arange(HIDDEN) % 2 == 0, persistent=False)
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return torch.where(self.is_swapped[: hidden.shape[-1]], hidden.flip(-1), hidden)
+
+
 class OneByOne(Mlp):
     """Calls its first layer, and uses its weight in the same forward."""
 
@@ -167,7 +178,7 @@ class LastIsElse(nn.Module):
         return self.head(x + last)
 
 
-_DECODERS = (RunningMean, BiasElsewhere, OneBias, Reversed, Rotated, OneByOne, TrainsElse)
+_DECODERS = (RunningMean, BiasElsewhere, OneBias, Reversed, Rotated, Swapped, OneByOne, TrainsElse)
 
 
 def _model(name: str, build: Any, loss: Any = next_token_loss) -> Model:

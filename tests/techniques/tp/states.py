@@ -85,3 +85,17 @@ def evaluated(name: str, layout: str):
         module = sw.parallelize(model.build, world, example=batches[0])
         axis = world.axis("dp")
         return sw.evaluate(module, batches[axis.rank :: axis.size])
+
+
+def off_by(name: str, layout: str, init: str | None = None):
+    """How far a model that ``parallelize`` builds is from one with its values, in rank 0's outputs; and what is cut of it."""
+    model = models.get(name)
+    batch = model.windows(1, 1)[0][0]
+    with sw.init(layout, device="cpu", seed=5) as world:
+        module = sw.parallelize(model.build, world, init=init)
+        output, values, text = module(batch["input_ids"]), sw.full_state_dict(module), sw.describe(module)
+        if not world.is_main:
+            return None
+        whole = model.build()
+        whole.load_state_dict(values)
+        return float((whole(batch["input_ids"]) - output).abs().max()), text

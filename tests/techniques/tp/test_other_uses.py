@@ -3,6 +3,7 @@
 import models
 import pytest
 import torch
+from techniques.tp import states
 
 import shardwise as sw
 from shardwise.model.calling import run_on
@@ -14,6 +15,7 @@ LEFT = {
     "OneBias": ("blocks.0.mlp.down.weight", "blocks.0.mlp.down.bias is used outside of its layer too"),
     "Reversed": ("blocks.0.mlp.down.weight", "in an order that is no even cut: 16 by 1; 16 by 0"),
     "Rotated": ("blocks.0.mlp.down.weight", "index 29 is out of bounds"),
+    "Swapped": ("blocks.0.mlp.down.weight", "mixes all of its inputs"),
     "OneByOne": ("blocks.0.mlp.down.weight", "is used by another bias too"),
     "TrainsElse": ("blocks.0.mlp.down.weight", "in training mode: rank 0 of 2: the input of blocks.0.mlp.down.weight"),
     "NormElsewhere": ("blocks.1.out.weight", "has a part of the gradient"),
@@ -44,3 +46,12 @@ def test_it_stays_whole_and_nothing_else_does(name):
     assert weight not in str(found.regions)
     attention = [name for name in found.left if "attention" in name]
     assert attention == []
+
+
+@pytest.mark.parametrize("init", [None, "rank0"])
+@pytest.mark.parametrize("name", ["Reversed", "Rotated", "Swapped"])
+def test_a_model_that_is_built_on_meta_is_tried_with_its_own_indices(ranks, name, init):
+    """Integers and booleans decide which way values go; zeros in their place would show another."""
+    off, text = ranks.run(states.off_by, 2, f"other uses: {name}", "tp=2", init)[0]
+    assert off < 1e-5
+    assert "mlp.up" not in "".join(line for line in text.splitlines() if "column-parallel" in line)
