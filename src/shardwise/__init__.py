@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from shardwise.state.checkpoint import CheckpointManager
     from shardwise.step.clip import clip_grad_norm_, clip_grad_value_
     from shardwise.step.evaluate import evaluate
+    from shardwise.step.linear_loss import linear_cross_entropy
     from shardwise.step.local_optimizer import local_optimizer
     from shardwise.step.loss import TaskModel, next_token_loss
     from shardwise.step.parameter_groups import parameter_groups
@@ -103,6 +104,7 @@ _HOME = {
     "shardwise.step.evaluate": ("evaluate",),
     "shardwise.step.parameter_groups": ("parameter_groups",),
     "shardwise.data.labels": ("shift_labels",),
+    "shardwise.step.linear_loss": ("linear_cross_entropy",),
     "shardwise.step.loss": ("TaskModel", "next_token_loss"),
     "shardwise.step.local_optimizer": ("local_optimizer",),
     "shardwise.step.scale": ("unscale_gradients_",),
@@ -160,6 +162,7 @@ __all__ = [
     "full_state_dict",
     "gathered",
     "init",
+    "linear_cross_entropy",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "load_state_dict",

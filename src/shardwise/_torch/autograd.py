@@ -20,7 +20,12 @@ __all__ = [
     "num_hooks",
     "share_hooks",
     "unseen",
+    "without_subclasses",
 ]
+
+
+without_subclasses = torch._C.DisableTorchFunctionSubclass
+"""Context manager: functions of tensors are not given to the subclasses of ``Tensor`` among their arguments."""
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:

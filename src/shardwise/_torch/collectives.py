@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["gather_over", "group_name", "sum_over"]
+__all__ = ["gather_over", "group_name", "max_over", "sum_over"]
 
 
 def group_name(group: Any) -> str:
@@ -17,6 +17,12 @@ def sum_over(tensor: Tensor, group: str) -> Tensor:
     """The sum of ``tensor`` over the ranks of a group: a new tensor of its shape."""
     operators = torch.ops._c10d_functional
     return operators.wait_tensor(operators.all_reduce(tensor.contiguous(), "sum", group))
+
+
+def max_over(tensor: Tensor, group: str) -> Tensor:
+    """The largest of each number of ``tensor`` over the ranks of a group: a new tensor of its shape."""
+    operators = torch.ops._c10d_functional
+    return operators.wait_tensor(operators.all_reduce(tensor.contiguous(), "max", group))
 
 
 def gather_over(tensor: Tensor, group: str, size: int) -> Tensor:

@@ -49,6 +49,7 @@ PROBES = (
     Probe(
         "torch._C", ("_clear_DTensor_sharding_propagator_cache",), without="results are not forgotten between worlds"
     ),
+    Probe("torch._C", ("DisableTorchFunctionSubclass",)),
     Probe("torch", ("_foreach_norm", "_foreach_mul_")),
     Probe("torch:Tensor", ("_backward_hooks", "_post_accumulate_grad_hooks", "_version")),
     Probe("torch.autograd:Variable", ("_execution_engine",)),

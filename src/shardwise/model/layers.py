@@ -18,7 +18,8 @@ class Layer(NamedTuple):
         weight, bias: their canonical names; None: no bias, or one that is added outside of the layer's function.
         out_dim: the dim of the weight along which the outputs lie: 0 of nn.Linear; 1 of ``x @ weight`` and embeddings.
         is_embedding: its inputs are indices.
-        has_options: it is an embedding with a padding index, a largest norm or the like.
+        padding_idx: of an embedding: the row that gets no gradient.
+        has_options: it is an embedding with a largest norm or the like.
 
     A norm over a whole width may be taken for a layer too (see :class:`~shardwise.model.trial.Trial`): then ``weight`` is
     the name of its module with a dot behind it.
@@ -28,6 +29,7 @@ class Layer(NamedTuple):
     bias: str | None
     out_dim: int
     is_embedding: bool = False
+    padding_idx: int | None = None
     has_options: bool = False
 
     @property
@@ -79,13 +81,13 @@ class LayerCalls(TorchFunctionMode):
 
     def _layer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Layer, Tensor] | None:
         """The layer that a function call is, and its input; None: it is none."""
-        bias, turned, has_options = None, True, False
+        bias, turned, padding, has_options = None, True, None, False
         if func is functional.linear:
             x, weight, bias = bound(("input", "weight", "bias"), args, kwargs)
             turned = False
         elif func is functional.embedding:
-            x, weight, *options = bound(_EMBEDDING, args, kwargs)
-            has_options = any(value not in (None, False) for value in (*options[:2], *options[3:]))
+            x, weight, padding, largest_norm, _, *others = bound(_EMBEDDING, args, kwargs)
+            has_options = largest_norm is not None or any(others)
         elif func is torch.addmm and len(args) == 3 and not kwargs:
             bias, x, weight = args
         elif func in _PRODUCTS and len(args) == 2 and not kwargs:
@@ -100,7 +102,8 @@ class LayerCalls(TorchFunctionMode):
             return None
         if bias is not None and (self._name_of(bias) is None or bias.dim() != 1):
             return None
-        return Layer(name, self._name_of(bias), int(turned), func is functional.embedding, has_options), x
+        padding = None if padding is None else int(padding) % weight.shape[0]
+        return Layer(name, self._name_of(bias), int(turned), func is functional.embedding, padding, has_options), x
 
 
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")

@@ -32,6 +32,7 @@ __all__ = [
     "Region",
     "Rows",
     "Setting",
+    "Table",
     "Whole",
     "find_regions",
     "part_of",
@@ -102,6 +103,25 @@ class Region:
         return list(dict.fromkeys((*self.columns, *self.whole, *self.rows)))
 
 
+@dataclass(frozen=True)
+class Table:
+    """A weight with a row for each token, which is cut by tokens.
+
+    Attributes:
+        weight: its name.
+        dim: along which the tokens lie.
+        bias: of the layers in ``heads``, cut likewise; None: they have none.
+        embeddings: module that looks rows up -> the token whose row gets no gradient there; None: there is none.
+        heads: modules that make a number for each token: logits.
+    """
+
+    weight: str
+    dim: int
+    bias: str | None
+    embeddings: dict[str, int | None]
+    heads: tuple[str, ...]
+
+
 @dataclass
 class Found:
     """What a search has found.
@@ -112,6 +132,9 @@ class Found:
         layers: all layers, by the name of their weight.
         callers: weight of a layer -> the modules in whose forward it is called.
         shares_input: layers that regions start from, of which the next one called gets the same input.
+        shown: layers whose outputs reach the output of the model other than through a layer.
+        foreign: parameters with two dims or more that functions use which are no layers.
+        tables: that are cut by the tokens that their rows are of.
     """
 
     regions: list[Region]
@@ -119,6 +142,9 @@ class Found:
     layers: dict[str, Layer] = field(default_factory=dict)
     callers: dict[str, tuple[str, ...]] = field(default_factory=dict)
     shares_input: set[str] = field(default_factory=set)
+    shown: set[str] = field(default_factory=set)
+    foreign: set[str] = field(default_factory=set)
+    tables: list[Table] = field(default_factory=list)
 
 
 # ---- indices of a dim ------------------------------------------------------------------------------------------------
@@ -329,7 +355,7 @@ class _Search:
         for weight, layer in self._trial.layers.items():
             if weight not in cut and weight not in left and not layer.is_embedding and not layer.is_norm:
                 left[weight] = self._why_left(weight)
-        return Found(regions, left)
+        return Found(regions, left, shown=self._shown, foreign=set(self._trial.foreign))
 
     def _why_left(self, weight: str) -> str:
         if weight in self._trial.foreign:
@@ -362,6 +388,8 @@ class _Search:
                 return f"{name}: {self._varies[name]}"
             if name in trial.foreign:
                 return f"{name} is used by {trial.foreign[name]} too"
+            if len({(use.bias, use.out_dim) for use in trial.uses.get(name, ())}) > 1:
+                return f"{name} is the weight of layers of two kinds"
             bias = trial.layers[name].bias
             if bias in trial.read or (bias and sum(bias == other.bias for other in trial.layers.values()) > 1):
                 return f"{bias} is used outside of its layer too"
@@ -388,7 +416,7 @@ class _Search:
                 if why := self._why_no_source(source, rows_or_inner, module):
                     return why
                 if source not in whole:
-                    if source in trial.with_options:
+                    if any(use.padding_idx is not None or use.has_options for use in trial.uses.get(source, ())):
                         return f"{source} is looked up with a padding index, or another option"
                     cut = parts_of(masks[0])
                     if isinstance(cut, str):

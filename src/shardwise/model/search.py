@@ -15,6 +15,7 @@ from shardwise.model.certificate import Settings, certify, differs_on_first_rank
 from shardwise.model.layers import is_norm
 from shardwise.model.regions import Found, Region, find_regions, gradients, signature
 from shardwise.model.settings import settled
+from shardwise.model.tables import add_tables
 from shardwise.model.trial import Trial, around_modules
 
 __all__ = ["find_certified", "search"]
@@ -34,6 +35,12 @@ def search(module: nn.Module, call: Callable[[nn.Module], Any], degree: int) -> 
     Raises:
         UnsupportedError: the module cannot be copied, or does not run.
     """
+    found = _regions(module, call, degree)
+    add_tables(module, call, degree, found)
+    return found
+
+
+def _regions(module: nn.Module, call: Callable[[nn.Module], Any], degree: int) -> Found:
     others = {blocks[0]: blocks[_SEARCHED:] for blocks in block_kinds(module) if len(blocks) > _SEARCHED}
     if others:
         try:
@@ -49,12 +56,11 @@ def search(module: nn.Module, call: Callable[[nn.Module], Any], degree: int) -> 
 def _holds_for_all(module: nn.Module, call: Callable[[nn.Module], Any], degree: int, found: Found) -> bool:
     """Whether what was found in some blocks is right in the whole model, whose code may treat its blocks in other ways."""
     norms = frozenset(weight[:-1] for region in found.regions for weight in region.layers if is_norm(weight))
-    return not any(
-        differs_on_first_rank(
-            Trial(module, call, training=training, norms=norms, foreign=frozenset()), found.regions, degree
-        )
+    trials = (
+        Trial(module, call, training=training, norms=norms, foreign=frozenset(found.foreign))
         for training in (False, True)
     )
+    return not any(differs_on_first_rank(trial, found.regions, degree) for trial in trials)
 
 
 def _with_norms(module: nn.Module, call: Callable[[nn.Module], Any], degree: int, without: frozenset[str]) -> Found:
@@ -120,7 +126,7 @@ def _repeated(found: Found, kinds: list[list[str]]) -> Found | None:
     """What was found, in the blocks that were left out too; None if a region is in several blocks, or the blocks that
     were searched differ."""
     regions, left, layers, callers = list(found.regions), dict(found.left), dict(found.layers), dict(found.callers)
-    shares = set(found.shares_input)
+    shares, foreign = set(found.shares_input), set(found.foreign)
     for blocks in (blocks for blocks in kinds if len(blocks) > _SEARCHED):
         of_each = []
         for block in blocks[:_SEARCHED]:
@@ -135,6 +141,7 @@ def _repeated(found: Found, kinds: list[list[str]]) -> Found | None:
             for weight, why in found.left.items():
                 if _is_in(weight, blocks[0]):
                     left[_name(weight, blocks[0], block)] = why
+            foreign |= {_name(name, blocks[0], block) for name in found.foreign if _is_in(name, blocks[0])}
             shares |= {_name(weight, blocks[0], block) for weight in shares if _is_in(weight, blocks[0])}
             for layer in found.layers.values():
                 if _is_in(layer.weight, blocks[0]):
@@ -144,7 +151,7 @@ def _repeated(found: Found, kinds: list[list[str]]) -> Found | None:
                     callers[moved.weight] = tuple(
                         _name(name, blocks[0], block) for name in found.callers.get(layer.weight, ())
                     )
-    return Found(regions, left, layers, callers, shares)
+    return Found(regions, left, layers, callers, shares, found.shown, foreign)
 
 
 def _names(region: Region) -> list[str]:
@@ -226,7 +233,7 @@ def find_certified(trial: Trial, degree: int) -> Found:
     callers = trial.callers()
     for weight, names in training.callers().items():
         callers[weight] = tuple(dict.fromkeys((*callers.get(weight, ()), *names)))
-    return Found(kept, left, dict(trial.layers), callers, _sharing(trial, kept))
+    return Found(kept, left, dict(trial.layers), callers, _sharing(trial, kept), found.shown, found.foreign)
 
 
 def _cuts_more_than_norms(region: Region, regions: Sequence[Region]) -> bool:

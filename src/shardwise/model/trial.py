@@ -108,8 +108,8 @@ class Trial:
         """Name of a parameter with two dims or more -> the function that used it in another way than as a layer."""
         self.read: set[str] = set()
         """Parameters that functions other than layers have used."""
-        self.with_options: set[str] = set()
-        """Weights of embeddings with options: a padding index and the like."""
+        self.uses: dict[str, dict[Layer, None]] = {}
+        """Name of a weight -> all layers that it is the weight of: an embedding and a head, with one bias and another."""
         self.on_read: Callable[[str], None] = lambda _: None
         self.written: dict[str, tuple[nn.Module, str, Tensor]] = {}
         """The buffers that a run writes -> their module, attribute and value before. Each run starts with that."""
@@ -374,10 +374,8 @@ class _Leaves(LayerCalls):
 
     def called(self, layer: Layer, x: Tensor) -> Any:
         name = layer.weight
-        if self._trial.layers.setdefault(name, layer).bias != layer.bias:
-            self._trial.foreign.setdefault(name, "another bias")
-        if layer.has_options:
-            self._trial.with_options.add(name)
+        self._trial.layers.setdefault(name, layer)
+        self._trial.uses.setdefault(name, {})[layer] = None
         self._note(layer)
         num_outputs = self._trial.num_outputs(layer, x)
         if not (self._rows or layer.is_embedding or layer.is_norm):

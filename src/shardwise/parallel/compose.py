@@ -42,6 +42,7 @@ from shardwise.techniques import TECHNIQUES, Parallel, fold
 from shardwise.techniques.data.fsdp2 import apply_fsdp2
 from shardwise.techniques.data.replicas import apply_ddp
 from shardwise.techniques.fold import acts, adjusted, make_recipe, prepared, probe
+from shardwise.techniques.technique import Example
 from shardwise.world import World, agree_on
 
 __all__ = ["apply_recipe", "describe", "parallelize", "recipe_of", "shard", "world_of"]
@@ -147,9 +148,8 @@ def shard(
     if world.is_main:
         _warn_of_unregistered(module)
     anatomy = adjusted(module, read_anatomy(module, example=example), parallel)
-    otherwise = run if example is None else None
-    facts = probe(module, world, run_on(example), otherwise, functools.partial(source.with_indices, module))
-    recipe = make_recipe(anatomy, world.layout, facts=facts, **given)
+    trial = Example(run_on(example), run if example is None else None, functools.partial(source.with_indices, module))
+    recipe = make_recipe(anatomy, world.layout, facts=probe(module, world, trial), **given)
     for act in acts():
         act.check(module, recipe, world)
     if source.note is not None:

@@ -15,6 +15,7 @@ from shardwise.errors import UsageError
 from shardwise.model.calling import call
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.step.exchange import buffer_versions, buffers_written, sync_buffers
+from shardwise.step.fused import fused_forward
 from shardwise.step.grad_stash import clone_buffers, restore_buffers
 from shardwise.step.guards import refuse_autocast
 from shardwise.step.loss import Batch, Loss, as_sums, count_of, forward_of, next_token_loss, refuse_uncallable
@@ -32,6 +33,7 @@ def evaluate(
     loss: Loss | None = next_token_loss,
     count: Callable[[Batch], Any] | None = None,
     forward: Callable[..., Any] = call,
+    fused: bool | str = False,
 ) -> dict[str, float]:
     """Evaluates the model: the loss summed over all ranks' batches, divided by all their valid tokens; equal on every
     rank.
@@ -47,7 +49,7 @@ def evaluate(
     Args:
         model: from ``parallelize``; put in eval mode, and back afterwards.
         loader: yields micro-batches (``str -> Tensor``) or windows (lists of them, as :class:`Loader` does).
-        loss, count, forward: as :class:`~shardwise.step.step.TrainStep` takes them.
+        loss, count, forward, fused: as :class:`~shardwise.step.step.TrainStep` takes them.
 
     Returns:
         ``{"loss": ..., "num_tokens": ..., other entries of the loss}``.
@@ -61,7 +63,10 @@ def evaluate(
     refuse_uncallable(loss=loss, forward=forward)
     refuse_autocast(runtime_of(model), "an evaluation")
     counter = count_of(loss, count if count is not None or loss is not None else getattr(model, "count", None))
-    sums = _Sums(runtime_of(model), loss, counter, forward_of(loss, forward))
+    call_model = forward_of(loss, forward)
+    if fused:
+        loss, call_model = None, fused_forward(model, fused, loss, call_model)
+    sums = _Sums(runtime_of(model), loss, counter, call_model)
     with _eval_mode(model):
         sums.run(loader)
         return sums.means()

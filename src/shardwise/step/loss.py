@@ -25,6 +25,7 @@ __all__ = [
     "as_sums",
     "count_of",
     "forward_of",
+    "logits_of",
     "next_token_loss",
     "refuse_uncallable",
 ]
@@ -41,7 +42,7 @@ def next_token_loss(output: Any, batch: Batch) -> Tensor:
         batch: with ``labels`` [B, T] aligned to the logits: ``labels[b, t]`` is the target of ``logits[b, t]``; -100 is
             ignored.
     """
-    logits = output if isinstance(output, Tensor) else _logits_of(output)
+    logits = output if isinstance(output, Tensor) else logits_of(output)
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     labels = batch["labels"]
@@ -54,7 +55,7 @@ def next_token_loss(output: Any, batch: Batch) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-def _logits_of(output: Any) -> Tensor:
+def logits_of(output: Any) -> Tensor:
     """The ``.logits`` of a model output that is not a tensor."""
     found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     if isinstance(found, Tensor):

@@ -15,6 +15,7 @@ from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.plain_parts import is_elementwise, refuse_mixing_optimizer
 from shardwise.state.given import Given
 from shardwise.step.clip import Clipping, NormType
+from shardwise.step.fused import fused_forward
 from shardwise.step.grad_stash import clone_buffers, restore_buffers
 from shardwise.step.guards import (
     facts_of_schedule,
@@ -84,6 +85,10 @@ class TrainStep:
         clip_grad_value: each element of a gradient is clamped to [-value, value], after ``max_grad_norm``; None: it is
             not. These three are attributes too: a loop may set them, to the same values on all ranks, for the next
             step.
+        fused: True: the cross entropy is computed where the head of the model is called, some positions at a time, and the
+            logits are never held; over ``tp`` each rank has those of its part of the vocabulary
+            (:func:`linear_cross_entropy`). With ``loss=next_token_loss`` only. The head is the one that a Hugging Face
+            model names, or the linear layer with as many outputs as an embedding has rows; or else its name is given.
         scaler: a ``torch.amp.GradScaler``; None: a new one if the model computes in float16, else none. A step whose
             gradients overflow under it is skipped on all ranks, and the scale backs off; ``on_nonfinite`` is for the
             rest: a loss that is not finite, or gradients that are not finite at a scale of 1 or below.
@@ -108,6 +113,7 @@ class TrainStep:
         max_grad_norm: float | None = None,
         norm_type: NormType = 2.0,
         clip_grad_value: float | None = None,
+        fused: bool | str = False,
         scaler: torch.amp.GradScaler | None = None,
         on_nonfinite: str = "raise",
     ):
@@ -124,6 +130,8 @@ class TrainStep:
         self.model, self.optim, self.scheduler = model, optim, scheduler
         self.loss, self.forward = loss, forward_of(loss, forward)
         self.count = count if count is not None or loss is not None else getattr(model, "count", None)
+        if fused:
+            self.loss, self.forward = None, fused_forward(model, fused, loss, self.forward)
         # Read at every step: a loop may change them between steps.
         self.max_grad_norm, self.norm_type, self.clip_grad_value = max_grad_norm, norm_type, clip_grad_value
         self.on_nonfinite = on_nonfinite

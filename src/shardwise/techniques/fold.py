@@ -1,18 +1,17 @@
 """Applies all techniques in the order of their rows: options to recipe, recipe to module. Names no technique."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shardwise.errors import PlanError, UnsupportedError, UsageError
+from shardwise.errors import PlanError
 from shardwise.layout import Layout
 from shardwise.recipe import Anatomy, Draft, Recipe, describe_recipe
 from shardwise.techniques import TECHNIQUES, Parallel
-from shardwise.techniques.technique import Act, Technique
+from shardwise.techniques.technique import Act, Example, Technique
 
 if TYPE_CHECKING:
     import torch
@@ -63,34 +62,12 @@ def make_recipe(anatomy: Anatomy, layout: Layout, *, facts: Facts | None = None,
     return draft.recipe()
 
 
-def probe(
-    module: "nn.Module",
-    world: "World",
-    run: "Callable[[nn.Module], Any]",
-    otherwise: "Callable[[nn.Module], Any] | None" = None,
-    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> Facts:
-    """A function that runs each technique's probe on ``module``, if the layout has ranks along its axes.
-
-    Args:
-        module: the module, before it is sharded.
-        world: whose ranks will hold it.
-        run: runs a copy of the module on an example.
-        otherwise: the same, used where ``run`` does not run.
-        within: makes a context that the probes run in.
-    """
+def probe(module: "nn.Module", world: "World", example: Example) -> Facts:
+    """A function that runs each technique's probe on ``module``. ``example``: runs copies of it."""
 
     def facts(technique: Technique, draft: Draft, options: Mapping[str, Any]) -> Mapping[str, Any]:
         ask = technique.load("probe")
-        if ask is None or (technique.axes and all(draft.layout.degrees[axis] == 1 for axis in technique.axes)):
-            return {}
-        with within():
-            try:
-                return ask(module, run, draft, world, **options)
-            except (UsageError, UnsupportedError):
-                if otherwise is None:
-                    raise
-                return ask(module, otherwise, draft, world, **options)
+        return ask(module, example, draft, world, **options) if ask is not None else {}
 
     return facts
 

@@ -22,9 +22,11 @@ Files with torch are named by text and loaded when they are first used, so that 
 
 import importlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from shardwise.errors import UnsupportedError, UsageError
 from shardwise.recipe import Recipe
 from shardwise.recipe.records import Record
 
@@ -34,7 +36,9 @@ if TYPE_CHECKING:
     from shardwise.errors import ShardwiseError
     from shardwise.world import World
 
-__all__ = ["Act", "Option", "Technique"]
+__all__ = ["Act", "Example", "Option", "Technique"]
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +70,32 @@ class Option:
     from_python: Callable[[Any], Any] = lambda value: value
     record: tuple[type, str] | None = None
     holds_functions: bool = False
+
+
+@dataclass(frozen=True)
+class Example:
+    """Runs copies of a module, for probes that look at what its code does.
+
+    Attributes:
+        run: ``run(copy)`` runs a copy of the module on an example, and returns its output.
+        otherwise: the same on another, where ``run`` does not run; None: there is no other.
+        within: makes a context in which the module's integers and booleans have values, on meta too. All ranks must
+            enter it.
+    """
+
+    run: Callable[["nn.Module"], Any]
+    otherwise: Callable[["nn.Module"], Any] | None = None
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def shows(self, look: Callable[[Callable[["nn.Module"], Any]], Found]) -> Found:
+        """What ``look(run)`` finds. All ranks must call it."""
+        with self.within():
+            try:
+                return look(self.run)
+            except (UsageError, UnsupportedError):
+                if self.otherwise is None:
+                    raise
+                return look(self.otherwise)
 
 
 class Act:
@@ -106,8 +136,8 @@ class Technique:
         prepare: place of ``prepare(module, world, device, **options) -> module``, called before anything is read. World
             is None in the one plain process of ``verify``.
         adjust: place of ``adjust(module, anatomy, **options) -> anatomy``: changes tensors in place.
-        probe: place of ``probe(module, run, draft, world, **options) -> dict``, of JSON data. ``run(copy)`` runs a copy of
-            the module on an example, and returns its output.
+        probe: place of ``probe(module, example, draft, world, **options) -> dict``, of JSON data. ``example`` is an
+            :class:`Example`.
         act: place of an :class:`Act`.
         check_early: ``check_early(origins, **options)``: refuses, before a process is started, mistakes that can be
             found without torch. ``origins``: where each dotted key was given. The options are as given, words among

@@ -62,6 +62,7 @@ class Task:
         max_grad_norm: None: no clipping.
         norm_type: p of that norm.
         clip_grad_value: each element is clamped to [-value, value], after the norm; None: it is not.
+        fused: as in ``TrainStep``, of the ranks alone.
         dtype: what the module is cast to, its complex tensors to the complex dtype of that precision; with float64,
             code that asks for float32 computes in float64 too.
     """
@@ -78,6 +79,7 @@ class Task:
     dtype: torch.dtype = torch.float64
     lr: float = 0.05
     seed: int = 0
+    fused: bool | str = False
 
     def make(self, seed: int | None = None) -> nn.Module:
         """Builds the module with its initial values, in the task's dtype."""

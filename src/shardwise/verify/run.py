@@ -39,6 +39,7 @@ def verify(
     max_grad_norm: float | None = None,
     norm_type: Any = 2.0,
     clip_grad_value: float | None = None,
+    fused: bool | str = False,
     dtype: torch.dtype = torch.float64,
     gate: float | None = None,
     num_ranks: int | None = None,
@@ -58,6 +59,7 @@ def verify(
         loss, count, forward: as :class:`~shardwise.step.step.TrainStep` takes them; top-level functions.
         optimizer: "sgd" (momentum 0.9), "adamw", or a top-level function of the parameters.
         max_grad_norm, norm_type, clip_grad_value: as :class:`~shardwise.step.step.TrainStep` takes them.
+        fused: as in :class:`~shardwise.step.step.TrainStep`, on the ranks; the one process holds its logits.
         dtype: both sides compute in it, and floating tensors of batches are cast to it; float64 shows faults that
             rounding would hide.
         gate: the largest error allowed; default 1e-12 in float64, 1e-5 in float32.
@@ -90,6 +92,7 @@ def verify(
         max_grad_norm=max_grad_norm,
         norm_type=norm_type,
         clip_grad_value=clip_grad_value,
+        fused=fused,
         dtype=dtype,
     )
     say = say or (lambda text: None)

@@ -84,12 +84,13 @@ def run_sharded(task: Task, layout: str, parallel: Any = None, example: Any = No
         step = TrainStep(
             model,
             optim,
-            loss=None if task.loss is None else _Lifted(task, task.loss),
+            loss=None if task.loss is None else task.loss if task.fused else _Lifted(task, task.loss),
             count=task.count,
             forward=call if task.loss is None and task.forward is call else _Lifted(task, task.forward),
             max_grad_norm=task.max_grad_norm,
             norm_type=task.norm_type,
             clip_grad_value=task.clip_grad_value,
+            fused=task.fused,
         )
         # Both sides run what the function returns, which is in eval mode if it draws random numbers in train mode.
         step.eval_mode.is_meant = True

@@ -25,12 +25,14 @@ from shardwise.world import World
 __all__ = ["probe"]
 
 
-def probe(module: nn.Module, run: Any, draft: Draft, world: World, *, sharding: Sharding, ddp: DDP) -> dict[str, Any]:
+def probe(
+    module: nn.Module, example: Any, draft: Draft, world: World, *, sharding: Sharding, ddp: DDP
+) -> dict[str, Any]:
     """Facts about ``module`` that the rule of data parallelism needs.
 
     Args:
         module: on meta or not.
-        run: not used.
+        example: not used.
         draft: with dtypes, for a model that shards itself.
         world: the world, for a model that shards itself.
         sharding: the options.

@@ -17,9 +17,9 @@ from shardwise.layout import Coord
 from shardwise.model import canonical_modules, canonical_tensors
 from shardwise.model.calling import TARGETS, tensors_given
 from shardwise.model.tensors import replace_tensors, tensors_of
-from shardwise.recipe import Cut, Param, Part, Recipe, extents, local_shape
+from shardwise.recipe import Cut, Edit, Param, Part, Recipe, extents, local_shape
 from shardwise.techniques.technique import Act
-from shardwise.techniques.tp.layers import CutLayer, Shared, within_layers
+from shardwise.techniques.tp.layers import CutEmbedding, CutHead, CutLayer, LayerOfRank, Shared, within_layers
 from shardwise.techniques.tp.rule import TensorParallelEntry
 from shardwise.techniques.tp.streams import PartStream
 from shardwise.world import World
@@ -28,6 +28,7 @@ from shardwise.world.axis import Axis
 __all__ = ["TensorParallelAct"]
 
 _LAYERS = ("column", "row", "whole")
+_TABLES = ("embedding", "head")
 
 
 class TensorParallelAct(Act):
@@ -58,13 +59,15 @@ class TensorParallelAct(Act):
             if edit.action == "set":
                 _set(modules[edit.module], edit.args)
         held = {name: (owner, attr) for name, owner, attr in canonical_tensors(module, "_parameters")}
-        called: dict[str, dict[str, CutLayer]] = {}
+        called: dict[str, dict[str, LayerOfRank]] = {}
         for edit in edits:
             if edit.action in _LAYERS:
                 layer = CutLayer(shared, edit.action, **edit.args)
                 for caller in edit.args["callers"]:
                     called.setdefault(caller, {})[edit.args["weight"]] = layer
-        biases = {edit.args["weight"]: edit.args["bias"] for edit in edits if edit.action in _LAYERS}
+            elif edit.action in _TABLES:
+                called[edit.module] = {edit.args["weight"]: _of_table(shared, edit, recipe, axis)}
+        biases = {edit.args["weight"]: edit.args.get("bias") for edit in edits if "weight" in edit.args}
         for caller, layers in called.items():
             names = {name for weight in layers for name in (weight, biases[weight]) if name is not None}
             within_layers(modules[caller], shared, layers, {name: held[name] for name in names})
@@ -97,6 +100,16 @@ def _refusing_more(recipe: Recipe) -> Callable[..., None]:
             )
 
     return check
+
+
+def _of_table(shared: Shared, edit: Edit, recipe: Recipe, axis: Axis) -> LayerOfRank:
+    """The embedding, or the head, that a module is, for the tokens of this rank."""
+    dim = edit.args["dim"]
+    num_tokens = recipe.params[edit.args["weight"]].shape[dim]
+    if edit.action == "embedding":
+        first = -(-num_tokens // axis.size) * axis.rank
+        return CutEmbedding(shared, first=first, padding_idx=edit.args["padding_idx"])
+    return CutHead(shared, out_dim=dim, num_outputs=num_tokens, num_ranks=axis.size, rank=axis.rank)
 
 
 def _cut_parameters(module: nn.Module, recipe: Recipe, coord: Coord) -> None:

@@ -7,8 +7,9 @@ is added, once. That makes four sums for an attention and an MLP block: two forw
 https://arxiv.org/abs/1909.08053, figure 3)
 """
 
+import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from shardwise._torch.collectives import gather_over, sum_over
 from shardwise.model.layers import Layer, LayerCalls
 from shardwise.techniques.tp.streams import PartStream
 
-__all__ = ["CutLayer", "Shared", "within_layers"]
+__all__ = ["CutEmbedding", "CutHead", "CutLayer", "LayerOfRank", "Shared", "within_layers"]
 
 
 class _SumGradient(torch.autograd.Function):
@@ -78,6 +79,15 @@ class Shared:
         self.is_calling = False  # a cut layer computes: what it calls is not another one
         self._kept: tuple[Tensor, int, Tensor] | None = None  # the last input that the next layer gets too
         self._narrowed: list[tuple[Tensor, Tensor]] = []  # what modules were given of an argument, and all of it
+
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        """Within: a cut layer computes."""
+        self.is_calling = True
+        try:
+            yield
+        finally:
+            self.is_calling = False
 
     def sum_gradient(self, x: Tensor, *, again: bool = False) -> Tensor:
         """``x``, whose gradient is summed over the ranks. ``again``: the next layer gets it too, so that one sum serves
@@ -156,11 +166,8 @@ class CutLayer:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Its outputs for the inputs ``x``."""
-        self._shared.is_calling = True
-        try:
+        with self._shared.calling():
             return self._outputs(x, weight, bias)
-        finally:
-            self._shared.is_calling = False
 
     def _outputs(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         shared = self._shared
@@ -183,11 +190,63 @@ class CutLayer:
         return y
 
 
+class CutEmbedding:
+    """An embedding of which this rank has the rows of some tokens: those of the others are zeros in a sum over the ranks.
+
+    Args:
+        shared: what it shares with the layers.
+        first: number of this rank's first row.
+        padding_idx: the row that gets no gradient; None: there is none.
+    """
+
+    def __init__(self, shared: Shared, *, first: int, padding_idx: int | None):
+        self._shared, self._first, self._padding = shared, first, padding_idx
+
+    def __call__(self, ids: Tensor, weight: Tensor, bias: None) -> Tensor:
+        """The rows of ``ids``, on every rank."""
+        with self._shared.calling():
+            ids, num_rows = ids - self._first, weight.shape[0]
+            is_here = (ids >= 0) & (ids < num_rows)
+            padding = None if self._padding is None else self._padding - self._first
+            padding = padding if padding is not None and 0 <= padding < num_rows else None
+            rows = functional.embedding(torch.where(is_here, ids, 0), weight, padding)
+            return self._shared.sum_parts(torch.where(is_here.unsqueeze(-1), rows, 0))
+
+
+class CutHead:
+    """A linear layer that makes a number for each token, of which this rank has some tokens: all are gathered.
+
+    Args:
+        shared: what it shares with the layers.
+        out_dim: the dim of its weight along which the outputs lie.
+        num_outputs: of all ranks.
+        num_ranks, rank: along the axis.
+    """
+
+    def __init__(self, shared: Shared, *, out_dim: int, num_outputs: int, num_ranks: int, rank: int):
+        self._shared, self._out_dim, self._num_outputs = shared, out_dim, num_outputs
+        self._num_ranks, self._rank = num_ranks, rank
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """All outputs, on every rank."""
+        with self._shared.calling():
+            x = self._shared.sum_gradient(x)
+            y = functional.linear(x, weight if self._out_dim == 0 else weight.t(), bias)
+            # The last ranks may have fewer.
+            y = functional.pad(y, (0, -(-self._num_outputs // self._num_ranks) - y.shape[-1]))
+            y = self._shared.gather(y, self._num_ranks, self._rank, has_part=False)
+            return y.narrow(-1, 0, self._num_outputs)
+
+
+LayerOfRank = Callable[[Tensor, Tensor, Any], Tensor]
+"""The outputs of a layer for its input, this rank's part of its weight, and of its bias."""
+
+
 class _Calls(LayerCalls):
     """Within: calls of layers are made by their :class:`CutLayer`. ``held``: name of a parameter -> the module that has it,
     and its attribute there: units make the tensors anew when they are gathered."""
 
-    def __init__(self, shared: Shared, layers: Mapping[str, CutLayer], held: Mapping[str, tuple[nn.Module, str]]):
+    def __init__(self, shared: Shared, layers: Mapping[str, LayerOfRank], held: Mapping[str, tuple[nn.Module, str]]):
         super().__init__(self._name)
         self._shared, self._layers, self._held = shared, layers, held
 
@@ -204,7 +263,7 @@ class _Calls(LayerCalls):
 
 
 def within_layers(
-    module: nn.Module, shared: Shared, layers: Mapping[str, CutLayer], held: Mapping[str, tuple[nn.Module, str]]
+    module: nn.Module, shared: Shared, layers: Mapping[str, LayerOfRank], held: Mapping[str, tuple[nn.Module, str]]
 ) -> None:
     """Makes ``module`` call ``layers``, by the names of their weights, where its forward calls linear layers. ``held``: where
     their weights and biases are."""
@@ -213,7 +272,7 @@ def within_layers(
         (layer,) = layers.values()
 
         def forward(input: Tensor) -> Tensor:
-            return layer(input, module.weight, module.bias)  # type: ignore[arg-type]
+            return layer(input, module.weight, getattr(module, "bias", None))  # type: ignore[arg-type]
 
         module.forward = forward
         return
@@ -227,9 +286,9 @@ def within_layers(
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module is a linear layer and nothing else: ``nn.Linear``, or GPT-2's ``Conv1D``."""
+    """Whether a module is a layer and nothing else: ``nn.Linear``, ``nn.Embedding``, or GPT-2's ``Conv1D``."""
     if "forward" in vars(module):
         return False
-    return type(module).forward is nn.Linear.forward or (
+    return type(module).forward in (nn.Linear.forward, nn.Embedding.forward) or (
         type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
     )

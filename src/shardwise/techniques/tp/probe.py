@@ -1,5 +1,6 @@
 """What can be cut in a module: found by running a copy of it on an example, without weights."""
 
+import functools
 from collections.abc import Callable, Collection, Container, Iterable
 from typing import Any
 
@@ -11,6 +12,7 @@ from shardwise.model.layers import is_norm
 from shardwise.model.regions import Cut, Found, Region, Rows, Whole
 from shardwise.model.search import search
 from shardwise.recipe import Draft
+from shardwise.techniques.technique import Example
 from shardwise.world import World
 
 __all__ = ["facts_of", "probe"]
@@ -18,13 +20,19 @@ __all__ = ["facts_of", "probe"]
 Facts = dict[str, Any]
 
 
-def probe(module: nn.Module, run: Callable[[nn.Module], Any], draft: Draft, world: World) -> Facts:
+def probe(module: nn.Module, example: Example, draft: Draft, world: World) -> Facts:
     """What tensor parallelism changes in ``module``; see :func:`facts_of`. Nothing if ``tp`` is 1.
 
     Raises:
         UnsupportedError: the module cannot be copied, or does not run on the example.
         UsageError: there is no example, and none can be guessed.
     """
+    if draft.layout.tp == 1:
+        return {}
+    return example.shows(functools.partial(_facts, module, draft))
+
+
+def _facts(module: nn.Module, draft: Draft, run: Callable[[nn.Module], Any]) -> Facts:
     given: set[str] = set()
 
     def noting(copy: nn.Module) -> Any:
@@ -69,6 +77,7 @@ def facts_of(found: Found, parameters: Collection[str]) -> Facts:
             numbers.setdefault(module, {})[attr] = value
         facts["edits"] += [[module, "set", values] for module, values in numbers.items()]
     _add_norms(facts, found, parameters)
+    _add_tables(facts, found)
     return facts
 
 
@@ -110,6 +119,18 @@ def _add_norms(facts: Facts, found: Found, parameters: Iterable[str]) -> None:
         facts["edits"].append([weight[:-1], "norm", {"gathers": weight in gathered, "parts": parts}])
         if weight in sliced:
             facts["partial"] += [name for name in parameters if name.startswith(weight)]
+
+
+def _add_tables(facts: Facts, found: Found) -> None:
+    """Adds embeddings and heads that are cut by tokens."""
+    for table in found.tables:
+        facts["cuts"][table.weight] = [table.dim, []]
+        if table.bias is not None:
+            facts["cuts"][table.bias] = [0, []]
+        of_table = {"weight": table.weight, "bias": table.bias, "dim": table.dim}
+        for module, padding_idx in table.embeddings.items():
+            facts["edits"].append([module, "embedding", {**of_table, "bias": None, "padding_idx": padding_idx}])
+        facts["edits"] += [[module, "head", of_table] for module in table.heads]
 
 
 def _add_tensors(facts: Facts, region: Region, parameters: Container[str]) -> None:

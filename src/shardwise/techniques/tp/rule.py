@@ -14,6 +14,8 @@ _WHY = {
     "column": "column-parallel: each rank computes a part of its outputs",
     "row": "row-parallel: each rank has a part of its inputs, and the outputs are summed",
     "whole": "whole on every rank, which uses all of its outputs for its part",
+    "embedding": "vocabulary-parallel embedding: each rank has the rows of some tokens, and the outputs are summed",
+    "head": "vocabulary-parallel head: each rank computes the logits of some tokens, and they are gathered",
     "norm": "a norm of all of its inputs: they are gathered, and each rank goes on with its part of the outputs",
     "part": "works on a rank's part of tensors that are not outputs of its layers",
     "set": "works on a rank's part: numbers of heads and the like",

@@ -5,7 +5,7 @@ import itertools
 from torch import nn
 
 
-def probe(module, run, draft, world, *, rows):
+def probe(module, example, draft, world, *, rows):
     found = []
     for prefix, parent in module.named_modules() if rows else ():
         children = [(f"{prefix}.{name}".lstrip("."), child) for name, child in parent.named_children()]

@@ -1,0 +1,105 @@
+"""Weights with a row for each token: embeddings, and the heads that make logits. Any linear layer can be cut along its
+outputs if these are gathered, and any embedding along its rows if those are summed. It needs no proof but that nothing
+else reads the weight. So what is looked for here is where that pays: the vocabulary."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from shardwise.model.layers import Layer
+from shardwise.model.names import canonical_modules, canonical_tensors
+from shardwise.model.regions import Found, Table
+from shardwise.model.trial import Trial, around_modules
+
+__all__ = ["add_tables"]
+
+Uses = dict[str, dict[str, set[Layer]]]
+"""Weight -> module in whose forward it is called -> the layers that it is there."""
+
+
+def add_tables(module: nn.Module, call: Callable[[nn.Module], Any], degree: int, found: Found) -> None:
+    """Adds to ``found`` the weights of heads, and of the embeddings of as many tokens, that ``degree`` ranks can share; of
+    a head that they cannot, the reason.
+
+    Args:
+        module, call, degree: as of :func:`~shardwise.model.search.search`.
+        found: the regions of the whole module.
+    """
+    trials = [Trial(module, call, training=mode, foreign=frozenset(found.foreign)) for mode in (False, True)]
+    try:
+        uses = _uses(trials)
+    except Exception as error:
+        why = f"the whole model does not run without weights: {type(error).__name__}: {error}"
+        found.left.update((weight, why) for weight in found.left if weight in found.shown)
+        return
+    shapes = {name: owner._parameters[attr].shape for name, owner, attr in canonical_tensors(module, "_parameters")}  # type: ignore[union-attr]
+    cut = {weight for region in found.regions for weight in region.layers}
+    kinds = {weight: set().union(*by.values()) for weight, by in uses.items() if weight not in cut and weight in shapes}
+    looked_up = {weight for weight, of in kinds.items() if any(use.is_embedding for use in of)}
+    tokens = {shapes[weight][0] for weight in looked_up}
+    heads = {
+        weight: shapes[weight][use.out_dim]
+        for weight, of in kinds.items()
+        for use in of
+        if weight in found.shown and not use.is_embedding and shapes[weight][use.out_dim] in tokens
+    }
+    for weight in (
+        name for name in kinds if name in heads or (name in looked_up and shapes[name][0] in heads.values())
+    ):
+        result = _table(module, trials, uses[weight], weight, shapes[weight], degree)
+        if isinstance(result, Table):
+            found.tables.append(result)
+            found.left.pop(weight, None)
+        else:
+            found.left[weight] = result
+
+
+def _uses(trials: list[Trial]) -> Uses:
+    found: Uses = {}
+    for trial in trials:
+        running = [""]
+
+        def note(layer: Layer, running: list[str] = running) -> None:
+            found.setdefault(layer.weight, {}).setdefault(running[-1], set()).add(layer)
+
+        with around_modules(trial.module, running.append, lambda _, running=running: running.pop()):
+            trial.run(note=note, watch=lambda *_: None)
+    return found
+
+
+def _table(
+    module: nn.Module, trials: list[Trial], uses: dict[str, set[Layer]], weight: str, size: tuple[int, ...], degree: int
+) -> Table | str:
+    """How a weight is cut by tokens, or why it is not."""
+    embeddings: dict[str, int | None] = {}
+    heads: list[str] = []
+    dims, biases = set[int](), set[str | None]()
+    owners = {name: set(map(id, owner._parameters.values())) for name, owner in canonical_modules(module)}
+    tensor = next(
+        owner._parameters[attr] for name, owner, attr in canonical_tensors(module, "_parameters") if name == weight
+    )
+    for caller, layers in uses.items():
+        if len(layers) > 1 or id(tensor) not in owners[caller]:
+            return f"{caller or 'the model'} uses it beside what it is of its own module"
+        (layer,) = layers
+        if layer.has_options:
+            return "rows are looked up with a largest norm, or another option"
+        dims.add(0 if layer.is_embedding else layer.out_dim)
+        if layer.is_embedding:
+            embeddings[caller] = layer.padding_idx
+        else:
+            heads.append(caller)
+            biases.add(layer.bias)
+    if len(dims) > 1 or len(biases) > 1:
+        return "it is the weight of layers of two kinds"
+    (dim,), bias = dims, next(iter(biases), None)
+    for trial in trials:
+        if other := next((trial.foreign[name] for name in (weight, bias) if name in trial.foreign), None):
+            return f"its weight is also used by {other}"
+        of_bias = [name for name, kinds in trial.uses.items() if any(bias and use.bias == bias for use in kinds)]
+        if bias in trial.read or len(of_bias) > 1:
+            return f"{bias} is used outside of its layer too"
+    if (degree - 1) * -(-size[dim] // degree) >= size[dim]:
+        return f"it has {size[dim]} rows, too few for {degree} ranks"
+    return Table(weight, dim, bias, embeddings, tuple(heads))
