@@ -12,12 +12,13 @@ branches on values that were not taken.
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.model.layers import Layer
 from shardwise.model.regions import Cut, Reads, Region, Setting, Whole, part_of, rows_of, weights_for
 from shardwise.model.trial import Call, Change, Place, Run, Trial
 
@@ -121,9 +122,12 @@ def dropouts(trial: Trial, regions: Sequence[Region], degree: int) -> dict[str, 
     return found
 
 
-def differs_on_first_rank(trial: Trial, regions: Sequence[Region], degree: int) -> str:
+def differs_on_first_rank(
+    trial: Trial, regions: Sequence[Region], degree: int, note_layer: Callable[[Layer], None]
+) -> str:
     """Like :func:`certify` jointly, for the first rank, without keeping what the calls of a large model get: of each input
-    sums of its numbers are compared. "" if they are equal."""
+    sums of its numbers are compared. "" if they are equal. ``note_layer``: called with each layer of the run that is not
+    cut."""
     rows = {weight for region in regions for weight in region.rows}
     narrowed = {weight for region in regions if region.narrowed for weight in region.sources}
     seen: dict[Call, Tensor] = {}
@@ -145,7 +149,7 @@ def differs_on_first_rank(trial: Trial, regions: Sequence[Region], degree: int) 
             different.append(f"the input of {call.weight} is another")
 
     try:
-        trial.run(watch=note)
+        trial.run(watch=note, note=note_layer)
         _part_of_run(0, trial, regions, degree, None, watch=compare)
     except Exception as error:
         return f"{type(error).__name__}: {error}"

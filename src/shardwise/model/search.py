@@ -16,7 +16,7 @@ from shardwise.model.layers import is_norm
 from shardwise.model.regions import Found, Region, find_regions, gradients, signature
 from shardwise.model.settings import settled
 from shardwise.model.tables import add_tables
-from shardwise.model.trial import Trial, around_modules
+from shardwise.model.trial import Trial, Uses, around_modules
 
 __all__ = ["find_certified", "search"]
 
@@ -35,32 +35,43 @@ def search(module: nn.Module, call: Callable[[nn.Module], Any], degree: int) -> 
     Raises:
         UnsupportedError: the module cannot be copied, or does not run.
     """
-    found = _regions(module, call, degree)
-    add_tables(module, call, degree, found)
-    return found
-
-
-def _regions(module: nn.Module, call: Callable[[nn.Module], Any], degree: int) -> Found:
     others = {blocks[0]: blocks[_SEARCHED:] for blocks in block_kinds(module) if len(blocks) > _SEARCHED}
+    uses: Uses = {}
     if others:
         try:
             without = frozenset(name for names in others.values() for name in names)
-            repeated = _repeated(_with_norms(module, call, degree, without), block_kinds(module))
+            found = _repeated(_with_norms(module, call, degree, without), block_kinds(module))
         except UnsupportedError:  # its code counts its blocks
-            repeated = None
-        if repeated is not None and _holds_for_all(module, call, degree, repeated):
-            return repeated
-    return _with_norms(module, call, degree, frozenset())
+            found = None
+        if found is not None:
+            trials = _of_whole(module, call, found)
+            if _holds_for_all(trials, degree, found, uses):
+                add_tables(module, trials, uses, degree, found)
+                return found
+    found = _with_norms(module, call, degree, frozenset())
+    trials, uses = _of_whole(module, call, found), {}
+    for trial in trials:
+        with trial.noting(uses) as note:
+            trial.run(note=note, watch=lambda *_: None)
+    add_tables(module, trials, uses, degree, found)
+    return found
 
 
-def _holds_for_all(module: nn.Module, call: Callable[[nn.Module], Any], degree: int, found: Found) -> bool:
-    """Whether what was found in some blocks is right in the whole model, whose code may treat its blocks in other ways."""
+def _of_whole(module: nn.Module, call: Callable[[nn.Module], Any], found: Found) -> list[Trial]:
+    """The whole model, in eval mode and in training mode, not run yet."""
     norms = frozenset(weight[:-1] for region in found.regions for weight in region.layers if is_norm(weight))
-    trials = (
-        Trial(module, call, training=training, norms=norms, foreign=frozenset(found.foreign))
-        for training in (False, True)
-    )
-    return not any(differs_on_first_rank(trial, found.regions, degree) for trial in trials)
+    foreign = frozenset(found.foreign)
+    return [Trial(module, call, training=training, norms=norms, foreign=foreign) for training in (False, True)]
+
+
+def _holds_for_all(trials: Sequence[Trial], degree: int, found: Found, uses: Uses) -> bool:
+    """Whether what was found in some blocks is right in the whole model, whose code may treat its blocks in other ways.
+    Notes in ``uses`` what the whole model calls."""
+    for trial in trials:
+        with trial.noting(uses) as note:
+            if differs_on_first_rank(trial, found.regions, degree, note):
+                return False
+    return True
 
 
 def _with_norms(module: nn.Module, call: Callable[[nn.Module], Any], degree: int, without: frozenset[str]) -> Found:

@@ -2,37 +2,29 @@
 outputs if these are gathered, and any embedding along its rows if those are summed. It needs no proof but that nothing
 else reads the weight. So what is looked for here is where that pays: the vocabulary."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
 
 from torch import nn
 
 from shardwise.model.layers import Layer
 from shardwise.model.names import canonical_modules, canonical_tensors
 from shardwise.model.regions import Found, Table
-from shardwise.model.trial import Trial, around_modules
+from shardwise.model.trial import Trial, Uses
 
 __all__ = ["add_tables"]
 
-Uses = dict[str, dict[str, set[Layer]]]
-"""Weight -> module in whose forward it is called -> the layers that it is there."""
 
-
-def add_tables(module: nn.Module, call: Callable[[nn.Module], Any], degree: int, found: Found) -> None:
+def add_tables(module: nn.Module, trials: Sequence[Trial], uses: Uses, degree: int, found: Found) -> None:
     """Adds to ``found`` the weights of heads, and of the embeddings of as many tokens, that ``degree`` ranks can share; of
     a head that they cannot, the reason.
 
     Args:
-        module, call, degree: as of :func:`~shardwise.model.search.search`.
-        found: the regions of the whole module.
+        module: any module.
+        trials: of the whole of it, in eval mode and in training mode, which have run.
+        uses: what they have called.
+        degree: how many ranks share a layer.
+        found: the regions.
     """
-    trials = [Trial(module, call, training=mode, foreign=frozenset(found.foreign)) for mode in (False, True)]
-    try:
-        uses = _uses(trials)
-    except Exception as error:
-        why = f"the whole model does not run without weights: {type(error).__name__}: {error}"
-        found.left.update((weight, why) for weight in found.left if weight in found.shown)
-        return
     shapes = {name: owner._parameters[attr].shape for name, owner, attr in canonical_tensors(module, "_parameters")}  # type: ignore[union-attr]
     cut = {weight for region in found.regions for weight in region.layers}
     kinds = {weight: set().union(*by.values()) for weight, by in uses.items() if weight not in cut and weight in shapes}
@@ -55,21 +47,13 @@ def add_tables(module: nn.Module, call: Callable[[nn.Module], Any], degree: int,
             found.left[weight] = result
 
 
-def _uses(trials: list[Trial]) -> Uses:
-    found: Uses = {}
-    for trial in trials:
-        running = [""]
-
-        def note(layer: Layer, running: list[str] = running) -> None:
-            found.setdefault(layer.weight, {}).setdefault(running[-1], set()).add(layer)
-
-        with around_modules(trial.module, running.append, lambda _, running=running: running.pop()):
-            trial.run(note=note, watch=lambda *_: None)
-    return found
-
-
 def _table(
-    module: nn.Module, trials: list[Trial], uses: dict[str, set[Layer]], weight: str, size: tuple[int, ...], degree: int
+    module: nn.Module,
+    trials: Sequence[Trial],
+    uses: dict[str, set[Layer]],
+    weight: str,
+    size: tuple[int, ...],
+    degree: int,
 ) -> Table | str:
     """How a weight is cut by tokens, or why it is not."""
     embeddings: dict[str, int | None] = {}

@@ -41,6 +41,10 @@ class Call(NamedTuple):
     number: int
 
 
+Uses = dict[str, dict[str, set[Layer]]]
+"""Weight of a layer -> module in whose forward it is called, the innermost one that runs then -> what it is there."""
+
+
 class Run:
     """What one run of a :class:`Trial` has seen.
 
@@ -191,15 +195,17 @@ class Trial:
 
     def callers(self) -> dict[str, tuple[str, ...]]:
         """Weight of a layer -> the modules in whose forward it is called: the innermost ones that run then."""
-        found: dict[str, dict[str, None]] = {}
-        running = [""]
-
-        def note(layer: Layer) -> None:
-            found.setdefault(layer.weight, {})[running[-1]] = None
-
-        with around_modules(self.module, running.append, lambda _: running.pop()):
+        uses: Uses = {}
+        with self.noting(uses) as note:
             self.run(note=note)
-        return {weight: tuple(names) for weight, names in found.items()}
+        return {weight: tuple(callers) for weight, callers in uses.items()}
+
+    @contextlib.contextmanager
+    def noting(self, uses: Uses) -> Iterator[Callable[[Layer], None]]:
+        """Context manager: gives a function for ``note`` of :meth:`run` that adds each layer to ``uses``."""
+        running = [""]
+        with around_modules(self.module, running.append, lambda _: running.pop()):
+            yield lambda layer: uses.setdefault(layer.weight, {}).setdefault(running[-1], set()).add(layer)
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
@@ -330,15 +336,14 @@ def around_modules(root: nn.Module, before: Callable[[str], Any], after: Callabl
 
 @functools.cache
 def _pool() -> Tensor:
-    return torch.randn(1 << 20, generator=torch.Generator().manual_seed(11), dtype=torch.float64)
+    return torch.randn(1 << 22, generator=torch.Generator().manual_seed(11), dtype=torch.float64)
 
 
 def _cheap_value(call: Call, shape: tuple[int, ...]) -> Tensor:
     """Random numbers out of a pool, from a place that depends on the call: drawing them takes longer than all else."""
     pool, numel = _pool(), math.prod(shape)
-    start = zlib.crc32(f"{call.weight} {call.number}".encode()) % len(pool)
-    repeats = -(-(start + numel) // len(pool))
-    return (pool if repeats == 1 else pool.repeat(repeats))[start : start + numel].view(shape)
+    start = zlib.crc32(f"{call.weight} {call.number}".encode()) % (max(len(pool) - numel, 0) + 1)
+    return (pool if numel <= len(pool) else pool.repeat(-(-numel // len(pool))))[start : start + numel].view(shape)
 
 
 def _refuse_replaced(before: Mapping[str, nn.Module], after: Mapping[str, nn.Module]) -> None:
@@ -492,9 +497,15 @@ def _with_values(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _tensors_of(value: Any) -> list[Tensor]:
-    """Tensors and numbers in an output, also those in the attributes of objects."""
-    leaves = [leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor | int | float | complex)]
-    return [torch.as_tensor(leaf) for leaf in leaves] + tensors_within(value)[0]
+    """Tensors and numbers in an output, also those in the attributes of objects without methods. An object with methods does
+    something with what it keeps, as a cache of keys and values does, which is a rank's own."""
+    leaves = leaves_of(value)
+    numbers = [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor | int | float | complex)]
+    return numbers + tensors_within([leaf for leaf in leaves if not _has_methods(leaf)])[0]
+
+
+def _has_methods(value: Any) -> bool:
+    return any(callable(item) for cls in type(value).__mro__ for name, item in vars(cls).items() if name[0] != "_")
 
 
 @contextlib.contextmanager
