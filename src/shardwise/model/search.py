@@ -15,7 +15,7 @@ from shardwise.model.certificate import Settings, certify, differs_on_first_rank
 from shardwise.model.layers import is_norm
 from shardwise.model.regions import Found, Region, find_regions, gradients, signature
 from shardwise.model.settings import settled
-from shardwise.model.tables import add_tables
+from shardwise.model.tables import add_tables, of_vocabulary
 from shardwise.model.trial import Trial, Uses, around_modules
 
 __all__ = ["find_certified", "search"]
@@ -206,7 +206,9 @@ def find_certified(trial: Trial, degree: int) -> Found:
     """The regions for ``degree`` ranks that can be cut together, with their settings; and for every other linear layer
     that was called the reason why it stays as it is."""
     found, training = find_regions(trial, degree), trial.in_training()
-    candidates, left, written = list(found.regions), dict(found.left), {*trial.written, *training.written}
+    vocabulary = set(of_vocabulary(trial.module, trial.uses, found.shown))
+    candidates = [region for region in found.regions if not vocabulary & set(region.layers)]
+    left, written = dict(found.left), {*trial.written, *training.written}
     shown = dict[str, Region]()  # by the row-parallel layers, which no two candidates have in common
     known = dict[str, Settings]()
     while waiting := [region for region in _largest(trial, candidates) if region.rows[0] not in shown]:

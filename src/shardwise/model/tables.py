@@ -2,7 +2,7 @@
 outputs if these are gathered, and any embedding along its rows if those are summed. It needs no proof but that nothing
 else reads the weight. So what is looked for here is where that pays: the vocabulary."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from torch import nn
 
@@ -11,7 +11,7 @@ from shardwise.model.names import canonical_modules, canonical_tensors
 from shardwise.model.regions import Found, Table
 from shardwise.model.trial import Trial, Uses
 
-__all__ = ["add_tables"]
+__all__ = ["add_tables", "of_vocabulary"]
 
 
 def add_tables(module: nn.Module, trials: Sequence[Trial], uses: Uses, degree: int, found: Found) -> None:
@@ -25,26 +25,38 @@ def add_tables(module: nn.Module, trials: Sequence[Trial], uses: Uses, degree: i
         degree: how many ranks share a layer.
         found: the regions.
     """
-    shapes = {name: owner._parameters[attr].shape for name, owner, attr in canonical_tensors(module, "_parameters")}  # type: ignore[union-attr]
-    cut = {weight for region in found.regions for weight in region.layers}
-    kinds = {weight: set().union(*by.values()) for weight, by in uses.items() if weight not in cut and weight in shapes}
-    looked_up = {weight for weight, of in kinds.items() if any(use.is_embedding for use in of)}
-    tokens = {shapes[weight][0] for weight in looked_up}
-    heads = {
-        weight: shapes[weight][use.out_dim]
-        for weight, of in kinds.items()
-        for use in of
-        if weight in found.shown and not use.is_embedding and shapes[weight][use.out_dim] in tokens
-    }
-    for weight in (
-        name for name in kinds if name in heads or (name in looked_up and shapes[name][0] in heads.values())
-    ):
-        result = _table(module, trials, uses[weight], weight, shapes[weight], degree)
+    kinds = {weight: set().union(*by.values()) for weight, by in uses.items()}
+    for weight in of_vocabulary(module, kinds, found.shown):
+        shape = module.get_parameter(weight).shape
+        result = _table(module, trials, uses[weight], weight, shape, degree)
         if isinstance(result, Table):
             found.tables.append(result)
             found.left.pop(weight, None)
         else:
             found.left[weight] = result
+
+
+def of_vocabulary(module: nn.Module, uses: Mapping[str, Iterable[Layer]], shown: Container[str]) -> list[str]:
+    """The weights of layers that make the output of a model with a number for each row of an embedding; and of the
+    embeddings.
+
+    Args:
+        module: any module.
+        uses: weight -> the layers that it is.
+        shown: layers whose outputs reach the output of the model.
+    """
+    shapes = {name: owner._parameters[attr].shape for name, owner, attr in canonical_tensors(module, "_parameters")}  # type: ignore[union-attr]
+    known = {weight: of for weight, of in uses.items() if weight in shapes}
+    looked_up = {weight for weight, of in known.items() if any(use.is_embedding for use in of)}
+    made = {
+        (weight, shapes[weight][use.out_dim])
+        for weight, of in known.items()
+        for use in of
+        if weight in shown and not use.is_embedding
+    }
+    rows = {shapes[weight][0] for weight in looked_up}
+    heads, tokens = {weight for weight, size in made if size in rows}, {size for _, size in made}
+    return [name for name in known if name in heads or (name in looked_up and shapes[name][0] in tokens)]
 
 
 def _table(
