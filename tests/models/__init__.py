@@ -21,6 +21,7 @@ from models import (
     tied,
     towers,
     unreplayable,
+    vocabularies,
     written,
     zoo,
 )
@@ -33,7 +34,7 @@ MODELS: dict[str, Model] = {}
 
 _SOURCES = (
     *(zoo, hugging_face, families, other_families, packages, written, constructors, unreplayable, awkward),
-    *(tied, tempered, shared_layer, stacks, towers, recomputed, drops, linears, other_uses),
+    *(tied, tempered, shared_layer, stacks, towers, recomputed, drops, linears, other_uses, vocabularies),
 )
 
 for _source in _SOURCES:

@@ -136,4 +136,5 @@ def _task(config: "RunConfig", world: "World", num_steps: int, most: int) -> Any
         max_grad_norm=config.train.max_grad_norm,
         norm_type=config.train.norm_type,
         clip_grad_value=config.train.clip_grad_value,
+        fused=config.train.fused,
     )

@@ -38,10 +38,15 @@ def add_arguments(parser: Parser) -> None:
         help="pkg.mod:fn, batch -> what the loss is divided by; default: labels that are not -100",
     )
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps to compare (3)")
+    parser.add_argument(
+        "--fused",
+        action="store_true",
+        help="the ranks compute the next-token loss without logits, as TrainStep(fused=True)",
+    )
     parser.add_argument("--accumulate", type=int, default=2, metavar="N", help="micro-batches per rank and step (2)")
     parser.instead = {"--nproc": _NUM_RANKS}
     parser.usage = (
-        "shardwise verify MODEL [--layout L] [--batch FN] [--loss FN] [--count FN] [--parallel.key=value ...]"
+        "shardwise verify MODEL [--layout L] [--batch FN] [--loss FN] [--count FN] [--fused] [--parallel.key=value ...]"
     )
 
 
@@ -72,6 +77,12 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, option) < 1:
             given = f"--{option} {getattr(args, option)}"
             raise ConfigError(given, why="there would be nothing to compare", fix=f"use --{option} 1 or more")
+    if args.fused and args.loss:
+        raise ConfigError(
+            f"--fused with --loss {args.loss}",
+            why="the next-token loss is computed in place of the logits, which a loss of your own would be given",
+            fix="leave one of them out",
+        )
     degrees = parse_layout(args.layout)
     numbers = [degree for degree in degrees.values() if isinstance(degree, int) and degree > 0]
     if len(numbers) < len(degrees):
@@ -90,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
         count=args.count,
         steps=args.steps,
         accumulate=args.accumulate,
+        fused=args.fused,
         parallel=parallel,
         small_units=is_default,
     )

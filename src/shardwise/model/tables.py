@@ -91,8 +91,8 @@ def _table(
         return "it is the weight of layers of two kinds"
     (dim,), bias = dims, next(iter(biases), None)
     for trial in trials:
-        if other := next((trial.foreign[name] for name in (weight, bias) if name in trial.foreign), None):
-            return f"its weight is also used by {other}"
+        if weight in trial.read:
+            return f"its weight is also used by {trial.foreign.get(weight, 'code that is no layer')}"
         of_bias = [name for name, kinds in trial.uses.items() if any(bias and use.bias == bias for use in kinds)]
         if bias in trial.read or len(of_bias) > 1:
             return f"{bias} is used outside of its layer too"

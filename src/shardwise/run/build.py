@@ -276,6 +276,7 @@ def make_step(config: RunConfig, model: nn.Module) -> TrainStep:
         max_grad_norm=config.train.max_grad_norm,
         norm_type=config.train.norm_type,
         clip_grad_value=config.train.clip_grad_value,
+        fused=config.train.fused,
         on_nonfinite=config.train.on_nonfinite,
         scaler=make_scaler(config, model),
     )

@@ -207,6 +207,10 @@ class Train(Options, frozen=True, kw_only=True):
     clip_grad_value: Annotated[
         AboveZero | None, doc("each element of a gradient is clamped to [-value, value], after the norm; null: never")
     ] = None
+    fused: Annotated[
+        bool | str,
+        doc("the loss is computed where the head is called, and logits are never held; or the name of the head"),
+    ] = False
     seed: Annotated[Count, doc("seed of the weights, the order of samples and dropout")] = 0
     eval_every: Annotated[Count, doc("steps between validations; 0: only at the end")] = 100
     on_nonfinite: Annotated[

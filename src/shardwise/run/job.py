@@ -307,7 +307,7 @@ class _Run:
         micro = self.config.data.micro_batch
         ranks = self.world.axis("dp").size
         val = Loader(self.corpus.val, self.world, global_batch=micro * ranks, micro_batch=micro, shuffle=False)
-        figures: Mapping[str, Any] = evaluate(self.model, val)
+        figures: Mapping[str, Any] = evaluate(self.model, val, fused=self.config.train.fused)
         self.last["val_loss"] = float(figures["loss"])
         self.tell("val", step=done, **{name: float(value) for name, value in figures.items()})
         self.emit("phase", text="training")

@@ -3,7 +3,7 @@ tensor of most language models.
 
 Logits are made for some tokens at a time, and their gradients with them in the forward: as the loss is a sum, the backward
 only multiplies by one number. (Liger Kernel, https://arxiv.org/abs/2410.10989, section 3.2.) Where each rank has the rows of
-some tokens of the vocabulary, the ranks exchange three numbers for each position, and sum the gradient of the inputs.
+some tokens of the vocabulary, the ranks exchange four numbers for each position, and sum the gradient of the inputs.
 (Megatron-LM, https://arxiv.org/abs/1909.08053, section 3.)
 """
 
@@ -242,16 +242,16 @@ def _of_chunk(
     is_here = is_valid & (place >= 0) & (place < logits.shape[1])
     place = torch.where(is_here, place, 0).unsqueeze(1)
     target = torch.where(is_here, logits.gather(1, place).squeeze(1), 0)
-    summed = logits.sum(1) if smoothing else target
+    summed = [logits.sum(1)] if smoothing else []
     logits.sub_(largest.unsqueeze(1)).exp_()
-    numbers = torch.stack([logits.sum(1), target, summed, is_here.to(logits.dtype)])
+    numbers = torch.stack([logits.sum(1), target, is_here.to(logits.dtype), *summed])
     if share is not None:
         numbers = sum_over(numbers, share.group)
-    exps, target, summed, num_found = numbers
+    exps, target, num_found, *summed = numbers
     log_sum = largest + exps.log()
     losses = log_sum - (1 - smoothing) * target + z_loss * log_sum.square()
     if smoothing:
-        losses = losses - smoothing / num_classes * summed
+        losses = losses - smoothing / num_classes * summed[0]
     losses = torch.where(num_found == 1, losses, torch.nan)  # a label that is no class
     lost = torch.where(is_valid, losses, 0).sum()
     scale = torch.where(is_valid, (1 + 2 * z_loss * log_sum) / exps, 0)

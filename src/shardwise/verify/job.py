@@ -50,6 +50,7 @@ def main(
     count: str | None = None,
     steps: int = 3,
     accumulate: int = 2,
+    fused: bool | str = False,
     parallel: Any,
     small_units: bool = False,
 ) -> int:
@@ -64,6 +65,7 @@ def main(
         count: "pkg.mod:fn", as TrainStep takes it; None: the loss's own ``count``, else labels that are not -100.
         steps: optimizer steps.
         accumulate: micro-batches per rank and step.
+        fused: as in ``TrainStep``, on the ranks.
         parallel: a ``Parallel``; its layout is not used.
         small_units: compare once more with every block as a separate unit, if parameters are sharded: more can go wrong
             there.
@@ -92,7 +94,7 @@ def main(
         build, why = _without_dropout(build, parallel, windows, sums)
     if why:
         _print(why)
-    task = Task(Prepared(build, parallel), windows, sums, count_of(sums, counts), call)
+    task = Task(Prepared(build, parallel), windows, sums, count_of(sums, counts), call, fused=fused)
     reference = Reference(task, _say)
     _say(f"sharded: the same steps on {counted(num_ranks, 'rank')} (each loads torch, a few seconds)")
     if small_units and _has_blocks(build, parallel):

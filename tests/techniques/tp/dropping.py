@@ -85,9 +85,7 @@ def train(layout: str, fused: bool, steps: int = 2, frozen: bool = False, **opti
         step, grads = sw.TrainStep(model, optim), {}
 
         def keep(*_):
-            whole = {
-                name: param.grad for name, param in model.named_parameters() if "norm" in name or name == "embed.weight"
-            }
+            whole = {name: param.grad for name, param in model.named_parameters() if "norm" in name}
             grads.update({name: grad.tolist() for name, grad in whole.items()})
 
         optim.register_step_pre_hook(keep)

@@ -37,7 +37,7 @@ class Fails(nn.Module):
 class Narrow(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.up, self.down = nn.Embedding(5, 3), nn.Linear(3, 9), nn.Linear(9, 5)
+        self.embed, self.up, self.down = nn.Embedding(5, 3), nn.Linear(3, 9), nn.Linear(9, 4)
 
     def forward(self, input_ids):
         return self.down(torch.relu(self.up(self.embed(input_ids))))

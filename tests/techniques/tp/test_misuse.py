@@ -4,15 +4,15 @@ import pytest
 from techniques.tp.misuses import MISUSES, WORKS, described, results
 
 SAYS = {
-    "state_dict": ("UsageError: blocks.0.attention.projections.0.weight: state_dict() of a model that is cut over tp", "sw.full_state_dict"),
+    "state_dict": ("UsageError: embed.weight: state_dict() of a model that is cut over tp", "sw.full_state_dict"),
     "state_dict of a block": ("UsageError", "state_dict() of a model that is cut over tp"),
     "torch's full state dict": ("UsageError", "state_dict() of a model that is cut over tp"),
     "gathered": (
-        "UnsupportedError: blocks.0.attention.projections.0.weight: sw.gathered(model) of a model that is cut over tp",
+        "UnsupportedError: embed.weight: sw.gathered(model) of a model that is cut over tp",
         "sw.full_state_dict",
     ),
-    "load_state_dict": ("UsageError: blocks.0.attention.projections.0.weight: load_state_dict into a model that is cut over tp", "sw.load_weights"),
-    "an optimizer that mixes": ("UnsupportedError: blocks.0.attention.projections.0.weight: Adafactor on a parameter that is cut over tp", "AdamW"),
+    "load_state_dict": ("UsageError: embed.weight: load_state_dict into a model that is cut over tp", "sw.load_weights"),
+    "an optimizer that mixes": ("UnsupportedError: embed.weight: Adafactor on a parameter that is cut over tp", "AdamW"),
     "TrainStep with one": ("UnsupportedError", "Adafactor on a parameter that is cut over tp"),
     "an optimizer of one's own": ("UnsupportedError", "Signs on a parameter that is cut over tp"),
     "a loose forward": ("UsageError", "outside of a window", "each rank along tp has a part of the gradient of"),
@@ -53,6 +53,9 @@ def test_a_model_that_cannot_be_cut_is_warned_of(ranks):
 def test_describe_says_what_is_cut_and_why_the_rest_is_not(ranks):
     text, told = ranks.run(described, 2, "tp=2", "named")[0]
     assert told == []
-    assert "tensor parallelism: 12 of 37 parameters, 74% of their elements, are cut over tp=2" in text
+    assert "tensor parallelism: 15 of 37 parameters, 88% of their elements, are cut over tp=2" in text
     assert "tp: 4 modules (blocks.0.attention.projections.0, ..., blocks.1.mlp.up): column-parallel" in text
-    assert "head.weight: whole on every rank of tp: " in text
+    assert (
+        "tp: 1 module (head): vocabulary-parallel head: each rank computes the logits of some tokens, and they are gathered\n"
+        in text
+    )
