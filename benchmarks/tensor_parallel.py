@@ -188,8 +188,9 @@ def measure_search(num_layers: int = 80, degree: int = 8, width: int = 8192) -> 
     )
     with torch.device("meta"):
         module = LlamaForCausalLM(config)
-    search(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), lambda m: m(torch.ones(2, 4)), 2)  # torch warms up
     ids = torch.arange(16).view(2, 8)
+    small = LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=16)
+    search(LlamaForCausalLM(small), lambda m: m(input_ids=ids), 2)  # torch and transformers warm up
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     found = search(module, lambda m: m(input_ids=ids), degree)
     seconds = time.perf_counter() - start

@@ -14,5 +14,5 @@ def test_its_table():
     found = script.measure(2, positions=120, width=16, vocab=400)
     text = script.table(found)
     memory = {name: of_name for name, (_, of_name) in found.items()}
-    assert memory["`sw.linear_cross_entropy`"] < 0.3 < 1.9 < memory["plain: logits, then `F.cross_entropy`"]
+    assert 0 < memory["`sw.linear_cross_entropy`"] < 0.3 < 1.9 < memory["plain: logits, then `F.cross_entropy`"]
     assert text.count("\n") == 1 + len(script.CONTENDERS) and "| 1.00 |" in text

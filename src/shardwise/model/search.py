@@ -44,31 +44,32 @@ def search(module: nn.Module, call: Callable[[nn.Module], Any], degree: int) -> 
         except UnsupportedError:  # its code counts its blocks
             found = None
         if found is not None:
-            trials = _of_whole(module, call, found)
-            if _holds_for_all(trials, degree, found, uses):
-                add_tables(module, trials, uses, degree, found)
+            trial = _of_whole(module, call, found)
+            if _holds_for_all(trial, degree, found, uses):
+                add_tables(module, trial, uses, degree, found)
                 return found
     found = _with_norms(module, call, degree, frozenset())
-    trials, uses = _of_whole(module, call, found), {}
-    for trial in trials:
-        with trial.noting(uses) as note:
+    trial, uses = _of_whole(module, call, found), {}
+    with trial.noting(uses) as note:
+        for is_training in (False, True):
+            trial.set_training(is_training)
             trial.run(note=note, watch=lambda *_: None)
-    add_tables(module, trials, uses, degree, found)
+    add_tables(module, trial, uses, degree, found)
     return found
 
 
-def _of_whole(module: nn.Module, call: Callable[[nn.Module], Any], found: Found) -> list[Trial]:
-    """The whole model, in eval mode and in training mode, not run yet."""
+def _of_whole(module: nn.Module, call: Callable[[nn.Module], Any], found: Found) -> Trial:
+    """The whole model, not run yet."""
     norms = frozenset(weight[:-1] for region in found.regions for weight in region.layers if is_norm(weight))
-    foreign = frozenset(found.foreign)
-    return [Trial(module, call, training=training, norms=norms, foreign=foreign) for training in (False, True)]
+    return Trial(module, call, norms=norms, foreign=frozenset(found.foreign))
 
 
-def _holds_for_all(trials: Sequence[Trial], degree: int, found: Found, uses: Uses) -> bool:
-    """Whether what was found in some blocks is right in the whole model, whose code may treat its blocks in other ways.
-    Notes in ``uses`` what the whole model calls."""
-    for trial in trials:
-        with trial.noting(uses) as note:
+def _holds_for_all(trial: Trial, degree: int, found: Found, uses: Uses) -> bool:
+    """Whether what was found in some blocks is right in the whole model, whose code may treat its blocks in other ways: in
+    eval mode and in training mode. Notes in ``uses`` what the whole model calls."""
+    with trial.noting(uses) as note:
+        for is_training in (False, True):
+            trial.set_training(is_training)
             if differs_on_first_rank(trial, found.regions, degree, note):
                 return False
     return True

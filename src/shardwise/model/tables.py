@@ -2,7 +2,7 @@
 outputs if these are gathered, and any embedding along its rows if those are summed. It needs no proof but that nothing
 else reads the weight. So what is looked for here is where that pays: the vocabulary."""
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 
 from torch import nn
 
@@ -14,21 +14,21 @@ from shardwise.model.trial import Trial, Uses
 __all__ = ["add_tables", "of_vocabulary"]
 
 
-def add_tables(module: nn.Module, trials: Sequence[Trial], uses: Uses, degree: int, found: Found) -> None:
+def add_tables(module: nn.Module, trial: Trial, uses: Uses, degree: int, found: Found) -> None:
     """Adds to ``found`` the weights of heads, and of the embeddings of as many tokens, that ``degree`` ranks can share; of
     a head that they cannot, the reason.
 
     Args:
         module: any module.
-        trials: of the whole of it, in eval mode and in training mode, which have run.
-        uses: what they have called.
+        trial: of the whole of it, which has run in eval mode and in training mode.
+        uses: what it has called.
         degree: how many ranks share a layer.
         found: the regions.
     """
     kinds = {weight: set().union(*by.values()) for weight, by in uses.items()}
     for weight in of_vocabulary(module, kinds, found.shown):
         shape = module.get_parameter(weight).shape
-        result = _table(module, trials, uses[weight], weight, shape, degree)
+        result = _table(module, trial, uses[weight], weight, shape, degree)
         if isinstance(result, Table):
             found.tables.append(result)
             found.left.pop(weight, None)
@@ -61,7 +61,7 @@ def of_vocabulary(module: nn.Module, uses: Mapping[str, Iterable[Layer]], shown:
 
 def _table(
     module: nn.Module,
-    trials: Sequence[Trial],
+    trial: Trial,
     uses: dict[str, set[Layer]],
     weight: str,
     size: tuple[int, ...],
@@ -90,12 +90,11 @@ def _table(
     if len(dims) > 1 or len(biases) > 1:
         return "it is the weight of layers of two kinds"
     (dim,), bias = dims, next(iter(biases), None)
-    for trial in trials:
-        if weight in trial.read:
-            return f"its weight is also used by {trial.foreign.get(weight, 'code that is no layer')}"
-        of_bias = [name for name, kinds in trial.uses.items() if any(bias and use.bias == bias for use in kinds)]
-        if bias in trial.read or len(of_bias) > 1:
-            return f"{bias} is used outside of its layer too"
+    if weight in trial.read:
+        return f"its weight is also used by {trial.foreign.get(weight, 'code that is no layer')}"
+    of_bias = [name for name, kinds in trial.uses.items() if any(bias and use.bias == bias for use in kinds)]
+    if bias in trial.read or len(of_bias) > 1:
+        return f"{bias} is used outside of its layer too"
     if (degree - 1) * -(-size[dim] // degree) >= size[dim]:
         return f"it has {size[dim]} rows, too few for {degree} ranks"
     return Table(weight, dim, bias, embeddings, tuple(heads))

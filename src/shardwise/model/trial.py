@@ -189,6 +189,11 @@ class Trial:
                 ]
         return seen
 
+    def set_training(self, is_training: bool) -> None:
+        """Puts the copy in training mode, or in eval mode: other code may run, and write other buffers."""
+        self.module.train(is_training)
+        self._has_run = False
+
     def in_training(self) -> "Trial":
         """The same model in training mode."""
         return Trial(self._original, self._call, training=True, without=self._without, norms=self.norms)
