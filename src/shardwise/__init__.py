@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from shardwise.techniques.data.options import DDP, Prefetch, Sharding
     from shardwise.techniques.precision.options import Precision
     from shardwise.techniques.remat.options import Remat
+    from shardwise.techniques.tp.options import TensorParallel
     from shardwise.techniques.transforms.options import transform
     from shardwise.verify import verify
     from shardwise.world import Axis, World
@@ -90,6 +91,7 @@ _HOME = {
     "shardwise.techniques.data.options": ("DDP", "Prefetch", "Sharding"),
     "shardwise.techniques.precision.options": ("Precision",),
     "shardwise.techniques.remat.options": ("Remat",),
+    "shardwise.techniques.tp.options": ("TensorParallel",),
     "shardwise.techniques.transforms.options": ("transform",),
     "shardwise.recipe": ("Recipe",),
     "shardwise.state": (
@@ -145,6 +147,7 @@ __all__ = [
     "StepState",
     "Stopped",
     "TaskModel",
+    "TensorParallel",
     "TrainStep",
     "UnsupportedError",
     "UsageError",

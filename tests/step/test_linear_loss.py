@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from shardwise.errors import ConfigError, UsageError
+from shardwise.step import linear_loss
 
 
 class Largest(TorchDispatchMode):
@@ -81,6 +82,15 @@ def test_only_gradients_that_are_wanted_are_made():
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()  # the gradients were multiplied in place; a second time they would be wrong
+
+
+def test_a_label_that_is_no_class_where_reading_it_would_wait_for_the_device(monkeypatch):
+    """There the loss is not a number, which a step refuses."""
+    monkeypatch.setattr(linear_loss, "_refuse_unknown_label", lambda *_: None)
+    hidden, weight, labels = torch.randn(3, 4), torch.randn(9, 4), torch.tensor([1, 9, -100])
+    assert sw.linear_cross_entropy(hidden, weight, labels).isnan()
+    labels[1] = 8
+    assert sw.linear_cross_entropy(hidden, weight, labels).isfinite()
 
 
 def test_unfit_arguments_are_refused():

@@ -24,37 +24,42 @@ _MOST_TOGETHER = 20  # regions among which every choice is compared
 _SEARCHED = 2  # blocks of a kind: what one hands on to the next would show
 
 
-def search(module: nn.Module, call: Callable[[nn.Module], Any], degree: int) -> Found:
+def search(
+    module: nn.Module, call: Callable[[nn.Module], Any], degree: int, allowed: frozenset[str] | None = None
+) -> Found:
     """The regions of ``module`` for ``degree`` ranks that share its layers.
 
     Args:
         module: any module, on meta or not; it is not changed.
         call: ``call(copy)`` runs a copy of it once on an example and returns its output.
         degree: how many ranks share a layer.
+        allowed: weights of the layers that may be cut; None: all.
 
     Raises:
         UnsupportedError: the module cannot be copied, or does not run.
     """
     others = {blocks[0]: blocks[_SEARCHED:] for blocks in block_kinds(module) if len(blocks) > _SEARCHED}
+    if allowed is not None and not all(_treats_alike(allowed, blocks) for blocks in block_kinds(module)):
+        others = {}
     uses: Uses = {}
     if others:
         try:
             without = frozenset(name for names in others.values() for name in names)
-            found = _repeated(_with_norms(module, call, degree, without), block_kinds(module))
+            found = _repeated(_with_norms(module, call, degree, without, allowed), block_kinds(module))
         except UnsupportedError:  # its code counts its blocks
             found = None
         if found is not None:
             trial = _of_whole(module, call, found)
             if _holds_for_all(trial, degree, found, uses):
-                add_tables(module, trial, uses, degree, found)
+                add_tables(module, trial, uses, degree, found, allowed)
                 return found
-    found = _with_norms(module, call, degree, frozenset())
+    found = _with_norms(module, call, degree, frozenset(), allowed)
     trial, uses = _of_whole(module, call, found), {}
     with trial.noting(uses) as note:
         for is_training in (False, True):
             trial.set_training(is_training)
             trial.run(note=note, watch=lambda *_: None)
-    add_tables(module, trial, uses, degree, found)
+    add_tables(module, trial, uses, degree, found, allowed)
     return found
 
 
@@ -75,16 +80,28 @@ def _holds_for_all(trial: Trial, degree: int, found: Found, uses: Uses) -> bool:
     return True
 
 
-def _with_norms(module: nn.Module, call: Callable[[nn.Module], Any], degree: int, without: frozenset[str]) -> Found:
+def _treats_alike(allowed: frozenset[str], blocks: list[str]) -> bool:
+    """Whether the same layers of each block may be cut."""
+    inside = [{_name(name, block, "") for name in allowed if _is_in(name, block)} for block in blocks]
+    return all(names == inside[0] for names in inside)
+
+
+def _with_norms(
+    module: nn.Module,
+    call: Callable[[nn.Module], Any],
+    degree: int,
+    without: frozenset[str],
+    allowed: frozenset[str] | None,
+) -> Found:
     """The regions of a model; also those with a norm over the whole width between two layers, if that cuts more."""
     trial = Trial(module, call, without=without)
-    found = find_certified(trial, degree)
+    found = find_certified(trial, degree, allowed)
     norms = _norms_of_one_layer(trial, found) if found.left else frozenset()
     if not norms:
         return found
     try:
         other = Trial(module, call, without=without, norms=norms)
-        with_norms = find_certified(other, degree)
+        with_norms = find_certified(other, degree, allowed)
     except (UnsupportedError, TypeError):  # one of them is more than a function of one tensor
         return found
     sizes = [sum(_numel(trial, region) for region in each.regions) for each in (found, with_norms)]
@@ -203,13 +220,15 @@ def _moved(region: Region, block: str, other: str) -> Region:
 # ---- which regions are cut beside each other --------------------------------------------------------------------------
 
 
-def find_certified(trial: Trial, degree: int) -> Found:
+def find_certified(trial: Trial, degree: int, allowed: frozenset[str] | None = None) -> Found:
     """The regions for ``degree`` ranks that can be cut together, with their settings; and for every other linear layer
-    that was called the reason why it stays as it is."""
+    that was called the reason why it stays as it is. ``allowed``: as of :func:`search`."""
     found, training = find_regions(trial, degree), trial.in_training()
     vocabulary = set(of_vocabulary(trial.module, trial.uses, found.shown))
     candidates = [region for region in found.regions if not vocabulary & set(region.layers)]
     left, written = dict(found.left), {*trial.written, *training.written}
+    if allowed is not None:
+        candidates = _allowed(candidates, allowed, left)
     shown = dict[str, Region]()  # by the row-parallel layers, which no two candidates have in common
     known = dict[str, Settings]()
     while waiting := [region for region in _largest(trial, candidates) if region.rows[0] not in shown]:
@@ -248,6 +267,19 @@ def find_certified(trial: Trial, degree: int) -> Found:
     for weight, names in training.callers().items():
         callers[weight] = tuple(dict.fromkeys((*callers.get(weight, ()), *names)))
     return Found(kept, left, dict(trial.layers), callers, _sharing(trial, kept), found.shown, found.foreign)
+
+
+def _allowed(regions: Sequence[Region], allowed: frozenset[str], left: dict[str, str]) -> list[Region]:
+    """The regions of which every layer may be cut; of the others the reason why not."""
+    kept = []
+    for region in regions:
+        layers = [weight for weight in (*region.columns, *region.rows) if not is_norm(weight)]
+        if others := [weight for weight in layers if weight not in allowed]:
+            why = f"the plan does not cut {others[0]}, which is cut with it"
+            left.update((weight, "the plan does not cut it" if weight in others else why) for weight in layers)
+        else:
+            kept.append(region)
+    return kept
 
 
 def _cuts_more_than_norms(region: Region, regions: Sequence[Region]) -> bool:

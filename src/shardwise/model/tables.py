@@ -14,7 +14,9 @@ from shardwise.model.trial import Trial, Uses
 __all__ = ["add_tables", "of_vocabulary"]
 
 
-def add_tables(module: nn.Module, trial: Trial, uses: Uses, degree: int, found: Found) -> None:
+def add_tables(
+    module: nn.Module, trial: Trial, uses: Uses, degree: int, found: Found, allowed: Container[str] | None
+) -> None:
     """Adds to ``found`` the weights of heads, and of the embeddings of as many tokens, that ``degree`` ranks can share; of
     a head that they cannot, the reason.
 
@@ -24,10 +26,14 @@ def add_tables(module: nn.Module, trial: Trial, uses: Uses, degree: int, found: 
         uses: what it has called.
         degree: how many ranks share a layer.
         found: the regions.
+        allowed: weights of the layers that may be cut; None: all.
     """
     kinds = {weight: set().union(*by.values()) for weight, by in uses.items()}
     for weight in of_vocabulary(module, kinds, found.shown):
         shape = module.get_parameter(weight).shape
+        if allowed is not None and weight not in allowed:
+            found.left[weight] = "the plan does not cut it"
+            continue
         result = _table(module, trial, uses[weight], weight, shape, degree)
         if isinstance(result, Table):
             found.tables.append(result)

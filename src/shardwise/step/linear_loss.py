@@ -144,15 +144,18 @@ def _refuse_unfit(
             why="a share is from 0 to 1, and a chunk has a position or more",
             fix="give numbers in these ranges",
         )
-    if labels.device.type == "cpu" and labels.numel():
-        classes = num_rows if share is None else share.vocab_size
-        strange = labels[(labels != options.ignore_index) & ((labels < 0) | (labels >= classes))]
-        if strange.numel():
-            raise ConfigError(
-                f"a label {int(strange[0])} of {classes} classes",
-                why=f"labels are from 0 to {classes - 1}, or {options.ignore_index} for what is not counted",
-                fix="check the tokenizer, or the number of outputs of the head",
-            )
+    if labels.device.type == "cpu":
+        _refuse_unknown_label(labels, num_rows if share is None else share.vocab_size, options.ignore_index)
+
+
+def _refuse_unknown_label(labels: Tensor, classes: int, ignore_index: int) -> None:
+    strange = labels[(labels != ignore_index) & ((labels < 0) | (labels >= classes))]
+    if strange.numel():
+        raise ConfigError(
+            f"a label {int(strange[0])} of {classes} classes",
+            why=f"labels are from 0 to {classes - 1}, or {ignore_index} for what is not counted",
+            fix="check the tokenizer, or the number of outputs of the head",
+        )
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -73,6 +73,18 @@ def other_data(world):
         step(window)
 
 
+def with_a_mask(example):
+    """Steps with an attention mask, after a trial with ``example`` or, None, with tokens alone."""
+
+    def call(world):
+        model = models.get("llama")
+        batches = [{**batch, "attention_mask": torch.ones_like(batch["input_ids"])} for batch in model.windows(1, 1)[0]]
+        module = sw.parallelize(model.build, world, example=batches[0] if example else None)
+        sw.TrainStep(module, torch.optim.SGD(module.parameters(), lr=0.1))(batches)
+
+    return call
+
+
 def hooked(world):
     model = models.get(NAME).build()
     model.blocks[0].mlp.up.weight.register_hook(lambda grad: grad * 0)
@@ -91,6 +103,7 @@ MISUSES = {
     "a loose forward": lambda world: cut(world)(torch.zeros(1, 4, dtype=torch.long)),
     "other data": other_data,
     "a hook": hooked,
+    "a mask that the example did not have": with_a_mask(False),
     "no example": lambda world: sw.parallelize(Plain, world),
     "an example that does not fit": lambda world: sw.parallelize(Plain, world, example={"x": torch.ones(2, 5), "y": torch.ones(2, 5)}),
     "a model that does not run": lambda world: sw.parallelize(Fails, world),
@@ -100,6 +113,7 @@ WORKS = {
     "no gradients": lambda world: torch.no_grad()(cut(world))(torch.zeros(1, 4, dtype=torch.long)),
     "an elementwise one": stepping(lambda model: torch.optim.AdamW(model.parameters())),
     "norms alone": stepping(lambda model: torch.optim.Adafactor([model.norm.weight, model.norm.bias])),
+    "a mask that the example had": with_a_mask(True),
     "an example": lambda world: sw.parallelize(Plain, world, example={"x": torch.ones(2, 6), "y": torch.ones(2, 6)}),
 }
 

@@ -18,6 +18,9 @@ SAYS = {
     "a loose forward": ("UsageError", "outside of a window", "each rank along tp has a part of the gradient of"),
     "other data": ("RankError: ranks 0 and 1 with other micro-batches at window 2", 'rank=world.axis("dp").rank'),
     "a hook": ("UnsupportedError: blocks.0.mlp.up.weight: a hook on a parameter that is cut over the ranks",),
+    "a mask that the example did not have": (
+        "UsageError: a forward with attention_mask, which the example did not have", "parallelize(..., example=batch)"
+    ),
     "no example": ("UsageError: a Plain without example=", "one micro-batch as training will give it"),
     "an example that does not fit": ("UsageError: example={x, y} for Plain", "the model does not run with it on meta"),
     "a model that does not run": ("UnsupportedError: a run of Fails without its linear layers", "head.weight takes 3 inputs", "pass example="),

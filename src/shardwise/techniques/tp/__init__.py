@@ -1,13 +1,32 @@
 """Tensor parallelism: linear layers cut over ranks that work on the same data, found in the model's own code."""
 
-from shardwise.techniques.technique import Technique
+from typing import Annotated
+
+from shardwise.config.record import doc
+from shardwise.techniques.technique import Option, Technique
+from shardwise.techniques.tp.options import TensorParallel, tensor_parallel_of
 from shardwise.techniques.tp.rule import TensorParallelEntry, lines, rule
 
 __all__ = ["TECHNIQUE"]
 
 TECHNIQUE = Technique(
     name="tp",
-    options=(),
+    options=(
+        Option(
+            key="tensor_parallel",
+            hint=Annotated[
+                str | TensorParallel | None,
+                doc(
+                    "which layers are cut over tp: auto: all that can be; hf: as the model's own tp_plan names; llama: by Llama's names"
+                ),
+            ],
+            takes="str | TensorParallel | None",
+            help='which layers are cut over ``tp``: ``"auto"``, all that can be; ``"hf"``, those of the model\'s own ``tp_plan``; or a '
+            ":class:`~shardwise.TensorParallel` with a plan.",
+            check=tensor_parallel_of,
+            settle=tensor_parallel_of,
+        ),
+    ),
     axes=("tp",),
     entry=TensorParallelEntry,
     rule=rule,

@@ -13,6 +13,8 @@ from shardwise.model.regions import Cut, Found, Region, Rows, Whole
 from shardwise.model.search import search
 from shardwise.recipe import Draft
 from shardwise.techniques.technique import Example
+from shardwise.techniques.tp.options import TensorParallel
+from shardwise.techniques.tp.plan import Wanted, differences, own_plan, refuse_uncut, wanted
 from shardwise.world import World
 
 __all__ = ["facts_of", "probe"]
@@ -20,19 +22,33 @@ __all__ = ["facts_of", "probe"]
 Facts = dict[str, Any]
 
 
-def probe(module: nn.Module, example: Example, draft: Draft, world: World) -> Facts:
+def probe(module: nn.Module, example: Example, draft: Draft, world: World, *, tensor_parallel: TensorParallel) -> Facts:
     """What tensor parallelism changes in ``module``; see :func:`facts_of`. Nothing if ``tp`` is 1.
 
     Raises:
-        UnsupportedError: the module cannot be copied, or does not run on the example.
+        UnsupportedError: the module cannot be copied, or does not run on the example; a layer that the plan names cannot
+            be cut so.
         UsageError: there is no example, and none can be guessed.
+        PlanError: a plan that does not fit the module.
     """
     if draft.layout.tp == 1:
         return {}
-    return example.shows(functools.partial(_facts, module, draft))
+    plan = wanted(module, draft.anatomy, tensor_parallel)
+    found, given = example.shows(functools.partial(_found, module, draft, plan))
+    facts = {**facts_of(found, draft.anatomy.params), "given": sorted(given)}
+    if plan is not None:
+        refuse_uncut(found, plan, draft.layout.tp)
+        what = tensor_parallel.plan if isinstance(tensor_parallel.plan, str) else "the one that was given"
+        facts["plan"] = [f"plan: {what}; how its layers are cut was found in the code, and proved"]
+    elif (own := own_plan(module)) and (others := differences(found, draft.anatomy, own)):
+        facts["plan"] = [f"plan: what the code allows. The model's own tp_plan is another: {'; '.join(others)}"]
+    return facts
 
 
-def _facts(module: nn.Module, draft: Draft, run: Callable[[nn.Module], Any]) -> Facts:
+def _found(
+    module: nn.Module, draft: Draft, plan: Wanted | None, run: Callable[[nn.Module], Any]
+) -> tuple[Found, set[str]]:
+    """What can be cut, and the arguments of the model that were tensors."""
     given: set[str] = set()
 
     def noting(copy: nn.Module) -> Any:
@@ -45,7 +61,8 @@ def _facts(module: nn.Module, draft: Draft, run: Callable[[nn.Module], Any]) -> 
             handle.remove()
 
     try:
-        found = search(module, noting, draft.layout.tp)
+        allowed = None if plan is None else frozenset(name for name, kind in plan.items() if kind != "whole")
+        return search(module, noting, draft.layout.tp, allowed), given
     except ShardwiseError:
         raise
     except Exception as error:
@@ -54,7 +71,6 @@ def _facts(module: nn.Module, draft: Draft, run: Callable[[nn.Module], Any]) -> 
             why=f"its gradients were to show what can be cut: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
             fix="turn its own checkpointing off (remat= of parallelize does that), and what writes a buffer with gradients; or leave tp out",
         ) from error
-    return {**facts_of(found, draft.anatomy.params), "given": sorted(given)}
 
 
 def facts_of(found: Found, parameters: Collection[str]) -> Facts:

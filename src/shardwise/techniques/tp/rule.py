@@ -7,6 +7,7 @@ from typing import Any
 
 from shardwise.recipe import Cut, Draft, Edit, Part, Recipe
 from shardwise.recipe.records import Record
+from shardwise.techniques.tp.options import TensorParallel
 
 __all__ = ["TensorParallelEntry", "lines", "rule"]
 
@@ -30,14 +31,17 @@ class TensorParallelEntry(Record, frozen=True):
     given: tuple[str, ...] = ()
 
 
-def rule(draft: Draft, facts: Mapping[str, Any]) -> None:
+def rule(draft: Draft, facts: Mapping[str, Any], *, tensor_parallel: TensorParallel) -> None:
     """Cuts parameters over ``tp``.
 
     Args:
         draft: the recipe so far.
         facts: of the probe: see :func:`shardwise.techniques.tp.probe.facts_of`; {} where ``tp`` is 1.
+        tensor_parallel: the option.
     """
     if draft.layout.tp == 1:
+        if tensor_parallel != TensorParallel():
+            draft.note("tensor_parallel", "no effect: tp=1", option="tensor_parallel")
         return
     for name, (dim, parts) in facts.get("cuts", {}).items():
         draft.cut(name, Cut(axis="tp", dim=dim, parts=tuple(Part(size=size, replicas=of) for size, of in parts)))
@@ -68,6 +72,8 @@ def lines(recipe: Recipe) -> list[str]:
 def _add_notes(draft: Draft, facts: Mapping[str, Any]) -> None:
     """Says why layers are not cut, once for those that differ only in the number of their block."""
     degree, left = draft.layout.tp, facts.get("left", {})
+    for text in facts.get("plan", ()):
+        draft.note("tensor_parallel", text, option="tensor_parallel")
     if not facts.get("cuts"):
         why = next((f"{weight}: {why}" for weight, why in left.items()), "the example called no linear layer")
         draft.note(

@@ -1,0 +1,67 @@
+"""Plans that name layers: they are cut as the code says, and what cannot be cut so is an error that says why."""
+
+import models
+import pytest
+from techniques.tp.plans import CASES, MLPS, described
+
+import shardwise as sw
+
+SAYS = {
+    "auto": ("17 of 30 parameters",),
+    "auto beside the model's own": (
+        "plan: what the code allows. The model's own tp_plan is another: it also cuts model.layers.0.mlp.experts.gate_up_proj and 5 more",
+    ),
+    "hf": ("17 of 30 parameters", "tensor_parallel: plan: hf; how its layers are cut was found in the code, and proved"),
+    "hf with norms": ("17 of 36 parameters", "plan: hf"),
+    "hf with experts": ("UnsupportedError", "'moe_tp_experts'", "experts, which are whole on every rank"),
+    "hf without one": ("UsageError: TensorParallel(plan='hf') for a GPT2LMHeadModel", 'leave it at "auto"'),
+    "llama": ("17 of 30 parameters", "plan: llama"),
+    "llama on other names": ("PlanError: TensorParallel(plan='llama')", "no modules of these names"),
+    "some layers": ("9 of 40 parameters", "lm_head", "transformer.h.0.attn.c_attn.weight: whole on every rank of tp, and 2 like it: the plan does not cut"),
+    "of a module": ("9 of 40 parameters",),
+    "by path": ("9 of 40 parameters", "plan: techniques.tp.plans:MLPS"),
+    "by path to something else": ("ConfigError", "it is a int, and no mapping"),
+    "one block": ("3 of 40 parameters",),
+    "the vocabulary alone, tied": ("1 of 40 parameters", "vocabulary-parallel head"),
+    "a layer without its other half": (
+        "UnsupportedError: transformer.h.0.mlp.c_fc.weight: a plan in which this is column-parallel over tp=2",
+        "the plan does not cut transformer.h.0.mlp.c_proj.weight, which is cut with it",
+    ),
+    "the wrong way round": ("UnsupportedError: transformer.h.0.mlp.c_fc.weight", "it would be column-parallel"),
+    "what cannot be cut": ("UnsupportedError: blocks.0.mlp.up.weight", "is used by norm too"),
+    "no such module": ("PlanError: TensorParallel(plan=...: 'transformer.h.*.mlp.c_fcc')", "did you mean"),
+    "no such style": ("ConfigError", "there is no such style", "did you mean 'colwise'"),
+    "a norm": ("PlanError", "have no weight of two dims"),
+    "two styles": ("PlanError: transformer.h.0.mlp.c_fc.weight", "another pattern makes it column"),
+    "sequence parallel": ("UnsupportedError", "activations between layers are whole"),
+    "nothing": ("ConfigError: TensorParallel(plan={})",),
+    "no such plan": ("ConfigError: TensorParallel(plan='lama')", "did you mean 'llama'"),
+    "another type": ("ConfigError: tensor_parallel=3", "that is a int"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found(ranks):
+    one, other = ranks.run(described, 2, "tp=2")
+    assert one == other
+    return one
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_said(found, case):
+    for words in SAYS[case]:
+        assert words in found[case], found[case]
+
+
+def test_without_ranks_to_cut_over_a_plan_is_no_error(ranks):
+    assert "tensor_parallel: no effect: tp=1" in ranks.run(described, 1, "dp_shard=1")[0]["some layers"]
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"), [("gpt2", MLPS), ("llama", "llama"), pytest.param("qwen3", "hf", marks=pytest.mark.soak)]
+)
+def test_training_is_that_of_one_process(ranks, name, plan):
+    model = models.get(name)
+    option = sw.TensorParallel(plan=plan)
+    windows = model.windows(2, 3)
+    assert sw.verify(model.build, "tp=2", batches=windows, forward=model.forward, tensor_parallel=option, run=ranks.run)
