@@ -1281,8 +1281,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "proof-without-clipping",
         "max_grad_norm=config.train.max_grad_norm,\n        norm_type=config.train.norm_type,\n"
-        "        clip_grad_value=config.train.clip_grad_value,\n    )",
-        "norm_type=config.train.norm_type,\n        clip_grad_value=config.train.clip_grad_value,\n    )",
+        "        clip_grad_value=config.train.clip_grad_value,\n        fused=config.train.fused,\n    )",
+        "norm_type=config.train.norm_type,\n        clip_grad_value=config.train.clip_grad_value,\n        fused=config.train.fused,\n    )",
         "tests/cli/test_train_proof.py -k clips_as_the_run_does",
         "the proof of a run compares another run, which does not clip",
     ),
@@ -1337,8 +1337,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "tp-sums-over-the-wrong-ranks",
-        "group_name(axis.group)",
-        'group_name(world.axis("dp").group or axis.group)',
+        "Shared(group_name(axis.group),",
+        'Shared(group_name(world.axis("dp").group or axis.group),',
         "tests/techniques/tp/test_parity.py -k kv-2",
         "activations of ranks with other data are summed",
     ),
