@@ -42,6 +42,7 @@ def measure(only: str | None = None) -> dict[str, Any]:
             "init": lambda: _init(pool.run),
             "weights": lambda: _weights(pool.run),
             "checkpoint": lambda: _checkpoint(pool.run),
+            "tensor-parallel": lambda: _plan(pool.run),
         }
         return {name: make() for name, make in made.items() if only in (None, name)}
 
@@ -64,6 +65,13 @@ def _layout() -> dict[str, list[list[int]]]:
         pieces = [recipe.at(rank).extents("weight") for rank in range(RANKS)]
         found[text] = [[row for p in held for row in range(ROWS)[p.full_index[0]]] for held in pieces]
     return found
+
+
+def _plan(run: Callable[..., list]) -> dict[str, dict[str, list]]:
+    """Matrix of GPT-2 -> its shape, and for each of two ranks the first row, first column, rows and columns of its pieces."""
+    from techniques.tp.pieces import pieces_of_gpt2
+
+    return run(pieces_of_gpt2, 2, "tp=2")[0]
 
 
 def _units(run: Callable[..., list]) -> dict[str, list[int]]:
@@ -197,6 +205,25 @@ def _draw_layout(figure: Any, figures: Mapping[str, list[list[int]]]) -> None:
         axes.axis("off")
 
 
+def _draw_plan(figure: Any, figures: Mapping[str, Mapping[str, list]]) -> None:
+    """Matrices to one scale: what is the first rank's, and what the second's."""
+    from matplotlib.patches import Rectangle
+
+    widths = [of_matrix["shape"][1] for of_matrix in figures.values()]
+    all_axes = figure.subplots(1, len(figures), width_ratios=[max(width, 14) for width in widths])
+    for axes, (name, of_matrix) in zip(all_axes, figures.items(), strict=True):
+        rows, columns = of_matrix["shape"]
+        for color, pieces in zip((BLUE, ORANGE), of_matrix["pieces"], strict=True):
+            for row, column, num_rows, num_columns in pieces:
+                axes.add_patch(Rectangle((column, row), num_columns, num_rows, facecolor=color, edgecolor="white"))
+        short = name.removeprefix("transformer.").removeprefix("h.0.")
+        axes.set(title=f"{short}\n{rows} x {columns}", xlim=(-0.5, columns + 0.5), ylim=(50, -1), aspect="equal")
+        axes.axis("off")
+        if short == "attn.c_attn":
+            for i, letter in enumerate("qkv"):
+                axes.text((i + 0.5) * columns / 3, rows + 4, letter, ha="center")
+
+
 def _box(x: float, y: float, color: str) -> Any:
     from matplotlib.patches import Rectangle
 
@@ -315,6 +342,7 @@ DRAWINGS: dict[str, Callable[[Any, Any], None]] = {
     "init": _draw_init,
     "weights": _draw_weights,
     "checkpoint": _draw_checkpoint,
+    "tensor-parallel": _draw_plan,
 }
 
 

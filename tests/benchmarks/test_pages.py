@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from techniques.tp.pieces import pieces_of_gpt2
 
 ROOT = Path(__file__).resolve().parents[2]
 _spec = importlib.util.spec_from_file_location("draw_pages_script", ROOT / "tools" / "draw_pages.py")
@@ -25,6 +26,10 @@ def test_a_picture_is_drawn_from_its_figures(name, tmp_path):
 
 def test_the_layouts_figures_are_the_recipes():
     assert pages._layout() == FIGURES["layout"]
+
+
+def test_the_parts_of_gpt2_are_the_recipes(ranks):
+    assert ranks.run(pieces_of_gpt2, 2, "tp=2")[0] == FIGURES["tensor-parallel"]
 
 
 def test_the_moments_of_a_save_are_those_of_the_code_and_one_name_decides():
