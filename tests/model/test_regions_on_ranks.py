@@ -13,10 +13,10 @@ ALL = [name for name, model in models.MODELS.items() if model.batch is not None 
 @pytest.mark.parametrize(
     ("names", "degree"),
     [
-        pytest.param(OWN, 2, id="own-2"),
+        pytest.param(OWN, 2, id="own-2", marks=pytest.mark.soak),
         pytest.param(ON_4, 4, id="some-4"),  # with fewer key/value heads than ranks, or layers of other kinds
         pytest.param(OWN, 4, id="own-4", marks=pytest.mark.soak),
-        pytest.param(FAMILIES, 2, id="families-2"),
+        pytest.param(FAMILIES, 2, id="families-2", marks=pytest.mark.soak),
         pytest.param(ALL, 2, id="others-2", marks=[pytest.mark.soak, pytest.mark.filterwarnings("ignore")]),
     ],
 )

@@ -24,7 +24,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("with_block", [True, False])
+@pytest.mark.parametrize("with_block", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_an_error_of_every_rank_is_shown_once_with_the_lines_of_the_script(tmp_path, with_block):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("WITH", str(with_block)))

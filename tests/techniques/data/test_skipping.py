@@ -147,7 +147,14 @@ SAMPLE = [f"{order}: plain" for order in ("all blocks on one rank", "drawn anew 
 FEW = [*SAMPLE, "text only at first", "an expert each", "one block, by rank", "a frozen tower"]
 
 
-@pytest.mark.parametrize("names", [PLAIN, OTHER_LOOPS, OTHER_MODELS], ids=["orders", "loops", "models"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(PLAIN, id="orders"),
+        pytest.param(OTHER_LOOPS, id="loops", marks=pytest.mark.soak),
+        pytest.param(OTHER_MODELS, id="models", marks=pytest.mark.soak),
+    ],
+)
 def test_blocks_that_ranks_skip(ranks, names):
     check(ranks, "shards", names)
 
@@ -155,7 +162,9 @@ def test_blocks_that_ranks_skip(ranks, names):
 METHODS = [name for name in CASES if name.startswith("another method")]
 
 
-@pytest.mark.parametrize("where", ["kept", "kept over 2 of 4", pytest.param("much prefetch", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "where", ["kept", *(pytest.param(name, marks=pytest.mark.soak) for name in ("kept over 2 of 4", "much prefetch"))]
+)
 def test_blocks_used_by_another_method_that_ranks_keep(ranks, where):
     """A rank that ran one freed it before its backward and gathered it anew; those that skipped it held it, and gathered nothing."""
     check(ranks, where, METHODS, timeout_s=100)
