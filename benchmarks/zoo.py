@@ -96,7 +96,7 @@ def table(found: dict[str, dict[str, Any]], layout: str) -> str:
     lines = [
         f"transformers {version}, layout `{layout}`: {len(found)} kinds of causal language models; "
         + ", ".join(f"{count[key]} {key}" for key in ("equal", "refused", "wrong", "not run", "not built"))
-        + f". Of {len(ran)} that are equal, {held} hold at most 0.62 of the parameters on a rank (embedding and head are whole).",
+        + f". Of {len(ran)} that are equal, {held} hold at most 0.62 of the parameters on a rank.",
         "",
         "| model | verdict | share per rank | largest error | |",
         "|---|---|--:|--:|---|",
