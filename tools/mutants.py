@@ -1448,6 +1448,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "a running mean over features is that of a rank's part",
     ),
     Mutant(
+        "tp-torchs-kernel-on-parts",
+        "    module.register_forward_pre_hook(lambda *_: None)\n\n\ndef _attend",
+        "\n\ndef _attend",
+        "tests/techniques/tp/test_torch_attention.py -k own_kernel",
+        "without gradients torch's own kernel is given a rank's part of the weights",
+    ),
+    Mutant(
         "fused-largest-of-one-rank",
         "        largest = max_over(largest, share.group)\n",
         "        pass\n",

@@ -19,6 +19,7 @@ from models import (
     stacks,
     tempered,
     tied,
+    torch_attention,
     towers,
     unreplayable,
     vocabularies,
@@ -34,7 +35,19 @@ MODELS: dict[str, Model] = {}
 
 _SOURCES = (
     *(zoo, hugging_face, families, other_families, packages, written, constructors, unreplayable, awkward),
-    *(tied, tempered, shared_layer, stacks, towers, recomputed, drops, linears, other_uses, vocabularies),
+    *(
+        tied,
+        tempered,
+        shared_layer,
+        stacks,
+        towers,
+        recomputed,
+        drops,
+        linears,
+        other_uses,
+        vocabularies,
+        torch_attention,
+    ),
 )
 
 for _source in _SOURCES:

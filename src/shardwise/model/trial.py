@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.errors import ShardwiseError, UnsupportedError
+from shardwise.model.attention import attentions, write_out
 from shardwise.model.layers import Layer, LayerCalls, bound
 from shardwise.model.lift import LiftFloat32
 from shardwise.model.names import canonical_modules, canonical_tensors
@@ -285,6 +286,8 @@ class Trial:
                 why=f"copy.deepcopy: {type(error).__name__}: {error}",
                 fix="keep what cannot be copied (files, locks, processes) out of the module's attributes",
             ) from error
+        for name in attentions(copied):
+            write_out(copied.get_submodule(name), is_cut=False)  # type: ignore[arg-type]
         for name in self._without:
             parent, _, key = name.rpartition(".")
             del copied.get_submodule(parent)._modules[key]
@@ -527,22 +530,27 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def _changed_arguments(
     root: nn.Module, seen: Run, detached: str | None, changes: Mapping[str, Change]
 ) -> Iterator[None]:
-    """Context manager: floating arguments of modules are replaced by leaves, and by what ``changes`` returns."""
+    """Context manager: floating arguments of modules are replaced by leaves, and by what ``changes`` returns; arguments that are
+    one tensor stay one."""
 
-    def walk(name: str, value: Any, place: Place) -> Any:
+    def walk(name: str, value: Any, place: Place, known: dict[int, tuple[Tensor | None, Tensor]]) -> Any:
         if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
-            if name == detached:
-                leaf = value.detach().clone().requires_grad_()
+            if id(value) not in known:
+                leaf = value.detach().clone().requires_grad_() if name == detached else None
+                given = value if leaf is None else leaf.clone()
+                known[id(value)] = leaf, changes[name](place, given) if name in changes else given
+            leaf, given = known[id(value)]
+            if leaf is not None:
                 seen.arguments.setdefault(place, []).append(leaf)
-                value = leaf.clone()
-            return changes[name](place, value) if name in changes else value
+            return given
         if type(value) in (tuple, list):
-            return type(value)(walk(name, item, (*place, i)) for i, item in enumerate(value))
+            return type(value)(walk(name, item, (*place, i), known) for i, item in enumerate(value))
         return value
 
     def hook(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        changed = {key: walk(name, value, (key,)) for key, value in kwargs.items()}
-        return tuple(walk(name, arg, (i,)) for i, arg in enumerate(args)), changed
+        known: dict[int, tuple[Tensor | None, Tensor]] = {}
+        changed = {key: walk(name, value, (key,), known) for key, value in kwargs.items()}
+        return tuple(walk(name, arg, (i,), known) for i, arg in enumerate(args)), changed
 
     names = {*changes, *(() if detached is None else (detached,))}
     handles = [

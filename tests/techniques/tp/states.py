@@ -87,15 +87,16 @@ def evaluated(name: str, layout: str):
         return sw.evaluate(module, batches[axis.rank :: axis.size])
 
 
-def off_by(name: str, layout: str, init: str | None = None):
-    """How far a model that ``parallelize`` builds is from one with its values, in rank 0's outputs; and what is cut of it."""
+def off_by(name: str, layout: str, init: str | None = None, in_eval: bool = False):
+    """How far a model that ``parallelize`` builds is from one with its values, in rank 0's outputs; and what is cut of it.
+    ``in_eval``: in eval mode, without gradients."""
     model = models.get(name)
     batch = model.windows(1, 1)[0][0]
-    with sw.init(layout, device="cpu", seed=5) as world:
-        module = sw.parallelize(model.build, world, init=init)
+    with sw.init(layout, device="cpu", seed=5) as world, torch.set_grad_enabled(not in_eval):
+        module = sw.parallelize(model.build, world, init=init).train(not in_eval)
         output, values, text = module(batch["input_ids"]), sw.full_state_dict(module), sw.describe(module)
         if not world.is_main:
             return None
-        whole = model.build()
+        whole = model.build().train(not in_eval)
         whole.load_state_dict(values)
         return float((whole(batch["input_ids"]) - output).abs().max()), text

@@ -15,6 +15,7 @@ from shardwise._torch.collectives import group_name
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.layout import Coord
 from shardwise.model import canonical_modules, canonical_tensors
+from shardwise.model.attention import write_out
 from shardwise.model.calling import TARGETS, tensors_given
 from shardwise.model.tensors import replace_tensors, tensors_of
 from shardwise.recipe import Cut, Edit, Param, Part, Recipe, extents, local_shape
@@ -58,6 +59,8 @@ class TensorParallelAct(Act):
         for edit in edits:
             if edit.action == "set":
                 _set(modules[edit.module], edit.args)
+            elif edit.action == "attention":
+                write_out(modules[edit.module], is_cut=True)  # type: ignore[arg-type]
         held = {name: (owner, attr) for name, owner, attr in canonical_tensors(module, "_parameters")}
         called: dict[str, dict[str, LayerOfRank]] = {}
         for edit in edits:
@@ -224,7 +227,8 @@ def _work_on_parts(
         modules: all modules by name.
     """
     inner, names = module.forward, list(inspect.signature(module.forward).parameters)
-    cuts = {_normal(place, names): cut and _Cut(cut, coord) for place, cut in args["arguments"]}
+    given = {_normal(place, names): cut for place, cut in args["arguments"]}
+    cuts = {place: cut and _Cut(cut, coord) for place, cut in given.items()}
     narrowed = {_normal(place, names) for place in args["narrowed"]}
     buffers = []
     for name, cut in args["buffers"].items():
@@ -232,22 +236,28 @@ def _work_on_parts(
         buffers.append((modules[path], attr, _Cut(cut, coord)))
     degree = coord.degree("tp")
 
-    def change(value: Any, place: tuple[Any, ...]) -> Any:
+    def change(value: Any, place: tuple[Any, ...], known: dict[Any, Tensor]) -> Any:
         if type(value) in (tuple, list):
-            return type(value)(change(item, (*place, i)) for i, item in enumerate(value))
-        if not isinstance(value, Tensor):
+            return type(value)(change(item, (*place, i), known) for i, item in enumerate(value))
+        if not isinstance(value, Tensor) or (place not in narrowed and place not in cuts):
             return value
+        # Arguments that are one tensor stay one.
+        key = (id(value), place in narrowed, str(given.get(place)))
+        if key not in known:
+            known[key] = part(value, place)
+        return known[key]
+
+    def part(value: Tensor, place: tuple[Any, ...]) -> Tensor:
         if place in narrowed:
             return shared.narrow(value, value.shape[-1] // degree)
-        if place not in cuts:
-            return value
         value, cut = shared.sum_gradient(value), cuts[place]
         return value if cut is None else cut.of(value, f"argument {place[0]!r}")
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        args = tuple(change(value, (names[i] if i < len(names) else i,)) for i, value in enumerate(args))
-        kwargs = {key: change(value, (key,)) for key, value in kwargs.items()}
+        known: dict[Any, Tensor] = {}
+        args = tuple(change(value, (names[i] if i < len(names) else i,), known) for i, value in enumerate(args))
+        kwargs = {key: change(value, (key,), known) for key, value in kwargs.items()}
         if not buffers:
             return inner(*args, **kwargs)
         with _buffers_of_rank(buffers):

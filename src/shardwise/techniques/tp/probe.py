@@ -4,9 +4,11 @@ import functools
 from collections.abc import Callable, Collection, Container, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwise.errors import ShardwiseError, UnsupportedError
+from shardwise.model.attention import attentions
 from shardwise.model.calling import tensors_given
 from shardwise.model.layers import is_norm
 from shardwise.model.regions import Cut, Found, Region, Rows, Whole
@@ -36,6 +38,8 @@ def probe(module: nn.Module, example: Example, draft: Draft, world: World, *, te
     plan = wanted(module, draft.anatomy, tensor_parallel)
     found, given = example.shows(functools.partial(_found, module, draft, plan))
     facts = {**facts_of(found, draft.anatomy.params), "given": sorted(given)}
+    cut = {weight for region in found.regions for weight in region.layers}
+    facts["edits"] += [[name, "attention", {}] for name in attentions(module) if f"{name}.in_proj_weight" in cut]
     if plan is not None:
         refuse_uncut(found, plan, draft.layout.tp)
         what = tensor_parallel.plan if isinstance(tensor_parallel.plan, str) else "the one that was given"
@@ -62,7 +66,8 @@ def _found(
 
     try:
         allowed = None if plan is None else frozenset(name for name, kind in plan.items() if kind != "whole")
-        return search(module, noting, draft.layout.tp, allowed), given
+        with torch.inference_mode(False), torch.enable_grad():
+            return search(module, noting, draft.layout.tp, allowed), given
     except ShardwiseError:
         raise
     except Exception as error:

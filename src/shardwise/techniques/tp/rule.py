@@ -17,6 +17,7 @@ _WHY = {
     "whole": "whole on every rank, which uses all of its outputs for its part",
     "embedding": "vocabulary-parallel embedding: each rank has the rows of some tokens, and the outputs are summed",
     "head": "vocabulary-parallel head: each rank computes the logits of some tokens, and they are gathered",
+    "attention": "computes its projections as linear layers, of which a rank has some heads",
     "norm": "a norm of all of its inputs: they are gathered, and each rank goes on with its part of the outputs",
     "part": "works on a rank's part of tensors that are not outputs of its layers",
     "set": "works on a rank's part: numbers of heads and the like",
