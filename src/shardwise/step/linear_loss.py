@@ -182,7 +182,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         if ctx.is_late:
-            _, grads = _summed(*ctx.saved_tensors, ctx.share, ctx.options, tuple(ctx.needs_input_grad[:3]), grad)
+            rows, weight, bias, labels = ctx.saved_tensors
+            wanted = tuple(ctx.needs_input_grad[:3])
+            _, grads = _summed(rows, weight, bias, labels, ctx.share, ctx.options, wanted, grad)
         else:
             # In place: of a vocabulary these are large. Autograd refuses a second backward through them.
             grads = [None if x is None else x.mul_(grad) for x in ctx.saved_tensors]
