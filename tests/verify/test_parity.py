@@ -1,9 +1,11 @@
 """Loss, every gradient, the norm and every updated parameter equal those of one plain process, in float64."""
 
 import functools
+import importlib
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import models
 import pytest
@@ -143,3 +145,13 @@ def test_verify_is_the_function_whatever_was_imported_before():
     code = "import shardwise.verify.compare, shardwise as sw; sw.verify(1, 2, batches=[])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
     assert "shardwise.errors.ConfigError" in done.stderr, done.stderr
+
+
+def test_an_element_that_adamw_moved_by_rounding_is_not_compared_later():
+    """Its first step is like a sign: where the gradient was only rounding, what it did stays in the parameter."""
+    compare = importlib.import_module("shardwise.verify.compare")
+    task = SimpleNamespace(optimizer="adamw")
+    grads = [torch.tensor([1.0, 1e-9, 1.0]), torch.tensor([1.0, 1.0, 1e-9]), torch.tensor([1.0, 1.0, 1.0])]
+    steps = [SimpleNamespace(grads={"w": grad}, params={"w": torch.arange(3.0)}) for grad in grads]
+    kept = [compare._comparable(task, {"w": torch.arange(3.0)}, steps[: i + 1])[0]["w"].tolist() for i in range(3)]
+    assert kept == [[0.0, 2.0], [0.0], [0.0]]

@@ -102,9 +102,9 @@ def compare(
     recipe = Recipe.from_json(ranks[0].recipe)
     worst: dict[str, Difference] = {}
     own = _rounding_noise(task, oracle, noise or oracle)
-    for number, expected in enumerate(oracle, start=1):
+    for number in range(1, len(oracle) + 1):
         steps = [rank.steps[number - 1] for rank in ranks]
-        for difference in _step_differences(task, recipe, expected, steps, number):
+        for difference in _step_differences(task, recipe, oracle[:number], steps):
             if difference.err > worst.get(difference.kind, Difference("", -1.0, "", 0)).err:
                 worst[difference.kind] = difference
             allowed = max(gate, 8 * own.get((difference.kind, difference.name), 0.0))
@@ -165,24 +165,27 @@ def _rounding_noise(
     found: dict[tuple[str, str], float] = {}
     for number, (expected, other) in enumerate(zip(oracle, noise, strict=True), start=1):
         grads = _tensors("grad", other.grads, expected.grads, number)
-        params = _tensors("param", *_comparable(task, other.params, expected), number)
+        params = _tensors("param", *_comparable(task, other.params, oracle[:number]), number)
         for difference in (*grads, *params):
             key = (difference.kind, difference.name)
             found[key] = max(found.get(key, 0.0), difference.err)
     return found
 
 
-def _comparable(task: Task, params: Mapping[str, Tensor | None], expected: StepRecord):
-    """The parameters of both sides, to be compared. AdamW's first steps are like a sign: where the gradient is tiny,
-    rounding decides the direction, so for AdamW only elements with a larger gradient are kept."""
-    return _where_gradients_count(params, expected) if task.optimizer == "adamw" else (params, expected.params)
+def _comparable(task: Task, params: Mapping[str, Tensor | None], steps: Sequence[StepRecord]):
+    """The parameters of both sides after the last of ``steps``, to be compared. AdamW's first steps are like a sign: where the
+    gradient is tiny, rounding decides the direction. So for AdamW only elements are kept that have had a larger gradient
+    in every step."""
+    return _where_gradients_count(params, steps) if task.optimizer == "adamw" else (params, steps[-1].params)
 
 
-def _step_differences(task: Task, recipe: Recipe, expected: StepRecord, steps: list[RankStep], number: int):
+def _step_differences(task: Task, recipe: Recipe, oracle: Sequence[StepRecord], steps: list[RankStep]):
+    """Differences after the last step of ``oracle``, which ``steps`` are by rank."""
+    expected, number = oracle[-1], len(oracle)
     grads = {name: assemble(recipe, name, [step.grads[name] for step in steps]) for name in recipe.params}
     yield from _tensors("grad", grads, expected.grads, number)
     params = {name: assemble(recipe, name, [step.params[name] for step in steps]) for name in recipe.params}
-    yield from _tensors("param", *_comparable(task, params, expected), number)
+    yield from _tensors("param", *_comparable(task, params, oracle), number)
     yield from _buffers(expected, steps, number)
     for rank, step in enumerate(steps):  # after the tensors: the name of a tensor is more useful than a rank
         if not math.isclose(step.num_tokens, expected.num_tokens, rel_tol=1e-12):  # a count may be a sum of weights
@@ -213,15 +216,17 @@ def _reals(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def _where_gradients_count(params: Mapping[str, Tensor | None], expected: StepRecord):
-    largest = max((float(g.abs().max()) for g in expected.grads.values() if g is not None), default=0.0)
+def _where_gradients_count(params: Mapping[str, Tensor | None], steps: Sequence[StepRecord]):
     found, wanted = {}, {}
+    largest = [max((float(g.abs().max()) for g in step.grads.values() if g is not None), default=0.0) for step in steps]
     for name, value in params.items():
-        grad = expected.grads[name]
         if value is None:
             continue
-        real, reference = _reals(value), _reals(expected.params[name])
-        mask = torch.ones_like(real, dtype=torch.bool) if grad is None else _reals(grad).abs() > _FLOOR * largest
+        real, reference = _reals(value), _reals(steps[-1].params[name])
+        mask = torch.ones_like(real, dtype=torch.bool)
+        for step, most in zip(steps, largest, strict=True):
+            grad = step.grads[name]
+            mask &= True if grad is None else _reals(grad).abs() > _FLOOR * most
         found[name], wanted[name] = real[mask], reference[mask]
     return found, wanted
 
