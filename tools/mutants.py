@@ -1372,8 +1372,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "tp-rows-not-summed",
-        "return self._shared.sum_parts(torch.where(is_here.unsqueeze(-1), rows, 0))",
-        "return torch.where(is_here.unsqueeze(-1), rows, 0)",
+        "return self._shared.sum_parts(rows)",
+        "return rows",
         "tests/techniques/tp/test_vocabulary.py -k untied",
         "an embedding gives zeros for the tokens of other ranks",
     ),
@@ -1386,8 +1386,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "tp-rows-of-an-even-vocabulary",
-        "first = -(-num_tokens // axis.size) * axis.rank\n        return CutEmbedding",
-        "first = num_tokens // axis.size * axis.rank\n        return CutEmbedding",
+        "first = -(-num_tokens // axis.size) * axis.rank\n        padding_idx",
+        "first = num_tokens // axis.size * axis.rank\n        padding_idx",
         "tests/techniques/tp/test_vocabulary.py -k untied",
         "tokens are looked up one row beside theirs where the vocabulary is uneven",
     ),
@@ -1421,8 +1421,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "tp-blocks-that-are-else-unnoticed",
-        "if differs_on_first_rank(trial, found.regions, degree, note):",
-        "if differs_on_first_rank(trial, found.regions, degree, note) and False:",
+        "if differs_anywhere(trial, found.regions, degree, range(degree if is_training else 1), note):",
+        "if differs_anywhere(trial, found.regions, degree, range(0), note) and False:",
         "tests/techniques/tp/test_other_uses.py -k LastIsElse",
         "what two blocks show is done to a third that is used in another way",
     ),
@@ -1484,8 +1484,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "fused-code-after-the-head",
-        "        if what not in _LOOKS:\n            raise UsageError(",
-        "        if False:\n            raise UsageError(",
+        'if what not in _LOOKS or func in _DATA or (what == "register_hook" and not _is_of_units(args[1])):',
+        "if False:",
         "tests/step/test_fused.py -k refused",
         "capped logits are left uncapped, or the loss is capped in their place",
     ),

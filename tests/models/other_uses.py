@@ -103,6 +103,29 @@ class OneByOne(Mlp):
         return self.down(F.relu(self.up(x)) + F.linear(x * 0.5, self.up.weight))
 
 
+class Measured(Mlp):
+    """Divides by the number of its features, as its weight has it."""
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return hidden / self.up.weight.shape[0] ** 0.5
+
+
+class Counted(Mlp):
+    """Divides by the number of its features, as its bias has it."""
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return hidden / len(self.up.bias)
+
+
+class MixedBackward(Mlp):
+    """Its gradients are divided by their norm over all features."""
+
+    def between(self, hidden: Tensor) -> Tensor:
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: grad / (grad.norm(dim=-1, keepdim=True) + 1e-3))
+        return hidden * 1.0
+
+
 class TrainsElse(Mlp):
     """Normalises over its features in training alone."""
 
@@ -161,6 +184,32 @@ class NormElsewhere(nn.Module):
         return self.head(x)
 
 
+class LateHalf(nn.Module):
+    """In its third block the features of the last rank are treated in another way than those of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.blocks = nn.ModuleList(Numbered(number) for number in range(3))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = x + block(F.layer_norm(x, (WIDTH,)))
+        return self.head(x)
+
+
+class Numbered(Mlp):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return (
+            hidden if self.number < 2 else torch.cat([hidden[..., : HIDDEN // 2], hidden[..., HIDDEN // 2 :] ** 2], -1)
+        )
+
+
 class LastIsElse(nn.Module):
     """Adds what lies between the layers of its third block to its output: the first two show nothing of it."""
 
@@ -178,7 +227,19 @@ class LastIsElse(nn.Module):
         return self.head(x + last)
 
 
-_DECODERS = (RunningMean, BiasElsewhere, OneBias, Reversed, Rotated, Swapped, OneByOne, TrainsElse)
+_DECODERS = (
+    RunningMean,
+    BiasElsewhere,
+    OneBias,
+    Reversed,
+    Rotated,
+    Swapped,
+    OneByOne,
+    Measured,
+    Counted,
+    MixedBackward,
+    TrainsElse,
+)
 
 
 def _model(name: str, build: Any, loss: Any = next_token_loss) -> Model:
@@ -187,7 +248,7 @@ def _model(name: str, build: Any, loss: Any = next_token_loss) -> Model:
 
 MODELS = (
     *(_model(cls.__name__, functools.partial(Decoder, mlp=cls)) for cls in _DECODERS),
-    *(_model(cls.__name__, cls) for cls in (NormElsewhere, LastIsElse)),
+    *(_model(cls.__name__, cls) for cls in (NormElsewhere, LastIsElse, LateHalf)),
     _model("padding index", functools.partial(PaddedColumns, padding_idx=3)),
     _model("scaled by frequency", functools.partial(PaddedColumns, scale_grad_by_freq=True)),
     *(

@@ -68,6 +68,13 @@ class Penalised(Decoder):
         return super().forward(input_ids) * (1 + self.embed.weight.norm() * 0.01)
 
 
+class Measured(Decoder):
+    """Logits are divided by the number of tokens, as the head's weight has it."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids) / self.head.weight.shape[0] ** 0.5
+
+
 class BiasRead(Decoder):
     """The head's bias is in the output once more."""
 
@@ -127,6 +134,6 @@ MODELS = (
     _model("padding on the last rank", functools.partial(Decoder, tied=True, padding_idx=-1)),
     *(
         _model(cls.__name__, cls)
-        for cls in (Scaled, ByFrequency, WithoutHead, Penalised, BiasRead, TwoHeads, Turned, Looped)
+        for cls in (Scaled, ByFrequency, WithoutHead, Penalised, Measured, BiasRead, TwoHeads, Turned, Looped)
     ),
 )

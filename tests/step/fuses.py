@@ -107,6 +107,34 @@ def scaled():
     return model
 
 
+def normalised():
+    model = Decoder()
+    nn.utils.parametrizations.weight_norm(model.head)
+    return model
+
+
+def patched():
+    model = Decoder()
+    inner = model.head.forward
+    model.head.forward = lambda x: inner(x) * 0.5
+    return model
+
+
+class Doubles(Decoder):
+    def forward(self, input_ids):
+        logits = super().forward(input_ids)
+        logits.data.mul_(2)
+        return logits
+
+
+class Clamps(Decoder):
+    def forward(self, input_ids):
+        logits = super().forward(input_ids)
+        if logits.requires_grad:
+            logits.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+        return logits
+
+
 def gemma():
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
@@ -156,6 +184,10 @@ MISUSES = {
     "one of two heads": trained(TwoHeads, fused="two"),
     "no head": trained(Embedded),
     "a head of another class": trained(scaled),
+    "a parametrised head": trained(normalised),
+    "a head whose forward is another": trained(patched),
+    "data of the logits": trained(Doubles),
+    "a hook on the logits": trained(Clamps),
     "a compiled head": trained(Decoder, compile=sw.Compile(targets=["head"], backend="eager")),
     "other labels": trained(Decoder, other=True),
     "a frozen head": trained(frozen),

@@ -60,6 +60,12 @@ SAYS = {
     "one of two heads": ("UsageError: two: fused: the output of the model is a Tensor", "did not call the head"),
     "no head": ("UsageError: fused=True for a Embedded", "it has no such layer"),
     "a head of another class": ("UnsupportedError: head: fused, with a head that is a Scaled",),
+    "a parametrised head": ("UnsupportedError: head: fused, with a head that is a Parametrized",),
+    "a head whose forward is another": (
+        "UnsupportedError: head: fused, with a head that is a Linear whose forward was replaced",
+    ),
+    "data of the logits": ("UsageError: head: fused: .data of what the head returns",),
+    "a hook on the logits": ("UsageError: head: fused: register_hook of what the head returns",),
     "a compiled head": ("UnsupportedError: head: fused, with a head that is compiled", 'compile="blocks"'),
     "other labels": ("UsageError: head: fused: the head is called with [2, 6, 16], for labels [2, 3]",),
     "a frozen head": ("no error",),

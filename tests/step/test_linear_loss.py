@@ -72,6 +72,19 @@ def test_logits_are_never_held():
     assert plain.numel == 240 * 500 and mine.numel == 240 * 500 // 12
 
 
+def test_small_integers_and_autocast():
+    hidden, weight = torch.randn(6, 4), torch.randn(9, 4, requires_grad=True)
+    labels = torch.tensor([0, 1, 8, 3, -100, 5])
+    plain = sw.linear_cross_entropy(hidden, weight, labels)
+    assert torch.equal(plain, sw.linear_cross_entropy(hidden, weight, labels.to(torch.int16)))
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = sw.linear_cross_entropy(hidden.bfloat16(), weight, labels)
+        want = F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum")
+    assert mixed.item() == pytest.approx(want.item(), rel=1e-6)
+    mixed.backward()
+    assert weight.grad.dtype == torch.float32
+
+
 def test_only_gradients_that_are_wanted_are_made():
     hidden, weight, labels = torch.randn(6, 4), torch.randn(9, 4, requires_grad=True), torch.randint(0, 9, (6,))
     with torch.no_grad():

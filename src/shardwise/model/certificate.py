@@ -12,7 +12,7 @@ branches on values that were not taken.
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ __all__ = [
     "calls_of",
     "certify",
     "certify_beside",
-    "differs_on_first_rank",
+    "differs_anywhere",
     "dropouts",
     "whole_run",
 ]
@@ -61,7 +61,7 @@ def whole_run(trial: Trial, regions: Sequence[Region], alone: Region | None) -> 
 
 def certify_beside(trial: Trial, regions: Sequence[Region], degree: int, whole: Run, alone: Region | None) -> str:
     """:func:`certify`, with the run of the whole model made before."""
-    if alone and (why := _inner_differ(trial, alone, whole)):
+    if alone and (why := _inner_differ(trial, alone, whole) or _gradients_mixed(trial, alone, whole, degree)):
         return why
     for rank in range(degree):
         try:
@@ -122,35 +122,40 @@ def dropouts(trial: Trial, regions: Sequence[Region], degree: int) -> dict[str, 
     return found
 
 
-def differs_on_first_rank(
-    trial: Trial, regions: Sequence[Region], degree: int, note_layer: Callable[[Layer], None]
+def differs_anywhere(
+    trial: Trial, regions: Sequence[Region], degree: int, ranks: Iterable[int], note_layer: Callable[[Layer], None]
 ) -> str:
-    """Like :func:`certify` jointly, for the first rank, without keeping what the calls of a large model get: of each input
-    sums of its numbers are compared. "" if they are equal. ``note_layer``: called with each layer of the run that is not
-    cut."""
+    """Like :func:`certify` jointly, for some ranks, without keeping what the calls of a large model get: of each input sums of
+    its numbers are compared. "" if they are equal. ``note_layer``: called with each layer of the run that is not cut."""
+    ranks = tuple(ranks)
     rows = {weight for region in regions for weight in region.rows}
     narrowed = {weight for region in regions if region.narrowed for weight in region.sources}
-    seen: dict[Call, Tensor] = {}
+    seen: dict[tuple[Call, int], Tensor] = {}
     different: list[str] = []
+    running = 0
 
     def sums(x: Tensor) -> Tensor:
         flat = x.detach().double().flatten() if not x.is_complex() else torch.view_as_real(x.detach()).flatten()
         return torch.stack([flat.sum(), flat.dot(_places(len(flat))), flat.norm(), torch.tensor(float(len(flat)))])
 
     def note(call: Call, x: Tensor) -> None:
-        if not x.is_meta and call.weight not in narrowed:
-            seen[call] = sums(part_of(x, degree, 0) if call.weight in rows else x)
+        if x.is_meta or call.weight in narrowed:
+            return
+        whole = None if call.weight in rows else sums(x)
+        for rank in ranks:
+            seen[call, rank] = sums(part_of(x, degree, rank)) if whole is None else whole
 
     def compare(call: Call, x: Tensor) -> None:
         if call.weight in narrowed or x.is_meta:
             return
-        want, mine = seen.pop(call, None), sums(x)
+        want, mine = seen.pop((call, running), None), sums(x)
         if want is None or not bool((mine - want).abs().max() <= 1e-10 * max(float(want[2]), 1e-300)):
             different.append(f"the input of {call.weight} is another")
 
     try:
         trial.run(watch=note, note=note_layer)
-        _part_of_run(0, trial, regions, degree, None, watch=compare)
+        for running in ranks:
+            _part_of_run(running, trial, regions, degree, None, watch=compare)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return next(iter(different), "") or ("other layers are called" if seen else "")
@@ -240,6 +245,24 @@ def _gradients_differ(
             want = want.index_select(cut[0], rows_of(cut[1], degree, rank))
         if why := _differs(mine, want):
             return f"the gradient of {name} {why}"
+    return ""
+
+
+def _gradients_mixed(trial: Trial, region: Region, whole: Run, degree: int) -> str:
+    """Whether the backward mixes the parts, as hooks and functions with a backward of their own may: then the gradients of the
+    parts do not sum up to that of all."""
+    rows = {call: x for call, x in whole.inputs.items() if call.weight in region.rows}
+    starts = _starts(whole, trial.others())
+    wanted = _gradients(rows, {call: weights_for(x) for call, x in rows.items()}, starts)
+    summed = {start: torch.zeros_like(grad) for start, grad in wanted.items()}
+    for rank in range(degree):
+        parts = {call: part_of(x, degree, rank) for call, x in rows.items()}
+        weights = {call: part_of(weights_for(x), degree, rank) for call, x in rows.items()}
+        for start, grad in _gradients(parts, weights, starts).items():
+            summed[start] += grad
+    for start, want in wanted.items():
+        if why := _differs(summed[start], want):
+            return f"the backward mixes what ranks have: the gradient of {_shown(region, start)} {why}"
     return ""
 
 

@@ -388,6 +388,8 @@ class _Search:
                 return f"{name}: {self._varies[name]}"
             if name in trial.foreign:
                 return f"{name} is used by {trial.foreign[name]} too"
+            if measured := trial.measured & {name, trial.layers[name].bias}:
+                return f"the code reads the shape of {min(measured)}, which would be that of a part"
             if len({(use.bias, use.out_dim) for use in trial.uses.get(name, ())}) > 1:
                 return f"{name} is the weight of layers of two kinds"
             bias = trial.layers[name].bias

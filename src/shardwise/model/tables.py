@@ -98,6 +98,8 @@ def _table(
     (dim,), bias = dims, next(iter(biases), None)
     if weight in trial.read:
         return f"its weight is also used by {trial.foreign.get(weight, 'code that is no layer')}"
+    if measured := trial.measured & {weight, bias}:
+        return f"the code reads the shape of {min(measured)}, which would be that of a part"
     of_bias = [name for name, kinds in trial.uses.items() if any(bias and use.bias == bias for use in kinds)]
     if bias in trial.read or len(of_bias) > 1:
         return f"{bias} is used outside of its layer too"

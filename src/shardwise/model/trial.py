@@ -113,6 +113,8 @@ class Trial:
         """Name of a parameter with two dims or more -> the function that used it in another way than as a layer."""
         self.read: set[str] = set()
         """Parameters that functions other than layers have used."""
+        self.measured: set[str] = set()
+        """Parameters of which the model's code has read the shape: it would be that of a rank's part."""
         self.uses: dict[str, dict[Layer, None]] = {}
         """Name of a weight -> all layers that it is the weight of: an embedding and a head, with one bias and another."""
         self.on_read: Callable[[str], None] = lambda _: None
@@ -440,6 +442,8 @@ class _Leaves(LayerCalls):
             if isinstance(drawn, Tensor):
                 self._seen.dropped.append((self._last, drawn))
             return drawn
+        if what in _SIZES or func == _SHAPE:
+            self._trial.measured |= {name for value in args if (name := self._trial.name_of(value)) is not None}
         if what == "__get__" and not isinstance(seen := func(*args, **kwargs), Tensor):
             return seen
         if what not in _LOOKS:
@@ -462,6 +466,7 @@ _DRAWS = (
 )  # fmt: skip
 _DROPOUT = ("input", "p", "training")
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p")
+_SIZES, _SHAPE = ("size", "numel", "stride", "__len__", "nelement"), Tensor.shape.__get__  # type: ignore[attr-defined]
 _LOOKS = ("size", "dim", "numel", "stride", "is_floating_point", "__len__", "__hash__")
 """Names of functions that look at a tensor and not at its values."""
 

@@ -91,18 +91,21 @@ class FusedForward:
 
     def _refuse_unfit(self, runtime: Runtime) -> None:
         head, name = self._head, self._name
-        if type(head).forward is not nn.Linear.forward:
-            raise UnsupportedError(
-                f"fused, with a head that is a {type(head).__name__}",
-                why="the loss multiplies by its weight itself, and this is more than a linear layer",
-                fix="leave fused= out",
-                name=name,
-            )
         if any(edit.action == "compile" and _is_in(name, edit.module) for edit in runtime.recipe.edits):
             raise UnsupportedError(
                 "fused, with a head that is compiled",
                 why="the loss takes the place of the head's forward, in a graph that is compiled already",
                 fix='compile the blocks alone: compile="blocks"; or leave fused= out',
+                name=name,
+            )
+        own = vars(head).get("forward")
+        is_plain = type(head).forward is nn.Linear.forward and "weight" in head._parameters
+        if not is_plain or (own is not None and not getattr(own, "is_layer_of_rank", False)):
+            raise UnsupportedError(
+                f"fused, with a head that is a {type(head).__name__}"
+                + (" whose forward was replaced" if own is not None else ""),
+                why="the loss multiplies by its weight itself, and this is more than a linear layer",
+                fix="leave fused= out",
                 name=name,
             )
 
@@ -161,7 +164,7 @@ def _share_of(runtime: Runtime, weight: str) -> Share | None:
             name=weight,
         )
     axis = runtime.world.axis(cuts[0].axis)
-    return Share(group_name(axis.group), -(-param.shape[0] // axis.size) * axis.rank, param.shape[0])
+    return Share(group_name(axis.group), axis.size, -(-param.shape[0] // axis.size) * axis.rank, param.shape[0])
 
 
 class _HeadLoss(Tensor):
@@ -176,9 +179,9 @@ class _HeadLoss(Tensor):
         mine = next((x for x in (*args, *(kwargs or {}).values()) if isinstance(x, _HeadLoss)), None)
         if what in _CASTS and mine is not None:
             return mine  # the loss is in float32, and stays
-        if what not in _LOOKS:
+        if what not in _LOOKS or func in _DATA or (what == "register_hook" and not _is_of_units(args[1])):
             raise UsageError(
-                f"fused: {what} of what the head returns",
+                f"fused: {'.data' if func in _DATA else what} of what the head returns",
                 why="the model goes on to compute with its logits (scales them, caps them, masks some), and the loss is computed in their place",
                 fix="leave fused= out for this model",
                 name=getattr(mine, "of_head", None),
@@ -215,6 +218,15 @@ _LOOKS = (
         "requires_grad_",
     ),
 )
+
+
+_DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]
+
+
+def _is_of_units(hook: Any) -> bool:
+    """Whether a hook is one of those with which units are gathered again; others may change the gradients of logits."""
+    module = getattr(hook, "__module__", None) or getattr(getattr(hook, "func", None), "__module__", None) or ""
+    return module.partition(".")[0] in ("torch", "shardwise")
 
 
 def _as_output(loss: Tensor, name: str) -> Tensor:

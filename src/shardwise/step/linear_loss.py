@@ -68,7 +68,7 @@ def linear_cross_entropy(
                 fix="pass vocab_size=, the number of classes of all ranks together",
             )
         first = -(-vocab_size // axis.size) * axis.rank
-        share = Share(group_name(axis.group), min(first, vocab_size), vocab_size)
+        share = Share(group_name(axis.group), axis.size, min(first, vocab_size), vocab_size)
     elif vocab_size not in (None, weight.shape[0]):
         raise UsageError(
             f"vocab_size={vocab_size} with a weight of {weight.shape[0]} rows",
@@ -85,11 +85,15 @@ def linear_cross_entropy(
     )
 
 
+_MOST_LOGITS = 2**26  # that are held at once
+
+
 class Share(NamedTuple):
-    """What part of the classes a rank has: the name of the group of ranks that have them together, the number of its first
-    class, and how many classes there are."""
+    """What part of the classes a rank has: the name of the group of ranks that have them together, their number, the number of
+    its first class, and how many classes there are."""
 
     group: str
+    num_ranks: int
     first: int
     vocab_size: int
 
@@ -111,8 +115,11 @@ def of_share(
 ) -> Tensor:
     """:func:`linear_cross_entropy` of a rank's share of the classes; None: it has all."""
     _refuse_unfit(hidden, weight, labels, bias, share, options)
+    if torch.is_autocast_enabled(hidden.device.type):  # as a linear layer does
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     rows = hidden.reshape(-1, hidden.shape[-1])
-    return _LinearCrossEntropy.apply(rows, weight, bias, labels.reshape(-1), share, options)
+    return _LinearCrossEntropy.apply(rows, weight, bias, labels.reshape(-1).long(), share, options)
 
 
 def _refuse_unfit(
@@ -204,7 +211,9 @@ def _summed(
     """The loss, and its gradients times ``factor`` for those of rows, weight and bias that are ``wanted``."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     num_rows, num_classes = weight.shape[0], weight.shape[0] if share is None else share.vocab_size
-    chunk_size = options.chunk_size or max(1, min(-(-len(rows) // 12), 2**26 // num_rows))
+    # The same on all ranks, of which the last may have fewer rows.
+    most_rows = num_rows if share is None else -(-num_classes // share.num_ranks)
+    chunk_size = options.chunk_size or max(1, min(-(-len(rows) // 12), _MOST_LOGITS // most_rows))
     total = rows.new_zeros((), dtype=wide)
     of_rows = torch.empty_like(rows) if wanted[0] else None
     of_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None

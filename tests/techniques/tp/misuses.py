@@ -103,6 +103,7 @@ MISUSES = {
     "a loose forward": lambda world: cut(world)(torch.zeros(1, 4, dtype=torch.long)),
     "other data": other_data,
     "a hook": hooked,
+    "a token that is none": lambda world: torch.no_grad()(cut(world))(torch.full((1, 4), 19)),
     "a mask that the example did not have": with_a_mask(False),
     "no example": lambda world: sw.parallelize(Plain, world),
     "an example that does not fit": lambda world: sw.parallelize(Plain, world, example={"x": torch.ones(2, 5), "y": torch.ones(2, 5)}),

@@ -35,6 +35,8 @@ CASES = {
     "a layer without its other half": ("gpt2", {"transformer.h.*.mlp.c_fc": "colwise"}),
     "the wrong way round": ("gpt2", {"transformer.h.*.mlp.c_fc": "rowwise", "transformer.h.*.mlp.c_proj": "colwise"}),
     "what cannot be cut": ("linears: looks-at-weight", {"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}),
+    "an embedding by columns": ("linears: kv-2", {"embed": "colwise"}),
+    "a head by rows": ("linears: kv-2", {"head": "rowwise"}),
     "no such module": ("gpt2", {"transformer.h.*.mlp.c_fcc": "colwise"}),
     "no such style": ("gpt2", {"transformer.h.*.mlp.c_fc": "colwis"}),
     "a norm": ("gpt2", {"transformer.h.*.ln_1": "colwise"}),

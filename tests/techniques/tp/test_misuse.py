@@ -18,6 +18,7 @@ SAYS = {
     "a loose forward": ("UsageError", "outside of a window", "each rank along tp has a part of the gradient of"),
     "other data": ("RankError: ranks 0 and 1 with other micro-batches at window 2", 'rank=world.axis("dp").rank'),
     "a hook": ("UnsupportedError: blocks.0.mlp.up.weight: a hook on a parameter that is cut over the ranks",),
+    "a token that is none": ("IndexError: token 19 of a vocabulary of 19",),
     "a mask that the example did not have": (
         "UsageError: a forward with attention_mask, which the example did not have", "parallelize(..., example=batch)"
     ),

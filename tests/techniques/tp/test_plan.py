@@ -29,6 +29,8 @@ SAYS = {
     ),
     "the wrong way round": ("UnsupportedError: transformer.h.0.mlp.c_fc.weight", "it would be column-parallel"),
     "what cannot be cut": ("UnsupportedError: blocks.0.mlp.up.weight", "is used by norm too"),
+    "an embedding by columns": ("UnsupportedError: embed.weight", "it would be cut as an embedding"),
+    "a head by rows": ("UnsupportedError: head.weight", "it would be cut as a head"),
     "no such module": ("PlanError: TensorParallel(plan=...: 'transformer.h.*.mlp.c_fcc')", "did you mean"),
     "no such style": ("ConfigError", "there is no such style", "did you mean 'colwise'"),
     "a norm": ("PlanError", "have no weight of two dims"),

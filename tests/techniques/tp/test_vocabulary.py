@@ -14,6 +14,7 @@ WHOLE = {
     "ByFrequency": ("embed.weight", "rows are looked up with a largest norm, or another option"),
     "WithoutHead": ("embed.weight", "the model uses it beside what it is of its own module"),
     "Penalised": ("embed.weight", "its weight is also used by code that is no layer"),
+    "Measured": ("head.weight", "the code reads the shape of head.weight"),
     "BiasRead": ("head.weight", "head.bias is used outside of its layer too"),
 }
 

@@ -111,7 +111,8 @@ def _of_table(shared: Shared, edit: Edit, recipe: Recipe, axis: Axis) -> LayerOf
     num_tokens = recipe.params[edit.args["weight"]].shape[dim]
     if edit.action == "embedding":
         first = -(-num_tokens // axis.size) * axis.rank
-        return CutEmbedding(shared, first=first, padding_idx=edit.args["padding_idx"])
+        padding_idx = edit.args["padding_idx"]
+        return CutEmbedding(shared, first=first, num_tokens=num_tokens, padding_idx=padding_idx)
     return CutHead(shared, out_dim=dim, num_outputs=num_tokens, num_ranks=axis.size, rank=axis.rank)
 
 

@@ -196,21 +196,27 @@ class CutEmbedding:
     Args:
         shared: what it shares with the layers.
         first: number of this rank's first row.
+        num_tokens: of all ranks.
         padding_idx: the row that gets no gradient; None: there is none.
     """
 
-    def __init__(self, shared: Shared, *, first: int, padding_idx: int | None):
-        self._shared, self._first, self._padding = shared, first, padding_idx
+    def __init__(self, shared: Shared, *, first: int, num_tokens: int, padding_idx: int | None):
+        self._shared, self._first, self._num_tokens, self._padding = shared, first, num_tokens, padding_idx
 
     def __call__(self, ids: Tensor, weight: Tensor, bias: None) -> Tensor:
-        """The rows of ``ids``, on every rank."""
+        """The rows of ``ids``, on every rank. A number that is no token raises IndexError on the CPU; on a GPU, where reading it
+        would wait for the device, its row is NaN."""
         with self._shared.calling():
+            is_token = (ids >= 0) & (ids < self._num_tokens)
+            if ids.device.type == "cpu" and not bool(is_token.all()):
+                raise IndexError(f"token {int(ids[~is_token][0])} of a vocabulary of {self._num_tokens}")
             ids, num_rows = ids - self._first, weight.shape[0]
             is_here = (ids >= 0) & (ids < num_rows)
             padding = None if self._padding is None else self._padding - self._first
             padding = padding if padding is not None and 0 <= padding < num_rows else None
             rows = functional.embedding(torch.where(is_here, ids, 0), weight, padding)
-            return self._shared.sum_parts(torch.where(is_here.unsqueeze(-1), rows, 0))
+            rows = torch.where(is_token.unsqueeze(-1), torch.where(is_here.unsqueeze(-1), rows, 0), torch.nan)
+            return self._shared.sum_parts(rows)
 
 
 class CutHead:
@@ -274,6 +280,7 @@ def within_layers(
         def forward(input: Tensor) -> Tensor:
             return layer(input, module.weight, getattr(module, "bias", None))  # type: ignore[arg-type]
 
+        forward.is_layer_of_rank = True  # type: ignore[attr-defined]
         module.forward = forward
         return
 

@@ -132,12 +132,22 @@ def _cut(found: Found) -> Wanted:
     cut: Wanted = {}
     for region in found.regions:
         cut |= dict.fromkeys((*region.columns, *region.whole), "column") | dict.fromkeys(region.rows, "row")
-    return cut | {table.weight: "table" for table in found.tables}
+    for table in found.tables:
+        cut[table.weight] = "tied table" if table.heads and table.embeddings else "head" if table.heads else "embedding"
+    return cut
+
+
+_MEANT = {
+    "column": ("column", "head", "tied table"),
+    "row": ("row", "embedding"),
+    "table": ("head", "embedding", "tied table"),
+}
+"""What a plan says -> how such a layer may be cut: an embedding's rows are its tokens, a head's outputs are."""
 
 
 def _agrees(kind: str, cut: str | None) -> bool:
-    """Whether a layer is cut as a plan says. Tables are column-parallel heads, or embeddings with a rank's rows."""
-    return cut is None if kind == "whole" else cut in (kind, "table")
+    """Whether a layer is cut as a plan says."""
+    return cut is None if kind == "whole" else cut in _MEANT[kind]
 
 
 def refuse_uncut(found: Found, plan: Wanted, degree: int) -> None:
@@ -148,10 +158,18 @@ def refuse_uncut(found: Found, plan: Wanted, degree: int) -> None:
             why = found.left.get(weight, "the example does not call it as a linear layer or an embedding")
             raise UnsupportedError(
                 f"a plan in which this is {kind}-parallel over tp={degree}",
-                why=f"it would be {cut[weight]}-parallel" if weight in cut else why,
+                why=_instead(cut[weight]) if weight in cut else why,
                 fix='leave it out of the plan; or use plan="auto", which cuts what can be cut',
                 name=weight,
             )
+
+
+def _instead(cut: str) -> str:
+    return (
+        f"it would be {cut}-parallel"
+        if cut in ("column", "row")
+        else f"it would be cut as {'an' if cut[0] == 'e' else 'a'} {cut}"
+    )
 
 
 def differences(found: Found, anatomy: Anatomy, plan: Mapping[str, str]) -> list[str]:
@@ -175,7 +193,7 @@ def differences(found: Found, anatomy: Anatomy, plan: Mapping[str, str]) -> list
     if less:
         lines.append(f"it leaves {_shown(less)} whole")
     if other:
-        lines.append(f"it has {asked[other[0]]} for {_shown(other)}, {cut[other[0]]}-parallel here")
+        lines.append(f"it has {asked[other[0]]} for {_shown(other)}, and here {_instead(cut[other[0]])}")
     return lines
 
 
