@@ -252,6 +252,8 @@ def _gradients_mixed(trial: Trial, region: Region, whole: Run, degree: int) -> s
     """Whether the backward mixes the parts, as hooks and functions with a backward of their own may: then the gradients of the
     parts do not sum up to that of all."""
     rows = {call: x for call, x in whole.inputs.items() if call.weight in region.rows}
+    if not rows:
+        return "none of the layers that it ends in was called"
     starts = _starts(whole, trial.others())
     wanted = _gradients(rows, {call: weights_for(x) for call, x in rows.items()}, starts)
     summed = {start: torch.zeros_like(grad) for start, grad in wanted.items()}
