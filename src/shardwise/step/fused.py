@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise._torch.autograd import without_subclasses
-from shardwise._torch.collectives import group_name
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.layout import mesh_axes
 from shardwise.model import canonical_modules
@@ -163,8 +162,7 @@ def _share_of(runtime: Runtime, weight: str) -> Share | None:
             fix="leave fused= out",
             name=weight,
         )
-    axis = runtime.world.axis(cuts[0].axis)
-    return Share(group_name(axis.group), axis.size, -(-param.shape[0] // axis.size) * axis.rank, param.shape[0])
+    return Share.along(runtime.world.axis(cuts[0].axis), param.shape[0])
 
 
 class _HeadLoss(Tensor):

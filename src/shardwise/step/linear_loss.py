@@ -67,8 +67,7 @@ def linear_cross_entropy(
                 why="a rank has some rows of the weight, and the last ranks may have fewer",
                 fix="pass vocab_size=, the number of classes of all ranks together",
             )
-        first = -(-vocab_size // axis.size) * axis.rank
-        share = Share(group_name(axis.group), axis.size, min(first, vocab_size), vocab_size)
+        share = Share.along(axis, vocab_size)
     elif vocab_size not in (None, weight.shape[0]):
         raise UsageError(
             f"vocab_size={vocab_size} with a weight of {weight.shape[0]} rows",
@@ -96,6 +95,12 @@ class Share(NamedTuple):
     num_ranks: int
     first: int
     vocab_size: int
+
+    @classmethod
+    def along(cls, axis: Axis, vocab_size: int) -> "Share":
+        """This rank's part of ``vocab_size`` classes that are cut over ``axis`` as ``torch.chunk`` does."""
+        first = -(-vocab_size // axis.size) * axis.rank
+        return cls(group_name(axis.group), axis.size, min(first, vocab_size), vocab_size)
 
 
 class _Options(NamedTuple):
