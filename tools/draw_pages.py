@@ -215,7 +215,9 @@ def _draw_plan(figure: Any, figures: Mapping[str, Mapping[str, list]]) -> None:
         rows, columns = of_matrix["shape"]
         for color, pieces in zip((BLUE, ORANGE), of_matrix["pieces"], strict=True):
             for row, column, num_rows, num_columns in pieces:
-                axes.add_patch(Rectangle((column, row), num_columns, num_rows, facecolor=color, edgecolor="white"))
+                look = {"facecolor": color, "edgecolor": "white"}
+                # A clip would be named by the last bits of its place, which differ from drawing to drawing.
+                axes.add_patch(Rectangle((column, row), num_columns, num_rows, clip_on=False, **look))
         short = name.removeprefix("transformer.").removeprefix("h.0.")
         axes.set(title=f"{short}\n{rows} x {columns}", xlim=(-0.5, columns + 0.5), ylim=(50, -1), aspect="equal")
         axes.axis("off")
