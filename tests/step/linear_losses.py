@@ -30,15 +30,15 @@ CASES = [
 ]
 
 
-def worst_difference(case: Case, axis=None) -> float:
+def worst_difference(case: Case, axis=None, device: str = "cpu") -> float:
     """The largest difference to torch's, of the loss or a gradient, relative to the largest number there. ``axis``: this rank
     has a part of the vocabulary."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight, bias = (
-        torch.randn(size, generator=generator, dtype=torch.float64)
+        torch.randn(size, generator=generator, dtype=torch.float64).to(device)
         for size in ((37, 16), (case.vocab_size, 16), (case.vocab_size,))
     )
-    labels = torch.randint(0, case.vocab_size, (37,), generator=generator)
+    labels = torch.randint(0, case.vocab_size, (37,), generator=generator).to(device)
     labels[:: 1 if case.all_ignored else 5] = -100
     plain = [x.clone().requires_grad_() for x in (hidden, weight, *([bias] if case.bias else []))]
     part = slice(None) if axis is None else slice(*_part_of(case.vocab_size, axis))
@@ -69,7 +69,7 @@ def _part_of(size: int, axis) -> tuple[int, int]:
     return each * axis.rank, min(each * (axis.rank + 1), size)
 
 
-def over_ranks(layout: str) -> dict[str, float]:
+def over_ranks(layout: str, device: str = "cpu") -> dict[str, float]:
     linear_loss._MOST_LOGITS = 64  # so that the rows of a rank decide how many positions are taken at a time
-    with sw.init(layout, device="cpu") as world:
-        return {str(case): worst_difference(case, world.axis("tp")) for case in CASES}
+    with sw.init(layout, device=device, backend="gloo") as world:
+        return {str(case): worst_difference(case, world.axis("tp"), device) for case in CASES}

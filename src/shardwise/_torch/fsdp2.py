@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from shardwise._torch.fully_shard import take_reductions
+from shardwise._torch.fully_shard import groups_of, take_reductions
 
 __all__ = ["Unit", "in_backward", "take_over", "when_interrupted"]
 
@@ -35,7 +35,7 @@ def take_over(root: nn.Module) -> None:
     for state in states.values():
         state._pre_forward_hook_handle.remove()
         state._post_forward_hook_handle.remove()
-        for group in state._fsdp_param_groups:
+        for group in groups_of(state):
             for name in ("_module_to_pre_save_state_dict_hook_handle", "_module_to_pre_load_state_dict_hook_handle"):
                 for handle in getattr(group, name).values():
                     handle.remove()
@@ -68,7 +68,7 @@ class Unit:
     def __init__(self, name: str, modules: Sequence[nn.Module]):
         self.name, self.modules = name, tuple(modules)
         self._state = _state(self.modules[0])
-        self.groups: list[Any] = list(self._state._fsdp_param_groups)
+        self.groups: list[Any] = groups_of(self._state)
         self._hooked: set[int] = set()
         self._hooked_before: set[int] = set()
 

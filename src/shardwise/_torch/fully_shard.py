@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,8 +12,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 
+from shardwise.errors import UnsupportedError
+
 __all__ = [
     "gathered_parameters",
+    "groups_of",
     "lazy_chunks",
     "parameter_groups",
     "reset_iteration",
@@ -63,6 +67,12 @@ def parameter_groups(groups: list[tuple[list[Tensor], Any]], after_forward: Devi
     whole = _fully_shard._init_param_group
 
     def each(state: Any, params: list[Tensor], *args: Any, **kwargs: Any) -> None:
+        if len(groups) > 1 and not hasattr(state, "_fsdp_param_groups"):
+            raise UnsupportedError(
+                "A unit with parameters of several dtypes",
+                why=f"PyTorch {torch.__version__} has one group of parameters for a unit, which has one dtype",
+                fix="take PyTorch 2.12 or newer, or units of modules of one dtype: Sharding(units=...)",
+            )
         modules, mesh, after, device, placement, _, offload = args
         if after_forward is not None:
             after = HSDPMeshInfo(after_forward, shard_mesh_dim=1, replicate_mesh_dim=0)
@@ -82,7 +92,14 @@ def unit_groups(module: nn.Module) -> list[Any]:
     """The ``FSDPParamGroup`` objects of one unit, which all-gather and reduce-scatter."""
     if not isinstance(module, FSDPModule):
         return []
-    return list(module._get_fsdp_state()._fsdp_param_groups)
+    return groups_of(module._get_fsdp_state())
+
+
+def groups_of(state: Any) -> list[Any]:
+    """The parameter groups of an ``FSDPState``. Before torch 2.12 a unit has one at most."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def unit_reshard(module: nn.Module) -> bool | int:
@@ -118,7 +135,7 @@ def reset_iteration(module: nn.Module) -> None:
     for each in state._state_ctx.all_states:
         each._modules_to_run_forward.clear()
         each._training_state = TrainingState.IDLE
-        for group in each._fsdp_param_groups:
+        for group in groups_of(each):
             _reset_group(group, wait)
     state._state_ctx.iter_forward_root = None
     state._state_ctx.post_backward_final_callback_queued = False

@@ -1,7 +1,9 @@
 """Hooks into ``torch.compile`` while it traces a graph, and what a graph saves for backward."""
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["changed_in_graphs", "look_in_graph", "mark_in_graph", "memory_budget"]
+__all__ = ["changed_in_graphs", "compile_with_limit", "look_in_graph", "mark_in_graph", "memory_budget"]
 
 
 changed_in_graphs: set[type] = set()
@@ -71,3 +73,17 @@ def memory_budget(budget: float) -> Iterator[None]:
             yield
     finally:
         partitioners.choose_saved_values_set = choose
+
+
+def compile_with_limit(function: Callable[..., Any], limit: int, **options: Any) -> Callable[..., Any]:
+    """``torch.compile`` of a function that may have ``limit`` graphs."""
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        return torch.compile(function, recompile_limit=limit, **options)
+    compiled = torch.compile(function, **options)  # before torch 2.12: graphs are counted while the function is called
+
+    @functools.wraps(function)
+    def within_limit(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=limit):
+            return compiled(*args, **kwargs)
+
+    return within_limit

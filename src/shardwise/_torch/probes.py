@@ -76,7 +76,7 @@ PROBES = (
     Probe(f"{_FSDP}._fully_shard", ("_init_param_group",)),
     Probe(f"{_FSDP}._fully_shard:FSDPModule", ("_get_fsdp_state",)),
     Probe(
-        f"{_FSDP}._fsdp_state:FSDPState", ("_lazy_init", "_root_pre_forward"), words=("_is_root", "_fsdp_param_groups")
+        f"{_FSDP}._fsdp_state:FSDPState", ("_lazy_init", "_root_pre_forward"), words=("_is_root", "_fsdp_param_group")
     ),
     Probe(
         f"{_FSDP}._fsdp_state",

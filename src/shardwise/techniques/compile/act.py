@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise._torch.graphs import memory_budget
+from shardwise._torch.graphs import compile_with_limit, memory_budget
 from shardwise.config.suggest import did_you_mean
 from shardwise.errors import PlanError, UnsupportedError, UsageError
 from shardwise.model import canonical_modules
@@ -102,8 +102,7 @@ def refuse_graphs(mode: str | None, device: torch.device) -> None:
 
 def _compile(function: Callable[..., Any], args: Mapping[str, Any], num_blocks: int) -> Callable[..., Any]:
     options: dict[str, Any] = {key: args[key] for key in ("backend", "mode", "dynamic", "fullgraph")}
-    options["recompile_limit"] = min(_GRAPHS * num_blocks, 256)
-    compiled = torch.compile(_isolated(function), **options)
+    compiled = compile_with_limit(_isolated(function), min(_GRAPHS * num_blocks, 256), **options)
     budget = args["activation_memory_budget"]
     if budget is None:
         return compiled
