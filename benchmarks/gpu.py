@@ -1,7 +1,7 @@
 """Measures training steps on one CUDA device beside plain torch and peers: time, memory, how long the device is busy.
 
     python benchmarks/gpu.py                           # prints a table; five minutes on an H100
-    python benchmarks/gpu.py --write docs/gpu.md       # and puts it into the page
+    python benchmarks/gpu.py --write PAGE       # and puts it into the page
     python benchmarks/gpu.py --device cpu --small      # whether it runs, without a device
 
 A Llama of 1.1 B parameters (transformers' code) in bf16 with float32 weights: windows of two micro-batches of 4 x 2048 tokens, clipping
@@ -173,9 +173,7 @@ def accelerated(size: Size, device: torch.device) -> Iterator[Step]:
 def ours(size: Size, device: torch.device, *, fused: bool = False, **options: Any) -> Iterator[Step]:
     with sw.init("dp_shard=1", device=device.type) as world:
         module = sw.parallelize(size.build(), world, precision="bf16", **options)
-        step = sw.TrainStep(
-            module, _adamw(module, device), loss=sw.next_token_loss, max_grad_norm=NORM, fused=fused
-        )
+        step = sw.TrainStep(module, _adamw(module, device), loss=sw.next_token_loss, max_grad_norm=NORM, fused=fused)
         yield lambda window: step(window).loss
 
 
@@ -208,6 +206,7 @@ def measure(name: str, size: Size, device: torch.device, rounds: int) -> Result:
     gc.collect()
     torch._dynamo.reset()
     if device.type == "cuda":
+        torch.cuda.init()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     windows, seconds = size.windows(device), []

@@ -78,7 +78,8 @@ def memory_budget(budget: float) -> Iterator[None]:
 def compile_with_limit(function: Callable[..., Any], limit: int, **options: Any) -> Callable[..., Any]:
     """``torch.compile`` of a function that may have ``limit`` graphs."""
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        return torch.compile(function, recompile_limit=limit, **options)
+        options["recompile_limit"] = limit
+        return torch.compile(function, **options)
     compiled = torch.compile(function, **options)  # before torch 2.12: graphs are counted while the function is called
 
     @functools.wraps(function)

@@ -45,10 +45,10 @@ class Words(nn.Module):
         return self.head(x)
 
 
-def window(step: int, device: str = "cpu"):
+def window(step: int):
     generator = torch.Generator().manual_seed(step)
     ids = [torch.randint(0, VOCAB, (2, 8), generator=generator) for _ in range(2)]
-    return [{"input_ids": x.to(device), "labels": x.roll(-1, 1).to(device)} for x in ids]
+    return [{"input_ids": x, "labels": x.roll(-1, 1)} for x in ids]
 
 
 @contextlib.contextmanager
@@ -77,9 +77,9 @@ def _frozen():
     return model
 
 
-def train(layout: str, fused: bool, steps: int = 2, frozen: bool = False, device: str = "cpu", **options):
+def train(layout: str, fused: bool, steps: int = 2, frozen: bool = False, **options):
     """Masks of a run, its losses, and its gradients of the last step."""
-    with sw.init(layout, device=device, backend="gloo", seed=3) as world:
+    with sw.init(layout, device="cpu", seed=3) as world:
         model = sw.parallelize(_frozen if frozen else lambda: Words(fused), world, **options)
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
         step, grads = sw.TrainStep(model, optim), {}
@@ -90,5 +90,5 @@ def train(layout: str, fused: bool, steps: int = 2, frozen: bool = False, device
 
         optim.register_step_pre_hook(keep)
         with masks_noted() as masks:
-            losses = [step(window(i, device)).loss for i in range(steps)]
+            losses = [step(window(i)).loss for i in range(steps)]
         return masks, losses, grads, model.training

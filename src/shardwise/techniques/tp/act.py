@@ -186,32 +186,35 @@ class _Cut:
 
     def __init__(self, given: Any, coord: Coord):
         self.dim, parts = given
-        self._parts = tuple(Part(size=size, replicas=replicas) for size, replicas in parts)
-        self._coord = coord
+        self._sizes = [size for size, _ in parts]
+        self._here = _indices([Part(size=size, replicas=replicas) for size, replicas in parts], coord)
+        # Several equal parts, as of heads in each sample of a batch, are as many as there are; one part may be of heads alone, or of
+        # samples within heads.
+        self._of_one = None
+        if len(parts) > 1 and all(part == parts[0] for part in parts) and self.dim >= 0:
+            self._of_one = _indices([Part(size=parts[0][0], replicas=parts[0][1])], coord)
 
     def of(self, whole: Tensor, what: str) -> Tensor:
-        """This rank's part of ``whole``. Several equal parts, as of heads in each sample of a batch, are as many as there are;
-        one part may be of heads alone, or of samples within heads."""
-        size, parts = whole.shape[self.dim], self._parts
-        if size % parts[0].size == 0 and len(parts) > 1 and len(set(parts)) == 1 and self.dim >= 0:
-            parts = parts[:1] * (size // parts[0].size)
-        elif size != sum(part.size for part in parts):
+        """This rank's part of ``whole``."""
+        size, here = whole.shape[self.dim], self._here
+        if self._of_one is not None and size % self._sizes[0] == 0:
+            here = (torch.arange(0, size, self._sizes[0]).unsqueeze(1) + self._of_one).flatten()
+        elif size != sum(self._sizes):
             raise UsageError(
                 f"{what} of shape {tuple(whole.shape)}",
-                why=f"its dim {self.dim} is cut over tp in parts of {[part.size for part in parts]}, as the example had it",
+                why=f"its dim {self.dim} is cut over tp in parts of {self._sizes}, as the example had it",
                 fix="give example= a batch of two samples or more, as training will give it",
             )
-        pieces = extents(_line(size, parts), self._coord)
-        here = [torch.arange(piece.starts[0], piece.starts[0] + piece.sizes[0]) for piece in pieces]
-        return whole.index_select(self.dim, torch.cat(here).to(whole.device))
+        return whole.index_select(self.dim, here.to(whole.device))
 
 
-@functools.lru_cache(maxsize=64)
-def _line(size: int, parts: tuple[Part, ...]) -> Param:
-    """A dim of ``size`` that is cut over ``tp``, as a parameter, whose extents are known."""
-    cuts = (Cut(axis="tp", dim=0, parts=parts),)
+def _indices(parts: list[Part], coord: Coord) -> Tensor:
+    """The indices of a rank in a dim of these parts that is cut over ``tp``."""
     none = {"dtype": "", "trainable": False, "aliases": (), "unit": "", "storage": "", "compute": "", "reduce": ""}
-    return Param(shape=(size,), cuts=cuts, **none)  # type: ignore[arg-type]
+    cuts = (Cut(axis="tp", dim=0, parts=tuple(parts)),)
+    line = Param(shape=(sum(part.size for part in parts),), cuts=cuts, **none)  # type: ignore[arg-type]
+    pieces = extents(line, coord)
+    return torch.cat([torch.arange(piece.starts[0], piece.starts[0] + piece.sizes[0]) for piece in pieces])
 
 
 def _work_on_parts(
@@ -237,16 +240,17 @@ def _work_on_parts(
         buffers.append((modules[path], attr, _Cut(cut, coord)))
     degree = coord.degree("tp")
 
-    def change(value: Any, place: tuple[Any, ...], known: dict[Any, Tensor]) -> Any:
+    def change(value: Any, place: tuple[Any, ...], known: list[tuple[Tensor, Any, Tensor]]) -> Any:
         if type(value) in (tuple, list):
             return type(value)(change(item, (*place, i), known) for i, item in enumerate(value))
         if not isinstance(value, Tensor) or (place not in narrowed and place not in cuts):
             return value
-        # Arguments that are one tensor stay one.
-        key = (id(value), place in narrowed, str(given.get(place)))
-        if key not in known:
-            known[key] = part(value, place)
-        return known[key]
+        how = (place in narrowed, given.get(place))
+        for other, its, changed in known:  # arguments that are one tensor stay one
+            if other is value and its == how:
+                return changed
+        known.append((value, how, part(value, place)))
+        return known[-1][2]
 
     def part(value: Tensor, place: tuple[Any, ...]) -> Tensor:
         if place in narrowed:
@@ -256,7 +260,7 @@ def _work_on_parts(
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        known: dict[Any, Tensor] = {}
+        known: list[tuple[Tensor, Any, Tensor]] = []
         args = tuple(change(value, (names[i] if i < len(names) else i,), known) for i, value in enumerate(args))
         kwargs = {key: change(value, (key,), known) for key, value in kwargs.items()}
         if not buffers:
