@@ -438,7 +438,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "graphs-used-up",
-        'options["recompile_limit"] = min(_GRAPHS * num_blocks, 256)\n    compiled = torch.compile(_isolated(function), **options)',
+        "compiled = compile_with_limit(_isolated(function), min(_GRAPHS * num_blocks, 256), **options)",
         "compiled = torch.compile(function, **options)",
         "tests/techniques/compile/test_compile.py -k t32",
         "many blocks of other kinds use up torch's limit of graphs, and the rest runs uncompiled",

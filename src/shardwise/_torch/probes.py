@@ -93,6 +93,7 @@ PROBES = (
         words=("_unsharded_param", "_module_info", "unsharded_accumulated_grad"),
     ),
     Probe(f"{_FSDP}._fsdp_param:FSDPParam", ("_setattr_on_modules", "to_accumulated_grad_if_needed")),
+    Probe(f"{_FSDP}._fsdp_state", words=("_fsdp_param_groups",), without="a unit has one group of parameters"),
     # For a reset without reset_iter_state, before torch 2.13.
     Probe(f"{_FSDP}._fsdp_state", words=("_modules_to_run_forward",), without="FSDPModule.reset_iter_state"),
     Probe(
