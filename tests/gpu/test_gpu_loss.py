@@ -9,14 +9,6 @@ import shardwise as sw
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default"), pytest.mark.timeout(300)]
 
 
-@pytest.fixture(autouse=True)
-def device(request) -> torch.device:
-    if not torch.cuda.is_available():
-        (pytest.fail if request.config.option.markexpr.strip() == "gpu" else pytest.skip)("no CUDA device")
-    torch.cuda.empty_cache()
-    return torch.device("cuda", 0)
-
-
 @pytest.mark.parametrize("case", CASES[::5], ids=str)
 def test_the_numbers_of_torch(case):
     assert worst_difference(case, device="cuda:0") <= 1e-12

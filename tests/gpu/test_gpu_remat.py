@@ -13,14 +13,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default"), pytest.mar
 DIM, NUM_BLOCKS = 512, 8
 
 
-@pytest.fixture(autouse=True)
-def device(request) -> torch.device:
-    if not torch.cuda.is_available():
-        (pytest.fail if request.config.option.markexpr.strip() == "gpu" else pytest.skip)("no CUDA device")
-    torch.cuda.empty_cache()
-    return torch.device("cuda", 0)
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
