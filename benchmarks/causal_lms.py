@@ -14,7 +14,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import torch
 from torch import Tensor, nn
 
-__all__ = ["build", "names", "windows"]
+__all__ = ["build", "builder", "has_experts", "names", "windows"]
 
 VOCAB, LENGTH = 96, 8
 
@@ -114,17 +114,39 @@ def build(kind: str) -> nn.Module:
     return model.eval()
 
 
-def windows(steps: int, num_micro: int) -> list[list[dict[str, Tensor]]]:
-    """Micro-batches with unequal numbers of tokens."""
+def windows(model: nn.Module, steps: int, num_micro: int) -> list[list[dict[str, Tensor]]]:
+    """Micro-batches with unequal numbers of tokens; with outputs of an encoder where the model attends to one."""
     generator = torch.Generator().manual_seed(0)
 
     def batch(index: int) -> dict[str, Tensor]:
         ids = torch.randint(3, VOCAB, (2, LENGTH + 1), generator=generator)
         labels = ids[:, 1:].clone()
         labels[0, : index % 4] = -100
-        return {"input_ids": ids[:, :-1].contiguous(), "labels": labels}
+        found = {"input_ids": ids[:, :-1].contiguous(), "labels": labels}
+        if width is not None:
+            found["encoder_hidden_states"] = torch.randn(2, 5, width, generator=generator)
+        return found
 
+    width = None
+    if _attends_to_encoder(model):
+        width = getattr(model.config, "cross_attention_hidden_size", None) or model.config.hidden_size
     return [[batch(i) for i in range(num_micro)] for _ in range(steps)]
+
+
+def _attends_to_encoder(model: Any) -> bool:
+    """Whether it takes outputs of an encoder, and has parameters that it uses only then."""
+    if "encoder_hidden_states" not in inspect.signature(model.forward).parameters:
+        return False
+    model(input_ids=torch.full((2, LENGTH), 3)).logits.sum().backward()
+    is_unused = any(param.grad is None for param in model.parameters() if param.requires_grad)
+    model.zero_grad()
+    return is_unused
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether its tokens go to different layers."""
+    words = ("expert", "moe", "router")
+    return any(word in type(module).__name__.lower() for module in model.modules() for word in words)
 
 
 def builder(kind: str) -> Any:

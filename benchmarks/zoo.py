@@ -37,14 +37,15 @@ __all__ = ["main", "verdict_of"]
 def verdict_of(kind: str, layout: str, pool: Any) -> dict[str, Any]:
     """What came of one kind of model: ``verdict``, ``why`` and, where it ran, ``share`` and ``error``."""
     num_data = 2 if "dp" in layout else 1
-    windows = causal_lms.windows(2, 2 * num_data)
     try:
         with _at_most(30):
             model = causal_lms.build(kind)
     except Exception as error:
         return {"verdict": "not built", "why": _line(error)}
     try:
-        sw.next_token_loss(model(input_ids=windows[0][0]["input_ids"]), windows[0][0]).backward()
+        windows = causal_lms.windows(model, 2, 2 * num_data)
+        inputs = {key: value for key, value in windows[0][0].items() if key != "labels"}
+        sw.next_token_loss(model(**inputs), windows[0][0]).backward()
     except Exception as error:
         return {"verdict": "not run", "why": _line(error)}
     whole = 8 * sum(param.numel() for param in model.parameters())
@@ -65,7 +66,8 @@ def verdict_of(kind: str, layout: str, pool: Any) -> dict[str, Any]:
     except Exception as error:  # of the plain process, whose numbers are all float64
         return {"verdict": "not run", "why": f"in float64: {_line(error)}"}
     worst = max(found.err for found in report.worst.values())
-    return {"verdict": "equal", "why": "", "share": max(report.bytes_per_rank) / whole, "error": worst}
+    why = "experts, whole on every rank" if causal_lms.has_experts(model) else ""
+    return {"verdict": "equal", "why": why, "share": max(report.bytes_per_rank) / whole, "error": worst}
 
 
 @contextlib.contextmanager
@@ -91,12 +93,14 @@ def table(found: dict[str, dict[str, Any]], layout: str) -> str:
     """A Markdown page: the totals, and a row for each kind."""
     count = Counter(row["verdict"] for row in found.values())
     ran = [row for row in found.values() if row["verdict"] == "equal"]
-    held = sum(row["share"] <= 0.62 for row in ran)
+    dense = [row for row in ran if not row["why"]]
+    held = sum(row["share"] <= 0.62 for row in dense)
     version = importlib.metadata.version("transformers")
     lines = [
         f"transformers {version}, layout `{layout}`: {len(found)} kinds of causal language models; "
         + ", ".join(f"{count[key]} {key}" for key in ("equal", "refused", "wrong", "not run", "not built"))
-        + f". Of {len(ran)} that are equal, {held} hold at most 0.62 of the parameters on a rank.",
+        + f". {held} of {len(dense)} that are equal and have no experts hold at most 0.62 of the parameters on a rank "
+        f"({held / max(len(dense), 1):.0%}).",
         "",
         "| model | verdict | share per rank | largest error | |",
         "|---|---|--:|--:|---|",

@@ -9,9 +9,12 @@ from torch import Tensor, nn
 
 from shardwise.errors import UsageError
 
-__all__ = ["TARGETS", "call", "run_on", "tensors_given"]
+__all__ = ["TARGETS", "call", "cropped", "run_on", "tensors_given"]
 
 Batch = Mapping[str, Tensor]
+
+_ROWS, _COLUMNS = 2, 64
+"""Of an example: what shows how code treats its samples and tokens, in memory that does not grow with the batch."""
 
 TARGETS = {"labels", "label", "targets", "target", "y"}  # for the loss, unless it is a parameter of the forward
 
@@ -71,8 +74,8 @@ def _unfit_batch(model: nn.Module, inputs: Batch, missing: list[str], named: Any
 
 
 def run_on(example: Batch | None) -> Callable[[nn.Module], Any]:
-    """A function that calls a model on ``example``, in the dtype of its parameters; None: on tokens, where its forward shows
-    that it takes some.
+    """A function that calls a model on ``example``, on the CPU and in the dtype of its parameters; None: on tokens, where its
+    forward shows that it takes some.
 
     The function raises UsageError where it does not.
     """
@@ -81,9 +84,35 @@ def run_on(example: Batch | None) -> Callable[[nn.Module], Any]:
         if example is None:
             return call(model, _tokens(model))
         dtype = next((param.dtype for param in model.parameters() if param.is_floating_point()), None)
-        return call(model, {key: value.to(dtype) if _casts(value) else value for key, value in example.items()})
+        moved = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in example.items()}
+        return call(model, {key: value.to(dtype) if _casts(value) else value for key, value in moved.items()})
 
     return run
+
+
+def cropped(example: Batch) -> Batch | None:
+    """The first two samples of a batch, and 64 columns where all of its tensors are of one shape ``[rows, columns]`` of
+    integers or booleans: tokens, masks, labels. None: its tensors differ in their first dim, or it is as small already.
+
+    Columns are the first ones; the last ones where they have a row of zeros that is not all zeros in the batch: of a mask,
+    before the tokens.
+    """
+    tensors = {key: value for key, value in example.items() if isinstance(value, Tensor) and value.dim()}
+    if len({len(value) for value in tensors.values()}) != 1:
+        return None
+    part = {key: value[:_ROWS] for key, value in tensors.items()}
+    shapes = {tuple(value.shape) for value in part.values()}
+    if len(shapes) == 1 and len(min(shapes)) == 2 and not any(value.is_floating_point() for value in part.values()):
+        first = {key: value[:, :_COLUMNS] for key, value in part.items()}
+        last = {key: value[:, -_COLUMNS:] for key, value in part.items()}
+        part = last if _loses_rows(part, first) and not _loses_rows(part, last) else first
+    is_whole = all(part[key].shape == value.shape for key, value in tensors.items())
+    return None if is_whole else {**example, **part}
+
+
+def _loses_rows(whole: Batch, part: Batch) -> bool:
+    """Whether a row of a part is all zeros, and that of the whole is not."""
+    return any(bool((whole[key].any(1) & ~value.any(1)).any()) for key, value in part.items())
 
 
 def tensors_given(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> set[str]:

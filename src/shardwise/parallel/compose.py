@@ -5,6 +5,7 @@ that all ranks made the same -> apply it -> write the values. Everything that ca
 byte is moved.
 """
 
+import dataclasses
 import functools
 import inspect
 import textwrap
@@ -21,7 +22,7 @@ from shardwise._torch.modules import DDPModule
 from shardwise.config.record import Options
 from shardwise.errors import PlanError, UsageError
 from shardwise.model import read_anatomy
-from shardwise.model.calling import run_on
+from shardwise.model.calling import cropped, run_on
 from shardwise.model.tensors import follow_parameters, give_memory, tensors_of, unregistered_parameters
 from shardwise.parallel.guards import (
     part_of_another,
@@ -68,8 +69,8 @@ def parallelize(
         world: from :func:`shardwise.init`.
         example: one micro-batch. It is run once to see in which order blocks are entered: neighbours in that order are
             merged into units; without it, merging uses the order of their lists, and gathering the order in which the
-            model first runs. With ``tp`` in the layout a copy of the model is run on it to find what can be cut;
-            without it, on tokens, if the forward shows that it takes some.
+            model first runs. With ``tp`` in the layout a copy of the model is run on it to find what can be cut, on two
+            of its rows, and 64 columns of tokens; without it, on tokens, if the forward shows that it takes some.
         init: ``"seeded"``: values are functions of (world.seed, name), made by each rank for itself, the same under
             every layout; default for a callable. ``"rank0"``: rank 0's values, scattered; default for a module, and the
             fallback of seeded where a constructor cannot be recorded (the recipe's notes say why). ``"load"``: memory
@@ -123,7 +124,7 @@ def shard(
     *,
     init: str | None = None,
     example: Mapping[str, Tensor] | None = None,
-    run: Callable[[nn.Module], Any] | None = None,
+    trial: Example | None = None,
     is_prepared: bool = False,
 ) -> Any:
     """:func:`parallelize` with its options as one record.
@@ -134,7 +135,7 @@ def shard(
         parallel: a ``Parallel``; its layout is not read: the world has it.
         init: as in :func:`parallelize`; None: the value in ``parallel``.
         example: as in :func:`parallelize`.
-        run: runs a copy of the module, where there is no example and a guessed one does not run.
+        trial: runs copies of the module, for probes; None: on ``example``, or on tokens.
         is_prepared: the techniques have changed the structure of the module already.
     """
     check_torch(world)
@@ -148,7 +149,7 @@ def shard(
     if world.is_main:
         _warn_of_unregistered(module)
     anatomy = adjusted(module, read_anatomy(module, example=example), parallel)
-    trial = Example(run_on(example), run if example is None else None, functools.partial(source.with_indices, module))
+    trial = dataclasses.replace(trial or _trial(example), within=functools.partial(source.with_indices, module))
     recipe = make_recipe(anatomy, world.layout, facts=probe(module, world, trial), **given)
     for act in acts():
         act.check(module, recipe, world)
@@ -165,6 +166,12 @@ def shard(
     in_large_pages(tensor for name, tensor in runtime.local_tensors().items() if name in without_memory)
     source.write(runtime)
     return module
+
+
+def _trial(example: Mapping[str, Tensor] | None) -> Example:
+    """Runs on a part of the example, or on all of it where the module does not run on the part."""
+    part = None if example is None else cropped(example)
+    return Example(run_on(example)) if part is None else Example(run_on(part), otherwise=run_on(example))
 
 
 def _warn_of_unregistered(module: nn.Module) -> None:

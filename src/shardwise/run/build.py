@@ -18,7 +18,7 @@ from shardwise.config.target import load_target
 from shardwise.config.tokenizer import is_tokens, tokenizer_path
 from shardwise.data.corpus import BYTES, TokenFile, TokenWindows, encode, pydoc_text
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, UsageError
-from shardwise.model.calling import call
+from shardwise.model.calling import call, run_on
 from shardwise.parallel import recipe_of, runtime_of, shard, world_of
 from shardwise.run.config import Data, Optim, RunConfig, Schedule
 from shardwise.run.pretrained import build_pretrained
@@ -30,6 +30,7 @@ from shardwise.step.parameter_groups import grouped
 from shardwise.step.scale import computes_half
 from shardwise.step.step import TrainStep
 from shardwise.techniques.fold import prepared
+from shardwise.techniques.technique import Example
 from shardwise.world import World
 
 __all__ = [
@@ -175,7 +176,8 @@ def build_model(config: RunConfig, world: World) -> nn.Module:
     start = parallel.init or ("load" if config.model.start is not None else None)
     tokens = {"input_ids": torch.zeros(1, config.data.seq_len, dtype=torch.long)}  # for a model of a fixed length
     given = msgspec.structs.replace(parallel, init=start)
-    return shard(lambda: _unprepared(config), world, given, run=lambda model: call(model, tokens))
+    trial = Example(run_on(None), otherwise=run_on(tokens))
+    return shard(lambda: _unprepared(config), world, given, trial=trial)
 
 
 def load_start(config: RunConfig, model: nn.Module) -> LoadReport | None:

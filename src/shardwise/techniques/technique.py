@@ -88,14 +88,13 @@ class Example:
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def shows(self, look: Callable[[Callable[["nn.Module"], Any]], Found]) -> Found:
-        """What ``look(run)`` finds. All ranks must call it."""
-        with self.within():
-            try:
-                return look(self.run)
-            except (UsageError, UnsupportedError):
-                if self.otherwise is None:
-                    raise
-                return look(self.otherwise)
+        """What ``look(run)`` finds. To be called inside of ``within()``."""
+        try:
+            return look(self.run)
+        except (UsageError, UnsupportedError):
+            if self.otherwise is None:
+                raise
+            return look(self.otherwise)
 
 
 class Act:

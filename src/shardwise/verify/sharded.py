@@ -11,12 +11,13 @@ from torch import Tensor
 from shardwise._torch.autograd import TorchDispatchMode
 from shardwise._torch.dtensor import local_tensor
 from shardwise.data.batch import MicroBatch
-from shardwise.model.calling import call
+from shardwise.model.calling import call, run_on
 from shardwise.parallel import recipe_of, runtime_of, shard
 from shardwise.recipe import Recipe
 from shardwise.step.step import TrainStep
 from shardwise.techniques import Parallel
 from shardwise.techniques.data.options import Sharding
+from shardwise.techniques.technique import Example
 from shardwise.verify.oracle import Task, make_optimizer
 from shardwise.world import World, init
 
@@ -77,7 +78,8 @@ def run_sharded(task: Task, layout: str, parallel: Any = None, example: Any = No
     with init(layout, device="cpu", timeout_s=None if dist.is_initialized() else 60) as world:
         module = task.make(task.seed + world.rank)
         parallel = Parallel() if parallel is None else parallel
-        model = shard(module, world, parallel, example=example, run=task.run_once, is_prepared=True)
+        trial = Example(task.run_once, otherwise=run_on(None)) if example is None else None
+        model = shard(module, world, parallel, example=example, trial=trial, is_prepared=True)
         optim = make_optimizer(task, [p for p in model.parameters() if p.requires_grad])
         if task.loss is None:
             model.forward = _Lifted(task, model.forward)

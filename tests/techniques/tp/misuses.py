@@ -1,5 +1,6 @@
 """What users do with a model that is cut over tp and torch would do wrongly without a word."""
 
+import copy
 import warnings
 
 import models
@@ -23,6 +24,30 @@ class Plain(nn.Module):
 
     def forward(self, x, y):
         return self.down(torch.relu(self.up(self.norm(x + y))))
+
+
+class OfFour(Plain):
+    """Takes four samples and nothing else."""
+
+    def forward(self, x, y):
+        return super().forward(x.view(4, 6), y)
+
+
+class Notes(nn.Module):
+    """Notes the shapes that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.up, self.down, self.shapes = nn.Embedding(8, 6), nn.Linear(6, 8), nn.Linear(8, 6), []
+
+    def __deepcopy__(self, memo):
+        made = copy.copy(self)
+        made._modules, made._parameters = copy.deepcopy(self._modules, memo), {}
+        return made
+
+    def forward(self, input_ids):
+        self.shapes.append(tuple(input_ids.shape))
+        return self.down(torch.relu(self.up(self.embed(input_ids))))
 
 
 class Fails(nn.Module):
@@ -85,6 +110,11 @@ def with_a_mask(example):
     return call
 
 
+def other_plan(world):
+    style = ("colwise", "replicate")[world.rank]
+    sw.parallelize(models.get("gpt2").build, world, tensor_parallel=sw.TensorParallel(plan={"lm_head": style}))
+
+
 def hooked(world):
     model = models.get(NAME).build()
     model.blocks[0].mlp.up.weight.register_hook(lambda grad: grad * 0)
@@ -102,6 +132,7 @@ MISUSES = {
     "an optimizer of one's own": stepping(lambda model: Signs(model.parameters(), lr=0.1)),
     "a loose forward": lambda world: cut(world)(torch.zeros(1, 4, dtype=torch.long)),
     "other data": other_data,
+    "another plan": other_plan,
     "a hook": hooked,
     "a token that is none": lambda world: torch.no_grad()(cut(world))(torch.full((1, 4), 19)),
     "a mask that the example did not have": with_a_mask(False),
@@ -115,6 +146,7 @@ WORKS = {
     "an elementwise one": stepping(lambda model: torch.optim.AdamW(model.parameters())),
     "norms alone": stepping(lambda model: torch.optim.Adafactor([model.norm.weight, model.norm.bias])),
     "a mask that the example had": with_a_mask(True),
+    "an example that cannot be cropped": lambda world: sw.parallelize(OfFour, world, example={"x": torch.ones(4, 6), "y": torch.ones(4, 6)}),
     "an example": lambda world: sw.parallelize(Plain, world, example={"x": torch.ones(2, 6), "y": torch.ones(2, 6)}),
 }
 
@@ -138,3 +170,12 @@ def described(layout: str, what: str):
         warnings.simplefilter("always")
         text = sw.describe(sw.parallelize(model, world))
         return text, [str(each.message) for each in told]
+
+
+def sizes_seen():
+    """The shapes of which a model has seen inputs while it was searched, given eight rows of 1000 tokens."""
+    with sw.init("tp=2", device="cpu") as world:
+        model = Notes()
+        shapes = model.shapes
+        sw.parallelize(model, world, example={"input_ids": torch.ones(8, 1000, dtype=torch.long)})
+        return set(shapes)

@@ -1,7 +1,7 @@
 """What would be wrong without an error is an error."""
 
 import pytest
-from techniques.tp.misuses import MISUSES, WORKS, described, results
+from techniques.tp.misuses import MISUSES, WORKS, described, results, sizes_seen
 
 SAYS = {
     "state_dict": ("UsageError: embed.weight: state_dict() of a model that is cut over tp", "sw.full_state_dict"),
@@ -17,6 +17,7 @@ SAYS = {
     "an optimizer of one's own": ("UnsupportedError", "Signs on a parameter that is cut over tp"),
     "a loose forward": ("UsageError", "outside of a window", "each rank along tp has a part of the gradient of"),
     "other data": ("RankError: ranks 0 and 1 with other micro-batches at window 2", 'rank=world.axis("dp").rank'),
+    "another plan": ("RankError: ", "plan", "colwise", "replicate"),
     "a hook": ("UnsupportedError: blocks.0.mlp.up.weight: a hook on a parameter that is cut over the ranks",),
     "a token that is none": ("IndexError: token 19 of a vocabulary of 19",),
     "a mask that the example did not have": (
@@ -43,6 +44,12 @@ def test_refused_by_name(found, case):
 def test_what_is_right_works(ranks):
     for of_rank in ranks.run(results, 2, "works"):
         assert of_rank == dict.fromkeys(WORKS, "no error")
+
+
+def test_rank_0_searches_for_all_on_a_part_of_the_example(ranks):
+    seen, of_other = ranks.run(sizes_seen, 2)
+    assert (2, 64) in seen and seen <= {(2, 64), (8, 1000)}  # the whole one shows the order of blocks, on every rank
+    assert of_other == {(8, 1000)}
 
 
 def test_a_model_that_cannot_be_cut_is_warned_of(ranks):

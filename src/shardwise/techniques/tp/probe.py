@@ -18,6 +18,7 @@ from shardwise.techniques.technique import Example
 from shardwise.techniques.tp.options import TensorParallel
 from shardwise.techniques.tp.plan import Wanted, differences, own_plan, refuse_uncut, wanted
 from shardwise.world import World
+from shardwise.world.collectively import collectively
 
 __all__ = ["facts_of", "probe"]
 
@@ -27,6 +28,8 @@ Facts = dict[str, Any]
 def probe(module: nn.Module, example: Example, draft: Draft, world: World, *, tensor_parallel: TensorParallel) -> Facts:
     """What tensor parallelism changes in ``module``; see :func:`facts_of`. Nothing if ``tp`` is 1.
 
+    Rank 0 finds it for all ranks: they have the same module, which is checked later.
+
     Raises:
         UnsupportedError: the module cannot be copied, or does not run on the example; a layer that the plan names cannot
             be cut so.
@@ -35,14 +38,22 @@ def probe(module: nn.Module, example: Example, draft: Draft, world: World, *, te
     """
     if draft.layout.tp == 1:
         return {}
-    plan = wanted(module, draft.anatomy, tensor_parallel)
+    find = functools.partial(_facts, module, example, draft, tensor_parallel)
+    with example.within():
+        found = collectively(world, "the search for layers to cut over tp", find, on_main=not world.agreement.is_alone)
+    facts: Facts = world.broadcast(found)
+    return facts
+
+
+def _facts(module: nn.Module, example: Example, draft: Draft, option: TensorParallel) -> Facts:
+    plan = wanted(module, draft.anatomy, option)
     found, given = example.shows(functools.partial(_found, module, draft, plan))
     facts = {**facts_of(found, draft.anatomy.params), "given": sorted(given)}
     cut = {weight for region in found.regions for weight in region.layers}
     facts["edits"] += [[name, "attention", {}] for name in attentions(module) if f"{name}.in_proj_weight" in cut]
     if plan is not None:
         refuse_uncut(found, plan, draft.layout.tp)
-        what = tensor_parallel.plan if isinstance(tensor_parallel.plan, str) else "the one that was given"
+        what = option.plan if isinstance(option.plan, str) else "the one that was given"
         facts["plan"] = [f"plan: {what}; how its layers are cut was found in the code, and proved"]
     elif (own := own_plan(module)) and (others := differences(found, draft.anatomy, own)):
         facts["plan"] = [f"plan: what the code allows. The model's own tp_plan is another: {'; '.join(others)}"]

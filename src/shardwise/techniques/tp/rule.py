@@ -25,11 +25,18 @@ _WHY = {
 
 
 class TensorParallelEntry(Record, frozen=True):
-    """Parameters whose gradients on the ranks along ``tp`` are parts of a sum; of one that is cut, what several ranks
-    hold of it; and the arguments of the model that were tensors when its code was run to find what can be cut."""
+    """Data of tensor parallelism.
+
+    Attributes:
+        partial: parameters whose gradients on the ranks along ``tp`` are parts of a sum; of one that is cut, what several
+            ranks hold of it.
+        given: the arguments of the model that were tensors when its code was run to find what can be cut.
+        plan: the plan that was asked for: its name, or what it says. It is here so that all ranks ask for the same.
+    """
 
     partial: tuple[str, ...] = ()
     given: tuple[str, ...] = ()
+    plan: str | dict[str, str] = "auto"
 
 
 def rule(draft: Draft, facts: Mapping[str, Any], *, tensor_parallel: TensorParallel) -> None:
@@ -47,7 +54,7 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, tensor_parallel: TensorParal
     for name, (dim, parts) in facts.get("cuts", {}).items():
         draft.cut(name, Cut(axis="tp", dim=dim, parts=tuple(Part(size=size, replicas=of) for size, of in parts)))
     draft.entries["tp"] = TensorParallelEntry(
-        partial=tuple(facts.get("partial", ())), given=tuple(facts.get("given", ()))
+        partial=tuple(facts.get("partial", ())), given=tuple(facts.get("given", ())), plan=tensor_parallel.plan
     )
     draft.edits += [
         Edit(module=module, technique="tp", action=action, args=args, why=_WHY[action])

@@ -1,0 +1,32 @@
+import pytest
+import torch
+from shardwise.model.calling import cropped
+
+IDS = torch.arange(1, 401).view(4, 100)
+LEFT = torch.ones(4, 100, dtype=torch.long)
+LEFT[1, :70] = 0  # padded on the left
+HALVES = torch.ones(4, 160, dtype=torch.long)
+HALVES[0, :80] = HALVES[1, 80:] = 0
+CASES = {
+    "tokens": ({"input_ids": IDS, "labels": IDS}, {"input_ids": IDS[:2, :64], "labels": IDS[:2, :64]}),
+    "padded on the left": ({"a": IDS, "m": LEFT}, {"a": IDS[:2, -64:], "m": LEFT[:2, -64:]}),
+    "padded on both sides": ({"m": HALVES}, {"m": HALVES[:2, :64]}),
+    "a number": ({"a": IDS, "n": torch.tensor(3.0)}, {"a": IDS[:2, :64], "n": torch.tensor(3.0)}),
+    "images": ({"x": torch.ones(8, 3, 90, 90)}, {"x": torch.ones(2, 3, 90, 90)}),
+    "floats are no tokens": ({"x": torch.ones(8, 90)}, {"x": torch.ones(2, 90)}),
+    "a mask of pairs": (
+        {"a": IDS, "m": torch.ones(4, 1, 100, 100).bool()},
+        {"a": IDS[:2], "m": torch.ones(2, 1, 100, 100).bool()},
+    ),
+    "small": ({"x": torch.ones(2, 6)}, None),
+    "packed": ({"a": IDS, "ends": torch.arange(7)}, None),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_example_is_cropped_where_that_is_safe(case):
+    example, want = CASES[case]
+    found = cropped(example)
+    assert (found is None) == (want is None)
+    if want is not None:
+        assert found.keys() == want.keys() and all(torch.equal(found[key], value) for key, value in want.items())
