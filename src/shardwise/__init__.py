@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from shardwise.techniques.data.options import DDP, Prefetch, Sharding
     from shardwise.techniques.precision.options import Precision
     from shardwise.techniques.remat.options import Remat
-    from shardwise.techniques.tp.options import TensorParallel
+    from shardwise.techniques.tp.options import TensorParallel, register_tp_plan
     from shardwise.techniques.transforms.options import transform
     from shardwise.verify import verify
     from shardwise.world import Axis, World
@@ -91,7 +91,7 @@ _HOME = {
     "shardwise.techniques.data.options": ("DDP", "Prefetch", "Sharding"),
     "shardwise.techniques.precision.options": ("Precision",),
     "shardwise.techniques.remat.options": ("Remat",),
-    "shardwise.techniques.tp.options": ("TensorParallel",),
+    "shardwise.techniques.tp.options": ("TensorParallel", "register_tp_plan"),
     "shardwise.techniques.transforms.options": ("transform",),
     "shardwise.recipe": ("Recipe",),
     "shardwise.state": (
@@ -175,6 +175,7 @@ __all__ = [
     "parallelize",
     "parameter_groups",
     "recipe_of",
+    "register_tp_plan",
     "save_weights",
     "shift_labels",
     "state_dict",

@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from shardwise.model.calling import cropped
 
 IDS = torch.arange(1, 401).view(4, 100)
@@ -12,11 +13,11 @@ CASES = {
     "padded on the left": ({"a": IDS, "m": LEFT}, {"a": IDS[:2, -64:], "m": LEFT[:2, -64:]}),
     "padded on both sides": ({"m": HALVES}, {"m": HALVES[:2, :64]}),
     "a number": ({"a": IDS, "n": torch.tensor(3.0)}, {"a": IDS[:2, :64], "n": torch.tensor(3.0)}),
-    "images": ({"x": torch.ones(8, 3, 90, 90)}, {"x": torch.ones(2, 3, 90, 90)}),
-    "floats are no tokens": ({"x": torch.ones(8, 90)}, {"x": torch.ones(2, 90)}),
+    "images": ({"x": torch.ones(32, 3, 9, 9)}, {"x": torch.ones(16, 3, 9, 9)}),
+    "floats are no tokens": ({"x": torch.ones(80, 90)}, {"x": torch.ones(16, 90)}),
     "a mask of pairs": (
-        {"a": IDS, "m": torch.ones(4, 1, 100, 100).bool()},
-        {"a": IDS[:2], "m": torch.ones(2, 1, 100, 100).bool()},
+        {"a": torch.ones(20, 100).long(), "m": torch.ones(20, 1, 100, 100).bool()},
+        {"a": torch.ones(16, 100).long(), "m": torch.ones(16, 1, 100, 100).bool()},
     ),
     "small": ({"x": torch.ones(2, 6)}, None),
     "packed": ({"a": IDS, "ends": torch.arange(7)}, None),

@@ -128,3 +128,10 @@ def test_a_model_that_does_not_run_is_refused_by_what_it_said():
     with pytest.raises(UnsupportedError, match="a run of Decoder without its linear layers") as caught:
         search(Decoder(), lambda module: module("words"), 2)
     assert "must be Tensor, not str" in caught.value.why
+
+
+@pytest.mark.parametrize("samples", [1, 2, 16])
+def test_relu_hides_outputs_at_few_samples_and_they_are_found_all_the_same(samples):
+    module = nn.Sequential(nn.Linear(4, 100), nn.ReLU(), nn.Linear(100, 4))
+    found = search(module, lambda copy: copy(torch.ones(samples, 4, dtype=torch.float64)), 2)
+    assert [region.layers for region in found.regions] == [["0.weight", "2.weight"]], found.left

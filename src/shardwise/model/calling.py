@@ -13,8 +13,9 @@ __all__ = ["TARGETS", "call", "cropped", "run_on", "tensors_given"]
 
 Batch = Mapping[str, Tensor]
 
-_ROWS, _COLUMNS = 2, 64
-"""Of an example: what shows how code treats its samples and tokens, in memory that does not grow with the batch."""
+_SAMPLES, _ROWS, _COLUMNS = 16, 2, 64
+"""Of an example: samples; rows and columns of tokens. They show how code treats them, in memory that does not grow with the
+batch; there are enough of them that ReLU hides few outputs at all of them."""
 
 TARGETS = {"labels", "label", "targets", "target", "y"}  # for the loss, unless it is a parameter of the forward
 
@@ -91,8 +92,8 @@ def run_on(example: Batch | None) -> Callable[[nn.Module], Any]:
 
 
 def cropped(example: Batch) -> Batch | None:
-    """The first two samples of a batch, and 64 columns where all of its tensors are of one shape ``[rows, columns]`` of
-    integers or booleans: tokens, masks, labels. None: its tensors differ in their first dim, or it is as small already.
+    """The first 16 samples of a batch; where all of its tensors are of one shape ``[rows, columns]`` of integers or booleans
+    (tokens, masks, labels), two rows and 64 columns. None: its tensors differ in their first dim, or it is as small already.
 
     Columns are the first ones; the last ones where they have a row of zeros that is not all zeros in the batch: of a mask,
     before the tokens.
@@ -100,12 +101,14 @@ def cropped(example: Batch) -> Batch | None:
     tensors = {key: value for key, value in example.items() if isinstance(value, Tensor) and value.dim()}
     if len({len(value) for value in tensors.values()}) != 1:
         return None
-    part = {key: value[:_ROWS] for key, value in tensors.items()}
-    shapes = {tuple(value.shape) for value in part.values()}
-    if len(shapes) == 1 and len(min(shapes)) == 2 and not any(value.is_floating_point() for value in part.values()):
-        first = {key: value[:, :_COLUMNS] for key, value in part.items()}
-        last = {key: value[:, -_COLUMNS:] for key, value in part.items()}
-        part = last if _loses_rows(part, first) and not _loses_rows(part, last) else first
+    shapes = {tuple(value.shape) for value in tensors.values()}
+    if len(shapes) == 1 and len(min(shapes)) == 2 and not any(value.is_floating_point() for value in tensors.values()):
+        rows = {key: value[:_ROWS] for key, value in tensors.items()}
+        first = {key: value[:, :_COLUMNS] for key, value in rows.items()}
+        last = {key: value[:, -_COLUMNS:] for key, value in rows.items()}
+        part = last if _loses_rows(rows, first) and not _loses_rows(rows, last) else first
+    else:
+        part = {key: value[:_SAMPLES] for key, value in tensors.items()}
     is_whole = all(part[key].shape == value.shape for key, value in tensors.items())
     return None if is_whole else {**example, **part}
 

@@ -45,7 +45,7 @@ __all__ = [
 Rows = tuple[Part, ...]
 """How a dim is cut: see :class:`~shardwise.recipe.records.Cut`."""
 
-_DRAWS = 3  # of the random outputs, at most: an output may be hidden by ReLU at every position of one
+_DRAWS = 16  # of the random outputs, at most: of one sample ReLU hides an output in every second draw
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,8 @@ def parallelize(
         world: from :func:`shardwise.init`.
         example: one micro-batch. It is run once to see in which order blocks are entered: neighbours in that order are
             merged into units; without it, merging uses the order of their lists, and gathering the order in which the
-            model first runs. With ``tp`` in the layout a copy of the model is run on it to find what can be cut, on two
-            of its rows, and 64 columns of tokens; without it, on tokens, if the forward shows that it takes some.
+            model first runs. With ``tp`` in the layout a copy of the model is run on it to find what can be cut, on 16
+            of its samples, or 2 x 64 of its tokens; without it, on tokens, if the forward shows that it takes some.
         init: ``"seeded"``: values are functions of (world.seed, name), made by each rank for itself, the same under
             every layout; default for a callable. ``"rank0"``: rank 0's values, scattered; default for a module, and the
             fallback of seeded where a constructor cannot be recorded (the recipe's notes say why). ``"load"``: memory

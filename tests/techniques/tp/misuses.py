@@ -1,6 +1,7 @@
 """What users do with a model that is cut over tp and torch would do wrongly without a word."""
 
 import copy
+import os
 import warnings
 
 import models
@@ -26,11 +27,11 @@ class Plain(nn.Module):
         return self.down(torch.relu(self.up(self.norm(x + y))))
 
 
-class OfFour(Plain):
-    """Takes four samples and nothing else."""
+class OfTwenty(Plain):
+    """Takes 20 samples and nothing else."""
 
     def forward(self, x, y):
-        return super().forward(x.view(4, 6), y)
+        return super().forward(x.view(20, 6), y)
 
 
 class Notes(nn.Module):
@@ -146,7 +147,9 @@ WORKS = {
     "an elementwise one": stepping(lambda model: torch.optim.AdamW(model.parameters())),
     "norms alone": stepping(lambda model: torch.optim.Adafactor([model.norm.weight, model.norm.bias])),
     "a mask that the example had": with_a_mask(True),
-    "an example that cannot be cropped": lambda world: sw.parallelize(OfFour, world, example={"x": torch.ones(4, 6), "y": torch.ones(4, 6)}),
+    "an example that cannot be cropped": lambda world: sw.parallelize(
+        OfTwenty, world, example={"x": torch.ones(20, 6), "y": torch.ones(20, 6)}
+    ),
     "an example": lambda world: sw.parallelize(Plain, world, example={"x": torch.ones(2, 6), "y": torch.ones(2, 6)}),
 }
 
@@ -163,9 +166,12 @@ def results(cases: str):
     return found
 
 
-def described(layout: str, what: str):
+def described(layout: str, what: str, per_node: int | None = None):
     """What ``describe`` says of a model, and the warnings."""
     model = {"narrow": Narrow, "named": models.get(NAME).build}[what]
+    if per_node is not None:
+        os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
+        os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % per_node)
     with sw.init(layout, device="cpu") as world, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         text = sw.describe(sw.parallelize(model, world))

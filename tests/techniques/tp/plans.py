@@ -3,6 +3,7 @@
 import warnings
 
 import models
+import torch
 from torch import nn
 
 import shardwise as sw
@@ -16,6 +17,50 @@ def mlps_of(module: nn.Module) -> dict[str, str]:
 
 
 NOT_A_PLAN = 3
+
+
+class Mlp(nn.Module):
+    """A model that has a plan, which leaves its second half whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(12, 6), nn.Linear(6, 12)
+        self.up, self.down, self.more, self.less = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, input_ids):
+        x = torch.tanh(self.embed(input_ids))
+        x = torch.tanh(x + self.down(torch.relu(self.up(x))))
+        return self.head(torch.tanh(x + self.less(torch.relu(self.more(x)))))
+
+
+class OfMlp(Mlp):
+    """A subclass."""
+
+
+class Other(Mlp):
+    """A subclass with a plan of its own, that does not fit."""
+
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.last = OfMlp(), nn.Linear(12, 12)
+
+    def forward(self, input_ids):
+        return self.last(torch.tanh(self.inner(input_ids)))
+
+
+sw.register_tp_plan(Mlp, {"up": "rowwise"})
+sw.register_tp_plan(Mlp, {"up": "colwise", "down": "rowwise"})
+sw.register_tp_plan(f"{__name__}:Other", {"upp": "colwise"})
+REGISTERED = {
+    "registered": (Mlp, "auto"),
+    "registered for a base class": (OfMlp, None),
+    "registered for a part": (Around, None),
+    "registered, and not asked for": (Mlp, "all"),
+    "registered, and another given": (Mlp, {"more": "colwise", "less": "rowwise"}),
+    "registered, and wrong": (Other, None),
+}
 
 CASES = {
     "auto": ("llama", None),
@@ -59,6 +104,12 @@ def described(layout: str) -> dict[str, str]:
                 option = sw.TensorParallel(plan=plan) if isinstance(plan, dict) else plan
                 example = model.windows(1, 1)[0][0]
                 found[case] = sw.describe(sw.parallelize(model.build, world, tensor_parallel=option, example=example))
+            except sw.ShardwiseError as error:
+                found[case] = f"{type(error).__name__}: {error}"
+        for case, (cls, plan) in REGISTERED.items():
+            try:
+                option = sw.TensorParallel(plan=plan) if isinstance(plan, dict) else plan
+                found[case] = sw.describe(sw.parallelize(cls, world, tensor_parallel=option))
             except sw.ShardwiseError as error:
                 found[case] = f"{type(error).__name__}: {error}"
     return found

@@ -61,6 +61,13 @@ def test_a_model_that_cannot_be_cut_is_warned_of(ranks):
     assert ranks.run(described, 1, "dp_shard=1", "narrow")[0][1] == []
 
 
+@pytest.mark.parametrize(("per_node", "size", "layout"), [(1, 2, "tp=2"), (2, 2, "tp=2"), (2, 4, "dp_shard=2,tp=2")])
+def test_ranks_of_tp_on_several_nodes_are_warned_of(ranks, per_node, size, layout):
+    told = ranks.run(described, size, layout, "named", per_node)[0][1]
+    warns = ["layout: tp=2 spans nodes of 1 rank:" in text for text in told]
+    assert warns == ([True] if per_node == 1 else [])
+
+
 def test_describe_says_what_is_cut_and_why_the_rest_is_not(ranks):
     text, told = ranks.run(described, 2, "tp=2", "named")[0]
     assert told == []

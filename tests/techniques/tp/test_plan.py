@@ -2,7 +2,7 @@
 
 import models
 import pytest
-from techniques.tp.plans import CASES, MLPS, described
+from techniques.tp.plans import CASES, MLPS, REGISTERED, Mlp, described
 
 import shardwise as sw
 
@@ -39,6 +39,15 @@ SAYS = {
     "nothing": ("ConfigError: TensorParallel(plan={})",),
     "no such plan": ("ConfigError: TensorParallel(plan='lama')", "did you mean 'llama'"),
     "another type": ("ConfigError: tensor_parallel=3", "that is a int"),
+    "registered": (
+        "3 of 11 parameters", "plan: the one registered for techniques.tp.plans:Mlp; how its layers are cut was found",
+        'plan="all" would be what the code allows. This plan is another: it leaves more.weight and 3 more whole',
+    ),
+    "registered for a base class": ("3 of 11 parameters", "registered for techniques.tp.plans:Mlp"),
+    "registered for a part": ("3 of 13 parameters", "tp: 1 module (inner.up): column-parallel"),
+    "registered, and not asked for": ("9 of 11 parameters",),
+    "registered, and another given": ("3 of 11 parameters", "tp: 1 module (more): column-parallel", "plan: the one that was given"),
+    "registered, and wrong": ("PlanError", "register_tp_plan(techniques.tp.plans:Other, ...: 'upp')", "did you mean"),
 }  # fmt: skip
 
 
@@ -49,10 +58,25 @@ def found(ranks):
     return one
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *REGISTERED])
 def test_what_is_said(found, case):
     for words in SAYS[case]:
         assert words in found[case], found[case]
+
+
+@pytest.mark.parametrize(
+    ("of", "plan", "says"),
+    [
+        (Mlp(), {"up": "colwise"}, "neither a class nor the name of one"),
+        ("Mlp", {"up": "colwise"}, "neither a class nor the name of one"),
+        (Mlp, "hf", "the plan is a str"),
+        (Mlp, {"up": "colwis"}, "did you mean 'colwise'"),
+        (Mlp, {}, "it names no module"),
+    ],
+)
+def test_what_cannot_be_registered(of, plan, says):
+    with pytest.raises(sw.ConfigError, match=says):
+        sw.register_tp_plan(of, plan)
 
 
 def test_without_ranks_to_cut_over_a_plan_is_no_error(ranks):

@@ -66,7 +66,7 @@ class TensorParallelAct(Act):
         for edit in edits:
             if edit.action in _LAYERS:
                 layer = CutLayer(shared, edit.action, **edit.args)
-                for caller in edit.args["callers"]:
+                for caller in edit.args["callers"] or [edit.module]:
                     called.setdefault(caller, {})[edit.args["weight"]] = layer
             elif edit.action in _TABLES:
                 called[edit.module] = {edit.args["weight"]: _of_table(shared, edit, recipe, axis)}

@@ -2,6 +2,7 @@
 
 >>> tensor_parallel_of("hf")
 TensorParallel(plan='hf')
+>>> register_tp_plan("models.gpt:GPT", {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
 """
 
 from collections.abc import Mapping
@@ -12,9 +13,14 @@ from shardwise.config.suggest import did_you_mean
 from shardwise.config.target import check_target, looks_like_target
 from shardwise.errors import ConfigError, UnsupportedError
 
-__all__ = ["COLUMN", "LLAMA", "OTHERS", "ROW", "TABLE", "WHOLE", "WORDS", "TensorParallel", "tensor_parallel_of"]
+__all__ = [
+    "COLUMN", "LLAMA", "OTHERS", "REGISTERED", "ROW", "TABLE", "WHOLE", "WORDS", "TensorParallel", "register_tp_plan", "tensor_parallel_of",
+]  # fmt: skip
 
-WORDS = ("auto", "hf", "llama")
+WORDS = ("auto", "all", "hf", "llama")
+
+REGISTERED: dict[str, dict[str, str]] = {}
+"""``module:class`` -> the plan that is registered for it."""
 
 COLUMN = frozenset({"colwise", "colwise_rep", "colwise_gather_output", "packed_colwise"})
 ROW = frozenset({"rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise"})
@@ -51,8 +57,9 @@ class TensorParallel(Options, frozen=True, kw_only=True):
     plan: Annotated[
         str | dict[str, str],
         doc(
-            "auto: all that can be; hf: the model's own tp_plan; llama: the names of Llama; or a mapping of module patterns to colwise, "
-            "rowwise, embedding_rowwise, replicate; or pkg.mod:NAME of one. What a plan names must be right, or is an error"
+            "auto: a plan that is registered for the model's class, or else all that can be; all: all that can be; hf: the model's own "
+            "tp_plan; llama: the names of Llama; or a mapping of module patterns to colwise, rowwise, embedding_rowwise, replicate; or "
+            "pkg.mod:NAME of one. What a plan names must be right, or is an error"
         ),
     ] = "auto"
 
@@ -69,6 +76,38 @@ class TensorParallel(Options, frozen=True, kw_only=True):
             check_target(self.plan, what="TensorParallel.plan")
             return
         refuse_unknown_styles(self.plan)
+
+
+def register_tp_plan(of: type | str, plan: Mapping[str, str]) -> None:
+    """Registers a plan of tensor parallelism for a class of modules, as the ``plan`` of models of that class, and of its
+    subclasses that have none of their own, that are sharded without another.
+
+    It is also used for modules of the class within another model, whose other layers are left whole then. Call it on
+    every rank, before ``parallelize``: best beside the class. The plan that is registered last for a class counts.
+
+    Args:
+        of: the class, or ``"pkg.mod:Class"`` for one that need not be imported.
+        plan: patterns of names of modules, within a module of the class, to styles; see :class:`TensorParallel`.
+
+    Raises:
+        ConfigError: it is no class, no mapping, or there is no such style.
+        UnsupportedError: a style of experts or sequences.
+
+    Example:
+        >>> register_tp_plan("models.gpt:GPT", {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
+    """
+    is_name = isinstance(of, str) and looks_like_target(of)
+    given = f"register_tp_plan({of if isinstance(of, str) else getattr(of, '__qualname__', of)!r}, ...)"
+    if not (is_name or isinstance(of, type)):
+        raise ConfigError(given, why="the first argument is neither a class nor the name of one", fix='"pkg.mod:Class"')
+    if not isinstance(plan, Mapping):
+        raise ConfigError(
+            given,
+            why=f"the plan is a {type(plan).__name__}, and no mapping of patterns to styles",
+            fix='{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}',
+        )
+    refuse_unknown_styles(plan)
+    REGISTERED[of if isinstance(of, str) else f"{of.__module__}:{of.__qualname__}"] = dict(plan)
 
 
 def refuse_unknown_styles(plan: Mapping[str, str]) -> None:

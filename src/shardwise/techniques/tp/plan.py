@@ -5,7 +5,7 @@ all the same, and proved; so a plan can leave layers whole, and cannot make anyt
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -15,16 +15,41 @@ from shardwise.model.regions import Found
 from shardwise.recipe import Anatomy
 from shardwise.recipe.patterns import matches
 from shardwise.recipe.targets import modules_named
-from shardwise.techniques.tp.options import COLUMN, LLAMA, ROW, TABLE, TensorParallel, refuse_unknown_styles
+from shardwise.techniques.tp.options import (
+    COLUMN,
+    LLAMA,
+    REGISTERED,
+    ROW,
+    TABLE,
+    TensorParallel,
+    refuse_unknown_styles,
+)
 
-__all__ = ["Wanted", "differences", "own_plan", "refuse_uncut", "wanted"]
+__all__ = ["Plan", "differences", "is_met", "own_kinds", "plan_for", "refuse_uncut"]
 
-Wanted = dict[str, str]
+Kinds = dict[str, str]
 """Weight -> "column", "row", "table" or "whole"."""
 
 
-def wanted(module: nn.Module, anatomy: Anatomy, option: TensorParallel) -> Wanted | None:
-    """What a plan asks for, by weight; None: all that can be cut.
+class Plan(NamedTuple):
+    """A plan for a module.
+
+    Attributes:
+        source: where it is from, for ``describe``.
+        kinds: what it asks for, by weight.
+    """
+
+    source: str
+    kinds: Kinds
+
+    @property
+    def cut(self) -> frozenset[str]:
+        """The weights that it cuts."""
+        return frozenset(name for name, kind in self.kinds.items() if kind != "whole")
+
+
+def plan_for(module: nn.Module, anatomy: Anatomy, option: TensorParallel) -> Plan | None:
+    """The plan of an option, or one that is registered for the class of a module; None: all that can be cut.
 
     Raises:
         ConfigError: what the plan's name leads to is no plan.
@@ -32,13 +57,23 @@ def wanted(module: nn.Module, anatomy: Anatomy, option: TensorParallel) -> Wante
         UsageError: the model has no plan of its own.
         UnsupportedError: a style of experts or sequences.
     """
-    if option.plan == "auto":
+    if option.plan == "all":
         return None
+    if option.plan == "auto":
+        found = _registered(module)
+        if not found:
+            return None
+        names = ", ".join(sorted({name for name, _ in found.values()}))
+        plan: Any = {
+            _within(prefix, pattern): style for prefix, (_, of) in found.items() for pattern, style in of.items()
+        }
+        return Plan(f"the one registered for {names}", _resolved(anatomy, plan, f"register_tp_plan({names}, ...)"))
     given = f"TensorParallel(plan={option.plan!r})" if isinstance(option.plan, str) else "TensorParallel(plan=...)"
+    source = option.plan if isinstance(option.plan, str) else "the one that was given"
     if option.plan == "llama":
-        return _of_llama(anatomy, given)
+        return Plan(source, _of_llama(anatomy, given))
     if option.plan == "hf":
-        plan: Any = own_plan(module)
+        plan = own_plan(module)
         if not plan:
             raise UsageError(
                 f"{given} for a {type(module).__name__}",
@@ -55,7 +90,23 @@ def wanted(module: nn.Module, anatomy: Anatomy, option: TensorParallel) -> Wante
             fix='{"blocks.*.up": "colwise"}',
         )
     refuse_unknown_styles(plan)
-    return _resolved(anatomy, plan, given)
+    return Plan(source, _resolved(anatomy, plan, given))
+
+
+def _registered(module: nn.Module) -> dict[str, tuple[str, dict[str, str]]]:
+    """Module -> the class for which a plan is registered, and the plan: of the outermost modules that have one."""
+    found: dict[str, tuple[str, dict[str, str]]] = {}
+    if REGISTERED:
+        for name, child in module.named_modules():
+            if not any(outer == "" or name.startswith(f"{outer}.") for outer in found):
+                keys = (f"{cls.__module__}:{cls.__qualname__}" for cls in type(child).__mro__)
+                if (key := next((key for key in keys if key in REGISTERED), None)) is not None:
+                    found[name] = key, REGISTERED[key]
+    return found
+
+
+def _within(prefix: str, pattern: str) -> str:
+    return f"{prefix}.{pattern}" if prefix else pattern
 
 
 def own_plan(module: nn.Module) -> dict[str, str]:
@@ -64,7 +115,21 @@ def own_plan(module: nn.Module) -> dict[str, str]:
     return dict(plan) if isinstance(plan, Mapping) else {}
 
 
-def _of_llama(anatomy: Anatomy, given: str) -> Wanted:
+def own_kinds(module: nn.Module, anatomy: Anatomy) -> Kinds:
+    """What the plan that a Hugging Face model has says of the weights that it has; {}: it has none."""
+    found: Kinds = {}
+    for pattern, style in own_plan(module).items():
+        for weight in _weights(anatomy, pattern) or [
+            weight
+            for name, cls in anatomy.classes.items()
+            if name and matches(name, cls, pattern)
+            for weight in _weights(anatomy, f"{name}.*")
+        ]:
+            found.setdefault(weight, _kind(style))
+    return found
+
+
+def _of_llama(anatomy: Anatomy, given: str) -> Kinds:
     known = {(pattern.rpartition(".")[2]): _kind(style) for pattern, style in LLAMA.items()}
     names = _canonical(anatomy)
     found = {
@@ -81,8 +146,8 @@ def _of_llama(anatomy: Anatomy, given: str) -> Wanted:
     return found
 
 
-def _resolved(anatomy: Anatomy, plan: Mapping[str, str], given: str) -> Wanted:
-    found: Wanted = {}
+def _resolved(anatomy: Anatomy, plan: Mapping[str, str], given: str) -> Kinds:
+    found: Kinds = {}
     for pattern, style in plan.items():
         kind = _kind(style)
         direct = _weights(anatomy, pattern)
@@ -127,9 +192,9 @@ def _kind(style: str) -> str:
     return "column" if style in COLUMN else "row" if style in ROW else "table" if style in TABLE else "whole"
 
 
-def _cut(found: Found) -> Wanted:
+def _cut(found: Found) -> Kinds:
     """What is cut, and how."""
-    cut: Wanted = {}
+    cut: Kinds = {}
     for region in found.regions:
         cut |= dict.fromkeys((*region.columns, *region.whole), "column") | dict.fromkeys(region.rows, "row")
     for table in found.tables:
@@ -150,10 +215,10 @@ def _agrees(kind: str, cut: str | None) -> bool:
     return cut is None if kind == "whole" else cut in _MEANT[kind]
 
 
-def refuse_uncut(found: Found, plan: Wanted, degree: int) -> None:
+def refuse_uncut(found: Found, plan: Plan, degree: int) -> None:
     """Raises UnsupportedError for a layer that a plan cuts, and that cannot be cut so."""
     cut = _cut(found)
-    for weight, kind in plan.items():
+    for weight, kind in plan.kinds.items():
         if kind != "whole" and not _agrees(kind, cut.get(weight)):
             why = found.left.get(weight, "the example does not call it as a linear layer or an embedding")
             raise UnsupportedError(
@@ -172,20 +237,18 @@ def _instead(cut: str) -> str:
     )
 
 
-def differences(found: Found, anatomy: Anatomy, plan: Mapping[str, str]) -> list[str]:
-    """How a model's own plan differs from what was found: a line for each kind of difference."""
-    cut, asked = _cut(found), dict[str, str]()
-    for pattern, style in plan.items():
-        for weight in _weights(anatomy, pattern) or [
-            weight
-            for name, cls in anatomy.classes.items()
-            if name and matches(name, cls, pattern)
-            for weight in _weights(anatomy, f"{name}.*")
-        ]:
-            asked.setdefault(weight, style)
-    more = [name for name, style in asked.items() if _kind(style) != "whole" and name not in cut]
-    less = [name for name, kind in cut.items() if kind != "whole" and _kind(asked.get(name, "replicate")) == "whole"]
-    other = [name for name in asked if name in cut and name not in less and not _agrees(_kind(asked[name]), cut[name])]
+def is_met(found: Found, plan: Plan) -> bool:
+    """Whether just the layers of a plan are cut, as it says."""
+    cut = _cut(found)
+    return cut.keys() == plan.cut and all(_agrees(kind, cut.get(weight)) for weight, kind in plan.kinds.items())
+
+
+def differences(found: Found, kinds: Kinds) -> list[str]:
+    """How a plan differs from what was found: a line for each kind of difference."""
+    cut = _cut(found)
+    more = [name for name, kind in kinds.items() if kind != "whole" and name not in cut]
+    less = [name for name in cut if kinds.get(name, "whole") == "whole"]
+    other = [name for name in kinds if name in cut and name not in less and not _agrees(kinds[name], cut[name])]
     lines = []
     if more:
         why = found.left.get(more[0], "the example does not call it as a linear layer")
@@ -193,7 +256,7 @@ def differences(found: Found, anatomy: Anatomy, plan: Mapping[str, str]) -> list
     if less:
         lines.append(f"it leaves {_shown(less)} whole")
     if other:
-        lines.append(f"it has {asked[other[0]]} for {_shown(other)}, and here {_instead(cut[other[0]])}")
+        lines.append(f"it makes {_shown(other)} {kinds[other[0]]}-parallel, and here {_instead(cut[other[0]])}")
     return lines
 
 

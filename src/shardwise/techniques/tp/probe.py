@@ -16,7 +16,7 @@ from shardwise.model.search import search
 from shardwise.recipe import Draft
 from shardwise.techniques.technique import Example
 from shardwise.techniques.tp.options import TensorParallel
-from shardwise.techniques.tp.plan import Wanted, differences, own_plan, refuse_uncut, wanted
+from shardwise.techniques.tp.plan import differences, is_met, own_kinds, plan_for, refuse_uncut
 from shardwise.world import World
 from shardwise.world.collectively import collectively
 
@@ -38,32 +38,40 @@ def probe(module: nn.Module, example: Example, draft: Draft, world: World, *, te
     """
     if draft.layout.tp == 1:
         return {}
-    find = functools.partial(_facts, module, example, draft, tensor_parallel)
+    find = functools.partial(_facts, module, example, draft, world, tensor_parallel)
     with example.within():
         found = collectively(world, "the search for layers to cut over tp", find, on_main=not world.agreement.is_alone)
     facts: Facts = world.broadcast(found)
     return facts
 
 
-def _facts(module: nn.Module, example: Example, draft: Draft, option: TensorParallel) -> Facts:
-    plan = wanted(module, draft.anatomy, option)
-    found, given = example.shows(functools.partial(_found, module, draft, plan))
-    facts = {**facts_of(found, draft.anatomy.params), "given": sorted(given)}
+def _facts(module: nn.Module, example: Example, draft: Draft, world: World, option: TensorParallel) -> Facts:
+    plan = plan_for(module, draft.anatomy, option)
+    found, given = example.shows(functools.partial(_found, module, draft.layout.tp, None))
+    said = []
+    if plan is None:
+        own = own_kinds(module, draft.anatomy)
+        if others := differences(found, own) if own else []:
+            said = [f"plan: what the code allows. The model's own tp_plan is another: {'; '.join(others)}"]
+    else:
+        said = [f"plan: {plan.source}; how its layers are cut was found in the code, and proved"]
+        if not is_met(found, plan):
+            others = differences(found, plan.kinds)
+            found, given = example.shows(functools.partial(_found, module, draft.layout.tp, plan.cut))
+            refuse_uncut(found, plan, draft.layout.tp)
+            said += [f'plan="all" would be what the code allows. This plan is another: {"; ".join(others)}']
+    facts = {**facts_of(found, draft.anatomy.params), "given": sorted(given), "plan": said}
+    if world.size > world.local_size and world.local_size % draft.layout.tp:
+        facts["ranks_per_node"] = world.local_size
     cut = {weight for region in found.regions for weight in region.layers}
     facts["edits"] += [[name, "attention", {}] for name in attentions(module) if f"{name}.in_proj_weight" in cut]
-    if plan is not None:
-        refuse_uncut(found, plan, draft.layout.tp)
-        what = option.plan if isinstance(option.plan, str) else "the one that was given"
-        facts["plan"] = [f"plan: {what}; how its layers are cut was found in the code, and proved"]
-    elif (own := own_plan(module)) and (others := differences(found, draft.anatomy, own)):
-        facts["plan"] = [f"plan: what the code allows. The model's own tp_plan is another: {'; '.join(others)}"]
     return facts
 
 
 def _found(
-    module: nn.Module, draft: Draft, plan: Wanted | None, run: Callable[[nn.Module], Any]
+    module: nn.Module, degree: int, allowed: frozenset[str] | None, run: Callable[[nn.Module], Any]
 ) -> tuple[Found, set[str]]:
-    """What can be cut, and the arguments of the model that were tensors."""
+    """What can be cut, of the layers that are ``allowed``, and the arguments of the model that were tensors."""
     given: set[str] = set()
 
     def noting(copy: nn.Module) -> Any:
@@ -76,14 +84,13 @@ def _found(
             handle.remove()
 
     try:
-        allowed = None if plan is None else frozenset(name for name, kind in plan.items() if kind != "whole")
         with torch.inference_mode(False), torch.enable_grad():
-            return search(module, noting, draft.layout.tp, allowed), given
+            return search(module, noting, degree, allowed), given
     except ShardwiseError:
         raise
     except Exception as error:
         raise UnsupportedError(
-            f"tp={draft.layout.tp} of a {type(module).__name__}",
+            f"tp={degree} of a {type(module).__name__}",
             why=f"its gradients were to show what can be cut: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
             fix="turn its own checkpointing off (remat= of parallelize does that), and what writes a buffer with gradients; or leave tp out",
         ) from error
@@ -128,12 +135,13 @@ def _add_layer(facts: Facts, found: Found, region: Region, weight: str) -> None:
             facts["cuts"][weight] = [1 - layer.out_dim, []]
     if is_partial:
         facts["partial"] += [name for name, _ in of_layer]
+    callers = list(found.callers[weight])
     arguments = {
         "weight": weight,
         "bias": layer.bias,
         "out_dim": layer.out_dim,
         "embedding": layer.is_embedding,
-        "callers": list(found.callers[weight]),
+        "callers": [] if callers == [layer.module] else callers,
         "sums_input": action != "row" and weight not in region.inner,
         "shares_input": weight in found.shares_input,
         "sums_output": action == "row" and weight in region.whole,

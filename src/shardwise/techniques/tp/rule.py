@@ -82,6 +82,14 @@ def _add_notes(draft: Draft, facts: Mapping[str, Any]) -> None:
     degree, left = draft.layout.tp, facts.get("left", {})
     for text in facts.get("plan", ()):
         draft.note("tensor_parallel", text, option="tensor_parallel")
+    if (per_node := facts.get("ranks_per_node")) is not None:
+        draft.note(
+            "tp",
+            f"tp={degree} spans nodes of {per_node} {'rank' if per_node == 1 else 'ranks'}: four sums per block and micro-batch go over the network between them. "
+            f"A degree that divides {per_node} stays within a node",
+            option="layout",
+            warns=True,
+        )
     if not facts.get("cuts"):
         why = next((f"{weight}: {why}" for weight, why in left.items()), "the example called no linear layer")
         draft.note(
