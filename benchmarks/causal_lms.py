@@ -33,7 +33,8 @@ SIZES: dict[str, Any] = {
     "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_dense_layers": 1, "decoder_sparse_step": 1,
     "mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_num_heads": 8, "mamba_head_dim": 8, "mamba_n_groups": 1, "mamba_chunk_size": 4, "mamba_d_ssm": 64, "mamba_dt_rank": 4, "n_mamba_heads": 2,
     "state_size": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 4, "time_step_rank": 4, "lru_width": 32, "attention_hidden_size": 32,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_num_heads": 4, "linear_head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8,
+    "sliding_window_size": 4, "rel_extent": 16, "unpadded_vocab_size": VOCAB, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
 }  # fmt: skip
 DROPOUTS = ("drop", "pdrop", "dropout")

@@ -27,10 +27,11 @@ __all__ = [
     "Settings",
     "calls_of",
     "certify",
-    "certify_beside",
     "differs_anywhere",
     "dropouts",
+    "parts_wrong",
     "whole_run",
+    "whole_wrong",
 ]
 
 GATE = 1e-12
@@ -51,7 +52,8 @@ def certify(trial: Trial, regions: Sequence[Region], degree: int, *, jointly: bo
         for place in alone.arguments:
             if reads.elsewhere(place, {*alone.rows, *alone.inner}):
                 return f"{_shown(alone, (place, 0))} is also used outside of its layers"
-    return certify_beside(trial, regions, degree, whole_run(trial, regions, alone), alone)
+    whole = whole_run(trial, regions, alone)
+    return (whole_wrong(trial, alone, whole, degree) if alone else "") or parts_wrong(trial, regions, degree, whole, alone)
 
 
 def whole_run(trial: Trial, regions: Sequence[Region], alone: Region | None) -> Run:
@@ -59,10 +61,13 @@ def whole_run(trial: Trial, regions: Sequence[Region], alone: Region | None) -> 
     return trial.run(detached=alone.module, until=calls_of(trial, regions)) if alone else trial.run()
 
 
-def certify_beside(trial: Trial, regions: Sequence[Region], degree: int, whole: Run, alone: Region | None) -> str:
-    """:func:`certify`, with the run of the whole model made before."""
-    if alone and (why := _inner_differ(trial, alone, whole) or _gradients_mixed(trial, alone, whole, degree)):
-        return why
+def whole_wrong(trial: Trial, region: Region, whole: Run, degree: int) -> str:
+    """What in the run of the whole model shows that a region cannot be cut, whatever its settings are; "" if nothing does."""
+    return _inner_differ(trial, region, whole) or _gradients_mixed(trial, region, whole, degree)
+
+
+def parts_wrong(trial: Trial, regions: Sequence[Region], degree: int, whole: Run, alone: Region | None) -> str:
+    """What is not as in the whole model when regions are run as each rank would; "" if everything is."""
     for rank in range(degree):
         try:
             why = _wrong_on(rank, trial, regions, degree, whole, alone)

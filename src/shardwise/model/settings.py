@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from shardwise.model.certificate import Settings, calls_of, certify_beside, whole_run
+from shardwise.model.certificate import Settings, calls_of, parts_wrong, whole_run, whole_wrong
 from shardwise.model.regions import Region, Setting, signature
 from shardwise.model.trial import Place, Run, Trial
 
@@ -29,13 +29,15 @@ def settled(trial: Trial, region: Region, degree: int, first: Settings | None = 
         degree: how many ranks share it.
         first: settings to try before all others.
     """
-    why, whole = "", whole_run(trial, [region], alone=region)
+    whole = whole_run(trial, [region], alone=region)
+    if why := whole_wrong(trial, region, whole, degree):
+        return why
     narrowed = _may_be_narrowed(region, whole, degree)
     tries = itertools.chain([first] if first else [], [Settings()], _candidates(trial, region, degree))
     for settings in itertools.islice(tries, _MOST_TRIES):
         for places in ((), narrowed) if narrowed else ((),):
             tried = replace(region, settings=settings, narrowed=places)
-            found = certify_beside(trial, [tried], degree, whole, alone=tried)
+            found = parts_wrong(trial, [tried], degree, whole, alone=tried)
             if not found:
                 return tried
             if not settings and not places:
