@@ -29,7 +29,9 @@ __all__ = [
     "certify",
     "differs_anywhere",
     "dropouts",
+    "is_alike",
     "parts_wrong",
+    "watched",
     "whole_run",
     "whole_wrong",
 ]
@@ -53,7 +55,9 @@ def certify(trial: Trial, regions: Sequence[Region], degree: int, *, jointly: bo
             if reads.elsewhere(place, {*alone.rows, *alone.inner}):
                 return f"{_shown(alone, (place, 0))} is also used outside of its layers"
     whole = whole_run(trial, regions, alone)
-    return (whole_wrong(trial, alone, whole, degree) if alone else "") or parts_wrong(trial, regions, degree, whole, alone)
+    return (whole_wrong(trial, alone, whole, degree) if alone else "") or parts_wrong(
+        trial, regions, degree, whole, alone
+    )
 
 
 def whole_run(trial: Trial, regions: Sequence[Region], alone: Region | None) -> Run:
@@ -127,43 +131,74 @@ def dropouts(trial: Trial, regions: Sequence[Region], degree: int) -> dict[str, 
     return found
 
 
-def differs_anywhere(
-    trial: Trial, regions: Sequence[Region], degree: int, ranks: Iterable[int], note_layer: Callable[[Layer], None]
-) -> str:
-    """Like :func:`certify` jointly, for some ranks, without keeping what the calls of a large model get: of each input sums of
-    its numbers are compared. "" if they are equal. ``note_layer``: called with each layer of the run that is not cut."""
-    ranks = tuple(ranks)
-    rows = {weight for region in regions for weight in region.rows}
-    narrowed = {weight for region in regions if region.narrowed for weight in region.sources}
-    seen: dict[tuple[Call, int], Tensor] = {}
-    different: list[str] = []
-    running = 0
+Sums = tuple[tuple[int, ...], Tensor]
+"""A shape, and two sums of numbers of that shape: one with a weight for each of its places, and their norm."""
 
-    def sums(x: Tensor) -> Tensor:
-        flat = x.detach().double().flatten() if not x.is_complex() else torch.view_as_real(x.detach()).flatten()
-        return torch.stack([flat.sum(), flat.dot(_places(len(flat))), flat.norm(), torch.tensor(float(len(flat)))])
+Watched = tuple[list[str], dict[Call, tuple[Sums, list[Sums]]]]
+"""What is compared of a run of a large model: the functions that it calls; and by call the sums of its input, and those of its
+parts for the ranks, if it is of a row-parallel layer."""
+
+
+def watched(trial: Trial, regions: Sequence[Region], degree: int, note_layer: Callable[[Layer], None]) -> Watched:
+    """A run of a large model, of which the inputs are not kept. ``note_layer``: called with each of its layers."""
+    rows = {weight for region in regions for weight in region.rows}
+    seen: dict[Call, tuple[Sums, list[Sums]]] = {}
 
     def note(call: Call, x: Tensor) -> None:
-        if x.is_meta or call.weight in narrowed:
-            return
-        whole = None if call.weight in rows else sums(x)
-        for rank in ranks:
-            seen[call, rank] = sums(part_of(x, degree, rank)) if whole is None else whole
+        if not x.is_meta:
+            parts = [part_of(x, degree, rank) for rank in range(degree)] if call.weight in rows else []
+            seen[call] = _sums(x), [_sums(part) for part in parts]
 
-    def compare(call: Call, x: Tensor) -> None:
-        if call.weight in narrowed or x.is_meta:
-            return
-        want, mine = seen.pop((call, running), None), sums(x)
-        if want is None or not bool((mine - want).abs().max() <= 1e-10 * max(float(want[2]), 1e-300)):
-            different.append(f"the input of {call.weight} is another")
+    return trial.run(watch=note, note=note_layer).functions, seen
 
-    try:
-        trial.run(watch=note, note=note_layer)
-        for running in ranks:
-            _part_of_run(running, trial, regions, degree, None, watch=compare)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return next(iter(different), "") or ("other layers are called" if seen else "")
+
+def is_alike(one: Watched, other: Watched) -> bool:
+    """Whether two runs called the same functions, on the same numbers."""
+    return (
+        one[0] == other[0]
+        and one[1].keys() == other[1].keys()
+        and all(
+            x[0] == y[0] and torch.equal(x[1], y[1])
+            for (x, _), (y, _) in zip(one[1].values(), other[1].values(), strict=True)
+        )
+    )
+
+
+def differs_anywhere(trial: Trial, regions: Sequence[Region], degree: int, ranks: Iterable[int], whole: Watched) -> str:
+    """Like :func:`certify` jointly, for some ranks, without keeping what the calls of a large model get. "" if they get what
+    they should. ``whole``: the run of the whole model."""
+    narrowed = {weight for region in regions if region.narrowed for weight in region.sources}
+    for rank in ranks:
+        seen: dict[Call, Sums] = {}
+        watch = functools.partial(_note_sums, seen)
+        try:
+            _part_of_run(rank, trial, regions, degree, None, watch=watch)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        wanted = {call: parts[rank] if parts else sums for call, (sums, parts) in whole[1].items()}
+        if wanted.keys() != seen.keys():
+            return "other layers are called"
+        calls = [call for call in wanted if call.weight not in narrowed]
+        if other := next((call for call in calls if wanted[call][0] != seen[call][0]), None):
+            return f"the input of {other.weight} has another shape"
+        if not calls:
+            continue
+        want, mine = (torch.stack([sums[call][1] for call in calls]) for sums in (wanted, seen))
+        is_same = ((mine - want).abs() <= 1e-10 * want[:, 1:].clamp(min=1e-300)).all(1)  # False for NaN
+        if not bool(is_same.all()):
+            return f"the input of {calls[int(is_same.int().argmin())].weight} is another"
+    return ""
+
+
+def _note_sums(seen: dict[Call, Sums], call: Call, x: Tensor) -> None:
+    if not x.is_meta:
+        seen[call] = _sums(x)
+
+
+def _sums(x: Tensor) -> Sums:
+    x = x.detach()
+    flat = (torch.view_as_real(x) if x.is_complex() else x.double()).flatten()
+    return tuple(x.shape), torch.stack([flat.dot(_places(len(flat))), flat.norm()])
 
 
 @functools.lru_cache(maxsize=8)

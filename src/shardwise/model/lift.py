@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["LiftFloat32"]
+__all__ = ["LiftFloat32", "lifted"]
 
 _WIDER = {Tensor.float: torch.float64, getattr(Tensor, "cfloat"): torch.complex128}  # noqa: B009 - missing in torch's type stubs
 
@@ -20,13 +20,20 @@ class LiftFloat32(TorchFunctionMode):
     complex128."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _WIDER:
-            return args[0].to(_WIDER[func])
-        args = tuple(_lifted(x) for x in args)
-        return func(*args, **{key: _lifted(x) for key, x in (kwargs or {}).items()})
+        func, args, kwargs = lifted(func, args, kwargs or {})
+        return func(*args, **kwargs)
 
 
-def _lifted(value: Any) -> Any:
+def lifted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The call of a function that takes the place of one that asks for float32."""
+    if func in _WIDER:
+        return Tensor.to, (args[0], _WIDER[func]), {}
+    if any(value is torch.float32 or value is torch.complex64 for value in (*args, *kwargs.values())):
+        return func, tuple(map(_wider, args)), {key: _wider(value) for key, value in kwargs.items()}
+    return func, args, kwargs
+
+
+def _wider(value: Any) -> Any:
     if value is torch.float32:
         return torch.float64
     return torch.complex128 if value is torch.complex64 else value

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import UnsupportedError
 from shardwise.model.block_kinds import block_kinds
-from shardwise.model.certificate import Settings, certify, differs_anywhere, dropouts
+from shardwise.model.certificate import Settings, certify, differs_anywhere, dropouts, is_alike, watched
 from shardwise.model.layers import is_norm
 from shardwise.model.regions import Found, Region, find_regions, gradients, signature
 from shardwise.model.settings import settled
@@ -72,13 +72,18 @@ def _of_whole(module: nn.Module, call: Callable[[nn.Module], Any], found: Found)
 def _holds_for_all(trial: Trial, degree: int, found: Found, uses: Uses) -> bool:
     """Whether what was found in some blocks is right in the whole model, whose code may treat its blocks in other ways: in
     eval mode and in training mode. Notes in ``uses`` what the whole model calls."""
+    trial.set_training(False)
     with trial.noting(uses) as note:
-        for is_training in (False, True):
-            trial.set_training(is_training)
-            # Of all ranks in training, of the first one in eval mode, which takes as long as the search.
-            if differs_anywhere(trial, found.regions, degree, range(degree if is_training else 1), note):
-                return False
-    return True
+        in_eval = watched(trial, found.regions, degree, note)
+    trial.set_training(True)
+    with trial.noting(uses) as note:
+        whole = watched(trial, found.regions, degree, note)
+    if differs_anywhere(trial, found.regions, degree, range(degree), whole):
+        return False
+    if is_alike(whole, in_eval):
+        return True
+    trial.set_training(False)  # of one rank, as all of them are as many runs as the search
+    return not differs_anywhere(trial, found.regions, degree, range(1), in_eval)
 
 
 def _treats_alike(allowed: frozenset[str], blocks: list[str]) -> bool:
@@ -225,6 +230,8 @@ def find_certified(trial: Trial, degree: int, allowed: frozenset[str] | None = N
     """The regions for ``degree`` ranks that can be cut together, with their settings; and for every other linear layer
     that was called the reason why it stays as it is. ``allowed``: as of :func:`search`."""
     found, training = find_regions(trial, degree), trial.in_training()
+    # Where the mode makes no difference, what is right in training is right in eval mode.
+    modes = (training,) if trial.run().is_like(training.run()) else (training, trial)
     vocabulary = set(of_vocabulary(trial.module, trial.uses, found.shown))
     candidates = [region for region in found.regions if not vocabulary & set(region.layers)]
     left, written = dict(found.left), {*trial.written, *training.written}
@@ -236,11 +243,12 @@ def find_certified(trial: Trial, degree: int, allowed: frozenset[str] | None = N
         for region in waiting:
             kind = signature("; ".join(region.layers))
             first = {(region.module + place, attr): value for (place, attr), value in known.get(kind, {}).items()}
-            result = settled(trial, region, degree, first)
-            if isinstance(result, Region) and (name := _written_in(region, written)):
-                result = f"{name} in it is written when it runs"
-            if isinstance(result, Region) and (why := certify(training, [result], degree)):
-                result = f"in training mode: {why}"
+            if name := _written_in(region, written):
+                result: Region | str = f"{name} in it is written when it runs"
+            elif isinstance(result := settled(training, region, degree, first), str):
+                result = result if len(modes) == 1 else f"in training mode: {result}"
+            elif trial in modes and (why := certify(trial, [result], degree)):
+                result = f"in eval mode: {why}"
             if isinstance(result, str):
                 candidates.remove(region)
                 left.update((weight, result) for weight in region.layers)
@@ -249,7 +257,6 @@ def find_certified(trial: Trial, degree: int, allowed: frozenset[str] | None = N
             settings = result.settings.items()
             known[kind] = {(name.removeprefix(region.module), attr): value for (name, attr), value in settings}
     kept = [shown[region.rows[0]] for region in _largest(trial, candidates)]
-    modes = (trial, training)
     if any(certify(mode, kept, degree, jointly=True) for mode in modes):
         kept = _together(modes, kept, degree, left)
     if len(rest := _with_dropouts(training, kept, degree, left)) < len(kept):

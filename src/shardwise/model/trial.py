@@ -22,7 +22,7 @@ from torch.nn import functional
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.model.attention import attentions, write_out
 from shardwise.model.layers import Layer, LayerCalls, bound
-from shardwise.model.lift import LiftFloat32
+from shardwise.model.lift import lifted
 from shardwise.model.names import canonical_modules, canonical_tensors
 from shardwise.model.pytrees import leaves_of, tensors_within
 from shardwise.model.tensors import hidden_tensors, loose_tensors
@@ -59,6 +59,7 @@ class Run:
         kept: tensors that modules have kept in attributes, by name: such as a loss of their own.
         dropped: what dropout would have been applied to, and random numbers that were drawn, each with the last call before
             it; None: there was none.
+        functions: the names of the functions that were called, in order.
     """
 
     def __init__(self) -> None:
@@ -69,6 +70,23 @@ class Run:
         self.output: list[Tensor] = []
         self.kept: list[tuple[str, Tensor]] = []
         self.dropped: list[tuple[Call | None, Tensor]] = []
+        self.functions: list[str] = []
+
+    def is_like(self, other: "Run") -> bool:
+        """Whether the same functions were called in both, on the same numbers."""
+        return (
+            self.functions == other.functions
+            and self.inputs.keys() == other.inputs.keys()
+            and all(_are_equal(x, other.inputs[call]) for call, x in self.inputs.items())
+            and len(self.output) == len(other.output)
+            and all(_are_equal(x, y) for x, y in zip(self.output, other.output, strict=True))
+            and [name for name, _ in self.kept] == [name for name, _ in other.kept]
+            and all(_are_equal(x, y) for (_, x), (_, y) in zip(self.kept, other.kept, strict=True))
+        )
+
+
+def _are_equal(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and x.dtype == y.dtype and x.is_meta == y.is_meta and (x.is_meta or torch.equal(x, y))
 
 
 class _Ended(BaseException):
@@ -178,11 +196,14 @@ class Trial:
             stack.enter_context(_default_dtype(torch.float64))
             stack.enter_context(torch.set_grad_enabled(watch is None))
             stack.enter_context(torch.random.fork_rng(devices=[]))
-            torch.manual_seed(0)  # for what the model, or the function that calls it, draws by itself
+            # For what the model, or the function that calls it, draws by itself. Generators of other devices stay as they are.
+            torch.default_generator.manual_seed(0)
             self._running = stack.enter_context(_Leaves(self, seen, draw, rows or {}, missing, note, watch))
-            stack.enter_context(LiftFloat32())
             stack.enter_context(self._restored())
             with contextlib.suppress(_Ended):
+                if watch is not None:
+                    self._call(self.module)
+                    return seen
                 known = {id(hidden.tensor): hidden.tensor for hidden in hidden_tensors(self.module)}
                 seen.output = _tensors_of(self._call(self.module))
                 seen.kept = [
@@ -369,7 +390,7 @@ def _refuse_replaced(before: Mapping[str, nn.Module], after: Mapping[str, nn.Mod
 
 
 class _Leaves(LayerCalls):
-    """Within: layers return leaves."""
+    """Within: layers return leaves, and everything is computed in float64."""
 
     def __init__(
         self,
@@ -386,6 +407,10 @@ class _Leaves(LayerCalls):
         self._ends, self._numbers, self._note = bool(missing), dict[str, int](), note
         self._watch = watch
         self._last: Call | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func, args, kwargs = lifted(func, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs)
 
     def called(self, layer: Layer, x: Tensor) -> Any:
         name = layer.weight
@@ -408,7 +433,7 @@ class _Leaves(LayerCalls):
         if self._watch is not None:
             value = _cheap_value(call, shape)
             self._last = call
-            return (value[..., self._rows[name]] if name in self._rows else value).clone()
+            return value[..., self._rows[name]] if name in self._rows else value.clone()
         value = self._trial.value(call, shape, self._draw)
         if name in self._rows:
             value = value[..., self._rows[name]]
@@ -436,7 +461,10 @@ class _Leaves(LayerCalls):
             if given[5]:
                 self._trial._statistics |= {id(x): x for x in given[1:3] if x is not None}
             return _normalised(*given)
+        if self._watch is not None and self._rows:
+            return func(*args, **kwargs)  # what is noted below, the whole model has shown
         what = getattr(func, "__name__", str(func))
+        self._seen.functions.append(what)
         if what in _DRAWS:
             drawn = func(*args, **kwargs)
             if isinstance(drawn, Tensor):

@@ -2,9 +2,11 @@
 
 import copy
 import os
+import random
 import warnings
 
 import models
+import numpy
 import torch
 import torch.distributed.checkpoint.state_dict as dcp
 from torch import nn
@@ -49,6 +51,18 @@ class Notes(nn.Module):
     def forward(self, input_ids):
         self.shapes.append(tuple(input_ids.shape))
         return self.down(torch.relu(self.up(self.embed(input_ids))))
+
+
+class Draws(Plain):
+    """Draws from the generators of Python and numpy."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 6)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        return super().forward(x, x * random.random() * numpy.random.rand())
 
 
 class Fails(nn.Module):
@@ -185,3 +199,14 @@ def sizes_seen():
         shapes = model.shapes
         sw.parallelize(model, world, example={"input_ids": torch.ones(8, 1000, dtype=torch.long)})
         return set(shapes)
+
+
+def drawn_after():
+    """The next random numbers after a model was sharded, without tp and with it."""
+    drawn = []
+    for layout in ("dp_replicate=2", "tp=2"):
+        with sw.init(layout, device="cpu") as world:
+            random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
+            sw.parallelize(Draws, world)
+            drawn.append((random.random(), numpy.random.rand(), torch.rand(()).item()))
+    return drawn

@@ -1,7 +1,7 @@
 """What would be wrong without an error is an error."""
 
 import pytest
-from techniques.tp.misuses import MISUSES, WORKS, described, results, sizes_seen
+from techniques.tp.misuses import MISUSES, WORKS, described, drawn_after, results, sizes_seen
 
 SAYS = {
     "state_dict": ("UsageError: embed.weight: state_dict() of a model that is cut over tp", "sw.full_state_dict"),
@@ -50,6 +50,11 @@ def test_rank_0_searches_for_all_on_a_part_of_the_example(ranks):
     seen, of_other = ranks.run(sizes_seen, 2)
     assert (2, 64) in seen and seen <= {(2, 64), (8, 1000)}  # the whole one shows the order of blocks, on every rank
     assert of_other == {(8, 1000)}
+
+
+def test_the_rank_that_searches_draws_the_same_afterwards(ranks):
+    (without, with_tp), (_, on_other) = ranks.run(drawn_after, 2)
+    assert with_tp == on_other == without
 
 
 def test_a_model_that_cannot_be_cut_is_warned_of(ranks):

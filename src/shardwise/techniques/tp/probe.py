@@ -17,7 +17,7 @@ from shardwise.recipe import Draft
 from shardwise.techniques.technique import Example
 from shardwise.techniques.tp.options import TensorParallel
 from shardwise.techniques.tp.plan import differences, is_met, own_kinds, plan_for, refuse_uncut
-from shardwise.world import World
+from shardwise.world import World, forked_streams
 from shardwise.world.collectively import collectively
 
 __all__ = ["facts_of", "probe"]
@@ -39,7 +39,7 @@ def probe(module: nn.Module, example: Example, draft: Draft, world: World, *, te
     if draft.layout.tp == 1:
         return {}
     find = functools.partial(_facts, module, example, draft, world, tensor_parallel)
-    with example.within():
+    with example.within(), forked_streams(0, None, {}):  # this rank's random numbers go on as on the others
         found = collectively(world, "the search for layers to cut over tp", find, on_main=not world.agreement.is_alone)
     facts: Facts = world.broadcast(found)
     return facts
