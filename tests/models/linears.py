@@ -297,6 +297,25 @@ class ValueResidual(nn.Module):
         return self.head(x)
 
 
+class InPlace(nn.Module):
+    """Changes what its embedding and every layer return, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.attention, self.norm, self.mlp = Attention(num_kv=1), nn.LayerNorm(WIDTH), Mlp()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids).mul_(2)
+        q, k, v = self.attention.heads(x)
+        values = (q.mul_(0.5) @ k.add_(1).mT).softmax(-1) @ v.tanh_()
+        x = self.attention.out(values.transpose(1, 2).flatten(2)).add_(x)
+        x = self.mlp.down(self.mlp.up(self.norm(x)).relu_()).add_(x)
+        logits = self.head(x)
+        logits[..., 0] = -4
+        return logits.mul_(0.5)
+
+
 class Mixer(nn.Module):
     """Layers over positions, and layers over features."""
 
@@ -370,6 +389,7 @@ MODELS = (
     _model("value-residual", ValueResidual),
     _model("used-twice", UsedTwice),
     _model("keeps", Keeps),
+    _model("in-place", InPlace),
     _model("mixer", Mixer),
     _model("chain", Chain),
 )

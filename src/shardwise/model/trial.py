@@ -461,6 +461,8 @@ class _Leaves(LayerCalls):
             if given[5]:
                 self._trial._statistics |= {id(x): x for x in given[1:3] if x is not None}
             return _normalised(*given)
+        if func in _ASKS_FOR_GRADIENTS and not args[0].is_leaf:
+            return args[0]  # an input of a model, which here is computed and has them
         if self._watch is not None and self._rows:
             return func(*args, **kwargs)  # what is noted below, the whole model has shown
         what = getattr(func, "__name__", str(func))
@@ -488,6 +490,7 @@ _DROPOUTS = (
     functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d,
     functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout,
 )  # fmt: skip
+_ASKS_FOR_GRADIENTS = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 _DRAWS = (
     "rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson", "rand_like", "randn_like", "randint_like",
     "bernoulli_", "normal_", "uniform_", "exponential_", "random_", "geometric_", "cauchy_", "log_normal_",

@@ -18,9 +18,16 @@ OWN = [
         "value-residual",
         "mixer",
         "norm-of-width",
+        "in-place",
     )
 ]
 FAMILIES = ["llama", "gpt2", "t5", "qwen3", "mamba"]
+OTHERS = [
+    name
+    for name, model in models.MODELS.items()
+    if model.batch is not None
+    and name not in {*OWN, *FAMILIES, "linears: norm-of-heads"}  # that one draws random numbers
+]
 REFERENCE = models.get("linears: kv-2")
 
 
@@ -96,6 +103,19 @@ CELLS = [
 def test_models(ranks, name, layout, options):
     _report, held = compared(ranks, name, layout, **options)
     assert held < (0.55 if "dp_shard" in layout else 0.85)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *((name, "tp=2") for name in OTHERS),
+        *((name, "tp=4") for name in ("bert", "vit", "mixtral", "falcon", "gpt-neox", "bloom", "opt", "nanogpt")),
+    ],
+)
+def test_every_other_model(ranks, name, layout):
+    """Convolutions, recurrent layers, graphs, attention of all kinds: what cannot be cut is whole on every rank, and right."""
+    compared(ranks, name, layout, sharding=sw.Sharding(units=models.get(name).units))
 
 
 SHAPES = {

@@ -30,7 +30,7 @@ class _SumGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
         ctx.group = group
-        return x.view_as(x)
+        return x.detach()  # not a view, which a model could not change in place
 
     @staticmethod
     @once_differentiable
@@ -57,7 +57,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, size: int, rank: int, has_part: bool) -> Tensor:
         ctx.group, ctx.rank, ctx.width, ctx.has_part = group, rank, x.shape[-1], has_part
-        return gather_over(x.movedim(-1, 0), group, size).movedim(0, -1)
+        return gather_over(x.movedim(-1, 0), group, size).movedim(0, -1).detach()  # not a view: see _SumGradient
 
     @staticmethod
     @once_differentiable
