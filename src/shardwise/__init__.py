@@ -1,4 +1,4 @@
-"""Shardwise shards any PyTorch module for data-parallel training: DDP, FSDP2 and HSDP.
+"""Shardwise trains any PyTorch module on many processes: DDP, FSDP2, HSDP and tensor parallelism.
 
     import torch, shardwise as sw
 

@@ -106,6 +106,7 @@ def test_models(ranks, name, layout, options):
 
 
 @pytest.mark.soak
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of other packages
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
