@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.model.layers import Layer
-from shardwise.model.regions import Cut, Reads, Region, Setting, Whole, part_of, rows_of, weights_for
+from shardwise.model.regions import Cut, Region, Setting, Whole, part_of, rows_of, weights_for
 from shardwise.model.trial import Call, Change, Place, Run, Trial
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "dropouts",
     "is_alike",
     "parts_wrong",
+    "used_elsewhere",
     "watched",
     "whole_run",
     "whole_wrong",
@@ -49,11 +50,8 @@ def certify(trial: Trial, regions: Sequence[Region], degree: int, *, jointly: bo
     arguments that it starts from.
     """
     alone = regions[0] if len(regions) == 1 and not jointly else None
-    if alone and alone.arguments:
-        reads = Reads(trial, alone.module)
-        for place in alone.arguments:
-            if reads.elsewhere(place, {*alone.rows, *alone.inner}):
-                return f"{_shown(alone, (place, 0))} is also used outside of its layers"
+    if alone and (why := used_elsewhere(trial, alone)):
+        return why
     whole = whole_run(trial, regions, alone)
     return (whole_wrong(trial, alone, whole, degree) if alone else "") or parts_wrong(
         trial, regions, degree, whole, alone
@@ -68,6 +66,29 @@ def whole_run(trial: Trial, regions: Sequence[Region], alone: Region | None) -> 
 def whole_wrong(trial: Trial, region: Region, whole: Run, degree: int) -> str:
     """What in the run of the whole model shows that a region cannot be cut, whatever its settings are; "" if nothing does."""
     return _inner_differ(trial, region, whole) or _gradients_mixed(trial, region, whole, degree)
+
+
+def used_elsewhere(trial: Trial, region: Region) -> str:
+    """What a region starts from that other layers, the output of the model, or what it keeps, use too: its gradient from there is
+    whole on every rank, and that from the region a part of a sum. "" if there is none."""
+    run = trial.run(detached=region.module)
+    inside = {*region.rows, *region.inner}
+    rest = [x for call, x in run.inputs.items() if call.weight not in inside]
+    rest += [*run.output, *(x for _, x in run.kept)]
+    rest = [torch.view_as_real(x) if x.is_complex() else x for x in rest if x.requires_grad]
+    starts = {
+        start: tensor
+        for start, tensor in _starts(run, trial.others()).items()
+        if _cut_of(region, start) is not None and tensor.requires_grad
+    }
+    if not rest or not starts:
+        return ""
+    total = torch.stack([(x * weights_for(x)).sum() for x in rest]).sum()
+    grads = torch.autograd.grad(total, list(starts.values()), retain_graph=True, allow_unused=True)
+    for start, grad in zip(starts, grads, strict=True):
+        if grad is not None and bool((grad != 0).any()):
+            return f"{_shown(region, start)} is also used outside of its layers"
+    return ""
 
 
 def parts_wrong(trial: Trial, regions: Sequence[Region], degree: int, whole: Run, alone: Region | None) -> str:
@@ -134,9 +155,9 @@ def dropouts(trial: Trial, regions: Sequence[Region], degree: int) -> dict[str, 
 Sums = tuple[tuple[int, ...], Tensor]
 """A shape, and two sums of numbers of that shape: one with a weight for each of its places, and their norm."""
 
-Watched = tuple[list[str], dict[Call, tuple[Sums, list[Sums]]]]
-"""What is compared of a run of a large model: the functions that it calls; and by call the sums of its input, and those of its
-parts for the ranks, if it is of a row-parallel layer."""
+Watched = tuple[list[str], dict[Call, tuple[Sums, list[Sums]]], list[Sums]]
+"""What is compared of a run of a large model: the functions that it calls; by call the sums of its input, and those of its
+parts for the ranks, if it is of a row-parallel layer; those of its output, and of what it keeps."""
 
 
 def watched(trial: Trial, regions: Sequence[Region], degree: int, note_layer: Callable[[Layer], None]) -> Watched:
@@ -149,7 +170,8 @@ def watched(trial: Trial, regions: Sequence[Region], degree: int, note_layer: Ca
             parts = [part_of(x, degree, rank) for rank in range(degree)] if call.weight in rows else []
             seen[call] = _sums(x), [_sums(part) for part in parts]
 
-    return trial.run(watch=note, note=note_layer).functions, seen
+    run = trial.run(watch=note, note=note_layer)
+    return run.functions, seen, _sums_at_end(run)
 
 
 def is_alike(one: Watched, other: Watched) -> bool:
@@ -157,6 +179,7 @@ def is_alike(one: Watched, other: Watched) -> bool:
     return (
         one[0] == other[0]
         and one[1].keys() == other[1].keys()
+        and _are_equal(one[2], other[2])
         and all(
             x[0] == y[0] and torch.equal(x[1], y[1])
             for (x, _), (y, _) in zip(one[1].values(), other[1].values(), strict=True)
@@ -172,9 +195,11 @@ def differs_anywhere(trial: Trial, regions: Sequence[Region], degree: int, ranks
         seen: dict[Call, Sums] = {}
         watch = functools.partial(_note_sums, seen)
         try:
-            _part_of_run(rank, trial, regions, degree, None, watch=watch)
+            part, _ = _part_of_run(rank, trial, regions, degree, None, watch=watch)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
+        if not _are_equal(whole[2], _sums_at_end(part), allowed=1e-10):
+            return "the output of the model, or what it keeps, is another"
         wanted = {call: parts[rank] if parts else sums for call, (sums, parts) in whole[1].items()}
         if wanted.keys() != seen.keys():
             return "other layers are called"
@@ -188,6 +213,18 @@ def differs_anywhere(trial: Trial, regions: Sequence[Region], degree: int, ranks
         if not bool(is_same.all()):
             return f"the input of {calls[int(is_same.int().argmin())].weight} is another"
     return ""
+
+
+def _sums_at_end(run: Run) -> list[Sums]:
+    return [_sums(x) for x in (*run.output, *(x for _, x in run.kept)) if not x.is_meta]
+
+
+def _are_equal(some: list[Sums], others: list[Sums], allowed: float = 0.0) -> bool:
+    """Whether shapes and sums are equal; sums up to ``allowed``, relative to the norm."""
+    return len(some) == len(others) and all(
+        x[0] == y[0] and bool(((x[1] - y[1]).abs() <= allowed * x[1][1:].clamp(min=1e-300)).all())
+        for x, y in zip(some, others, strict=True)
+    )
 
 
 def _note_sums(seen: dict[Call, Sums], call: Call, x: Tensor) -> None:

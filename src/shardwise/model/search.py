@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import UnsupportedError
 from shardwise.model.block_kinds import block_kinds
-from shardwise.model.certificate import Settings, certify, differs_anywhere, dropouts, is_alike, watched
+from shardwise.model.certificate import Settings, certify, differs_anywhere, dropouts, is_alike, used_elsewhere, watched
 from shardwise.model.layers import is_norm
 from shardwise.model.regions import Found, Region, find_regions, gradients, signature
 from shardwise.model.settings import settled
@@ -243,8 +243,11 @@ def find_certified(trial: Trial, degree: int, allowed: frozenset[str] | None = N
         for region in waiting:
             kind = signature("; ".join(region.layers))
             first = {(region.module + place, attr): value for (place, attr), value in known.get(kind, {}).items()}
+            elsewhere = (why for mode in modes if (why := used_elsewhere(mode, region)))
             if name := _written_in(region, written):
                 result: Region | str = f"{name} in it is written when it runs"
+            elif why := next(elsewhere, ""):
+                result = why
             elif isinstance(result := settled(training, region, degree, first), str):
                 result = result if len(modes) == 1 else f"in training mode: {result}"
             elif trial in modes and (why := certify(trial, [result], degree)):

@@ -201,9 +201,6 @@ class Trial:
             self._running = stack.enter_context(_Leaves(self, seen, draw, rows or {}, missing, note, watch))
             stack.enter_context(self._restored())
             with contextlib.suppress(_Ended):
-                if watch is not None:
-                    self._call(self.module)
-                    return seen
                 known = {id(hidden.tensor): hidden.tensor for hidden in hidden_tensors(self.module)}
                 seen.output = _tensors_of(self._call(self.module))
                 seen.kept = [
