@@ -133,6 +133,38 @@ class TrainsElse(Mlp):
         return hidden / (1 + hidden.mean(-1, keepdim=True)) if self.training else hidden
 
 
+class Gated(Mlp):
+    """A layer whose outputs every rank needs whole is used in the MLP, and elsewhere too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, WIDTH)
+
+    def gated(self, x: Tensor, gate: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)) * gate.sum(-1, keepdim=True).sigmoid())
+
+
+class GateInSecondHalf(Gated):
+    """In the second half of the inputs of another layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x)
+        return self.mix(torch.cat([self.gated(x, gate), gate], -1))
+
+
+class GateInLoss(Gated):
+    """In a term of the output, in training alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x)
+        y = self.gated(x, gate)
+        return y + gate.square().mean() if self.training else y
+
+
 class PaddedColumns(nn.Module):
     """Features are scaled by a table of one row for each token; the token of padding trains no row."""
 
@@ -210,6 +242,23 @@ class Numbered(Mlp):
         )
 
 
+class LastIsShown(nn.Module):
+    """Scales its logits by what lies between the layers of its third block, of which a rank would have a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.blocks = nn.ModuleList(Mlp() for _ in range(4))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x, kept = self.embed(input_ids), []
+        for block in self.blocks:
+            kept.append(F.relu(block.up(F.layer_norm(x, (WIDTH,)))))
+            x = x + block.down(kept[-1])
+        last = kept[2].mean(-1, keepdim=True) if len(kept) > 2 else 1
+        return self.head(x) * last
+
+
 class LastIsElse(nn.Module):
     """Adds what lies between the layers of its third block to its output: the first two show nothing of it."""
 
@@ -239,6 +288,8 @@ _DECODERS = (
     Counted,
     MixedBackward,
     TrainsElse,
+    GateInSecondHalf,
+    GateInLoss,
 )
 
 
@@ -248,7 +299,7 @@ def _model(name: str, build: Any, loss: Any = next_token_loss) -> Model:
 
 MODELS = (
     *(_model(cls.__name__, functools.partial(Decoder, mlp=cls)) for cls in _DECODERS),
-    *(_model(cls.__name__, cls) for cls in (NormElsewhere, LastIsElse, LateHalf)),
+    *(_model(cls.__name__, cls) for cls in (NormElsewhere, LastIsElse, LastIsShown, LateHalf)),
     _model("padding index", functools.partial(PaddedColumns, padding_idx=3)),
     _model("scaled by frequency", functools.partial(PaddedColumns, scale_grad_by_freq=True)),
     *(
