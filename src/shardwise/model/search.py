@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -73,11 +73,14 @@ def _holds_for_all(trial: Trial, degree: int, found: Found, uses: Uses) -> bool:
     """Whether what was found in some blocks is right in the whole model, whose code may treat its blocks in other ways: in
     eval mode and in training mode. Notes in ``uses`` what the whole model calls."""
     trial.set_training(False)
-    with trial.noting(uses) as note:
+    with trial.noting(uses) as note, _noting_readers(trial) as readers_in_eval:
         in_eval = watched(trial, found.regions, degree, note)
     trial.set_training(True)
-    with trial.noting(uses) as note:
+    with trial.noting(uses) as note, _noting_readers(trial) as readers:
         whole = watched(trial, found.regions, degree, note)
+    kinds = [blocks for blocks in block_kinds(trial.module) if len(blocks) > _SEARCHED]
+    if not all(_are_read_alike(found, blocks) for found in (readers, readers_in_eval) for blocks in kinds):
+        return False
     if differs_anywhere(trial, found.regions, degree, range(degree), whole):
         return False
     if is_alike(whole, in_eval):
@@ -143,13 +146,35 @@ def _norms_of_one_layer(trial: Trial, found: Found) -> frozenset[str]:
 
 def _readers(trial: Trial) -> dict[str, set[str]]:
     """Parameter -> the modules in whose forward functions use it."""
+    with _noting_readers(trial) as found:
+        trial.run()
+    return found
+
+
+@contextlib.contextmanager
+def _noting_readers(trial: Trial) -> Iterator[dict[str, set[str]]]:
+    """Context manager: notes for each parameter that functions use the modules in whose forward they do."""
     found: dict[str, set[str]] = {}
     running = [""]
     trial.on_read = lambda name: found.setdefault(name, set()).add(running[-1])
-    with around_modules(trial.module, running.append, lambda _: running.pop()):
-        trial.run()
-    trial.on_read = lambda _: None
-    return found
+    try:
+        with around_modules(trial.module, running.append, lambda _: running.pop()):
+            yield found
+    finally:
+        trial.on_read = lambda _: None
+
+
+def _are_read_alike(readers: Mapping[str, set[str]], blocks: Sequence[str]) -> bool:
+    """Whether the parameters of the later blocks are used in the same places as those of one of the blocks that were searched."""
+
+    def of(block: str) -> dict[str, set[str]]:
+        def within(name: str) -> str:
+            return _name(name, block, "") if name == block or _is_in(name, block) else f"outside: {name}"
+
+        return {within(name): set(map(within, found)) for name, found in readers.items() if _is_in(name, block)}
+
+    searched = [of(block) for block in blocks[:_SEARCHED]]
+    return all(of(block) in searched for block in blocks[_SEARCHED:])
 
 
 def _note_input(given: dict[str, Tensor], name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:

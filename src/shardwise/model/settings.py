@@ -99,7 +99,9 @@ def _noting_reads(name: str, module: nn.Module, read: dict[Setting, int]) -> Ite
     kind = type(module)
     numbers = {key: value for key, value in vars(module).items() if type(value) is int and value > 1}
     config = vars(module).get("config")
-    configured = {key: value for key in _CONFIGURED if type(value := getattr(config, key, None)) is int}
+    # Not that of the whole model, which is written beside its weights.
+    keys = _CONFIGURED if name else ()
+    configured = {key: value for key in keys if type(value := getattr(config, key, None)) is int}
 
     def getattribute(self: nn.Module, key: str) -> object:
         if key in numbers:

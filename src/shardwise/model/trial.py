@@ -277,9 +277,11 @@ class Trial:
         return found
 
     def unused(self) -> list[str]:
-        """Parameters with two dims or more that no run has used."""
-        names = {self.name_of(param) for param in self.module.parameters() if param.is_meta}
-        return sorted(name for name in names - self.layers.keys() if name is not None)
+        """Parameters that no run has used."""
+        layers = {name for layer in self.layers.values() for name in (layer.weight, layer.bias)}
+        norms = tuple(f"{name}." for name in self.norms)
+        names = {self.name_of(param) for param in self.module.parameters()} - layers - self.read - {None}
+        return sorted(name for name in names if name is not None and not name.startswith(norms))
 
     def _copy(self, module: nn.Module, with_values: frozenset[str]) -> nn.Module:
         memo: dict[int, Any] = {id(module.get_submodule(name)): nn.Identity() for name in self._without}
@@ -455,6 +457,7 @@ class _Leaves(LayerCalls):
             args, kwargs = args[:4], {**kwargs, "is_causal": is_causal, "dropout_p": 0.0}
         if func is functional.batch_norm:
             given = bound(_BATCH_NORM, args, kwargs)
+            self._trial.read |= {name for x in given[3:5] if (name := self._trial.name_of(x)) is not None}
             if given[5]:
                 self._trial._statistics |= {id(x): x for x in given[1:3] if x is not None}
             return _normalised(*given)

@@ -69,7 +69,7 @@ class TensorParallelAct(Act):
                 for caller in edit.args["callers"] or [edit.module]:
                     called.setdefault(caller, {})[edit.args["weight"]] = layer
             elif edit.action in _TABLES:
-                called[edit.module] = {edit.args["weight"]: _of_table(shared, edit, recipe, axis)}
+                called.setdefault(edit.module, {})[edit.args["weight"]] = _of_table(shared, edit, recipe, axis)
         biases = {edit.args["weight"]: edit.args.get("bias") for edit in edits if "weight" in edit.args}
         for caller, layers in called.items():
             names = {name for weight in layers for name in (weight, biases[weight]) if name is not None}
@@ -156,19 +156,25 @@ def _norm_whole(module: nn.Module, shared: Shared, axis: Axis, coord: Coord, arg
         axis: the ranks.
         coord: of this rank.
         args: ``gathers``: whether its input is a part, one of as many equal ones; ``parts``: how its output is cut; None:
-            it is not.
+            it is not; ``drops_part``: whether dropout follows it that is applied to a rank's part.
     """
     inner, is_gathered, is_cut = module.forward, args["gathers"], args["parts"] is not None
+    stream = shared.stream
     cut = _Cut((-1, args["parts"]), coord) if is_cut else None
 
     @functools.wraps(inner)
     def forward(x: Tensor) -> Tensor:
+        if stream is not None:
+            stream.leave()
         if is_gathered:
             x = shared.gather(x, axis.size, axis.rank, has_part=is_cut)
         elif is_cut:
             x = shared.sum_gradient(x)
         y = inner(x)
-        return y if cut is None else cut.of(y, "the outputs of a norm")
+        y = y if cut is None else cut.of(y, "the outputs of a norm")
+        if args["drops_part"] and stream is not None:
+            stream.enter()
+        return y
 
     module.forward = forward
 

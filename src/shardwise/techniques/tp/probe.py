@@ -156,7 +156,9 @@ def _add_norms(facts: Facts, found: Found, parameters: Iterable[str]) -> None:
     sliced = {weight: cut for region in found.regions for weight, cut in region.columns.items() if is_norm(weight)}
     for weight in sorted(gathered | sliced.keys()):
         parts = _as_json(sliced[weight]) if weight in sliced else None
-        facts["edits"].append([weight[:-1], "norm", {"gathers": weight in gathered, "parts": parts}])
+        drops = any(weight in region.dropouts for region in found.regions)
+        values = {"gathers": weight in gathered, "parts": parts, "drops_part": drops}
+        facts["edits"].append([weight[:-1], "norm", values])
         if weight in sliced:
             facts["partial"] += [name for name in parameters if name.startswith(weight)]
 
