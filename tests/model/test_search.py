@@ -137,6 +137,25 @@ def test_relu_hides_outputs_at_few_samples_and_they_are_found_all_the_same(sampl
     assert [region.layers for region in found.regions] == [["0.weight", "2.weight"]], found.left
 
 
+class OfLong(Mlp):
+    """Uses a number of its own for long inputs alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x):
+        h = functional.relu(self.up(x))
+        return self.down(h * self.number if x.shape[1] > 64 else h)
+
+
+def test_what_the_example_does_not_use_may_be_used_in_training():
+    found = search(Deep(OfLong()), run, 2)
+    assert "blocks.0.number beside it was not used for the example" in found.left["blocks.0.down.weight"]
+    long = search(Deep(OfLong()), lambda module: module(torch.arange(130).view(2, 65) % 19), 2)
+    assert "blocks.0.number" in long.regions[0].tensors
+
+
 def test_a_search_leaves_generators_of_devices_alone(monkeypatch):
     """One rank searches: on the others they would go on from another state."""
     for device in (torch.cuda, torch.xpu, torch.mps):

@@ -242,6 +242,33 @@ class Numbered(Mlp):
         )
 
 
+class Scales(Mlp):
+    """A number by which a rank's part is multiplied: its gradients on the ranks are parts of a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = nn.Parameter(torch.tensor(0.7))
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return hidden * self.number
+
+
+class LastIsRead(nn.Module):
+    """Adds a number of its third block, which the block uses itself, to what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.blocks = nn.ModuleList(Scales() for _ in range(4))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for i, block in enumerate(self.blocks):
+            x = x + block(F.layer_norm(x, (WIDTH,)))
+            x = torch.tanh(x + block.number) if i == 2 else x
+        return self.head(x)
+
+
 class LastIsShown(nn.Module):
     """Scales its logits by what lies between the layers of its third block, of which a rank would have a part."""
 
@@ -299,7 +326,7 @@ def _model(name: str, build: Any, loss: Any = next_token_loss) -> Model:
 
 MODELS = (
     *(_model(cls.__name__, functools.partial(Decoder, mlp=cls)) for cls in _DECODERS),
-    *(_model(cls.__name__, cls) for cls in (NormElsewhere, LastIsElse, LastIsShown, LateHalf)),
+    *(_model(cls.__name__, cls) for cls in (NormElsewhere, LastIsElse, LastIsShown, LastIsRead, LateHalf)),
     _model("padding index", functools.partial(PaddedColumns, padding_idx=3)),
     _model("scaled by frequency", functools.partial(PaddedColumns, scale_grad_by_freq=True)),
     *(

@@ -1,7 +1,13 @@
 """Dropout under tensor parallelism: equal where ranks have the same values, different where each has a part of its own."""
 
 import pytest
+import torch
 from techniques.tp.dropping import HEADS, HIDDEN, WIDTH, train
+from torch import nn
+from torch.nn import functional
+
+from shardwise.model.search import search
+from shardwise.techniques.tp.probe import facts_of
 
 DEGREE = 2
 PART = {(2, HEADS // DEGREE, 8, 8), (2, 8, HIDDEN // DEGREE)}  # of scores, of hidden values
@@ -61,3 +67,26 @@ def test_attention_that_drops_out_by_itself(ranks):
 def test_dropout_between_cut_layers_is_not_compiled(ranks):
     with pytest.raises(Exception, match="Compile of a block with dropout between layers that are cut over tp"):
         ranks.run(train, DEGREE, "tp=2", False, compile="blocks")
+
+
+class DropsAfterNorms(nn.Module):
+    """Its last layers before dropout are norms over the whole width, of q and k."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+        self.norm_q, self.norm_k = nn.LayerNorm(8), nn.LayerNorm(8)
+
+    def forward(self, x):
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.norm_q(q), self.norm_k(k), v))
+        weights = functional.dropout((q @ k.mT).softmax(-1), 0.5, self.training)
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+def test_dropout_after_a_norm_over_the_width_draws_numbers_of_a_rank():
+    torch.manual_seed(0)
+    module = DropsAfterNorms()
+    found = search(module, lambda copy: copy(torch.randn(2, 5, 8, dtype=torch.float64)), 2)
+    edits = facts_of(found, dict(module.named_parameters()))["edits"]
+    assert [name for name, _, values in edits if values.get("drops_part")] == ["norm_k"]

@@ -26,6 +26,7 @@ LEFT = {
     "GateInSecondHalf": ("blocks.0.mlp.down.weight", "the outputs of blocks.0.mlp.gate.weight is also used outside"),
     "GateInLoss": ("blocks.0.mlp.down.weight", "the outputs of blocks.0.mlp.gate.weight is also used outside"),
     "LastIsShown": ("blocks.2.down.weight", "reach the output of the model"),
+    "LastIsRead": ("blocks.2.down.weight", "blocks.2.number is also used outside of blocks.2"),
     "LastIsElse": ("blocks.2.down.weight", "are also used by head.weight"),
     "padding index": ("mlp.down.weight", "table.weight is looked up with a padding index"),
     "scaled by frequency": ("mlp.down.weight", "table.weight is looked up with a padding index, or another option"),
