@@ -1420,6 +1420,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "a model on meta is tried with zeros for its masks and orders",
     ),
     Mutant(
+        "tp-uses-in-later-blocks-unnoticed",
+        "        is_used_elsewhere = _used_elsewhere(trial, found.regions)",
+        "        is_used_elsewhere = False",
+        "tests/techniques/tp/test_other_uses.py -k LastIsRead",
+        "a number that a later block's region uses and others too has its gradient counted twice",
+    ),
+    Mutant(
+        "tp-uses-elsewhere-unnoticed",
+        "        _used_elsewhere(trial, region)\n        or _inner_differ",
+        "        _inner_differ",
+        "tests/techniques/tp/test_other_uses.py -k Gate",
+        "outputs that a region has whole and others use too have their gradient counted twice",
+    ),
+    Mutant(
         "tp-search-draws-from-the-run",
         "with example.within(), forked_streams(0, None, {}):",
         "with example.within():",
@@ -1435,8 +1449,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "tp-blocks-that-are-else-unnoticed",
-        "if differs_anywhere(trial, found.regions, degree, range(degree), whole):",
-        "if differs_anywhere(trial, found.regions, degree, range(0), whole):",
+        "if is_used_elsewhere or _differs(trial, found.regions, degree, range(degree), training):",
+        "if is_used_elsewhere:",
         "tests/techniques/tp/test_other_uses.py -k LastIsElse",
         "what two blocks show is done to a third that is used in another way",
     ),

@@ -253,54 +253,59 @@ class Scales(Mlp):
         return hidden * self.number
 
 
-class LastIsRead(nn.Module):
-    """Adds a number of its third block, which the block uses itself, to what it computes."""
+class LastIsElse(nn.Module):
+    """Uses what is within its third block once more: the first two show nothing of it. This one adds what lies between the
+    block's layers to its output."""
+
+    block: type[Mlp] = Mlp
 
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
-        self.blocks = nn.ModuleList(Scales() for _ in range(4))
+        self.blocks = nn.ModuleList(self.block() for _ in range(4))
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
+        x, kept = self.embed(input_ids), []
         for i, block in enumerate(self.blocks):
-            x = x + block(F.layer_norm(x, (WIDTH,)))
-            x = torch.tanh(x + block.number) if i == 2 else x
+            y = F.layer_norm(x, (WIDTH,))
+            kept.append(block.between(F.relu(block.up(y))))
+            x = x + block.down(kept[-1])
+            x = self.after_third(x, block) if i == 2 else x
+        return self.result(x, kept[2]) if len(kept) > 2 else self.head(x)
+
+    def after_third(self, x: Tensor, block: Mlp) -> Tensor:
+        return x
+
+    def result(self, x: Tensor, hidden: Tensor) -> Tensor:
+        return self.head(x + hidden.mean(-1, keepdim=True))
+
+
+class LastIsShown(LastIsElse):
+    """Scales its logits by what lies between the layers, of which a rank would have a part."""
+
+    def result(self, x: Tensor, hidden: Tensor) -> Tensor:
+        return self.head(x) * hidden.mean(-1, keepdim=True)
+
+
+class LastIsRead(LastIsElse):
+    """Adds a number that the block uses itself."""
+
+    block = Scales
+
+    def after_third(self, x: Tensor, block: Mlp) -> Tensor:
+        return torch.tanh(x + block.number)
+
+    def result(self, x: Tensor, hidden: Tensor) -> Tensor:
         return self.head(x)
 
 
-class LastIsShown(nn.Module):
-    """Scales its logits by what lies between the layers of its third block, of which a rank would have a part."""
+class LastIsNormed(LastIsRead):
+    """Multiplies by the norm of a weight, which has no values while what two blocks show is looked for."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
-        self.blocks = nn.ModuleList(Mlp() for _ in range(4))
+    block = Mlp
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x, kept = self.embed(input_ids), []
-        for block in self.blocks:
-            kept.append(F.relu(block.up(F.layer_norm(x, (WIDTH,)))))
-            x = x + block.down(kept[-1])
-        last = kept[2].mean(-1, keepdim=True) if len(kept) > 2 else 1
-        return self.head(x) * last
-
-
-class LastIsElse(nn.Module):
-    """Adds what lies between the layers of its third block to its output: the first two show nothing of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
-        self.blocks = nn.ModuleList(Mlp() for _ in range(3))
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x, kept = self.embed(input_ids), []
-        for block in self.blocks:
-            kept.append(F.relu(block.up(F.layer_norm(x, (WIDTH,)))))
-            x = x + block.down(kept[-1])
-        last = kept[2].mean(-1, keepdim=True) if len(kept) > 2 else 0
-        return self.head(x + last)
+    def after_third(self, x: Tensor, block: Mlp) -> Tensor:
+        return x * block.up.weight.norm()
 
 
 _DECODERS = (
@@ -326,7 +331,10 @@ def _model(name: str, build: Any, loss: Any = next_token_loss) -> Model:
 
 MODELS = (
     *(_model(cls.__name__, functools.partial(Decoder, mlp=cls)) for cls in _DECODERS),
-    *(_model(cls.__name__, cls) for cls in (NormElsewhere, LastIsElse, LastIsShown, LastIsRead, LateHalf)),
+    *(
+        _model(cls.__name__, cls)
+        for cls in (NormElsewhere, LastIsElse, LastIsShown, LastIsRead, LastIsNormed, LateHalf)
+    ),
     _model("padding index", functools.partial(PaddedColumns, padding_idx=3)),
     _model("scaled by frequency", functools.partial(PaddedColumns, scale_grad_by_freq=True)),
     *(

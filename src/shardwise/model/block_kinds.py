@@ -7,7 +7,7 @@ from torch import nn
 from shardwise.model.blocks import find_block_lists
 from shardwise.model.names import canonical_modules
 
-__all__ = ["block_kinds"]
+__all__ = ["block_kinds", "in_block", "is_in_block"]
 
 
 def block_kinds(root: nn.Module) -> list[list[str]]:
@@ -60,3 +60,13 @@ def _same(one: Any, number: int, other: Any, other_number: int) -> bool:
         return bool(one == other)
     except Exception:  # such as of tensors of several elements
         return False
+
+
+def is_in_block(name: str, block: str) -> bool:
+    """Whether a tensor or module of this name is within a block."""
+    return name.startswith(f"{block}.")
+
+
+def in_block(name: str, block: str, other: str) -> str:
+    """The name of the same place in another block; of what is not in ``block`` its own name."""
+    return other + name.removeprefix(block) if name == block or is_in_block(name, block) else name

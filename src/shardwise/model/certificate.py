@@ -11,14 +11,12 @@ branches on values that were not taken.
 
 import contextlib
 import copy
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.model.layers import Layer
 from shardwise.model.regions import Cut, Region, Setting, Whole, part_of, rows_of, weights_for
 from shardwise.model.trial import Call, Change, Place, Run, Trial
 
@@ -27,12 +25,9 @@ __all__ = [
     "Settings",
     "calls_of",
     "certify",
-    "differs_anywhere",
     "dropouts",
-    "is_alike",
+    "part_of_run",
     "parts_wrong",
-    "used_elsewhere",
-    "watched",
     "whole_run",
     "whole_wrong",
 ]
@@ -50,12 +45,10 @@ def certify(trial: Trial, regions: Sequence[Region], degree: int, *, jointly: bo
     arguments that it starts from.
     """
     alone = regions[0] if len(regions) == 1 and not jointly else None
-    if alone and (why := used_elsewhere(trial, alone)):
-        return why
     whole = whole_run(trial, regions, alone)
-    return (whole_wrong(trial, alone, whole, degree) if alone else "") or parts_wrong(
-        trial, regions, degree, whole, alone
-    )
+    if alone and (why := whole_wrong(trial, alone, whole, degree)):
+        return why
+    return parts_wrong(trial, regions, degree, whole, alone)
 
 
 def whole_run(trial: Trial, regions: Sequence[Region], alone: Region | None) -> Run:
@@ -65,10 +58,14 @@ def whole_run(trial: Trial, regions: Sequence[Region], alone: Region | None) -> 
 
 def whole_wrong(trial: Trial, region: Region, whole: Run, degree: int) -> str:
     """What in the run of the whole model shows that a region cannot be cut, whatever its settings are; "" if nothing does."""
-    return _inner_differ(trial, region, whole) or _gradients_mixed(trial, region, whole, degree)
+    return (
+        _used_elsewhere(trial, region)
+        or _inner_differ(trial, region, whole)
+        or _gradients_mixed(trial, region, whole, degree)
+    )
 
 
-def used_elsewhere(trial: Trial, region: Region) -> str:
+def _used_elsewhere(trial: Trial, region: Region) -> str:
     """What a region starts from that other layers, the output of the model, or what it keeps, use too: its gradient from there is
     whole on every rank, and that from the region a part of a sum. "" if there is none."""
     run = trial.run(detached=region.module)
@@ -87,7 +84,9 @@ def used_elsewhere(trial: Trial, region: Region) -> str:
     grads = torch.autograd.grad(total, list(starts.values()), retain_graph=True, allow_unused=True)
     for start, grad in zip(starts, grads, strict=True):
         if grad is not None and bool((grad != 0).any()):
-            return f"{_shown(region, start)} is also used outside of its layers"
+            return (
+                f"{_shown(region, start)} {'are' if isinstance(start, Call) else 'is'} also used outside of its layers"
+            )
     return ""
 
 
@@ -104,15 +103,15 @@ def parts_wrong(trial: Trial, regions: Sequence[Region], degree: int, whole: Run
 
 
 def _wrong_on(rank: int, trial: Trial, regions: Sequence[Region], degree: int, whole: Run, alone: Region | None) -> str:
-    part, local = _part_of_run(rank, trial, regions, degree, alone)
+    part, local = part_of_run(rank, trial, regions, degree, alone)
     why = _outputs_differ(regions, whole, part, degree, rank)
     return why or (_gradients_differ(trial, alone, whole, part, local, degree, rank) if alone else "")
 
 
-def _part_of_run(
+def part_of_run(
     rank: int, trial: Trial, regions: Sequence[Region], degree: int, alone: Region | None, **options: Any
 ) -> tuple[Run, dict[str, Tensor]]:
-    """The run of a rank, and its part of the tensors of the regions."""
+    """The run of a rank, and its part of the tensors of the regions. ``options``: of :meth:`Trial.run`."""
     local: dict[str, Tensor] = {}
     with contextlib.ExitStack() as stack:
         for region in regions:
@@ -140,7 +139,7 @@ def dropouts(trial: Trial, regions: Sequence[Region], degree: int) -> dict[str, 
     whole = trial.run()
     if not whole.dropped:
         return {}
-    part, _ = _part_of_run(0, trial, regions, degree, None)
+    part, _ = part_of_run(0, trial, regions, degree, None)
     of_regions = {weight for region in regions for weight in region.layers}
     order = list(whole.inputs)
     last: dict[Call | None, str] = {}  # the last call of a layer of the regions, up to each call
@@ -150,97 +149,6 @@ def dropouts(trial: Trial, regions: Sequence[Region], degree: int) -> dict[str, 
     for (call, x), (_, mine) in zip(whole.dropped, part.dropped, strict=True):
         found.setdefault(last.get(call, ""), set()).add(bool(_differs(mine, x)))
     return found
-
-
-Sums = tuple[tuple[int, ...], Tensor]
-"""A shape, and two sums of numbers of that shape: one with a weight for each of its places, and their norm."""
-
-Watched = tuple[list[str], dict[Call, tuple[Sums, list[Sums]]], list[Sums]]
-"""What is compared of a run of a large model: the functions that it calls; by call the sums of its input, and those of its
-parts for the ranks, if it is of a row-parallel layer; those of its output, and of what it keeps."""
-
-
-def watched(trial: Trial, regions: Sequence[Region], degree: int, note_layer: Callable[[Layer], None]) -> Watched:
-    """A run of a large model, of which the inputs are not kept. ``note_layer``: called with each of its layers."""
-    rows = {weight for region in regions for weight in region.rows}
-    seen: dict[Call, tuple[Sums, list[Sums]]] = {}
-
-    def note(call: Call, x: Tensor) -> None:
-        if not x.is_meta:
-            parts = [part_of(x, degree, rank) for rank in range(degree)] if call.weight in rows else []
-            seen[call] = _sums(x), [_sums(part) for part in parts]
-
-    run = trial.run(watch=note, note=note_layer)
-    return run.functions, seen, _sums_at_end(run)
-
-
-def is_alike(one: Watched, other: Watched) -> bool:
-    """Whether two runs called the same functions, on the same numbers."""
-    return (
-        one[0] == other[0]
-        and one[1].keys() == other[1].keys()
-        and _are_equal(one[2], other[2])
-        and all(
-            x[0] == y[0] and torch.equal(x[1], y[1])
-            for (x, _), (y, _) in zip(one[1].values(), other[1].values(), strict=True)
-        )
-    )
-
-
-def differs_anywhere(trial: Trial, regions: Sequence[Region], degree: int, ranks: Iterable[int], whole: Watched) -> str:
-    """Like :func:`certify` jointly, for some ranks, without keeping what the calls of a large model get. "" if they get what
-    they should. ``whole``: the run of the whole model."""
-    narrowed = {weight for region in regions if region.narrowed for weight in region.sources}
-    for rank in ranks:
-        seen: dict[Call, Sums] = {}
-        watch = functools.partial(_note_sums, seen)
-        try:
-            part, _ = _part_of_run(rank, trial, regions, degree, None, watch=watch)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        if not _are_equal(whole[2], _sums_at_end(part), allowed=1e-10):
-            return "the output of the model, or what it keeps, is another"
-        wanted = {call: parts[rank] if parts else sums for call, (sums, parts) in whole[1].items()}
-        if wanted.keys() != seen.keys():
-            return "other layers are called"
-        calls = [call for call in wanted if call.weight not in narrowed]
-        if other := next((call for call in calls if wanted[call][0] != seen[call][0]), None):
-            return f"the input of {other.weight} has another shape"
-        if not calls:
-            continue
-        want, mine = (torch.stack([sums[call][1] for call in calls]) for sums in (wanted, seen))
-        is_same = ((mine - want).abs() <= 1e-10 * want[:, 1:].clamp(min=1e-300)).all(1)  # False for NaN
-        if not bool(is_same.all()):
-            return f"the input of {calls[int(is_same.int().argmin())].weight} is another"
-    return ""
-
-
-def _sums_at_end(run: Run) -> list[Sums]:
-    return [_sums(x) for x in (*run.output, *(x for _, x in run.kept)) if not x.is_meta]
-
-
-def _are_equal(some: list[Sums], others: list[Sums], allowed: float = 0.0) -> bool:
-    """Whether shapes and sums are equal; sums up to ``allowed``, relative to the norm."""
-    return len(some) == len(others) and all(
-        x[0] == y[0] and bool(((x[1] - y[1]).abs() <= allowed * x[1][1:].clamp(min=1e-300)).all())
-        for x, y in zip(some, others, strict=True)
-    )
-
-
-def _note_sums(seen: dict[Call, Sums], call: Call, x: Tensor) -> None:
-    if not x.is_meta:
-        seen[call] = _sums(x)
-
-
-def _sums(x: Tensor) -> Sums:
-    x = x.detach()
-    flat = (torch.view_as_real(x) if x.is_complex() else x.double()).flatten()
-    return tuple(x.shape), torch.stack([flat.dot(_places(len(flat))), flat.norm()])
-
-
-@functools.lru_cache(maxsize=8)
-def _places(size: int) -> Tensor:
-    return torch.arange(size, dtype=torch.float64).mul_(0.7548776662).frac_()
 
 
 def calls_of(trial: Trial, regions: Sequence[Region]) -> frozenset[Call]:

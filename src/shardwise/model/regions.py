@@ -255,15 +255,13 @@ class _Needs:
 
 
 class Reads:
-    """What the inputs of all layers, and the model's output, are made of when the arguments of ``module`` are cut off from
-    what those were made of."""
+    """What the inputs of all layers are made of when the arguments of ``module`` are cut off from what those were made of."""
 
     def __init__(self, trial: Trial, module: str):
         run, others = trial.run(detached=module), trial.others()
         places = [(place, leaf) for place, leaves in run.arguments.items() for leaf in leaves]
         self._names = [*(call.weight for call in run.leaves), *others, *(place for place, _ in places)]
         self._sources = [*run.leaves.values(), *others.values(), *(leaf for _, leaf in places)]
-        self._output = [_real(x) for x in (*run.output, *(x for _, x in run.kept)) if x.requires_grad]
         self._inputs: dict[str, list[Tensor]] = {}
         for call, x in run.inputs.items():
             self._inputs.setdefault(call.weight, []).append(x)
@@ -288,12 +286,6 @@ class Reads:
             partial |= {source for weight in found for source in self.made_of(weight)}
             entering = entering | {source for source in partial if isinstance(source, str) and source in self._inputs}
         return inner, partial
-
-    def elsewhere(self, argument: Place, layers: set[str]) -> bool:
-        """Whether other layers than ``layers``, or the model's output, use an argument."""
-        return argument in self._made_of(self._output) or any(
-            argument in self.made_of(weight) for weight in self._inputs.keys() - layers
-        )
 
 
 class _Search:
@@ -411,8 +403,6 @@ class _Search:
         arguments: dict[Place, Cut] = {}
         for source, masks in dims.items():
             if isinstance(source, tuple):
-                if reads.elsewhere(source, rows_or_inner):
-                    return f"argument {source[0]!r} of {module or 'the model'} is also used outside of its layers"
                 arguments[source] = _cut_or_whole(masks)
             elif source in trial.layers:
                 if why := self._why_no_source(source, rows_or_inner, module):

@@ -3,20 +3,21 @@
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from shardwise.errors import UnsupportedError
-from shardwise.model.block_kinds import block_kinds
-from shardwise.model.certificate import Settings, certify, differs_anywhere, dropouts, is_alike, used_elsewhere, watched
+from shardwise.model.block_kinds import block_kinds, in_block, is_in_block
+from shardwise.model.certificate import Settings, certify, dropouts
 from shardwise.model.layers import is_norm
 from shardwise.model.regions import Found, Region, find_regions, gradients, signature
 from shardwise.model.settings import settled
 from shardwise.model.tables import add_tables, of_vocabulary
 from shardwise.model.trial import Trial, Uses, around_modules
+from shardwise.model.whole_model import holds_for_all
 
 __all__ = ["find_certified", "search"]
 
@@ -50,7 +51,7 @@ def search(
             found = None
         if found is not None:
             trial = _of_whole(module, call, found)
-            if _holds_for_all(trial, degree, found, uses):
+            if holds_for_all(trial, degree, found, uses):
                 add_tables(module, trial, uses, degree, found, allowed)
                 return found
     found = _with_norms(module, call, degree, frozenset(), allowed)
@@ -69,29 +70,9 @@ def _of_whole(module: nn.Module, call: Callable[[nn.Module], Any], found: Found)
     return Trial(module, call, norms=norms, foreign=frozenset(found.foreign))
 
 
-def _holds_for_all(trial: Trial, degree: int, found: Found, uses: Uses) -> bool:
-    """Whether what was found in some blocks is right in the whole model, whose code may treat its blocks in other ways: in
-    eval mode and in training mode. Notes in ``uses`` what the whole model calls."""
-    trial.set_training(False)
-    with trial.noting(uses) as note, _noting_readers(trial) as readers_in_eval:
-        in_eval = watched(trial, found.regions, degree, note)
-    trial.set_training(True)
-    with trial.noting(uses) as note, _noting_readers(trial) as readers:
-        whole = watched(trial, found.regions, degree, note)
-    kinds = [blocks for blocks in block_kinds(trial.module) if len(blocks) > _SEARCHED]
-    if not all(_are_read_alike(found, blocks) for found in (readers, readers_in_eval) for blocks in kinds):
-        return False
-    if differs_anywhere(trial, found.regions, degree, range(degree), whole):
-        return False
-    if is_alike(whole, in_eval):
-        return True
-    trial.set_training(False)  # of one rank, as all of them are as many runs as the search
-    return not differs_anywhere(trial, found.regions, degree, range(1), in_eval)
-
-
 def _treats_alike(allowed: frozenset[str], blocks: list[str]) -> bool:
     """Whether the same layers of each block may be cut."""
-    inside = [{_name(name, block, "") for name in allowed if _is_in(name, block)} for block in blocks]
+    inside = [{in_block(name, block, "") for name in allowed if is_in_block(name, block)} for block in blocks]
     return all(names == inside[0] for names in inside)
 
 
@@ -146,35 +127,13 @@ def _norms_of_one_layer(trial: Trial, found: Found) -> frozenset[str]:
 
 def _readers(trial: Trial) -> dict[str, set[str]]:
     """Parameter -> the modules in whose forward functions use it."""
-    with _noting_readers(trial) as found:
-        trial.run()
-    return found
-
-
-@contextlib.contextmanager
-def _noting_readers(trial: Trial) -> Iterator[dict[str, set[str]]]:
-    """Context manager: notes for each parameter that functions use the modules in whose forward they do."""
     found: dict[str, set[str]] = {}
     running = [""]
     trial.on_read = lambda name: found.setdefault(name, set()).add(running[-1])
-    try:
-        with around_modules(trial.module, running.append, lambda _: running.pop()):
-            yield found
-    finally:
-        trial.on_read = lambda _: None
-
-
-def _are_read_alike(readers: Mapping[str, set[str]], blocks: Sequence[str]) -> bool:
-    """Whether the parameters of the later blocks are used in the same places as those of one of the blocks that were searched."""
-
-    def of(block: str) -> dict[str, set[str]]:
-        def within(name: str) -> str:
-            return _name(name, block, "") if name == block or _is_in(name, block) else f"outside: {name}"
-
-        return {within(name): set(map(within, found)) for name, found in readers.items() if _is_in(name, block)}
-
-    searched = [of(block) for block in blocks[:_SEARCHED]]
-    return all(of(block) in searched for block in blocks[_SEARCHED:])
+    with around_modules(trial.module, running.append, lambda _: running.pop()):
+        trial.run()
+    trial.on_read = lambda _: None
+    return found
 
 
 def _note_input(given: dict[str, Tensor], name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -190,8 +149,8 @@ def _repeated(found: Found, kinds: list[list[str]]) -> Found | None:
     for blocks in (blocks for blocks in kinds if len(blocks) > _SEARCHED):
         of_each = []
         for block in blocks[:_SEARCHED]:
-            inside = [region for region in found.regions if any(_is_in(name, block) for name in _names(region))]
-            if not all(_is_in(name, block) for region in inside for name in _names(region)):
+            inside = [region for region in found.regions if any(is_in_block(name, block) for name in _names(region))]
+            if not all(is_in_block(name, block) for region in inside for name in _names(region)):
                 return None
             of_each.append([_moved(region, block, blocks[0]) for region in inside])
         if any(other != of_each[0] for other in of_each[1:]):
@@ -199,17 +158,17 @@ def _repeated(found: Found, kinds: list[list[str]]) -> Found | None:
         for block in blocks[_SEARCHED:]:
             regions += [_moved(region, blocks[0], block) for region in of_each[0]]
             for weight, why in found.left.items():
-                if _is_in(weight, blocks[0]):
-                    left[_name(weight, blocks[0], block)] = why
-            foreign |= {_name(name, blocks[0], block) for name in found.foreign if _is_in(name, blocks[0])}
-            shares |= {_name(weight, blocks[0], block) for weight in shares if _is_in(weight, blocks[0])}
+                if is_in_block(weight, blocks[0]):
+                    left[in_block(weight, blocks[0], block)] = why
+            foreign |= {in_block(name, blocks[0], block) for name in found.foreign if is_in_block(name, blocks[0])}
+            shares |= {in_block(weight, blocks[0], block) for weight in shares if is_in_block(weight, blocks[0])}
             for layer in found.layers.values():
-                if _is_in(layer.weight, blocks[0]):
-                    bias = layer.bias and _name(layer.bias, blocks[0], block)
-                    moved = layer._replace(weight=_name(layer.weight, blocks[0], block), bias=bias)
+                if is_in_block(layer.weight, blocks[0]):
+                    bias = layer.bias and in_block(layer.bias, blocks[0], block)
+                    moved = layer._replace(weight=in_block(layer.weight, blocks[0], block), bias=bias)
                     layers[moved.weight] = moved
                     callers[moved.weight] = tuple(
-                        _name(name, blocks[0], block) for name in found.callers.get(layer.weight, ())
+                        in_block(name, blocks[0], block) for name in found.callers.get(layer.weight, ())
                     )
     return Found(regions, left, layers, callers, shares, found.shown, foreign)
 
@@ -220,20 +179,11 @@ def _names(region: Region) -> list[str]:
     return [f"{region.module}.", *region.columns, *region.rows, *region.whole, *region.tensors, *settings]
 
 
-def _is_in(name: str, block: str) -> bool:
-    return name.startswith(f"{block}.")
-
-
-def _name(name: str, block: str, other: str) -> str:
-    """The same place in another block."""
-    return other + name.removeprefix(block) if name == block or _is_in(name, block) else name
-
-
 def _moved(region: Region, block: str, other: str) -> Region:
     """The same region in another block."""
 
     def moved(name: str) -> str:
-        return _name(name, block, other)
+        return in_block(name, block, other)
 
     return replace(
         region,
@@ -268,11 +218,8 @@ def find_certified(trial: Trial, degree: int, allowed: frozenset[str] | None = N
         for region in waiting:
             kind = signature("; ".join(region.layers))
             first = {(region.module + place, attr): value for (place, attr), value in known.get(kind, {}).items()}
-            elsewhere = (why for mode in modes if (why := used_elsewhere(mode, region)))
             if name := _written_in(region, written):
                 result: Region | str = f"{name} in it is written when it runs"
-            elif why := next(elsewhere, ""):
-                result = why
             elif isinstance(result := settled(training, region, degree, first), str):
                 result = result if len(modes) == 1 else f"in training mode: {result}"
             elif trial in modes and (why := certify(trial, [result], degree)):
@@ -339,7 +286,7 @@ def _sharing(trial: Trial, regions: Sequence[Region]) -> set[str]:
 
 def _written_in(region: Region, written: set[str]) -> str:
     """A buffer within the region's module that a run writes, perhaps with what a rank has a part of; "" if there is none."""
-    return next((name for name in sorted(written) if not region.module or _is_in(name, region.module)), "")
+    return next((name for name in sorted(written) if not region.module or is_in_block(name, region.module)), "")
 
 
 def _with_dropouts(training: Trial, regions: Sequence[Region], degree: int, left: dict[str, str]) -> list[Region]:

@@ -173,6 +173,7 @@ class Trial:
         until: frozenset[Call] = frozenset(),
         note: Callable[[Layer], None] = lambda _: None,
         watch: Callable[[Call, Tensor], None] | None = None,
+        outputs: Callable[[Call, Tensor], Tensor] | None = None,
     ) -> Run:
         """Runs the copy.
 
@@ -184,7 +185,8 @@ class Trial:
                 arguments, and returns what takes its place.
             until: ends the run when these calls have been made; empty: it runs to its end.
             note: called with each layer that is called.
-            watch: called with each call and its input, which are then not kept; without gradients, for large models.
+            watch: called with each call and its input, which are then not kept, for large models; without gradients.
+            outputs: with ``watch``: called with each call and its outputs, returns what takes their place; with gradients then.
         """
         # Outputs of models may be in circles, such as a cache of keys, and hold the whole graph of an earlier run.
         gc.collect(1)
@@ -194,11 +196,11 @@ class Trial:
             warnings.simplefilter("ignore")  # such as those of numbers taken from tensors that have gradients only here
             stack.enter_context(_changed_arguments(self.module, seen, detached, changes or {}))
             stack.enter_context(_default_dtype(torch.float64))
-            stack.enter_context(torch.set_grad_enabled(watch is None))
+            stack.enter_context(torch.set_grad_enabled(watch is None or outputs is not None))
             stack.enter_context(torch.random.fork_rng(devices=[]))
             # For what the model, or the function that calls it, draws by itself. Generators of other devices stay as they are.
             torch.default_generator.manual_seed(0)
-            self._running = stack.enter_context(_Leaves(self, seen, draw, rows or {}, missing, note, watch))
+            self._running = stack.enter_context(_Leaves(self, seen, draw, rows or {}, missing, note, watch, outputs))
             stack.enter_context(self._restored())
             with contextlib.suppress(_Ended):
                 known = {id(hidden.tensor): hidden.tensor for hidden in hidden_tensors(self.module)}
@@ -400,11 +402,12 @@ class _Leaves(LayerCalls):
         missing: set[Call],
         note: Callable[[Layer], None],
         watch: Callable[[Call, Tensor], None] | None,
+        outputs: Callable[[Call, Tensor], Tensor] | None,
     ):
         super().__init__(trial.name_of)
         self._trial, self._seen, self._draw, self._rows, self._missing = trial, seen, draw, rows, missing
         self._ends, self._numbers, self._note = bool(missing), dict[str, int](), note
-        self._watch = watch
+        self._watch, self._outputs = watch, outputs
         self._last: Call | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -432,6 +435,8 @@ class _Leaves(LayerCalls):
         if self._watch is not None:
             value = _cheap_value(call, shape)
             self._last = call
+            if self._outputs is not None:
+                return self._outputs(call, value.clone())
             return value[..., self._rows[name]] if name in self._rows else value.clone()
         value = self._trial.value(call, shape, self._draw)
         if name in self._rows:

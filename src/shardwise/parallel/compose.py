@@ -124,7 +124,7 @@ def shard(
     *,
     init: str | None = None,
     example: Mapping[str, Tensor] | None = None,
-    trial: Example | None = None,
+    runs: Example | None = None,
     is_prepared: bool = False,
 ) -> Any:
     """:func:`parallelize` with its options as one record.
@@ -135,7 +135,7 @@ def shard(
         parallel: a ``Parallel``; its layout is not read: the world has it.
         init: as in :func:`parallelize`; None: the value in ``parallel``.
         example: as in :func:`parallelize`.
-        trial: runs copies of the module, for probes; None: on ``example``, or on tokens.
+        runs: runs copies of the module, for probes; None: on ``example``, or on tokens.
         is_prepared: the techniques have changed the structure of the module already.
     """
     check_torch(world)
@@ -149,8 +149,8 @@ def shard(
     if world.is_main:
         _warn_of_unregistered(module)
     anatomy = adjusted(module, read_anatomy(module, example=example), parallel)
-    trial = dataclasses.replace(trial or _trial(example), within=functools.partial(source.with_indices, module))
-    recipe = make_recipe(anatomy, world.layout, facts=probe(module, world, trial), **given)
+    runs = dataclasses.replace(runs or _runs_on(example), within=functools.partial(source.with_indices, module))
+    recipe = make_recipe(anatomy, world.layout, facts=probe(module, world, runs), **given)
     for act in acts():
         act.check(module, recipe, world)
     if source.note is not None:
@@ -168,7 +168,7 @@ def shard(
     return module
 
 
-def _trial(example: Mapping[str, Tensor] | None) -> Example:
+def _runs_on(example: Mapping[str, Tensor] | None) -> Example:
     """Runs on a part of the example, or on all of it where the module does not run on the part."""
     part = None if example is None else cropped(example)
     return Example(run_on(example)) if part is None else Example(run_on(part), otherwise=run_on(example))

@@ -176,8 +176,8 @@ def build_model(config: RunConfig, world: World) -> nn.Module:
     start = parallel.init or ("load" if config.model.start is not None else None)
     tokens = {"input_ids": torch.zeros(1, config.data.seq_len, dtype=torch.long)}  # for a model of a fixed length
     given = msgspec.structs.replace(parallel, init=start)
-    trial = Example(run_on(None), otherwise=run_on(tokens))
-    return shard(lambda: _unprepared(config), world, given, trial=trial)
+    runs = Example(run_on(None), otherwise=run_on(tokens))
+    return shard(lambda: _unprepared(config), world, given, runs=runs)
 
 
 def load_start(config: RunConfig, model: nn.Module) -> LoadReport | None:

@@ -78,8 +78,8 @@ def run_sharded(task: Task, layout: str, parallel: Any = None, example: Any = No
     with init(layout, device="cpu", timeout_s=None if dist.is_initialized() else 60) as world:
         module = task.make(task.seed + world.rank)
         parallel = Parallel() if parallel is None else parallel
-        trial = Example(task.run_once, otherwise=run_on(None)) if example is None else None
-        model = shard(module, world, parallel, example=example, trial=trial, is_prepared=True)
+        runs = Example(task.run_once, otherwise=run_on(None)) if example is None else None
+        model = shard(module, world, parallel, example=example, runs=runs, is_prepared=True)
         optim = make_optimizer(task, [p for p in model.parameters() if p.requires_grad])
         if task.loss is None:
             model.forward = _Lifted(task, model.forward)

@@ -69,7 +69,7 @@ def test_what_is_said(found, case):
     [
         (Mlp(), {"up": "colwise"}, "neither a class nor the name of one"),
         ("Mlp", {"up": "colwise"}, "neither a class nor the name of one"),
-        (Mlp, "hf", "the plan is a str"),
+        (Mlp, "hf", "it is a str, and no mapping"),
         (Mlp, {"up": "colwis"}, "did you mean 'colwise'"),
         (Mlp, {}, "it names no module"),
     ],

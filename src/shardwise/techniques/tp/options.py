@@ -14,7 +14,7 @@ from shardwise.config.target import check_target, looks_like_target
 from shardwise.errors import ConfigError, UnsupportedError
 
 __all__ = [
-    "COLUMN", "LLAMA", "OTHERS", "REGISTERED", "ROW", "TABLE", "WHOLE", "WORDS", "TensorParallel", "register_tp_plan", "tensor_parallel_of",
+    "COLUMN", "LLAMA", "OTHERS", "REGISTERED", "ROW", "TABLE", "WHOLE", "WORDS", "TensorParallel", "check_plan", "register_tp_plan", "tensor_parallel_of",
 ]  # fmt: skip
 
 WORDS = ("auto", "all", "hf", "llama")
@@ -75,7 +75,7 @@ class TensorParallel(Options, frozen=True, kw_only=True):
                 )
             check_target(self.plan, what="TensorParallel.plan")
             return
-        refuse_unknown_styles(self.plan)
+        check_plan(self.plan, "TensorParallel(plan=")
 
 
 def register_tp_plan(of: type | str, plan: Mapping[str, str]) -> None:
@@ -97,38 +97,51 @@ def register_tp_plan(of: type | str, plan: Mapping[str, str]) -> None:
         >>> register_tp_plan("models.gpt:GPT", {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
     """
     is_name = isinstance(of, str) and looks_like_target(of)
-    given = f"register_tp_plan({of if isinstance(of, str) else getattr(of, '__qualname__', of)!r}, ...)"
+    call = f"register_tp_plan({of if isinstance(of, str) else getattr(of, '__qualname__', of)!r}, "
     if not (is_name or isinstance(of, type)):
-        raise ConfigError(given, why="the first argument is neither a class nor the name of one", fix='"pkg.mod:Class"')
-    if not isinstance(plan, Mapping):
         raise ConfigError(
-            given,
-            why=f"the plan is a {type(plan).__name__}, and no mapping of patterns to styles",
-            fix='{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}',
+            f"{call}...)",
+            why="the first argument is neither a class nor the name of one",
+            fix='give the class, or "pkg.mod:Class"',
         )
-    refuse_unknown_styles(plan)
+    check_plan(plan, call)
     REGISTERED[of if isinstance(of, str) else f"{of.__module__}:{of.__qualname__}"] = dict(plan)
 
 
-def refuse_unknown_styles(plan: Mapping[str, str]) -> None:
-    """Raises ConfigError for an empty plan or a style that there is not, UnsupportedError for one that is not supported."""
+def check_plan(plan: Any, call: str) -> None:
+    """Refuses what is no plan.
+
+    Args:
+        plan: a mapping of patterns to styles, if it is one.
+        call: where it was given, up to it, for messages: ``TensorParallel(plan=``.
+
+    Raises:
+        ConfigError: it is no mapping, it is empty, or there is no such style.
+        UnsupportedError: a style of experts or sequences.
+    """
     known = sorted(COLUMN | ROW | TABLE | WHOLE)
+    if not isinstance(plan, Mapping):
+        raise ConfigError(
+            f"{call}...)",
+            why=f"it is a {type(plan).__name__}, and no mapping of patterns to styles",
+            fix='{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}',
+        )
     if not plan:
         raise ConfigError(
-            "TensorParallel(plan={})",
+            f"{call}{{}})",
             why="it names no module",
             fix='name some: {"blocks.*.up": "colwise", ...}, or "auto"',
         )
     for pattern, style in plan.items():
         if style in OTHERS:
             raise UnsupportedError(
-                f"TensorParallel(plan={{{pattern!r}: {style!r}}})",
+                f"{call}{{{pattern!r}: {style!r}}})",
                 why=OTHERS[style],
                 fix=f"leave {pattern!r} out of the plan",
             )
         if style not in known:
             raise ConfigError(
-                f"TensorParallel(plan={{{pattern!r}: {style!r}}})",
+                f"{call}{{{pattern!r}: {style!r}}})",
                 why="there is no such style",
                 fix=did_you_mean(str(style), known, what="styles"),
             )

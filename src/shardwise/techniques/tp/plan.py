@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from shardwise.config.target import load_target
-from shardwise.errors import ConfigError, PlanError, UnsupportedError, UsageError
+from shardwise.errors import PlanError, UnsupportedError, UsageError
 from shardwise.model.regions import Found
 from shardwise.recipe import Anatomy
 from shardwise.recipe.patterns import matches
@@ -22,7 +22,7 @@ from shardwise.techniques.tp.options import (
     ROW,
     TABLE,
     TensorParallel,
-    refuse_unknown_styles,
+    check_plan,
 )
 
 __all__ = ["Plan", "differences", "is_met", "own_kinds", "plan_for", "refuse_uncut"]
@@ -69,6 +69,7 @@ def plan_for(module: nn.Module, anatomy: Anatomy, option: TensorParallel) -> Pla
         }
         return Plan(f"the one registered for {names}", _resolved(anatomy, plan, f"register_tp_plan({names}, ...)"))
     given = f"TensorParallel(plan={option.plan!r})" if isinstance(option.plan, str) else "TensorParallel(plan=...)"
+    call = f"TensorParallel(plan={option.plan!r}: " if isinstance(option.plan, str) else "TensorParallel(plan="
     source = option.plan if isinstance(option.plan, str) else "the one that was given"
     if option.plan == "llama":
         return Plan(source, _of_llama(anatomy, given))
@@ -83,13 +84,7 @@ def plan_for(module: nn.Module, anatomy: Anatomy, option: TensorParallel) -> Pla
     else:
         plan = load_target(option.plan, what="TensorParallel.plan") if isinstance(option.plan, str) else option.plan
         plan = plan(module) if callable(plan) else plan
-    if not isinstance(plan, Mapping):
-        raise ConfigError(
-            given,
-            why=f"it is a {type(plan).__name__}, and no mapping of patterns to styles",
-            fix='{"blocks.*.up": "colwise"}',
-        )
-    refuse_unknown_styles(plan)
+    check_plan(plan, call)
     return Plan(source, _resolved(anatomy, plan, given))
 
 

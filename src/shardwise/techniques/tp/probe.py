@@ -48,19 +48,17 @@ def probe(module: nn.Module, example: Example, draft: Draft, world: World, *, te
 def _facts(module: nn.Module, example: Example, draft: Draft, world: World, option: TensorParallel) -> Facts:
     plan = plan_for(module, draft.anatomy, option)
     found, given = example.shows(functools.partial(_found, module, draft.layout.tp, None))
-    said = []
-    if plan is None:
-        own = own_kinds(module, draft.anatomy)
-        if others := differences(found, own) if own else []:
-            said = [f"plan: what the code allows. The model's own tp_plan is another: {'; '.join(others)}"]
-    else:
-        said = [f"plan: {plan.source}; how its layers are cut was found in the code, and proved"]
+    notes = []
+    if plan is not None:
+        notes.append(f"plan: {plan.source}; how its layers are cut was found in the code, and proved")
         if not is_met(found, plan):
             others = differences(found, plan.kinds)
             found, given = example.shows(functools.partial(_found, module, draft.layout.tp, plan.cut))
             refuse_uncut(found, plan, draft.layout.tp)
-            said += [f'plan="all" would be what the code allows. This plan is another: {"; ".join(others)}']
-    facts = {**facts_of(found, draft.anatomy.params), "given": sorted(given), "plan": said}
+            notes.append(f'plan="all" would be what the code allows. This plan is another: {"; ".join(others)}')
+    elif (own := own_kinds(module, draft.anatomy)) and (others := differences(found, own)):
+        notes.append(f"plan: what the code allows. The model's own tp_plan is another: {'; '.join(others)}")
+    facts = {**facts_of(found, draft.anatomy.params), "given": sorted(given), "plan": notes}
     if world.size > world.local_size and world.local_size % draft.layout.tp:
         facts["ranks_per_node"] = world.local_size
     cut = {weight for region in found.regions for weight in region.layers}
