@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.model.regions import Cut, Region, Setting, Whole, part_of, rows_of, weights_for
-from shardwise.model.trial import Call, Change, Place, Run, Trial
+from shardwise.model.run import Call, Place, Run
+from shardwise.model.trial import Change, Trial
 
 __all__ = [
     "GATE",

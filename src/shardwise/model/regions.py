@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from shardwise.model.blocks import has_no_forward
 from shardwise.model.layers import Layer
-from shardwise.model.trial import Call, Place, Run, Trial
+from shardwise.model.run import Call, Place, Run
+from shardwise.model.trial import Trial
 from shardwise.recipe.records import Part
 
 __all__ = [

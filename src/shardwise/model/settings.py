@@ -10,7 +10,8 @@ from torch import nn
 
 from shardwise.model.certificate import Settings, calls_of, parts_wrong, whole_run, whole_wrong
 from shardwise.model.regions import Region, Setting, signature
-from shardwise.model.trial import Place, Run, Trial
+from shardwise.model.run import Place, Run
+from shardwise.model.trial import Trial
 
 __all__ = ["settled"]
 

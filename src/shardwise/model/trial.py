@@ -9,88 +9,30 @@ import contextlib
 import copy
 import functools
 import gc
-import math
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.model.attention import attentions, write_out
-from shardwise.model.layers import Layer, LayerCalls, bound
-from shardwise.model.lift import lifted
+from shardwise.model.layers import Layer
+from shardwise.model.leaves import Ended, Leaves
 from shardwise.model.names import canonical_modules, canonical_tensors
 from shardwise.model.pytrees import leaves_of, tensors_within
+from shardwise.model.run import Call, Place, Run
 from shardwise.model.tensors import hidden_tensors, loose_tensors
 
-__all__ = ["Call", "Change", "Place", "Run", "Trial", "around_modules"]
-
-Place = tuple[int | str, ...]
-"""Where an argument of a module is: its position or name, and the way into containers."""
+__all__ = ["Change", "Trial", "Uses", "around_modules"]
 
 Change = Callable[[Place, Tensor], Tensor]
 
 
-class Call(NamedTuple):
-    """The ``number``-th call of a layer in one run."""
-
-    weight: str
-    number: int
-
-
 Uses = dict[str, dict[str, set[Layer]]]
 """Weight of a layer -> module in whose forward it is called, the innermost one that runs then -> what it is there."""
-
-
-class Run:
-    """What one run of a :class:`Trial` has seen.
-
-    Attributes:
-        inputs: call -> what the layer was called with.
-        versions: call -> how often that had been changed in place then.
-        leaves: call -> the random output, a leaf.
-        arguments: position -> the leaves that took the place of a floating argument of the module asked for, one for
-            each call of it.
-        output: tensors and numbers of the model's output; none if the run was ended before.
-        kept: tensors that modules have kept in attributes, by name: such as a loss of their own.
-        dropped: what dropout would have been applied to, and random numbers that were drawn, each with the last call before
-            it; None: there was none.
-        functions: the names of the functions that were called, in order.
-    """
-
-    def __init__(self) -> None:
-        self.inputs: dict[Call, Tensor] = {}
-        self.versions: dict[Call, int] = {}
-        self.leaves: dict[Call, Tensor] = {}
-        self.arguments: dict[Place, list[Tensor]] = {}
-        self.output: list[Tensor] = []
-        self.kept: list[tuple[str, Tensor]] = []
-        self.dropped: list[tuple[Call | None, Tensor]] = []
-        self.functions: list[str] = []
-
-    def is_like(self, other: "Run") -> bool:
-        """Whether the same functions were called in both, on the same numbers."""
-        return (
-            self.functions == other.functions
-            and self.inputs.keys() == other.inputs.keys()
-            and all(_are_equal(x, other.inputs[call]) for call, x in self.inputs.items())
-            and len(self.output) == len(other.output)
-            and all(_are_equal(x, y) for x, y in zip(self.output, other.output, strict=True))
-            and [name for name, _ in self.kept] == [name for name, _ in other.kept]
-            and all(_are_equal(x, y) for (_, x), (_, y) in zip(self.kept, other.kept, strict=True))
-        )
-
-
-def _are_equal(x: Tensor, y: Tensor) -> bool:
-    return x.shape == y.shape and x.dtype == y.dtype and x.is_meta == y.is_meta and (x.is_meta or torch.equal(x, y))
-
-
-class _Ended(BaseException):
-    """Every call that was asked for has been made. Not an Exception, as user's code may catch those."""
 
 
 class Trial:
@@ -124,7 +66,7 @@ class Trial:
         self._call, self._values = call, dict[tuple[Call, int], Tensor]()
         self._original, self._training, self._without, self.norms = module, training, without, norms
         self._widths: dict[str, int] = {}  # of norms
-        self._running: _Leaves | None = None
+        self._running: Leaves | None = None
         self.layers: dict[str, Layer] = {}
         """Name of a weight -> its layer, once a run has called it."""
         self.foreign: dict[str, str] = {}
@@ -200,9 +142,9 @@ class Trial:
             stack.enter_context(torch.random.fork_rng(devices=[]))
             # For what the model, or the function that calls it, draws by itself. Generators of other devices stay as they are.
             torch.default_generator.manual_seed(0)
-            self._running = stack.enter_context(_Leaves(self, seen, draw, rows or {}, missing, note, watch, outputs))
+            self._running = stack.enter_context(Leaves(self, seen, draw, rows or {}, missing, note, watch, outputs))
             stack.enter_context(self._restored())
-            with contextlib.suppress(_Ended):
+            with contextlib.suppress(Ended):
                 known = {id(hidden.tensor): hidden.tensor for hidden in hidden_tensors(self.module)}
                 seen.output = _tensors_of(self._call(self.module))
                 seen.kept = [
@@ -366,18 +308,6 @@ def around_modules(root: nn.Module, before: Callable[[str], Any], after: Callabl
             handle.remove()
 
 
-@functools.cache
-def _pool() -> Tensor:
-    return torch.randn(1 << 22, generator=torch.Generator().manual_seed(11), dtype=torch.float64)
-
-
-def _cheap_value(call: Call, shape: tuple[int, ...]) -> Tensor:
-    """Random numbers out of a pool, from a place that depends on the call: drawing them takes longer than all else."""
-    pool, numel = _pool(), math.prod(shape)
-    start = zlib.crc32(f"{call.weight} {call.number}".encode()) % (max(len(pool) - numel, 0) + 1)
-    return (pool if numel <= len(pool) else pool.repeat(-(-numel // len(pool))))[start : start + numel].view(shape)
-
-
 def _refuse_replaced(before: Mapping[str, nn.Module], after: Mapping[str, nn.Module]) -> None:
     """Raises UnsupportedError if a run has replaced modules of the model."""
     name = next((name for name in {**before, **after} if before.get(name) is not after.get(name)), None)
@@ -388,147 +318,6 @@ def _refuse_replaced(before: Mapping[str, nn.Module], after: Mapping[str, nn.Mod
             fix="run one such batch through the plain model before parallelize, so that it has the modules that it will use",
             name=name,
         )
-
-
-class _Leaves(LayerCalls):
-    """Within: layers return leaves, and everything is computed in float64."""
-
-    def __init__(
-        self,
-        trial: Trial,
-        seen: Run,
-        draw: int,
-        rows: Mapping[str, Tensor],
-        missing: set[Call],
-        note: Callable[[Layer], None],
-        watch: Callable[[Call, Tensor], None] | None,
-        outputs: Callable[[Call, Tensor], Tensor] | None,
-    ):
-        super().__init__(trial.name_of)
-        self._trial, self._seen, self._draw, self._rows, self._missing = trial, seen, draw, rows, missing
-        self._ends, self._numbers, self._note = bool(missing), dict[str, int](), note
-        self._watch, self._outputs = watch, outputs
-        self._last: Call | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func, args, kwargs = lifted(func, args, kwargs or {})
-        return super().__torch_function__(func, types, args, kwargs)
-
-    def called(self, layer: Layer, x: Tensor) -> Any:
-        name = layer.weight
-        self._trial.layers.setdefault(name, layer)
-        self._trial.uses.setdefault(name, {})[layer] = None
-        self._note(layer)
-        num_outputs = self._trial.num_outputs(layer, x)
-        if not (self._rows or layer.is_embedding or layer.is_norm):
-            num_inputs = self._trial.module.get_parameter(name).shape[1 - layer.out_dim]
-            if x.shape[-1:] != (num_inputs,):
-                raise ValueError(f"{name} takes {num_inputs} inputs, and is given a tensor of shape {tuple(x.shape)}")
-        call = Call(name, self._numbers.get(name, 0))
-        self._numbers[name] = call.number + 1
-        if self._watch is None:
-            self._seen.inputs[call] = x
-            self._seen.versions[call] = x._version
-        else:
-            self._watch(call, x)
-        shape = (*(x.shape if layer.is_embedding else x.shape[:-1]), num_outputs)
-        if self._watch is not None:
-            value = _cheap_value(call, shape)
-            self._last = call
-            if self._outputs is not None:
-                return self._outputs(call, value.clone())
-            return value[..., self._rows[name]] if name in self._rows else value.clone()
-        value = self._trial.value(call, shape, self._draw)
-        if name in self._rows:
-            value = value[..., self._rows[name]]
-        leaf = self._seen.leaves[call] = value.detach().clone().requires_grad_()
-        self._last = call
-        self._missing.discard(call)
-        if self._ends and not self._missing:
-            raise _Ended
-        return leaf.clone()  # which the model may change in place
-
-    def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in _DROPOUTS:
-            x, chance, is_training = bound(_DROPOUT, args, kwargs)
-            if chance != 0 and is_training is not False:
-                self._seen.dropped.append((self._last, x))
-            return x
-        if func is functional.scaled_dot_product_attention:
-            query, *_, chance = bound(_ATTENTION, args, kwargs)
-            if chance:
-                self._seen.dropped.append((self._last, query))
-            is_causal = kwargs.get("is_causal", args[5:6] == (True,))
-            args, kwargs = args[:4], {**kwargs, "is_causal": is_causal, "dropout_p": 0.0}
-        if func is functional.batch_norm:
-            given = bound(_BATCH_NORM, args, kwargs)
-            self._trial.read |= {name for x in given[3:5] if (name := self._trial.name_of(x)) is not None}
-            if given[5]:
-                self._trial._statistics |= {id(x): x for x in given[1:3] if x is not None}
-            return _normalised(*given)
-        if func in _ASKS_FOR_GRADIENTS and not args[0].is_leaf:
-            return args[0]  # an input of a model, which here is computed and has them
-        if self._watch is not None and self._rows:
-            return func(*args, **kwargs)  # what is noted below, the whole model has shown
-        what = getattr(func, "__name__", str(func))
-        self._seen.functions.append(what)
-        if what in _DRAWS:
-            drawn = func(*args, **kwargs)
-            if isinstance(drawn, Tensor):
-                self._seen.dropped.append((self._last, drawn))
-            return drawn
-        if what in _SIZES or func == _SHAPE:
-            self._trial.measured |= {name for value in args if (name := self._trial.name_of(value)) is not None}
-        if what == "__get__" and not isinstance(seen := func(*args, **kwargs), Tensor):
-            return seen
-        if what not in _LOOKS:
-            for value in _flat((*args, *kwargs.values())):
-                if (name := self._trial.name_of(value)) is not None:
-                    self._trial.read.add(name)
-                    self._trial.on_read(name)
-                    if value.is_meta:
-                        self._trial.foreign.setdefault(name, what)
-        return func(*args, **kwargs)
-
-
-_DROPOUTS = (
-    functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d,
-    functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout,
-)  # fmt: skip
-_ASKS_FOR_GRADIENTS = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
-_DRAWS = (
-    "rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson", "rand_like", "randn_like", "randint_like",
-    "bernoulli_", "normal_", "uniform_", "exponential_", "random_", "geometric_", "cauchy_", "log_normal_",
-)  # fmt: skip
-_DROPOUT = ("input", "p", "training")
-_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p")
-_SIZES, _SHAPE = ("size", "numel", "stride", "__len__", "nelement"), Tensor.shape.__get__  # type: ignore[attr-defined]
-_LOOKS = ("size", "dim", "numel", "stride", "is_floating_point", "__len__", "__hash__")
-"""Names of functions that look at a tensor and not at its values."""
-
-_BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-
-
-def _normalised(
-    x: Tensor, mean: Tensor | None, var: Tensor | None, weight: Tensor | None, bias: Tensor | None, *rest: Any
-) -> Tensor:
-    """Batch norm, in operations that have gradients for the running statistics too; torch's own has none."""
-    training, _, eps = rest
-    if training or mean is None or var is None:
-        dims = [dim for dim in range(x.dim()) if dim != 1]
-        mean, var = x.mean(dims), x.var(dims, correction=0)
-    shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
-    x = (x - mean.view(shape)) / (var.view(shape) + (1e-5 if eps is None else eps)).sqrt()
-    x = x if weight is None else x * weight.view(shape)
-    return x if bias is None else x + bias.view(shape)
-
-
-def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, (tuple, list)):
-            yield from _flat(value)
-        else:
-            yield value
 
 
 def _without_values(tensor: Tensor) -> Tensor:

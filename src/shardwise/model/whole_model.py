@@ -13,7 +13,8 @@ from torch import Tensor
 
 from shardwise.model.certificate import part_of_run
 from shardwise.model.regions import Found, Region, part_of, weights_for
-from shardwise.model.trial import Call, Place, Run, Trial, Uses
+from shardwise.model.run import Call, Place, Run
+from shardwise.model.trial import Trial, Uses
 
 __all__ = ["holds_for_all"]
 
@@ -113,7 +114,7 @@ def _used_elsewhere(trial: Trial, regions: Sequence[Region]) -> bool:
     if not inside:
         return False
     tensors = trial.others()
-    leaves = [(name, tensor) for name, tensor in tensors.items() if name in inside]
+    leaves: list[tuple[_Source, Tensor]] = [(name, tensor) for name, tensor in tensors.items() if name in inside]
     is_used = False
 
     def leaf(source: _Source, value: Tensor) -> Tensor:
