@@ -73,6 +73,8 @@ def test_layout_of(text, ranks, expected):
 @pytest.mark.parametrize(
     ("text", "ranks", "words"),
     [
+        ("dp_shard=1,tp=3", 2, ["multiply to 3", 'or "tp=2", or start 3 ranks']),
+        ("tp=8", 4, ['"tp=4"']),
         ("dp_shard=3", 4, ["multiply to 3", '"dp_shard=4"', "or start 3 ranks"]),
         ("dp_replicate=3,dp_shard=-1", 4, ["which does not divide 4", '"dp_replicate=2,dp_shard=2"']),
         ("dp_shrad=2", 2, ["axis 'dp_shrad'", "did you mean 'dp_shard'"]),

@@ -259,19 +259,22 @@ def _infer(degrees: dict[str, int], num_ranks: int, given: str) -> dict[str, int
 
 def _nearest(degrees: dict[str, int], num_ranks: int) -> list[Layout]:
     """Up to three layouts of ``num_ranks`` ranks closest to the requested degrees; data-parallel degrees change first,
-    the others stay if they can."""
+    the others stay if they can; where a single one cannot, the largest degree of it that fits is offered too."""
 
     def distance(layout: Layout) -> float:
         asked = (abs(math.log(layout.degrees[a] / max(d, 1))) for a, d in degrees.items() if a not in others and d > 0)
         return sum(asked) + 0.01 * math.log(layout.dp_replicate)
 
     others = {axis: d for axis, d in degrees.items() if axis not in DERIVED_AXES["dp"] and d > 1}
+    smaller: list[Layout] = []
     if num_ranks % math.prod(others.values()):
+        if len(others) == 1 and (fitting := [d for d in range(2, max(others.values())) if num_ranks % d == 0]):
+            smaller = [Layout(dp_shard=num_ranks // fitting[-1], **dict.fromkeys(others, fitting[-1]))]
         others = {}
     rest = num_ranks // math.prod(others.values())
     divisors = [d for d in range(1, rest + 1) if rest % d == 0]
     options = [Layout(dp_replicate=d, dp_shard=rest // d, **others) for d in divisors]
-    return sorted(options, key=distance)[:3]
+    return [*sorted(options, key=distance)[: 3 - len(smaller)], *smaller]
 
 
 def _unknown_axis(axis: str) -> LayoutError:
