@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.model.attention import attentions, write_out
 from shardwise.model.layers import Layer, LayerCalls, is_norm
 from shardwise.model.lift import LiftFloat32
 from shardwise.model.names import canonical_tensors
@@ -77,6 +78,10 @@ class Cut(LayerCalls):
         ] = {}  # tensor -> those of its local rows of which others have a part; None: all
         self.given: dict[int, tuple[Tensor, Tensor]] = {}  # id of a narrowed argument -> it, and the whole one
         self._layers = layers
+        taken = {weight for region in regions for weight in region.layers}
+        for name in attentions(module):
+            if f"{name}.in_proj_weight" in taken:
+                write_out(module.get_submodule(name), is_cut=True)
         for region in regions:
             self._read(region)
         names: dict[int, tuple[nn.Parameter, str]] = {}
