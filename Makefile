@@ -64,7 +64,7 @@ gpu: $(ENV)  ## what makes sense on one CUDA device; says so if there is none
 	@$(PYTEST) -m gpu $(ARGS)
 	@$(PYTHON) -m shardwise train --launch.device=cuda --launch.nproc=1
 
-picture: $(ENV)  ## measure the curves of 1, 2 and 4 ranks, check them, draw the pictures of README and docs (half an hour)
+picture: $(ENV)  ## measure the curves of 1, 2 and 4 ranks and of tp, check them, draw the pictures of README and docs (half an hour)
 	@$(PYTHON) tools/make_picture.py $(ARGS)
 	@echo "the pictures of the pages"
 	@$(PYTHON) tools/draw_pages.py

@@ -1,4 +1,4 @@
-"""Measures loss curves of 1, 2 and 4 ranks against one plain process, and the bytes that each rank holds.
+"""Measures loss curves of 1, 2 and 4 ranks, and of 4 with tensor parallelism, against one plain process, and the bytes that each rank holds.
 
     python benchmarks/curves.py --out docs/data/curves.json     # many minutes on 2 cores; `make picture` draws it too
 
@@ -46,9 +46,15 @@ from shardwise.run.memory import memory_of
 from shardwise.state import full_state_dict
 from shardwise.world import init
 
-__all__ = ["RANKS", "STUDIES", "Study", "check", "run_plain", "run_rank", "run_study"]
+__all__ = ["LAYOUTS", "STUDIES", "Study", "check", "run_plain", "run_rank", "run_study"]
 
-RANKS = (1, 2, 4)
+LAYOUTS = {
+    "1 rank": (1, "dp_shard=1"),
+    "2 ranks": (2, "dp_shard=2"),
+    "4 ranks": (4, "dp_shard=4"),
+    "4 ranks, tp=2": (4, "dp_shard=2,tp=2"),
+}
+"""Curve -> number of ranks, layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +89,10 @@ STUDIES = {
 # ---- one curve -----------------------------------------------------------------------------------------------------
 
 
-def run_rank(config: bytes, steps: int) -> dict[str, Any]:
-    """Trains on this rank of as many as there are. Every rank returns its losses and bytes, rank 0 its first weights."""
+def run_rank(layout: str, config: bytes, steps: int) -> dict[str, Any]:
+    """Trains on this rank of a layout. Every rank returns its losses and bytes, rank 0 its first weights."""
     run = msgspec.json.decode(config, type=RunConfig)
-    with init("dp_shard=-1", device="cpu", seed=run.train.seed) as world:
+    with init(layout, device="cpu", seed=run.train.seed) as world:
         model = build_model(run, world)
         step = make_step(run, model)
         first = full_state_dict(model)
@@ -146,7 +152,7 @@ def _windows(run: RunConfig, world: Any, steps: int) -> Any:
 
 
 def run_study(study: Study, steps: int, run: Any = None) -> dict[str, Any]:
-    """All curves of a study: losses by name, bytes by number of ranks.
+    """All curves of a study: losses by name, bytes by name.
 
     Args:
         study: one of ``STUDIES``.
@@ -158,18 +164,16 @@ def run_study(study: Study, steps: int, run: Any = None) -> dict[str, Any]:
     curves: dict[str, list[float]] = {}
     held: dict[str, Any] = {}
     first: dict[str, Tensor] = {}
-    for num_ranks in RANKS:
+    for name, (num_ranks, layout) in LAYOUTS.items():
         started = time.perf_counter()
-        results = (run or _fresh)(run_rank, num_ranks, text, steps)
-        curves[f"{num_ranks} ranks"] = results[0]["losses"]
-        held[str(num_ranks)] = [result["bytes"] for result in results]
+        results = (run or _fresh)(run_rank, num_ranks, layout, text, steps)
+        curves[name] = results[0]["losses"]
+        held[name] = [result["bytes"] for result in results]
         for rank, result in enumerate(results):
             if result["planned"] != result["bytes"]["parameters"]:
-                raise SystemExit(
-                    f"rank {rank} of {num_ranks} holds {result['bytes']}, planned were {result['planned']}"
-                )
+                raise SystemExit(f"rank {rank} of {name} holds {result['bytes']}, planned were {result['planned']}")
         first = first or results[0]["first"]
-        _say(f"  {num_ranks} ranks: {time.perf_counter() - started:.0f} s")
+        _say(f"  {name}: {time.perf_counter() - started:.0f} s")
     started = time.perf_counter()
     data = msgspec.structs.replace(config.data, micro_batch=study.other_micro_batch)
     other = msgspec.json.encode(msgspec.structs.replace(config, data=data))
@@ -184,18 +188,16 @@ def check(result: dict[str, Any]) -> dict[str, float]:
     """The largest difference of each curve to the plain process.
 
     Raises:
-        SystemExit: a number of ranks is further off than the study's gate.
+        SystemExit: a layout is further off than the study's gate.
     """
     plain = result["curves"]["plain"]
     worst = {}
     for name, losses in result["curves"].items():
         gaps = [abs(a - b) for a, b in zip(losses, plain, strict=True)]
         worst[name] = math.nan if any(map(math.isnan, gaps)) else max(gaps)  # max() passes over a nan
-    for num_ranks in RANKS:
-        if not worst[f"{num_ranks} ranks"] <= result["gate"]:
-            raise SystemExit(
-                f"{num_ranks} ranks are {worst[f'{num_ranks} ranks']:.1e} off, allowed: {result['gate']:.0e}"
-            )
+    for name in LAYOUTS:
+        if not worst[name] <= result["gate"]:
+            raise SystemExit(f"{name}: {worst[name]:.1e} off, allowed: {result['gate']:.0e}")
     return worst
 
 

@@ -3,7 +3,7 @@
     python tools/make_picture.py           # runs benchmarks/curves.py (many minutes on 2 cores), then draws
     python tools/make_picture.py --draw    # draws from the figures in docs/data/curves.json
 
-Above, the losses of 1, 2 and 4 ranks on top of each other; below, the distance of each from one plain process, on a
+Above, the losses of 1, 2 and 4 ranks, and of tensor parallelism, on top of each other; below, the distance of each from one plain process, on a
 logarithmic scale (the largest of 10 steps), next to the distance of that process from itself with other micro-batches.
 On the right, the bytes that each rank holds. The largest distances go into the table of ``docs/parity.md``.
 """
@@ -28,9 +28,10 @@ TITLES = {
     "fp64": "fp64, the demo's own settings",
 }
 STYLES = {  # wide and light first, so that each later curve is seen lying on the earlier ones
-    "1 ranks": ("1 rank", "#9ecae1", 6.0, "-"),
-    "2 ranks": ("2 ranks", "#fd8d3c", 2.6, "-"),
-    "4 ranks": ("4 ranks", "#222222", 0.9, "-"),
+    "1 rank": ("1 rank", "#9ecae1", 6.0, "-"),
+    "2 ranks": ("2 ranks", "#fd8d3c", 3.6, "-"),
+    "4 ranks, tp=2": ("4 ranks: 2 shards, tp=2", "#756bb1", 1.9, "-"),
+    "4 ranks": ("4 ranks", "#222222", 0.7, "-"),
 }
 NOISE = ("one plain process against itself, split otherwise", "#74c476", 2.4, "-")
 SMOOTH = 10  # each point of the distances is the largest of so many steps
@@ -85,10 +86,10 @@ def _differences(axes: Any, result: Mapping[str, Any], *, legend: bool) -> None:
 
 
 def _bytes(axes: Any, held: Mapping[str, Any]) -> None:
-    names = list(held)
+    names = [name.replace(" ranks", "").replace(" rank", "").replace(", ", "\n") for name in held]
     bottom = [0.0] * len(names)
     for part, color in PARTS.items():
-        heights = [max(rank[part] for rank in held[name]) / 2**20 for name in names]
+        heights = [max(rank[part] for rank in of_name) / 2**20 for of_name in held.values()]
         axes.bar(names, heights, bottom=bottom, color=color, label=part, width=0.6)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     for x, total in enumerate(bottom):
@@ -101,8 +102,8 @@ def _bytes(axes: Any, held: Mapping[str, Any]) -> None:
 def distances(results: Mapping[str, Any]) -> str:
     """A Markdown table: the largest distance of each curve to one plain process."""
     lines = [
-        "| curve | 1 rank | 2 ranks | 4 ranks | one process, split otherwise | allowed |",
-        "|---|--:|--:|--:|--:|--:|",
+        f"| curve | {' | '.join(label for label, *_ in STYLES.values())} | one process, split otherwise | allowed |",
+        f"|---|{'--:|' * (len(STYLES) + 2)}",
     ]
     for name, title in TITLES.items():
         curves = results[name]["curves"]

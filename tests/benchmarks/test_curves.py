@@ -1,4 +1,4 @@
-"""The loss curves of 1, 2 and 4 ranks lie on that of one plain process, and the committed figures say so."""
+"""The loss curves of 1, 2 and 4 ranks, and of tensor parallelism, lie on that of one plain process, and the committed figures say so."""
 
 import importlib.util
 import json
@@ -50,14 +50,13 @@ def test_whole_curves_lie_on_each_other(ranks, name, steps):
 
 def test_a_curve_that_is_further_off_than_the_gate_is_refused():
     plain = [5.0, 4.0]
-    names = [f"{n} ranks" for n in load().RANKS]
-    result = {"gate": 1e-5, "curves": {**dict.fromkeys(names, plain), "plain": plain}}
+    result = {"gate": 1e-5, "curves": {**dict.fromkeys(load().LAYOUTS, plain), "plain": plain}}
     assert load().check(result)["4 ranks"] == 0.0
     result["curves"]["4 ranks"] = [5.0, 4.00002]
-    with pytest.raises(SystemExit, match="4 ranks are 2"):
+    with pytest.raises(SystemExit, match="4 ranks: 2"):
         load().check(result)
     result["curves"]["4 ranks"] = [5.0, float("nan")]
-    with pytest.raises(SystemExit, match="4 ranks are"):
+    with pytest.raises(SystemExit, match="4 ranks: nan"):
         load().check(result)
 
 
@@ -67,6 +66,7 @@ def test_the_committed_figures_are_whole_and_within_their_gates():
     for name, study in load().STUDIES.items():
         result = found[name]
         assert result["gate"] == study.gate and result["overrides"] == list(study.overrides)
+        assert result["curves"].keys() >= load().LAYOUTS.keys()
         assert all(len(losses) == result["steps"] for losses in result["curves"].values())
         load().check(result)
     assert found["fp32"]["steps"] == 300
