@@ -1,10 +1,12 @@
 """Finds out from another thread whether the main thread of a rank waits for other ranks, and prints for which."""
 
+import contextlib
+import gc
 import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -50,27 +52,47 @@ class MainThread:
 
     def line(self) -> str:
         """The innermost line of code that is not torch's, ours or Python's own: "train.py:21 in main"; "" for none."""
-        frame = self._frame()
-        while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-            frame = frame.f_back
-        if frame is None:
-            return ""
-        return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        with _without_collecting():
+            frame = self._frame()
+            while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+                frame = frame.f_back
+            if frame is None:
+                return ""
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
 
     def blocked(self, now: float) -> Wait | None:
         """The collective in which the thread is and uses no CPU time, since the call of this at :attr:`Wait.since`."""
-        frame = self._frame()
-        if self._clock is None or frame is None or not _is_collective(frame.f_code.co_filename):
-            self._site = None
-            return None
-        site, cpu = (frame.f_code, frame.f_lasti), time.clock_gettime(self._clock)
-        if site != self._site or cpu - self._cpu > _BLOCKED_CPU_S:
-            self._site, self._cpu, self._since = site, cpu, now
-        group = getattr(frame.f_locals.get("group"), "group_name", "")
-        return Wait(f"in {frame.f_code.co_name}", self._since, group)
+        with _without_collecting():
+            frame = self._frame()
+            if self._clock is None or frame is None or not _is_collective(frame.f_code.co_filename):
+                self._site = None
+                return None
+            site, cpu = (frame.f_code, frame.f_lasti), time.clock_gettime(self._clock)
+            if site != self._site or cpu - self._cpu > _BLOCKED_CPU_S:
+                self._site, self._cpu, self._since = site, cpu, now
+            group = getattr(frame.f_locals.get("group"), "group_name", "")
+            return Wait(f"in {frame.f_code.co_name}", self._since, group)
 
     def _frame(self) -> FrameType | None:
         return sys._current_frames().get(self._thread.ident or 0) if self._thread.is_alive() else None
+
+
+@contextlib.contextmanager
+def _without_collecting() -> Iterator[None]:
+    """Context manager: no garbage is collected while frames of another thread are looked at.
+
+    Python 3.11 may collect when it makes the object that stands for a frame, and what is collected may let the other thread run (a
+    process group ends without the interpreter's lock). If that thread leaves the frame, the object points to freed memory, and
+    the next look at it is a segmentation fault. From 3.12 on garbage is collected between instructions only.
+    """
+    if sys.version_info >= (3, 12) or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _is_collective(path: str) -> bool:
