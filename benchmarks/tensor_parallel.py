@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from shardwise.launch import launch_local
+from shardwise.model.calling import run_on
 from shardwise.model.search import search
 from shardwise.recipe import extents
 
@@ -188,11 +189,11 @@ def measure_search(num_layers: int = 80, degree: int = 8, width: int = 8192) -> 
     )
     with torch.device("meta"):
         module = LlamaForCausalLM(config)
-    ids = torch.arange(16).view(2, 8)
+    call = run_on(None)
     small = LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=16)
-    search(LlamaForCausalLM(small), lambda m: m(input_ids=ids), 2)  # torch and transformers warm up
+    search(LlamaForCausalLM(small), call, 2)  # torch and transformers warm up
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
-    found = search(module, lambda m: m(input_ids=ids), degree)
+    found = search(module, call, degree)
     seconds = time.perf_counter() - start
     more = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     return {"seconds": seconds, "mib": more / 1024, "regions": len(found.regions)}

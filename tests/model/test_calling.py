@@ -1,7 +1,8 @@
 import pytest
 import torch
+from torch import nn
 
-from shardwise.model.calling import cropped
+from shardwise.model.calling import cropped, run_on
 
 IDS = torch.arange(1, 401).view(4, 100)
 LEFT = torch.ones(4, 100, dtype=torch.long)
@@ -24,10 +25,40 @@ CASES = {
 }
 
 
+NARROW, WIDE = nn.Linear(30, 20, device="meta"), nn.Linear(8192, 16000, device="meta")
+OF_A_WIDE_MODEL = {
+    "tokens": ({"input_ids": IDS, "labels": IDS}, {"input_ids": IDS[:2, :4], "labels": IDS[:2, :4]}),
+    "padded on the left": ({"a": IDS, "m": LEFT}, {"a": IDS[:2, -4:], "m": LEFT[:2, -4:]}),
+    "images": ({"x": torch.ones(32, 3, 9, 9)}, {"x": torch.ones(2, 3, 9, 9)}),
+    "features": ({"x": torch.ones(80, 90)}, {"x": torch.ones(16, 90)}),
+}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_an_example_is_cropped_where_that_is_safe(case):
     example, want = CASES[case]
-    found = cropped(example)
+    found = cropped(example, NARROW)
     assert (found is None) == (want is None)
     if want is not None:
         assert found.keys() == want.keys() and all(torch.equal(found[key], value) for key, value in want.items())
+
+
+@pytest.mark.parametrize("case", OF_A_WIDE_MODEL)
+def test_an_example_of_a_wide_model_is_cropped_more(case):
+    example, want = OF_A_WIDE_MODEL[case]
+    found = cropped(example, WIDE)
+    assert found.keys() == want.keys() and all(torch.equal(found[key], value) for key, value in want.items())
+
+
+class Shape(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.embed = nn.Embedding(16, width, device="meta")
+
+    def forward(self, input_ids):
+        return input_ids.shape
+
+
+@pytest.mark.parametrize(("width", "columns"), [(8, 8), (4096, 8), (8192, 4)])
+def test_tokens_for_a_model_that_is_given_no_example(width, columns):
+    assert run_on(None)(Shape(width)) == (2, columns)

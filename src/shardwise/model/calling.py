@@ -14,8 +14,12 @@ __all__ = ["TARGETS", "call", "cropped", "run_on", "tensors_given"]
 Batch = Mapping[str, Tensor]
 
 _SAMPLES, _ROWS, _COLUMNS = 16, 2, 64
-"""Of an example: samples; rows and columns of tokens. They show how code treats them, in memory that does not grow with the
-batch; there are enough of them that ReLU hides few outputs at all of them."""
+"""Of an example, at most: samples; rows and columns of tokens. They show how code treats them, in memory that does not grow with
+the batch; there are enough of them that ReLU hides few outputs at all of them."""
+
+_LARGE, _LARGE_SAMPLES = 1 << 15, 1 << 11
+"""Columns times width of a model, and samples of many positions times width, that are not exceeded: the search of a 70B model in
+2 x 64 tokens takes a minute and 5 GB."""
 
 TARGETS = {"labels", "label", "targets", "target", "y"}  # for the loss, unless it is a parameter of the forward
 
@@ -91,9 +95,10 @@ def run_on(example: Batch | None) -> Callable[[nn.Module], Any]:
     return run
 
 
-def cropped(example: Batch) -> Batch | None:
+def cropped(example: Batch, model: nn.Module) -> Batch | None:
     """The first 16 samples of a batch; where all of its tensors are of one shape ``[rows, columns]`` of integers or booleans
-    (tokens, masks, labels), two rows and 64 columns. None: its tensors differ in their first dim, or it is as small already.
+    (tokens, masks, labels), two rows and 64 columns. Fewer columns, and fewer samples of three dims and more, for a wide model.
+    None: its tensors differ in their first dim, or it is as small already.
 
     Columns are the first ones; the last ones where they have a row of zeros that is not all zeros in the batch: of a mask,
     before the tokens.
@@ -103,14 +108,26 @@ def cropped(example: Batch) -> Batch | None:
         return None
     shapes = {tuple(value.shape) for value in tensors.values()}
     if len(shapes) == 1 and len(min(shapes)) == 2 and not any(value.is_floating_point() for value in tensors.values()):
+        columns = _columns(_width(model))
         rows = {key: value[:_ROWS] for key, value in tensors.items()}
-        first = {key: value[:, :_COLUMNS] for key, value in rows.items()}
-        last = {key: value[:, -_COLUMNS:] for key, value in rows.items()}
+        first = {key: value[:, :columns] for key, value in rows.items()}
+        last = {key: value[:, -columns:] for key, value in rows.items()}
         part = last if _loses_rows(rows, first) and not _loses_rows(rows, last) else first
     else:
-        part = {key: value[:_SAMPLES] for key, value in tensors.items()}
+        has_positions = any(value.dim() > 2 for value in tensors.values())
+        samples = min(_SAMPLES, max(2, _LARGE_SAMPLES // _width(model))) if has_positions else _SAMPLES
+        part = {key: value[:samples] for key, value in tensors.items()}
     is_whole = all(part[key].shape == value.shape for key, value in tensors.items())
     return None if is_whole else {**example, **part}
+
+
+def _columns(width: int) -> int:
+    return min(_COLUMNS, max(4, _LARGE // width))
+
+
+def _width(model: nn.Module) -> int:
+    """The smaller side of the widest matrix: the width of the tensors between blocks."""
+    return max((min(param.shape[:2]) for param in model.parameters() if param.dim() > 1), default=1)
 
 
 def _loses_rows(whole: Batch, part: Batch) -> bool:
@@ -132,15 +149,17 @@ def _casts(value: Any) -> bool:
 def _tokens(model: nn.Module) -> dict[str, Tensor]:
     """Tokens for a model with embeddings, whose forward takes ``input_ids`` or asks for one tensor."""
     parameters = inspect.signature(model.forward).parameters
-    sizes = [child.num_embeddings for child in model.modules() if isinstance(child, nn.Embedding)]
+    tables = [child for child in model.modules() if isinstance(child, nn.Embedding)]
     named = [name for name in ("input_ids", "decoder_input_ids") if name in parameters]
     asked = [p.name for p in parameters.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    if not sizes or not (named or len(asked) == 1):
+    if not tables or not (named or len(asked) == 1):
         raise UsageError(
             f"a {type(model).__name__} without example=",
             why="its code is run once to find what can be cut, and its forward does not show what it takes: it has no embedding, or takes "
             "neither input_ids nor one tensor alone",
             fix="pass example=: one micro-batch as training will give it, a mapping of names to tensors",
         )
-    ids = (torch.arange(16).view(2, 8) * 7 + 3) % min(sizes)
+    # Not from the shapes of parameters: that they are read would be taken for what the model's code does.
+    columns = min(8, _columns(max(table.embedding_dim for table in tables)))
+    ids = (torch.arange(2 * columns).view(2, columns) * 7 + 3) % min(table.num_embeddings for table in tables)
     return dict.fromkeys(named or asked, ids)

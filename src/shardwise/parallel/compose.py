@@ -70,7 +70,7 @@ def parallelize(
         example: one micro-batch. It is run once to see in which order blocks are entered: neighbours in that order are
             merged into units; without it, merging uses the order of their lists, and gathering the order in which the
             model first runs. With ``tp`` in the layout a copy of the model is run on it to find what can be cut, on 16
-            of its samples, or 2 x 64 of its tokens; without it, on tokens, if the forward shows that it takes some.
+            of its samples, or 2 x 64 of its tokens (fewer if it is wide); without it, on tokens, if the forward shows that it takes some.
         init: ``"seeded"``: values are functions of (world.seed, name), made by each rank for itself, the same under
             every layout; default for a callable. ``"rank0"``: rank 0's values, scattered; default for a module, and the
             fallback of seeded where a constructor cannot be recorded (the recipe's notes say why). ``"load"``: memory
@@ -149,7 +149,7 @@ def shard(
     if world.is_main:
         _warn_of_unregistered(module)
     anatomy = adjusted(module, read_anatomy(module, example=example), parallel)
-    runs = dataclasses.replace(runs or _runs_on(example), within=functools.partial(source.with_indices, module))
+    runs = dataclasses.replace(runs or _runs_on(example, module), within=functools.partial(source.with_indices, module))
     recipe = make_recipe(anatomy, world.layout, facts=probe(module, world, runs), **given)
     for act in acts():
         act.check(module, recipe, world)
@@ -168,9 +168,9 @@ def shard(
     return module
 
 
-def _runs_on(example: Mapping[str, Tensor] | None) -> Example:
+def _runs_on(example: Mapping[str, Tensor] | None, module: nn.Module) -> Example:
     """Runs on a part of the example, or on all of it where the module does not run on the part."""
-    part = None if example is None else cropped(example)
+    part = None if example is None else cropped(example, module)
     return Example(run_on(example)) if part is None else Example(run_on(part), otherwise=run_on(example))
 
 
