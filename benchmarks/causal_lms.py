@@ -95,11 +95,10 @@ def _config(kind: str) -> Any:
 
 
 def build(kind: str) -> nn.Module:
-    """The model of a kind, without its experts' fused kernels and with its norms and biases away from ones and zeros."""
+    """The model of a kind, with its norms and biases away from ones and zeros."""
     from transformers import AutoModelForCausalLM
 
     config = _config(kind)
-    config._experts_implementation = "eager"
     try:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     except ValueError:

@@ -21,6 +21,7 @@ from models import (
     tied,
     torch_attention,
     towers,
+    tp_families,
     unreplayable,
     vocabularies,
     written,
@@ -47,6 +48,7 @@ _SOURCES = (
         other_uses,
         vocabularies,
         torch_attention,
+        tp_families,
     ),
 )
 

@@ -4,6 +4,7 @@ Norms, rotary tables and losses of Hugging Face models compute in float32 whatev
 error of 1e-12 that alone would hide every difference; lifted, both sides are float64 from end to end.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ def lifted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[An
     """The call of a function that takes the place of one that asks for float32."""
     if func in _WIDER:
         return Tensor.to, (args[0], _WIDER[func]), {}
+    if getattr(func, "__name__", "") == "_grouped_mm" and args[0].dtype == torch.float64:
+        return _grouped_mm, args, kwargs
     if any(value is torch.float32 or value is torch.complex64 for value in (*args, *kwargs.values())):
         return func, tuple(map(_wider, args)), {key: _wider(value) for key, value in kwargs.items()}
     return func, args, kwargs
@@ -37,3 +40,23 @@ def _wider(value: Any) -> Any:
     if value is torch.float32:
         return torch.float64
     return torch.complex128 if value is torch.complex64 else value
+
+
+def _grouped_mm(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Tensor:
+    """``torch.nn.functional.grouped_mm``, the product of experts in Hugging Face models, which torch does not have for float64:
+    see there. Rows beyond the last group are zeros."""
+    if offs is None:
+        y = a @ b
+    else:
+        groups = list(itertools.pairwise([0, *offs.tolist()]))
+        if a.dim() == b.dim():
+            y = torch.stack([a[:, start:end] @ b[start:end] for start, end in groups])
+        elif a.dim() == 2:
+            rest = a.new_zeros(a.shape[0] - groups[-1][1], b.shape[-1])
+            y = torch.cat([*(a[start:end] @ b[i] for i, (start, end) in enumerate(groups)), rest])
+        else:
+            rest = b.new_zeros(a.shape[1], b.shape[1] - groups[-1][1])
+            y = torch.cat([*(a[i] @ b[:, start:end] for i, (start, end) in enumerate(groups)), rest], 1)
+    return y if bias is None else y + bias

@@ -22,11 +22,12 @@ OWN = [
     )
 ]
 FAMILIES = ["llama", "gpt2", "t5", "qwen3", "mamba"]
+PUT_TOGETHER = list(models.select("tp"))
 OTHERS = [
     name
     for name, model in models.MODELS.items()
     if model.batch is not None
-    and name not in {*OWN, *FAMILIES, "linears: norm-of-heads"}  # that one draws random numbers
+    and name not in {*OWN, *FAMILIES, *PUT_TOGETHER, "linears: norm-of-heads"}  # that one draws random numbers
 ]
 REFERENCE = models.get("linears: kv-2")
 
@@ -103,6 +104,20 @@ CELLS = [
 def test_models(ranks, name, layout, options):
     _report, held = compared(ranks, name, layout, **options)
     assert held < (0.55 if "dp_shard" in layout else 0.85)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, marks=[] if layout == "tp=2" and name.startswith("falcon") else [pytest.mark.soak])
+        for name in PUT_TOGETHER
+        for layout in ("tp=2", "dp_shard=2,tp=2", "tp=4")
+    ],
+)
+def test_families_whose_layers_are_put_together_in_other_ways(ranks, name, layout):
+    """Falcon's three layouts of q, k and v in one layer; norms over the width; latent attention and experts."""
+    _report, held = compared(ranks, name, layout)
+    assert held < {"tp=2": 0.62, "tp=4": 0.72, "dp_shard=2,tp=2": 0.35}[layout] + 0.2 * ("deepseek" in name)
 
 
 @pytest.mark.soak
