@@ -268,6 +268,10 @@ def _shortened(command: str, folder: Path) -> str | None:
             return f"{command} --megabytes 2 --rounds 1".replace("--write docs/", "--write ")
         case ["python", "benchmarks/weights.py", *_]:
             return f"{command} --megabytes 8 --repeats 1 --part convert".replace("--write docs/", "--write ")
+        case ["python", "benchmarks/tensor_parallel.py" | "benchmarks/linear_loss.py" as script, *_]:
+            return f"python {script} --rounds 2"
+        case ["python", "benchmarks/zoo.py", *_]:
+            return "python benchmarks/zoo.py --layout tp=2 --only gpt2"
         case ["python", "tools/draw_pages.py"]:
             return f"python {ROOT / 'tools' / 'draw_pages.py'} --draw --to ."
         case ["python", "tools/hostile_table.py"]:

@@ -71,6 +71,15 @@ if TYPE_CHECKING:
     from shardwise.techniques.data.options import DDP, Prefetch, Sharding
     from shardwise.techniques.precision.options import Precision
     from shardwise.techniques.remat.options import Remat
+    from shardwise.techniques.tp.by_hand import (
+        column_parallel_linear,
+        parallel_embedding,
+        row_parallel_linear,
+        tp_copy,
+        tp_gather,
+        tp_reduce,
+        tp_scatter,
+    )
     from shardwise.techniques.tp.options import TensorParallel, register_tp_plan
     from shardwise.techniques.transforms.options import transform
     from shardwise.verify import verify
@@ -91,6 +100,10 @@ _HOME = {
     "shardwise.techniques.data.options": ("DDP", "Prefetch", "Sharding"),
     "shardwise.techniques.precision.options": ("Precision",),
     "shardwise.techniques.remat.options": ("Remat",),
+    "shardwise.techniques.tp.by_hand": (
+        "column_parallel_linear", "parallel_embedding", "row_parallel_linear", "tp_copy", "tp_gather", "tp_reduce",
+        "tp_scatter",
+    ),
     "shardwise.techniques.tp.options": ("TensorParallel", "register_tp_plan"),
     "shardwise.techniques.transforms.options": ("transform",),
     "shardwise.recipe": ("Recipe",),
@@ -157,6 +170,7 @@ __all__ = [
     "apply_recipe",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "column_parallel_linear",
     "count_tokens",
     "describe",
     "evaluate",
@@ -172,13 +186,19 @@ __all__ = [
     "load_weights",
     "local_optimizer",
     "next_token_loss",
+    "parallel_embedding",
     "parallelize",
     "parameter_groups",
     "recipe_of",
     "register_tp_plan",
+    "row_parallel_linear",
     "save_weights",
     "shift_labels",
     "state_dict",
+    "tp_copy",
+    "tp_gather",
+    "tp_reduce",
+    "tp_scatter",
     "transform",
     "unscale_gradients_",
     "verify",

@@ -17,7 +17,14 @@ from shardwise.model.run import Call, Run
 if TYPE_CHECKING:
     from shardwise.model.trial import Trial
 
-__all__ = ["Ended", "Leaves"]
+__all__ = ["Ended", "Leaves", "is_trial_running"]
+
+_running = 0  # runs of trials
+
+
+def is_trial_running() -> bool:
+    """Whether a model is run to find what can be cut: on one rank, without the others."""
+    return _running > 0
 
 
 class Ended(BaseException):
@@ -43,6 +50,17 @@ class Leaves(LayerCalls):
         self._ends, self._numbers, self._note = bool(missing), dict[str, int](), note
         self._watch, self._outputs = watch, outputs
         self._last: Call | None = None
+
+    def __enter__(self) -> "Leaves":
+        global _running
+        super().__enter__()
+        _running += 1
+        return self
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        global _running
+        _running -= 1
+        super().__exit__(exc_type, exc_val, exc_tb)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func, args, kwargs = lifted(func, args, kwargs or {})

@@ -1,5 +1,4 @@
-"""Forwards of linear layers of which a rank has a part, as the recipe says: parameters are plain local tensors, and the
-sums over ranks are autograd functions of our own.
+"""Forwards of linear layers of which a rank has a part, as the recipe says: parameters are plain local tensors.
 
 A column-parallel layer has some of the outputs. Its input is whole on every rank, and the gradient of that input is the
 sum over the ranks. A row-parallel layer has some of the inputs. Its outputs are summed over the ranks before the bias
@@ -14,56 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from shardwise._torch.collectives import gather_over, sum_over
 from shardwise.model.layers import Layer, LayerCalls
+from shardwise.techniques.tp.exchanges import Gather, SumGradient, SumParts
 from shardwise.techniques.tp.streams import PartStream
 
 __all__ = ["CutEmbedding", "CutHead", "CutLayer", "LayerOfRank", "Shared", "within_layers"]
-
-
-class _SumGradient(torch.autograd.Function):
-    """Identity, whose gradient is summed over the ranks of a group."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return x.detach()  # not a view, which a model could not change in place
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return sum_over(grad, ctx.group), None
-
-
-class _SumParts(torch.autograd.Function):
-    """The sum over the ranks of a group, whose gradient is as it comes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        return sum_over(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return grad, None
-
-
-class _Gather(torch.autograd.Function):
-    """The parts of all ranks side by side along the last dim. ``has_part``: each rank has a part of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, size: int, rank: int, has_part: bool) -> Tensor:
-        ctx.group, ctx.rank, ctx.width, ctx.has_part = group, rank, x.shape[-1], has_part
-        return gather_over(x.movedim(-1, 0), group, size).movedim(0, -1).detach()  # not a view: see _SumGradient
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        grad = sum_over(grad, ctx.group) if ctx.has_part else grad
-        return grad.narrow(-1, ctx.rank * ctx.width, ctx.width), None, None, None, None
 
 
 class Shared:
@@ -99,18 +55,18 @@ class Shared:
         version = 0 if torch.compiler.is_compiling() else x._version
         result = kept[2] if kept is not None and kept[0] is x and kept[1] == version else None
         if result is None:
-            result = _SumGradient.apply(x, self.group)
+            result = SumGradient.apply(x, self.group)
         if again:
             self._kept = (x, version, result)
         return result
 
     def sum_parts(self, x: Tensor) -> Tensor:
         """The sum of ``x`` over the ranks."""
-        return _SumParts.apply(x, self.group)
+        return SumParts.apply(x, self.group)
 
     def gather(self, x: Tensor, size: int, rank: int, *, has_part: bool) -> Tensor:
         """The parts of all ``size`` ranks along the last dim; ``has_part``: the gradient of each rank is a part of a sum."""
-        return _Gather.apply(x, self.group, size, rank, has_part)
+        return Gather.apply(x, self.group, size, rank, -1, has_part)
 
     def narrow(self, whole: Tensor, size: int) -> Tensor:
         """The first ``size`` of the last dim of an argument; layers get all of it."""

@@ -1,0 +1,75 @@
+"""What ranks along ``tp`` exchange in a forward and in its backward, as autograd functions: a sum, a gather, or nothing in one
+direction, and its counterpart in the other. (Megatron-LM, https://arxiv.org/abs/1909.08053, section 3)
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shardwise._torch.collectives import gather_over, sum_over
+
+__all__ = ["Gather", "Scatter", "SumGradient", "SumParts"]
+
+
+class SumGradient(torch.autograd.Function):
+    """Identity, whose gradient is summed over the ranks of a group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return x.detach()  # not a view, which a model could not change in place
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return sum_over(grad, ctx.group), None
+
+
+class SumParts(torch.autograd.Function):
+    """The sum over the ranks of a group, whose gradient is as it comes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        return sum_over(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return grad, None
+
+
+class Gather(torch.autograd.Function):
+    """The parts of all ranks side by side along ``dim``. ``has_part``: each rank has a part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, size: int, rank: int, dim: int, has_part: bool) -> Tensor:
+        ctx.group, ctx.rank, ctx.dim, ctx.width, ctx.has_part = group, rank, dim, x.shape[dim], has_part
+        return _gathered(x, group, size, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        grad = sum_over(grad, ctx.group) if ctx.has_part else grad
+        return grad.narrow(ctx.dim, ctx.rank * ctx.width, ctx.width), None, None, None, None, None
+
+
+class Scatter(torch.autograd.Function):
+    """This rank's part of a tensor that all have, one of ``size`` even ones along ``dim``; the gradients of the parts are
+    gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, size: int, rank: int, dim: int) -> Tensor:
+        ctx.group, ctx.size, ctx.dim = group, size, dim
+        width = x.shape[dim] // size
+        return x.narrow(dim, rank * width, width).clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return _gathered(grad, ctx.group, ctx.size, ctx.dim), None, None, None, None
+
+
+def _gathered(x: Tensor, group: str, size: int, dim: int) -> Tensor:
+    return gather_over(x.movedim(dim, 0), group, size).movedim(0, dim).detach()  # not a view: see SumGradient
