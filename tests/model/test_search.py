@@ -8,9 +8,11 @@ import torch
 from models.linears import WIDTH, Attention, Decoder, Mlp
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import parametrizations
 
 from shardwise.errors import UnsupportedError
 from shardwise.model.block_kinds import block_kinds
+from shardwise.model.calling import run_on
 from shardwise.model.search import find_certified, search
 from shardwise.model.trial import Trial
 
@@ -163,3 +165,26 @@ def test_a_search_leaves_generators_of_devices_alone(monkeypatch):
     module, before = Deep(*(Mlp() for _ in range(3))), torch.get_rng_state()
     assert search(module, run, 2).regions
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Computed(nn.Module):
+    """An MLP beside a convolution; ``made`` makes its first layer another one."""
+
+    def __init__(self, made):
+        super().__init__()
+        self.conv, self.up, self.down = nn.Conv1d(6, 6, 1), made(nn.Linear(6, 8)), nn.Linear(8, 6)
+
+    def forward(self, x):
+        return self.conv(x.mT).mT + self.down(torch.relu(self.up(x)))
+
+
+@pytest.mark.parametrize("made", [parametrizations.weight_norm, parametrizations.spectral_norm])
+def test_a_layer_whose_weight_is_computed_stays_whole_and_it_is_said_why(made):
+    found = search(Computed(made), run_on({"x": torch.randn(3, 5, 6)}), 2)
+    assert found.regions == []
+    name = next(name for name in found.left if name.startswith("up.parametrizations.weight.original"))
+    assert found.left[name] == "the weight of its layer is computed from it, by torch.nn.utils.parametrize"
+    assert found.left["conv.weight"] == "it is used by conv1d, and not as the weight of a linear layer"
+    assert found.left["down.weight"] == "its inputs are made of no linear layer's outputs"
+    with_layers = search(Computed(lambda layer: layer), run_on({"x": torch.randn(3, 5, 6)}), 2)
+    assert with_layers.regions[0].layers == ["up.weight", "down.weight"] and with_layers.left.keys() == {"conv.weight"}

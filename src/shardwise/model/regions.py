@@ -348,6 +348,11 @@ class _Search:
         for weight, layer in self._trial.layers.items():
             if weight not in cut and weight not in left and not layer.is_embedding and not layer.is_norm:
                 left[weight] = self._why_left(weight)
+        for name, function in self._trial.foreign.items():
+            if ".parametrizations." in name:
+                left[name] = "the weight of its layer is computed from it, by torch.nn.utils.parametrize"
+            elif name not in self._trial.layers:
+                left[name] = f"it is used by {function.strip('_')}, and not as the weight of a linear layer"
         return Found(regions, left, shown=self._shown, foreign=set(self._trial.foreign))
 
     def _why_left(self, weight: str) -> str:
@@ -357,6 +362,8 @@ class _Search:
             works = [degree for degree in range(2, 65) if width % degree == 0]
             others = f" (they are by {', '.join(map(str, works[:6]))})" if works else ""
             return f"its {width} inputs are not divisible by {self._degree}{others}"
+        if (needs := self._needs.get(weight)) is not None and not needs.outputs:
+            return "its inputs are made of no linear layer's outputs"
         return "the code before it mixes all of its inputs, and the code after it all of its outputs"
 
     def _groups(self) -> list[list[str]]:

@@ -239,7 +239,7 @@ def find_certified(trial: Trial, degree: int, allowed: frozenset[str] | None = N
     kept = [region for region in rest if _cuts_more_than_norms(region, rest)]
     cut = {weight for region in kept for weight in region.layers}
     beside = "the layers that it could be cut with are cut with others"
-    left = {
+    left = {name: why for name, why in found.left.items() if name not in trial.layers} | {
         weight: left.get(weight, beside)
         for weight, layer in trial.layers.items()
         if weight not in cut and not layer.is_embedding and not layer.is_norm
