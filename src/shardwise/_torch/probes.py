@@ -51,6 +51,7 @@ PROBES = (
     ),
     Probe("torch._C", ("DisableTorchFunctionSubclass",)),
     Probe("torch", ("_foreach_norm", "_foreach_mul_")),
+    Probe("torch.nn.utils.clip_grad", ("_get_total_norm",)),
     Probe("torch:Tensor", ("_backward_hooks", "_post_accumulate_grad_hooks", "_version")),
     Probe("torch.autograd:Variable", ("_execution_engine",)),
     Probe("torch.overrides", ("_get_current_function_mode_stack",)),

@@ -33,7 +33,7 @@ from shardwise.parallel.guards import (
 )
 from shardwise.parallel.init.sources import all_tensors, build_with_source
 from shardwise.parallel.large_pages import in_large_pages
-from shardwise.parallel.plain_parts import refuse_states_of_parts
+from shardwise.parallel.plain_parts import refuse_norms_of_parts, refuse_states_of_parts
 from shardwise.parallel.runtime import Runtime, attach, has_runtime, is_parallelized, runtime_of
 from shardwise.parallel.stale import mark_stale
 from shardwise.parallel.step_checks import watch_steps
@@ -226,6 +226,7 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
     watch_steps(runtime)
     attach(module, runtime)
     refuse_states_of_parts(module, recipe)
+    refuse_norms_of_parts(runtime)
     for act in acts():
         act.begin(runtime)
     refuse_loose_partial(runtime)

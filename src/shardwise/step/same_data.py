@@ -8,20 +8,18 @@ along ``tp`` have other samples than each other, gradients would be of no data a
 """
 
 import warnings
-import zlib
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
 from shardwise.errors import RankError
+from shardwise.model.digest import digest_of
 from shardwise.parallel import Runtime
 from shardwise.step.loss import Batch
 
 __all__ = ["compare_shared", "digest_of_data", "judge_data", "refuse_others"]
 
 _WINDOWS = 3  # equal ones in a row; two ranks may draw the same few samples once
-_BYTES = 1 << 16  # of each tensor, from its start and its end
 
 
 def digest_of_data(runtime: Runtime, batches: list[Batch]) -> int:
@@ -67,23 +65,11 @@ def refuse_others(runtime: Runtime, batches: list[Batch], summed: Tensor, place:
 
 
 def _digest(batches: Iterable[Batch], unread: str) -> int:
-    """A checksum of micro-batches. ``unread``: what stands for a tensor whose bytes cannot be read."""
+    """A checksum of micro-batches."""
     found = 1
     for batch in batches:
-        for name in sorted(batch, key=str):
-            found = zlib.crc32(_bytes_of(batch[name], unread), zlib.crc32(str(name).encode(), found))
+        found = digest_of(batch, unread=unread, before=found)
     return found
-
-
-def _bytes_of(value: object, unread: str) -> bytes:
-    if not isinstance(value, Tensor):
-        text = repr(value)
-        return (unread if " at 0x" in text else text).encode()  # an address, which differs in each process
-    if value.layout is not torch.strided or value.is_meta or type(value) is not Tensor:
-        return unread.encode()
-    flat, most = value.detach().reshape(-1), _BYTES // value.element_size()
-    part = flat if flat.numel() <= 2 * most else torch.cat([flat[:most], flat[-most:]])
-    return repr(tuple(value.shape)).encode() + part.contiguous().view(torch.uint8).cpu().numpy().tobytes()
 
 
 def judge_data(runtime: Runtime, digest: int, is_same: bool) -> None:

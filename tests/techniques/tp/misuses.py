@@ -10,6 +10,7 @@ import numpy
 import torch
 import torch.distributed.checkpoint.state_dict as dcp
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
 import shardwise as sw
 
@@ -113,6 +114,32 @@ def other_data(world):
         step(window)
 
 
+def evaluating_other_data(world):
+    rank = world.axis("tp").rank
+    sw.evaluate(cut(world), models.get(NAME).windows(2, 1)[rank])
+
+
+def looping_over_other_data(world):
+    """A loop without a window."""
+    model, rank = cut(world), world.axis("tp").rank
+    for param in model.parameters():
+        param.requires_grad_(param.dim() == 2)
+    batch = models.get(NAME).windows(2, 1)[rank][0]
+    sw.next_token_loss(model(batch["input_ids"]), batch).backward()
+
+
+def sampling(seed):
+    def call(world):
+        torch.manual_seed(seed(world))
+        model = sw.parallelize(models.get("llama").build, world)
+        ids = torch.arange(6).view(2, 3) + 3
+        found = model.generate(ids, do_sample=True, max_new_tokens=8, top_k=None, eos_token_id=None)
+        one, other = world.gather(found)
+        assert torch.equal(one, other)
+
+    return call
+
+
 def with_a_mask(example):
     """Steps with an attention mask, after a trial with ``example`` or, None, with tokens alone."""
 
@@ -136,6 +163,26 @@ def hooked(world):
     sw.parallelize(model, world)
 
 
+def clipping(clip):
+    """A window whose gradients torch clips, or takes the norm of."""
+
+    def call(world):
+        model, batches = cut(world), models.get(NAME).windows(1, 1)[0]
+        with sw.window(model, batches) as window:
+            for batch in window:
+                (sw.next_token_loss(model(batch["input_ids"]), batch) / window.num_tokens).backward()
+        clip(model)
+
+    return call
+
+
+def of_another_model(model):
+    other = nn.Linear(3, 3)
+    other(torch.ones(2, 3)).sum().backward()
+    clip_grad_norm_(other.parameters(), 1.0)
+    clip_grad_norm_(model.norm.parameters(), 1.0)  # whole on every rank
+
+
 MISUSES = {
     "state_dict": lambda world: cut(world).state_dict(),
     "state_dict of a block": lambda world: cut(world).blocks[0].state_dict(),
@@ -147,6 +194,11 @@ MISUSES = {
     "an optimizer of one's own": stepping(lambda model: Signs(model.parameters(), lr=0.1)),
     "a loose forward": lambda world: cut(world)(torch.zeros(1, 4, dtype=torch.long)),
     "other data": other_data,
+    "an evaluation of other data": evaluating_other_data,
+    "a loop over other data": looping_over_other_data,
+    "sampling without a seed": sampling(lambda world: world.rank),
+    "torch's clipping": clipping(lambda model: clip_grad_norm_(model.parameters(), 1.0)),
+    "torch's norm": clipping(lambda model: torch.nn.utils.get_total_norm([param.grad for param in model.parameters()])),
     "another plan": other_plan,
     "a hook": hooked,
     "a token that is none": lambda world: torch.no_grad()(cut(world))(torch.full((1, 4), 19)),
@@ -157,6 +209,8 @@ MISUSES = {
 }  # fmt: skip
 
 WORKS = {
+    "sampling with one seed": sampling(lambda world: 3),
+    "torch's clipping of another model, and of what is whole": clipping(of_another_model),
     "no gradients": lambda world: torch.no_grad()(cut(world))(torch.zeros(1, 4, dtype=torch.long)),
     "an elementwise one": stepping(lambda model: torch.optim.AdamW(model.parameters())),
     "norms alone": stepping(lambda model: torch.optim.Adafactor([model.norm.weight, model.norm.bias])),

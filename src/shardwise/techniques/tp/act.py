@@ -22,6 +22,7 @@ from shardwise.recipe import Cut, Edit, Param, Part, Recipe, extents, local_shap
 from shardwise.techniques.technique import Act
 from shardwise.techniques.tp.layers import CutEmbedding, CutHead, CutLayer, LayerOfRank, Shared, within_layers
 from shardwise.techniques.tp.rule import TensorParallelEntry
+from shardwise.techniques.tp.same_inputs import refuse_other_inputs
 from shardwise.techniques.tp.streams import PartStream
 from shardwise.world import World
 from shardwise.world.axis import Axis
@@ -87,6 +88,8 @@ class TensorParallelAct(Act):
         trained = [name for name in names if runtime.recipe.params[name].trainable]
         if trained:
             runtime.partial.setdefault("tp", []).extend(trained)
+        if runtime.recipe.edits_of("tp"):
+            refuse_other_inputs(runtime)
 
 
 def _refusing_more(recipe: Recipe) -> Callable[..., None]:

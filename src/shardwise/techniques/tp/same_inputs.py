@@ -1,0 +1,46 @@
+"""Ranks along ``tp`` have parts of the same layers, so they must come to each forward with the same inputs. A window compares
+its micro-batches; what is called outside of one, as ``generate`` and evaluations are, is compared here.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import RankError
+from shardwise.model.digest import digest_of
+from shardwise.world.axis import Axis
+
+__all__ = ["refuse_other_inputs"]
+
+
+def refuse_other_inputs(runtime: Any) -> None:
+    """Makes the module raise RankError, on all ranks along ``tp``, where a forward outside of a window is given tensors that
+    differ between them."""
+    axis = runtime.world.axis("tp")
+
+    def check(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        if not runtime.in_window:
+            named = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
+            _compare(axis, {name: value for name, value in named.items() if isinstance(value, Tensor)}, runtime)
+
+    runtime.module.register_forward_pre_hook(check, with_kwargs=True)
+
+
+def _compare(axis: Axis, inputs: Mapping[str, Tensor], runtime: Any) -> None:
+    digest = float(digest_of(inputs, unread=""))
+    smallest, largest = axis.reduce(
+        torch.tensor([-digest, digest], dtype=torch.float64, device=runtime.world.device), "max"
+    )
+    if float(smallest) == -float(largest):
+        return
+    found = axis.gather(torch.tensor([digest], dtype=torch.float64, device=runtime.world.device)).tolist()
+    others = tuple(rank for rank, its in zip(axis.ranks, found, strict=True) if its != found[0])
+    raise RankError(
+        f"ranks {axis.ranks[0]} and {others[0]} with other inputs in a forward ({', '.join(inputs)})",
+        why="each has a part of the same layers, along tp, and both must work on the same data",
+        fix='take data by the index along dp: DistributedSampler(dataset, num_replicas=world.axis("dp").size, '
+        'rank=world.axis("dp").rank); before generate with do_sample=True call torch.manual_seed with one seed on all ranks along tp',
+        ranks=others,
+    )
