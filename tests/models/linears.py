@@ -129,6 +129,19 @@ class Mlp(nn.Module):
         return self.down(h)
 
 
+class KeptMlp(nn.Module):
+    """Keeps its forward as a function that uses modules, as minGPT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = m = nn.ModuleDict({"up": nn.Linear(WIDTH, 32), "down": nn.Linear(32, WIDTH)})
+        self.scale = scale = nn.Linear(1, WIDTH)
+        self.call = lambda x, act=F.gelu, last=scale: m.down(act(m.up(x))) * last.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(x)
+
+
 class RawMlp(nn.Module):
     """Weights without layers around them."""
 
@@ -365,6 +378,7 @@ _DECODERS: dict[str, dict[str, Any]] = {
     "written-out": {"attention": _attention(layer=Transposed), "mlp": _mlp("gated", Transposed)},
     "lora": {"attention": _attention(layer=Lora), "mlp": _mlp("gated", Lora)},
     "raw-weights": {"mlp": RawMlp},
+    "kept-function": {"mlp": KeptMlp},
     "norm-of-heads": {"attention": _attention(norm="head"), "mlp": _mlp("dropped")},
     "norm-of-width": {"attention": _attention(norm="width"), "mlp": _mlp("normed")},
     "sinks": {"attention": _attention(sinks=True)},

@@ -114,3 +114,36 @@ def test_a_weight_penalty_in_the_loss_is_told_to_have_a_backward_of_its_own(rank
         assert 'units="none"' not in said.fix or options != {"units": "none"}, said
         for name, param in plain.named_parameters():
             torch.testing.assert_close(grads[name], param.grad, rtol=1e-12, atol=1e-12)
+
+
+class Keeps(nn.Module):
+    """Keeps a function that uses a parameter by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        weight = self.inner.weight
+        self.call = lambda x: torch.tanh(x @ weight.T)
+
+    def forward(self, x):
+        return self.inner(self.call(x))
+
+
+def _keeping(layout):
+    with init(layout, device="cpu") as world:
+        try:
+            parallelize(Keeps(), world, example={"x": torch.ones(4, 6)})
+        except UnsupportedError as error:
+            return str(error)
+        return "no error"
+
+
+@pytest.mark.parametrize(("layout", "is_right"), [("dp_shard=2", False), ("dp_replicate=2", True), ("tp=2", True)])
+def test_a_function_that_keeps_a_parameter_which_is_replaced(ranks, layout, is_right):
+    """It was without a gradient, and without an error. Under tp its layer stays whole."""
+    for text in ranks.run(_keeping, 2, layout):
+        assert (
+            text == "no error"
+            if is_right
+            else "inner.weight: call, a function that keeps a parameter which is cut" in text
+        )

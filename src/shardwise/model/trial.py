@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.model.attention import attentions, write_out
+from shardwise.model.closures import rebind_functions
 from shardwise.model.layers import Layer
 from shardwise.model.leaves import Ended, Leaves
 from shardwise.model.names import canonical_modules, canonical_tensors
@@ -252,6 +253,7 @@ class Trial:
                 why=f"copy.deepcopy: {type(error).__name__}: {error}",
                 fix="keep what cannot be copied (files, locks, processes) out of the module's attributes",
             ) from error
+        rebind_functions(copied, memo)
         for name in attentions(copied):
             write_out(copied.get_submodule(name), is_cut=False)  # type: ignore[arg-type]
         for name in self._without:

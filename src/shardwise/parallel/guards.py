@@ -11,6 +11,7 @@ from shardwise._torch.autograd import num_hooks
 from shardwise._torch.dtensor import on_scalar_read
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.model import canonical_modules
+from shardwise.model.closures import functions_with_parameters
 from shardwise.model.tensors import tensors_of
 from shardwise.parallel.runtime import Runtime, is_parallelized
 from shardwise.recipe import Recipe
@@ -28,9 +29,17 @@ _WHOLE = 'keep parameters whole on every rank: sw.init("dp_replicate=-1")'
 
 
 def refuse_unfit_parts(module: nn.Module, recipe: Recipe, world: World) -> None:
-    """Raises UnsupportedError for hooks on parameters that would not run, or would see only a part of the gradient, and
-    for embeddings that write their own weight in forward."""
+    """Raises UnsupportedError for hooks on parameters that would not run, or would see only a part of the gradient, for
+    functions that keep a parameter which is replaced, and for embeddings that write their own weight in forward."""
+    kept = functions_with_parameters(module)
     for name, param in tensors_of(module, "_parameters").items():
+        if id(param) in kept and (recipe.engine == "fsdp2" or recipe.params[name].cuts):
+            raise UnsupportedError(
+                f"{kept[id(param)]}, a function that keeps a parameter which is cut over the ranks",
+                why="it would go on to use the tensor that the parameter was: without a gradient, and never updated",
+                fix="let the function take it from its module when it is called (m.weight, not weight); or " + _WHOLE,
+                name=name,
+            )
         on_tensor, after = num_hooks(param)
         if after and world.size > 1 and is_parallelized(param):  # Shardwise's own hook, of the other model
             raise part_of_another(name)

@@ -19,6 +19,7 @@ OWN = [
         "mixer",
         "norm-of-width",
         "in-place",
+        "kept-function",
     )
 ]
 FAMILIES = ["llama", "gpt2", "t5", "qwen3", "mamba"]
