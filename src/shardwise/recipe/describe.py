@@ -48,7 +48,11 @@ def _edits(recipe: Recipe) -> list[str]:
     for (technique, why), edits in groups.items():
         names = [edit.module for edit in edits]
         shared = {k: v for k, v in edits[0].args.items() if all(edit.args.get(k) == v for edit in edits)}
-        told = {k: v for k, v in shared.items() if v not in (None, False, [], {}, *recipe.params)}
+        told = {
+            key: value
+            for key, value in shared.items()
+            if value not in (None, False, *recipe.params) and not isinstance(value, (list, dict))
+        }
         given = ", ".join(f"{key}={value}" for key, value in told.items())
         count = f"{len(names)} module{'s' if len(names) > 1 else ''}"
         shown = ", ".join(names if len(names) < 4 else [names[0], "...", names[-1]])
