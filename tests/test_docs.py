@@ -343,6 +343,7 @@ SEEN_ELSEWHERE = (
     "shardwise train --data.path=README.md",
     "python tools/draw_pages.py",
     "python tools/hostile_table.py",
+    "python tools/units_table.py",
     "python -m shardwise.verify.torch_check",
     "shardwise verify ",
 )

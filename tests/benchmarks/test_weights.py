@@ -39,6 +39,7 @@ def contenders(kind):
     return [name for name in names if "accelerate" not in name or importlib.util.find_spec("accelerate")]
 
 
+@pytest.mark.soak
 def test_all_ways_to_load_give_the_same_shards_and_ours_holds_a_shard_and_sends_nothing(ranks, folder):
     found = {name: ranks.run(call, 2, "run_load", name, 48, str(folder), True) for name in contenders("LOADERS")}
     ours, *others = found.values()

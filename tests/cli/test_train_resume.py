@@ -159,6 +159,7 @@ def test_a_run_that_is_asked_for_a_checkpoint_saves_and_goes_on_to_its_end(ranks
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.soak
 def test_a_run_that_is_over_its_time_goes_on_when_it_is_started_again(ranks, tmp_path):
     # A limit that is over at once: one step each, and then there is nothing left but the end.
     over = "--checkpoint.stop_after_s=0.001"

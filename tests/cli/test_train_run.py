@@ -435,6 +435,7 @@ STOP_IN_WRITING = (
 
 
 @pytest.mark.parametrize("older", [pytest.param(False, marks=pytest.mark.soak), True])
+@pytest.mark.soak
 def test_a_rank_killed_while_weights_are_written_leaves_the_older_ones_or_none(tmp_path, text, older):
     weights = tmp_path / "runs/latest/weights"
     if older:

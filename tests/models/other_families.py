@@ -41,7 +41,11 @@ def llava() -> nn.Module:
 
 def qwen3_vl_moe() -> nn.Module:
     """A tower of vision whose middle blocks reach into the first blocks of a language model with experts."""
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 10}
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+    }  # in rows of 16 bytes, as a grouped product wants
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 1]}
     eye = {"depth": 3, "num_heads": 2, "hidden_size": 16, "intermediate_size": 20, "patch_size": 4}
     return hf(

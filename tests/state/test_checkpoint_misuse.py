@@ -361,6 +361,7 @@ def left_open(root: str, how: str) -> str:
 
 
 @pytest.mark.parametrize("how", [pytest.param("world", marks=pytest.mark.soak), "nothing"])
+@pytest.mark.soak
 def test_a_save_in_the_background_is_finished_though_nobody_closes_the_manager(tmp_path, how):
     assert launch_local(f"{__file__}:left_open", nproc=2, args=(str(tmp_path), how), timeout_s=60) == ["done", "done"]
     assert json.loads((tmp_path / "latest" / "manifest.json").read_text())["step"] == 0

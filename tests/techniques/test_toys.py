@@ -66,6 +66,7 @@ def test_the_adapter_is_a_key_of_files_and_commands(tree):
     assert "did you mean --parallel.adapter.rank=3?" in sw(tree, "train", "--parallel.adapter.rnk=3", code=2)
 
 
+@pytest.mark.soak
 def test_a_run_with_the_adapter_is_proved_and_exports_it(tree):
     from safetensors import safe_open
 
@@ -76,6 +77,7 @@ def test_a_run_with_the_adapter_is_proved_and_exports_it(tree):
         assert {"a.low", "a.high", "b.low", "b.high", "a.linear.weight"} <= {*weights.keys()}
 
 
+@pytest.mark.soak
 def test_verify_changes_both_sides(tree):
     words = ["verify", "models.py:Needs", "--layout=dp_shard=2", "--steps=2", "--accumulate=1"]
     assert "its layers have no adapter" in sw(tree, *words, code=2)
@@ -100,6 +102,7 @@ def test_an_axis_is_refused_until_a_technique_uses_it(tree):
     assert "axes that work: pp, dp_replicate, dp_shard, tp" in run(tree, "-c", script, code=1)
 
 
+@pytest.mark.soak
 def test_rows_cut_over_pp_train_as_one_process_does(tree):
     run(tree, "use_rows.py")
     found = json.loads((tree / "rows.json").read_text())

@@ -82,6 +82,7 @@ def test_one_pool_serves_the_session_and_ends_with_it_and_a_time_limit_ends_one_
     assert still_alive(pids(project)) == []
 
 
+@pytest.mark.soak
 def test_each_xdist_process_has_its_own_pool(project):
     process = start(project, "-k", "warm", "-p", "xdist", "-n", "2")
     output, _ = process.communicate(timeout=90)

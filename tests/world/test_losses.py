@@ -32,6 +32,7 @@ def test_torchrun_does_not_end_the_survivor_before_it_names_a_killed_rank():
 
 
 @pytest.mark.parametrize("blocked", [pytest.param(False, marks=pytest.mark.soak), True])
+@pytest.mark.soak
 def test_torchrun_does_not_end_it_where_ranks_are_not_connected_yet(blocked):
     """It ended by the signal without a word, or with one that named no rank."""
     found = run("killed", 1, "torchrun", timeout_s=300.0, blocked=blocked, unconnected=True)

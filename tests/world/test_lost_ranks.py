@@ -65,6 +65,7 @@ def test_out_of_memory_on_one_rank_ends_all(ended, name):
     assert re.search(r"why: rank 1 failed after window \d, before .*out of memory", other)
 
 
+@pytest.mark.soak
 def test_the_word_of_the_stores_keeper_is_heard_before_it_ends(ended):
     codes, (own, other) = ended("out_of_memory_on_the_keeper")
     assert codes[0] in FAILED and codes[1] in LOST
@@ -96,6 +97,7 @@ def test_a_killed_rank_is_named_while_a_child_of_it_lives(ended):
     assert "RankError: rank 1 was lost" in other and "the process of rank 1 has ended" in other
 
 
+@pytest.mark.soak
 def test_a_killed_rank_is_named_by_its_silence_where_ranks_cannot_connect(ended):
     codes, (other, own) = ended("killed_without_connections")
     assert codes[0] in LOST
@@ -118,6 +120,7 @@ def test_sigterm_ends_a_blocked_rank_as_it_would_without_us(ended, name):
     assert name != "sigterm_to_all" or "RankError" not in other
 
 
+@pytest.mark.soak
 def test_a_rank_that_goes_on_after_its_own_exception_is_waited_for_by_name(ended):
     codes, (other, _) = ended("caught")
     assert codes == [0, 0]
@@ -127,6 +130,7 @@ def test_a_rank_that_goes_on_after_its_own_exception_is_waited_for_by_name(ended
     assert other.count("rank 0 has waited") == 1  # and again only when it is four times as long
 
 
+@pytest.mark.soak
 def test_a_lock_that_is_held_is_reported_and_is_no_alarm(ended):
     codes, (other, _) = ended("lock_held")
     assert codes == [0, 0]
@@ -143,6 +147,7 @@ def test_a_stopped_rank_is_reported_and_named_at_the_timeout_though_its_peer_is_
     )
 
 
+@pytest.mark.soak
 def test_a_stopped_keeper_of_the_store_is_named(ended):
     codes, (_, other) = ended("stopped_keeper")
     assert codes[0] is None and codes[1] in (1, EXIT_PEER_LOST)
@@ -208,6 +213,7 @@ def blocked_beside_a_stopped_rank():
         dist.all_reduce(torch.ones(1))
 
 
+@pytest.mark.soak
 def test_the_local_launcher_names_the_stopped_rank():
     with pytest.raises(RankError) as caught:
         launch_local(
@@ -254,6 +260,7 @@ def _read_until(process, words, limit_s=LIMIT_S):
     return text
 
 
+@pytest.mark.soak
 def test_torchrun_trains_reopens_its_world_and_names_a_stopped_rank(tmp_path):
     """One run of the real launcher for all three, because it takes seconds to start."""
     process = subprocess.Popen(

@@ -173,7 +173,7 @@ def test_blocks_used_by_another_method_that_ranks_keep(ranks, where):
 OPTIONS = {"remat": FEW, "compile": SAMPLE[1:2], "offload": FEW, "kept": FEW, "much prefetch": FEW, "hsdp": SAMPLE}
 
 
-@pytest.mark.parametrize("where", [*OPTIONS, "kept over 2 of 4"])
+@pytest.mark.parametrize("where", [*OPTIONS, pytest.param("kept over 2 of 4", marks=pytest.mark.soak)])
 def test_skipped_blocks_under_options(ranks, where):
     check(ranks, where, OPTIONS.get(where, SAMPLE))
 

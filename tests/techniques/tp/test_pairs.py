@@ -30,8 +30,15 @@ def test_training_is_that_of_one_process(ranks, case, name):
     assert sw.verify(model.build, "dp_shard=2,tp=2", batches=windows, run=ranks.run, **OPTIONS[case])
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize(("precision", "gate"), [("bf16", 5e-3), ("fp16", 1e-3)])
+@pytest.mark.parametrize(
+    ("precision", "gate", "fused"),
+    [
+        ("bf16", 5e-3, False),
+        ("fp16", 1e-3, True),
+        pytest.param("bf16", 5e-3, True, marks=pytest.mark.soak),
+        pytest.param("fp16", 1e-3, False, marks=pytest.mark.soak),
+    ],
+)
 def test_half_precision_is_that_of_one_rank(ranks, precision, gate, fused):
     """Under fp16 the same steps overflow, and are skipped."""
     alone = ranks.run(train, 1, "dp_shard=1", precision, False)[0]
