@@ -134,7 +134,9 @@ def test_what_cannot_be_cut_stays_and_says_why():
     grouped = find_certified(_trial("linears: grouped"), 4)
     assert "in an order that is no even cut: 4 by 0; 4 by 1; 8 by 0,1" in grouped.left["blocks.0.attention.out.weight"]
     three = find_certified(_trial("linears: apart"), 3)
-    assert "its 16 inputs are not divisible by 3" in three.left["blocks.0.attention.out.weight"]
+    why = "blocks.0.attention.num_heads is 4, which 3 ranks do not divide (works: 2, 4)"
+    assert three.left["blocks.0.attention.out.weight"] == why
+    assert "its 32 inputs are not divisible by 3" in three.left["blocks.0.mlp.down.weight"]
 
 
 @pytest.mark.parametrize("name", ["linears: apart", "linears: slopes", "linears: latent"])

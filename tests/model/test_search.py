@@ -188,3 +188,27 @@ def test_a_layer_whose_weight_is_computed_stays_whole_and_it_is_said_why(made):
     assert found.left["down.weight"] == "its inputs are made of no linear layer's outputs"
     with_layers = search(Computed(lambda layer: layer), run_on({"x": torch.randn(3, 5, 6)}), 2)
     assert with_layers.regions[0].layers == ["up.weight", "down.weight"] and with_layers.left.keys() == {"conv.weight"}
+
+
+def test_functions_that_modules_keep_run_the_modules_of_the_copy():
+    """As in minGPT: self.mlpf = lambda x: ..."""
+    found = search(models.get("linears: kept-function").build(), run_on(None), 2)
+    assert ["blocks.0.mlp.mlp.up.weight", "blocks.0.mlp.mlp.down.weight"] in [region.layers for region in found.regions]
+    assert found.left == {}
+
+
+@pytest.mark.parametrize(("heads", "degree", "works"), [(3, 2, "3"), (6, 4, "2, 3, 6")])
+def test_heads_that_the_ranks_do_not_divide_are_named_with_the_degrees_that_work(heads, degree, works):
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.n_head, self.qkv, self.out = heads, nn.Linear(12, 36), nn.Linear(12, 12)
+
+        def forward(self, x):
+            q, k, v = (y.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+            return self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    found = search(nn.Sequential(Heads()), run_on({"input": torch.randn(2, 5, 12)}), degree)
+    assert not found.regions
+    for name in ("0.qkv.weight", "0.out.weight"):
+        assert found.left[name] == f"0.n_head is {heads}, which {degree} ranks do not divide (works: {works})"

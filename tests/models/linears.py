@@ -135,8 +135,8 @@ class KeptMlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.mlp = m = nn.ModuleDict({"up": nn.Linear(WIDTH, 32), "down": nn.Linear(32, WIDTH)})
-        self.scale = scale = nn.Linear(1, WIDTH)
-        self.call = lambda x, act=F.gelu, last=scale: m.down(act(m.up(x))) * last.bias
+        self.last = nn.LayerNorm(WIDTH)
+        self.call = lambda x, act=F.gelu, last=self.last: last(m.down(act(m.up(x))))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.call(x)

@@ -32,18 +32,20 @@ def _look_while_garbage_is_collected():
     def look():
         while not stop.is_set():
             found.append(main.line())
-            time.sleep(1e-5)
+            time.sleep(0)
 
-    thread = threading.Thread(target=look)
-    gc.set_threshold(5, 1000, 1000)
+    threads = [threading.Thread(target=look) for _ in range(3)]
+    gc.set_threshold(3, 1000, 1000)
     try:
-        thread.start()
+        for thread in threads:
+            thread.start()
         end = time.monotonic() + 2
         while time.monotonic() < end:
             deep(60, _last)  # noqa: F821
     finally:
         stop.set()
-        thread.join()
+        for thread in threads:
+            thread.join()
         gc.set_threshold(*before)
     return len(found), gc.isenabled()
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from shardwise.model.whole_model import holds_for_all
 __all__ = ["find_certified", "search"]
 
 _MOST_TOGETHER = 20  # regions among which every choice is compared
+_HEADS = re.compile(r"heads?$")  # num_heads, n_head, num_key_value_heads
 _SEARCHED = 2  # blocks of a kind: what one hands on to the next would show
 
 
@@ -244,12 +246,26 @@ def find_certified(trial: Trial, degree: int, allowed: frozenset[str] | None = N
         for weight, layer in trial.layers.items()
         if weight not in cut and not layer.is_embedding and not layer.is_norm
     }
+    for weight, why in left.items():
+        if not why.startswith("the plan ") and (heads := _heads_that_do_not_divide(trial.module, weight, degree)):
+            left[weight] = heads
     order = {weight: number for number, weight in enumerate(trial.layers)}
     kept.sort(key=lambda region: order[region.rows[0]])
     callers = trial.callers()
     for weight, names in training.callers().items():
         callers[weight] = tuple(dict.fromkeys((*callers.get(weight, ()), *names)))
     return Found(kept, left, dict(trial.layers), callers, _sharing(trial, kept), found.shown, found.foreign)
+
+
+def _heads_that_do_not_divide(root: nn.Module, weight: str, degree: int) -> str:
+    """That the module around a layer has a number of heads which ``degree`` ranks do not divide; "" if it has none."""
+    module = weight.rpartition(".")[0].rpartition(".")[0]
+    numbers = vars(root.get_submodule(module)) if weight.count(".") > 1 else {}
+    for name, value in numbers.items():
+        if _HEADS.search(name) and type(value) is int and value > 1 and value % degree:
+            works = ", ".join(str(other) for other in range(2, value + 1) if value % other == 0)
+            return f"{module}.{name} is {value}, which {degree} ranks do not divide (works: {works})"
+    return ""
 
 
 def _allowed(regions: Sequence[Region], allowed: frozenset[str], left: dict[str, str]) -> list[Region]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 import sys
 import sysconfig
 import threading
@@ -77,6 +78,17 @@ class MainThread:
         return sys._current_frames().get(self._thread.ident or 0) if self._thread.is_alive() else None
 
 
+_looking = threading.Lock()
+
+
+def _forget_threads() -> None:
+    global _looking
+    _looking = threading.Lock()  # a thread that the child does not have may hold the old one
+
+
+os.register_at_fork(after_in_child=_forget_threads)
+
+
 @contextlib.contextmanager
 def _without_collecting() -> Iterator[None]:
     """Context manager: no garbage is collected while frames of another thread are looked at.
@@ -85,14 +97,17 @@ def _without_collecting() -> Iterator[None]:
     process group ends without the interpreter's lock). If that thread leaves the frame, the object points to freed memory, and
     the next look at it is a segmentation fault. From 3.12 on garbage is collected between instructions only.
     """
-    if sys.version_info >= (3, 12) or not gc.isenabled():
+    if sys.version_info >= (3, 12):
         yield
         return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+    with _looking:  # one thread at a time: the first to end would let the others' garbage be collected
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
 
 
 def _is_collective(path: str) -> bool:
