@@ -37,8 +37,8 @@ __all__ = ["EXIT_PEER_LOST", "Watch"]
 
 _FIX_LOST = "look at that rank's output for the cause; start the run again"
 _FIX_CROSSED = (
-    "give every rank the same number of forwards and backwards, in the same order; within sw.gathered(model) each may run as many "
-    "forwards as it likes"
+    "give every rank the same number of forwards and backwards, in the same order, generate among them; without tp each may run as many "
+    "forwards as it likes within sw.gathered(model)"
 )
 _CROSSED_S = 4.0  # how long a rank is blocked before it checks whether those it waits for are elsewhere
 _HEARD_S = 2.0  # how long the keeper of the store stays after it failed, so that the others can read why
@@ -95,7 +95,7 @@ class Watch:
         self._store, self._main_store = connection_to(store), connection_to(store)
         self.open_store = lambda: connection_to(store)  # for threads that seldom need one: a read blocks its connection
         self.guard = guard = Guard(self, threading.current_thread(), self.stopped)
-        self._crossed: Crossed | None = None
+        self._crossed: dict[str, Crossed] = {}  # by process group
         self.report = WaitReport(rank, self.report_s, timeout_s)
         self.beats = Beats(self._store, rank, size, lambda: guard.awake_s)
         self.connections = connect(self, self.open_store, master=master, is_one_host=is_one_host)
@@ -116,8 +116,9 @@ class Watch:
         self.place, self.waits, self._behind = f"after {place}", None, (self.exchanges, place)
 
     def gathers_with(self, ranks: tuple[int, ...], group: Any) -> None:
-        """Records with which ranks this one gathers and reduces units, and in which process group."""
-        self._crossed = Crossed(tuple(rank for rank in ranks if rank != self.rank), getattr(group, "group_name", ""))
+        """Records with which ranks this one gathers and reduces units, or shares layers, and in which process group."""
+        name = getattr(group, "group_name", "")
+        self._crossed[name] = Crossed(tuple(rank for rank in ranks if rank != self.rank), name)
 
     def check(self) -> None:
         """Raises the alarm, if there is one."""
@@ -286,9 +287,10 @@ class Watch:
                 return
 
     def _look_for_crossed(self, wait: Wait) -> None:
-        if self._crossed is None or not self._crossed.looks_at(wait):
+        crossed = self._crossed.get(wait.group)
+        if crossed is None or not crossed.looks_at(wait):
             return
-        found = self._crossed.found(wait, self.beats.read(self._crossed.ranks), self.exchanges)
+        found = crossed.found(wait, self.beats.read(crossed.ranks), self.exchanges)
         if not found:
             return
         where = "; ".join(f"rank {rank} {elsewhere(beat)}" for rank, beat in found.items())

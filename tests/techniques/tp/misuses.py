@@ -264,3 +264,13 @@ def drawn_after():
             sw.parallelize(Draws, world)
             drawn.append((random.random(), numpy.random.rand(), torch.rand(()).item()))
     return drawn
+
+
+def alone(then: str):
+    """A forward on rank 0; the other goes on to what all ranks do."""
+    with sw.init("tp=2", device="cpu", timeout_s=100) as world:
+        model = cut(world)
+        if world.is_main:
+            torch.no_grad()(model)(torch.zeros(1, 4, dtype=torch.long))
+        if then == "a barrier":
+            world.barrier()

@@ -1,7 +1,11 @@
 """What would be wrong without an error is an error."""
 
+import time
+
 import pytest
-from techniques.tp.misuses import MISUSES, WORKS, described, drawn_after, results, sizes_seen
+from techniques.tp.misuses import MISUSES, WORKS, alone, described, drawn_after, results, sizes_seen
+
+import shardwise as sw
 
 SAYS = {
     "state_dict": ("UsageError: embed.weight: state_dict() of a model that is cut over tp", "sw.full_state_dict"),
@@ -87,3 +91,15 @@ def test_describe_says_what_is_cut_and_why_the_rest_is_not(ranks):
         "tp: 1 module (head): vocabulary-parallel head: each rank computes the logits of some tokens, and they are gathered\n"
         in text
     )
+
+
+@pytest.mark.parametrize("then", ["a barrier", pytest.param("the end", marks=pytest.mark.soak)])
+def test_a_forward_on_one_rank_alone_is_told_so(ranks, then):
+    """As in: if world.is_main: print(model.generate(...)). It hung until the timeout."""
+    start = time.monotonic()
+    with pytest.raises(sw.RankError) as caught:
+        ranks.run(alone, 2, then, timeout_s=60)
+    assert "ranks 0, 1 wait for each other in different collectives" in str(caught.value)
+    assert ("rank 1 waits at a barrier" if then == "a barrier" else "has left") in str(caught.value)
+    assert "generate among them" in str(caught.value)
+    assert time.monotonic() - start < 50  # of a timeout of 100

@@ -19,6 +19,10 @@ def refuse_other_inputs(runtime: Any) -> None:
     """Makes the module raise RankError, on all ranks along ``tp``, where a forward outside of a window is given tensors that
     differ between them."""
     axis = runtime.world.axis("tp")
+    if runtime.world.watch is not None:
+        runtime.world.watch.gathers_with(
+            axis.ranks, axis.group
+        )  # a rank that comes alone is told so, before the timeout
 
     def check(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         if not runtime.in_window:
