@@ -97,7 +97,8 @@ def parts_wrong(trial: Trial, regions: Sequence[Region], degree: int, whole: Run
         try:
             why = _wrong_on(rank, trial, regions, degree, whole, alone)
         except Exception as error:
-            why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            first = (str(error).splitlines() or [""])[0]
+            why = f"the code between its layers does not run on a part: {type(error).__name__}: {first}"
         if why:
             return f"rank {rank} of {degree}: {why}"
     return ""
