@@ -182,10 +182,10 @@ class LooksAtItsWeight(nn.Module):
 class FromTheWidth(nn.Module):
     """Attention that takes the sizes of heads from its input, as nanoGPT does."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: Callable[[int, int], nn.Module] = nn.Linear) -> None:
         super().__init__()
         self.n_head = HEADS
-        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.c_attn, self.c_proj = layer(WIDTH, 3 * WIDTH), layer(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.size()
@@ -384,6 +384,7 @@ _DECODERS: dict[str, dict[str, Any]] = {
     "sinks": {"attention": _attention(sinks=True)},
     "tempered": {"attention": _attention(tempered=True)},
     "from-the-width": {"attention": FromTheWidth},
+    "from-the-width, lora": {"attention": functools.partial(FromTheWidth, Lora)},
     "latent": {"attention": Latent},
     "parallel": {"parallel": True},
     "slopes": {"bias": "slopes"},

@@ -193,7 +193,7 @@ def _cut_tensors(root: nn.Module, region: Region, degree: int, rank: int) -> Ite
 
 def _outputs_differ(regions: Sequence[Region], whole: Run, part: Run, degree: int, rank: int) -> str:
     rows = {weight for region in regions for weight in region.rows}
-    narrowed = {weight for region in regions if region.narrowed for weight in region.sources}
+    narrowed = {weight for region in regions for weight in region.gets_whole}
     if whole.inputs.keys() != part.inputs.keys():
         return "other layers are called"
     for call, x in whole.inputs.items():

@@ -76,8 +76,9 @@ class Region:
         tensors: parameter or buffer between the layers -> how it is cut.
         arguments: floating argument of ``module`` -> how it is cut.
         settings: values on a rank, of numbers of heads and the like.
-        narrowed: arguments of ``module`` that are read by column-parallel layers only, and whose width the code uses
-            for that of a rank's part: everything but those layers is given as much of them as a rank has outputs.
+        narrowed: arguments of ``module`` that are read by layers only, and whose width the code uses for that of a
+            rank's part: everything but those layers is given as much of them as a rank has outputs.
+        readers: layers that read such an argument and are not cut.
         dropouts: layers after whose call dropout is applied to a rank's part, until the next layer is called. Elsewhere
             it is applied to what every rank has whole.
     """
@@ -91,12 +92,18 @@ class Region:
     arguments: dict[Place, Cut] = field(default_factory=dict)
     settings: dict[Setting, int] = field(default_factory=dict)
     narrowed: tuple[Place, ...] = ()
+    readers: tuple[str, ...] = ()
     dropouts: tuple[str, ...] = ()
 
     @property
     def sources(self) -> set[str]:
         """The layers whose outputs it starts from."""
         return {*self.columns, *self.whole}
+
+    @property
+    def gets_whole(self) -> set[str]:
+        """The layers that get all of arguments that are narrowed."""
+        return {*self.sources, *self.readers} if self.narrowed else set()
 
     @property
     def layers(self) -> list[str]:

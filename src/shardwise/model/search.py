@@ -197,6 +197,7 @@ def _moved(region: Region, block: str, other: str) -> Region:
         tensors={moved(name): cut for name, cut in region.tensors.items()},
         settings={(moved(module), attr): value for (module, attr), value in region.settings.items()},
         dropouts=tuple(map(moved, region.dropouts)),
+        readers=tuple(map(moved, region.readers)),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.model.certificate import Settings, calls_of, parts_wrong, whole_run, whole_wrong
 from shardwise.model.regions import Region, Setting, signature
@@ -33,11 +33,11 @@ def settled(trial: Trial, region: Region, degree: int, first: Settings | None = 
     whole = whole_run(trial, [region], alone=region)
     if why := whole_wrong(trial, region, whole, degree):
         return why
-    narrowed = _may_be_narrowed(region, whole, degree)
+    narrowed, readers = _may_be_narrowed(region, whole, degree)
     tries = itertools.chain([first] if first else [], [Settings()], _candidates(trial, region, degree))
     for settings in itertools.islice(tries, _MOST_TRIES):
         for places in ((), narrowed) if narrowed else ((),):
-            tried = replace(region, settings=settings, narrowed=places)
+            tried = replace(region, settings=settings, narrowed=places, readers=readers if places else ())
             found = parts_wrong(trial, [tried], degree, whole, alone=tried)
             if not found:
                 return tried
@@ -46,16 +46,29 @@ def settled(trial: Trial, region: Region, degree: int, first: Settings | None = 
     return why
 
 
-def _may_be_narrowed(region: Region, whole: Run, degree: int) -> tuple[Place, ...]:
-    """The arguments that column-parallel layers read, and nothing else that has a gradient."""
+def _may_be_narrowed(region: Region, whole: Run, degree: int) -> tuple[tuple[Place, ...], tuple[str, ...]]:
+    """The arguments that column-parallel layers read, and the other layers of the module that read them."""
     read = [x for call, x in whole.inputs.items() if call.weight in region.sources]
-    return tuple(
+    places = tuple(
         place
         for place, leaves in whole.arguments.items()
         if place not in region.arguments
         and all(leaf.dim() and leaf.shape[-1] % degree == 0 for leaf in leaves)
-        and all(any(x.shape == leaf.shape and torch.equal(x, leaf) for x in read) for leaf in leaves)
+        and all(any(_is_same(x, leaf) for x in read) for leaf in leaves)
     )
+    leaves = [leaf for place in places for leaf in whole.arguments[place]]
+    readers = {
+        call.weight: None
+        for call, x in whole.inputs.items()
+        if call.weight not in region.layers
+        and (not region.module or call.weight.startswith(f"{region.module}."))
+        and any(_is_same(x, leaf) for leaf in leaves)
+    }
+    return places, tuple(readers)
+
+
+def _is_same(x: Tensor, leaf: Tensor) -> bool:
+    return x.shape == leaf.shape and torch.equal(x, leaf)
 
 
 def _candidates(trial: Trial, region: Region, degree: int) -> Iterator[Settings]:

@@ -157,7 +157,7 @@ def _leaf_of(leaf: Callable[[Any, Tensor], Tensor], module: str, place: Place, v
 
 def _differs(trial: Trial, regions: Sequence[Region], degree: int, ranks: Iterable[int], whole: _Watched) -> str:
     """What some ranks get that they should not; "" if there is nothing."""
-    narrowed = {weight for region in regions if region.narrowed for weight in region.sources}
+    narrowed = {weight for region in regions for weight in region.gets_whole}
     for rank in ranks:
         seen: dict[Call, _Sums] = {}
         try:

@@ -20,6 +20,7 @@ OWN = [
         "norm-of-width",
         "in-place",
         "kept-function",
+        "from-the-width, lora",
     )
 ]
 FAMILIES = ["llama", "gpt2", "t5", "qwen3", "mamba"]

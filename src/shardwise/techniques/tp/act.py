@@ -20,7 +20,15 @@ from shardwise.model.calling import TARGETS, tensors_given
 from shardwise.model.tensors import replace_tensors, tensors_of
 from shardwise.recipe import Cut, Edit, Param, Part, Recipe, extents, local_shape
 from shardwise.techniques.technique import Act
-from shardwise.techniques.tp.layers import CutEmbedding, CutHead, CutLayer, LayerOfRank, Shared, within_layers
+from shardwise.techniques.tp.layers import (
+    CutEmbedding,
+    CutHead,
+    CutLayer,
+    LayerOfRank,
+    Shared,
+    WholeReader,
+    within_layers,
+)
 from shardwise.techniques.tp.rule import TensorParallelEntry
 from shardwise.techniques.tp.same_inputs import refuse_other_inputs
 from shardwise.techniques.tp.streams import PartStream
@@ -29,7 +37,7 @@ from shardwise.world.axis import Axis
 
 __all__ = ["TensorParallelAct"]
 
-_LAYERS = ("column", "row", "whole")
+_LAYERS = ("column", "row", "whole", "reader")
 _TABLES = ("embedding", "head")
 
 
@@ -66,7 +74,11 @@ class TensorParallelAct(Act):
         called: dict[str, dict[str, LayerOfRank]] = {}
         for edit in edits:
             if edit.action in _LAYERS:
-                layer = CutLayer(shared, edit.action, **edit.args)
+                layer: LayerOfRank = (
+                    WholeReader(shared, **edit.args)
+                    if edit.action == "reader"
+                    else CutLayer(shared, edit.action, **edit.args)
+                )
                 for caller in edit.args["callers"] or [edit.module]:
                     called.setdefault(caller, {})[edit.args["weight"]] = layer
             elif edit.action in _TABLES:

@@ -19,7 +19,7 @@ from shardwise.model.layers import Layer, LayerCalls
 from shardwise.techniques.tp.exchanges import Gather, SumGradient, SumParts
 from shardwise.techniques.tp.streams import PartStream
 
-__all__ = ["CutEmbedding", "CutHead", "CutLayer", "LayerOfRank", "Shared", "within_layers"]
+__all__ = ["CutEmbedding", "CutHead", "CutLayer", "LayerOfRank", "Shared", "WholeReader", "within_layers"]
 
 
 class Shared:
@@ -144,6 +144,24 @@ class CutLayer:
         if self._drops_part and shared.stream is not None:
             shared.stream.enter()
         return y
+
+
+class WholeReader:
+    """A layer that is not cut, and whose input is an argument of which the code around it has a part: it gets all of it.
+
+    Args:
+        shared: what it shares with the layers that are cut.
+        out_dim: the dim of its weight along which the outputs lie.
+        names: ``weight``, ``bias``, ``callers``: not read here.
+    """
+
+    def __init__(self, shared: Shared, *, out_dim: int, **names: Any):
+        self._shared, self._out_dim = shared, out_dim
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Its outputs."""
+        with self._shared.calling():
+            return functional.linear(self._shared.whole(x), weight if self._out_dim == 0 else weight.t(), bias)
 
 
 class CutEmbedding:

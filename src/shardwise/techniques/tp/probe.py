@@ -109,6 +109,7 @@ def facts_of(found: Found, parameters: Collection[str]) -> Facts:
             if not is_norm(weight):
                 _add_layer(facts, found, region, weight)
         _add_tensors(facts, region, parameters)
+        _add_readers(facts, found, region)
         numbers: dict[str, dict[str, int]] = {}
         for (module, attr), value in region.settings.items():
             numbers.setdefault(module, {})[attr] = value
@@ -146,6 +147,20 @@ def _add_layer(facts: Facts, found: Found, region: Region, weight: str) -> None:
         "drops_part": weight in region.dropouts,
     }
     facts["edits"].append([layer.module, action, arguments])
+
+
+def _add_readers(facts: Facts, found: Found, region: Region) -> None:
+    """Adds the layers that are not cut and get all of an argument of which others have a part."""
+    cut = {weight for other in found.regions for weight in other.layers}
+    for weight in (weight for weight in region.readers if weight not in cut):
+        layer, callers = found.layers[weight], list(found.callers[weight])
+        arguments = {
+            "weight": weight,
+            "bias": layer.bias,
+            "out_dim": layer.out_dim,
+            "callers": [] if callers == [layer.module] else callers,
+        }
+        facts["edits"].append([layer.module, "reader", arguments])
 
 
 def _add_norms(facts: Facts, found: Found, parameters: Iterable[str]) -> None:

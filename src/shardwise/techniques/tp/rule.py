@@ -19,6 +19,7 @@ _WHY = {
     "head": "vocabulary-parallel head: each rank computes the logits of some tokens, and they are gathered",
     "attention": "computes its projections as linear layers, of which a rank has some heads",
     "norm": "a norm of all of its inputs: they are gathered, and each rank goes on with its part of the outputs",
+    "reader": "gets all of its input, of which the code around it has a part",
     "part": "works on a rank's part of tensors that are not outputs of its layers",
     "set": "works on a rank's part: numbers of heads and the like",
 }
