@@ -2,6 +2,7 @@
 one process."""
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -177,6 +178,7 @@ def averaged(layout: str, options: dict) -> tuple:
         said = [
             said_of(lambda: copy.deepcopy(model)),
             said_of(lambda: torch.optim.swa_utils.AveragedModel(model)),
+            said_of(lambda: torch.save(model, io.BytesIO())),
         ]
         averages = train(model, target, torch.optim.SGD(model.parameters(), lr=0.05), batches)
         names = [name for name, _ in model.named_parameters()]
@@ -190,8 +192,10 @@ def test_an_average_of_weights_and_a_target(ranks, layout):
     averages = train(plain, target, torch.optim.SGD(plain.parameters(), lr=0.05), lambda _: BATCHES)
     names = [name for name, _ in plain.named_parameters()]
     for rank, (said, found, state) in enumerate(ranks.run(averaged, 2, *LAYOUTS[layout])):
-        for error in said:
+        *of_copies, of_pickling = said
+        for error in of_copies:
             assert "p.detach().clone()" in error.fix and "target.load_state_dict" in error.fix, error
+        assert "torch.save or pickle of a sharded module" in of_pickling.given and "sw.save_weights" in of_pickling.fix
         assert_close(found, dict(zip(names, averages, strict=True)))
         assert_close(state, dict(target.named_parameters()) if rank == 0 else {})
 

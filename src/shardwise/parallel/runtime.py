@@ -19,7 +19,7 @@ from shardwise.errors import ShardwiseError, UsageError
 from shardwise.layout import Coord
 from shardwise.model import canonical_modules
 from shardwise.model.tensors import like_parameter, loose_tensors, tensors_of
-from shardwise.parallel.stale import ModuleSnapshot, refuse_deepcopy
+from shardwise.parallel.stale import ModuleSnapshot, refuse_deepcopy, refuse_pickling
 from shardwise.recipe import RankView, Recipe, Slice, extents
 from shardwise.techniques.data.penalties import PenaltyGradients
 from shardwise.techniques.data.rule import DataEntry
@@ -308,6 +308,7 @@ def attach(module: nn.Module, runtime: Runtime) -> None:
     module.__dict__[_KEY] = runtime
     _in_use.add(runtime)
     module.__dict__["__deepcopy__"] = refuse_deepcopy
+    module.__dict__["__reduce_ex__"] = refuse_pickling
 
 
 def runtime_of(module: nn.Module) -> Runtime:

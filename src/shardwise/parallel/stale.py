@@ -15,7 +15,7 @@ from shardwise._torch.fully_shard import gathered_parameters
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.model import canonical_modules, canonical_tensors
 
-__all__ = ["ModuleSnapshot", "mark_stale", "refuse_deepcopy", "refuse_stale"]
+__all__ = ["ModuleSnapshot", "mark_stale", "refuse_deepcopy", "refuse_pickling", "refuse_stale"]
 
 _MARK = "_shardwise_replaced"
 _CHILDREN, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
@@ -55,7 +55,17 @@ def refuse_deepcopy(_memo: Any) -> NoReturn:
         why="hooks, shards and process groups belong to the one module, so a copy would train wrongly without an error",
         fix="for an average of weights (EMA) keep averages = [p.detach().clone() for p in model.parameters()], and after each step, "
         "within torch.no_grad(), average.lerp_(p, 0.001) for each of them; for a second network (a target) parallelize a second "
-        "model in the same way, and target.load_state_dict(model.state_dict()); whole values: sw.full_state_dict(model)",
+        "model in the same way, and target.load_state_dict(model.state_dict()), or, with tp, sw.load_full_state_dict(target, "
+        "sw.full_state_dict(model)); whole values: sw.full_state_dict(model)",
+    )
+
+
+def refuse_pickling(_protocol: Any) -> NoReturn:
+    """Replaces ``__reduce_ex__`` of a sharded module: raises UnsupportedError."""
+    raise UnsupportedError(
+        "torch.save or pickle of a sharded module",
+        why="hooks and process groups belong to this process, and of most parameters it has a part",
+        fix="on every rank: sw.save_weights(model, directory) for its values, sw.CheckpointManager to go on with the run later",
     )
 
 
