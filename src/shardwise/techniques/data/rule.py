@@ -52,7 +52,8 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, sharding: Sharding, ddp: DDP
         draft.notes += notes
     else:
         check_names(draft.anatomy, sharding)
-        why = "replicated: DDP keeps every parameter whole"
+        what = "every parameter whole" if draft.layout.tp == 1 else "of every parameter what tp leaves a rank"
+        why = f"replicated: DDP keeps {what}"
         draft.units = (Unit(name=ROOT, modules=(ROOT,), reshard=False, why=why),)
     _note_without_effect(draft, sharding, ddp)
     draft.homes = unit_of_params(draft.anatomy, draft.units)
