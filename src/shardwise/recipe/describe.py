@@ -51,13 +51,18 @@ def _edits(recipe: Recipe) -> list[str]:
         told = {
             key: value
             for key, value in shared.items()
-            if value not in (None, False, *recipe.params) and not isinstance(value, (list, dict))
+            if value not in (None, False, [], {}, *recipe.params) and not _is_nested(value)
         }
         given = ", ".join(f"{key}={value}" for key, value in told.items())
         count = f"{len(names)} module{'s' if len(names) > 1 else ''}"
         shown = ", ".join(names if len(names) < 4 else [names[0], "...", names[-1]])
         lines.append(f"{technique}: {count} ({shown}): {why}" + (f" [{given}]" if given else ""))
     return lines
+
+
+def _is_nested(value: object) -> bool:
+    """Whether a value is made of lists or mappings: places and cuts, which a reader of the text cannot use."""
+    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(x, (list, dict)) for x in value))
 
 
 def _param_bytes(recipe: Recipe, name: str) -> int:
