@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.model.attention import attentions, write_out
+from shardwise.model.found import Found, Region, rows_of
 from shardwise.model.layers import Layer, LayerCalls, is_norm
 from shardwise.model.lift import LiftFloat32
 from shardwise.model.names import canonical_tensors
-from shardwise.model.regions import Found, Region, rows_of
 from shardwise.model.search import search
 from shardwise.world import init
 

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.model.regions import Cut, Region, Setting, Whole, part_of, rows_of, weights_for
+from shardwise.model.found import Cut, Region, Setting, Whole, part_of, rows_of
+from shardwise.model.regions import weights_for
 from shardwise.model.run import Call, Place, Run
 from shardwise.model.trial import Change, Trial
 

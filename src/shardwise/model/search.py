@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from shardwise.errors import UnsupportedError
 from shardwise.model.block_kinds import block_kinds, in_block, is_in_block
 from shardwise.model.certificate import Settings, certify, dropouts
+from shardwise.model.found import Found, Region
 from shardwise.model.layers import is_norm
-from shardwise.model.regions import Found, Region, find_regions, gradients, signature
+from shardwise.model.regions import find_regions, gradients, signature
 from shardwise.model.settings import settled
 from shardwise.model.tables import add_tables, of_vocabulary
 from shardwise.model.trial import Trial, Uses, around_modules
@@ -260,12 +261,12 @@ def find_certified(trial: Trial, degree: int, allowed: frozenset[str] | None = N
 
 def _heads_that_do_not_divide(root: nn.Module, weight: str, degree: int) -> str:
     """That the module around a layer has a number of heads which ``degree`` ranks do not divide; "" if it has none."""
-    module = weight.rpartition(".")[0].rpartition(".")[0]
-    numbers = vars(root.get_submodule(module)) if weight.count(".") > 1 else {}
-    for name, value in numbers.items():
+    module = ".".join(weight.split(".")[:-2])
+    for name, value in vars(root.get_submodule(module)).items():
         if _HEADS.search(name) and type(value) is int and value > 1 and value % degree:
             works = ", ".join(str(other) for other in range(2, value + 1) if value % other == 0)
-            return f"{module}.{name} is {value}, which {degree} ranks do not divide (works: {works})"
+            shown = f"{module}.{name}" if module else name
+            return f"{shown} is {value}, which {degree} ranks do not divide (works: {works})"
     return ""
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.model.certificate import Settings, calls_of, parts_wrong, whole_run, whole_wrong
-from shardwise.model.regions import Region, Setting, signature
+from shardwise.model.found import Region, Setting
+from shardwise.model.regions import signature
 from shardwise.model.run import Place, Run
 from shardwise.model.trial import Trial
 

@@ -6,9 +6,9 @@ from collections.abc import Container, Iterable, Mapping
 
 from torch import nn
 
+from shardwise.model.found import Found, Table
 from shardwise.model.layers import Layer
 from shardwise.model.names import canonical_modules, canonical_tensors
-from shardwise.model.regions import Found, Table
 from shardwise.model.trial import Trial, Uses
 
 __all__ = ["add_tables", "of_vocabulary"]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from shardwise.model.certificate import part_of_run
-from shardwise.model.regions import Found, Region, part_of, weights_for
+from shardwise.model.found import Found, Region, part_of
+from shardwise.model.regions import weights_for
 from shardwise.model.run import Call, Place, Run
 from shardwise.model.trial import Trial, Uses
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.config.target import load_target
 from shardwise.errors import PlanError, UnsupportedError, UsageError
-from shardwise.model.regions import Found
+from shardwise.model.found import Found
 from shardwise.recipe import Anatomy
 from shardwise.recipe.patterns import matches
 from shardwise.recipe.targets import modules_named

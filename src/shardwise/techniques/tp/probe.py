@@ -10,8 +10,8 @@ from torch import nn
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.model.attention import attentions
 from shardwise.model.calling import tensors_given
+from shardwise.model.found import Cut, Found, Region, Rows, Whole
 from shardwise.model.layers import is_norm
-from shardwise.model.regions import Cut, Found, Region, Rows, Whole
 from shardwise.model.search import search
 from shardwise.recipe import Draft
 from shardwise.techniques.technique import Example
