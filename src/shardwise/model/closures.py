@@ -31,7 +31,8 @@ def functions_with_parameters(module: nn.Module) -> dict[int, str]:
         for _, key, function in _kept(child):
             for value in (*map(_content, function.__closure__ or ()), *(function.__defaults__ or ())):
                 if isinstance(value, nn.Parameter):
-                    found[id(value)] = ".".join(filter(None, (name, str(key))))
+                    shown = key if isinstance(key, str) else function.__name__  # hooks have numbers
+                    found[id(value)] = f"{name}.{shown}" if name else shown
     return found
 
 

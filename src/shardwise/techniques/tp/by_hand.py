@@ -4,7 +4,6 @@
 rank nothing is exchanged.
 """
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -31,12 +30,14 @@ def tp_copy(x: Tensor, axis: Axis) -> Tensor:
     Raises:
         UnsupportedError: within a model that is given to ``parallelize`` with ``tp``, as is each of these functions.
     """
-    return x if _is_alone(axis, "tp_copy") else SumGradient.apply(x, group_name(axis.group))
+    group = _group(axis, "tp_copy")
+    return x if group is None else SumGradient.apply(x, group)
 
 
 def tp_reduce(x: Tensor, axis: Axis) -> Tensor:
     """The sum of ``x`` over the ranks, each of which has a part of it; the gradient is that of the sum."""
-    return x if _is_alone(axis, "tp_reduce") else SumParts.apply(x, group_name(axis.group))
+    group = _group(axis, "tp_reduce")
+    return x if group is None else SumParts.apply(x, group)
 
 
 def tp_scatter(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
@@ -46,7 +47,8 @@ def tp_scatter(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
     Raises:
         UsageError: the ranks do not divide the dim.
     """
-    if _is_alone(axis, "tp_scatter"):
+    group = _group(axis, "tp_scatter")
+    if group is None:
         return x
     if x.shape[dim] % axis.size:
         raise UsageError(
@@ -54,14 +56,13 @@ def tp_scatter(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
             why=f"the {axis.size} ranks along {axis.name} do not divide {x.shape[dim]}",
             fix="fill it up to a multiple, or use an axis of fewer ranks",
         )
-    return Scatter.apply(x, group_name(axis.group), axis.size, axis.rank, dim)
+    return Scatter.apply(x, group, axis.size, axis.rank, dim)
 
 
 def tp_gather(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
     """The parts of all ranks, of one shape, side by side along ``dim``; the gradient is this rank's part of it."""
-    if _is_alone(axis, "tp_gather"):
-        return x
-    return Gather.apply(x, group_name(axis.group), axis.size, axis.rank, dim, False)
+    group = _group(axis, "tp_gather")
+    return x if group is None else Gather.apply(x, group, axis.size, axis.rank, dim, False)
 
 
 def column_parallel_linear(
@@ -108,11 +109,14 @@ def parallel_embedding(ids: Tensor, weight: Tensor, *, axis: Axis) -> Tensor:
     return tp_gather(functional.embedding(ids, weight), axis)
 
 
-def _is_alone(axis: Axis, name: str) -> bool:
-    if axis.size > 1 and is_trial_running() and not torch.compiler.is_compiling():
+def _group(axis: Axis, name: str) -> str | None:
+    """The name of the process group of an axis; None: it has one rank."""
+    if axis.size == 1:
+        return None
+    if is_trial_running():
         raise UnsupportedError(
             f"{name} within a model that is given to parallelize with tp={axis.size}",
             why="one rank runs the model by itself to find what can be cut, and the others would not make this call",
             fix="write nn.Linear and nn.Embedding there, which parallelize cuts; or leave parallelize out",
         )
-    return axis.size == 1
+    return group_name(axis.group)

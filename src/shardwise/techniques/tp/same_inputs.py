@@ -17,29 +17,25 @@ __all__ = ["refuse_other_inputs"]
 
 def refuse_other_inputs(runtime: Any) -> None:
     """Makes the module raise RankError, on all ranks along ``tp``, where a forward outside of a window is given tensors that
-    differ between them."""
-    axis = runtime.world.axis("tp")
+    differ between them, or where one of them calls it alone."""
+    axis, device = runtime.world.axis("tp"), runtime.world.device
     if runtime.world.watch is not None:
-        runtime.world.watch.gathers_with(
-            axis.ranks, axis.group
-        )  # a rank that comes alone is told so, before the timeout
+        runtime.world.watch.gathers_with(axis.ranks, axis.group)
 
     def check(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         if not runtime.in_window:
             named = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
-            _compare(axis, {name: value for name, value in named.items() if isinstance(value, Tensor)}, runtime)
+            _compare(axis, {name: value for name, value in named.items() if isinstance(value, Tensor)}, device)
 
     runtime.module.register_forward_pre_hook(check, with_kwargs=True)
 
 
-def _compare(axis: Axis, inputs: Mapping[str, Tensor], runtime: Any) -> None:
-    digest = float(digest_of(inputs, unread=""))
-    smallest, largest = axis.reduce(
-        torch.tensor([-digest, digest], dtype=torch.float64, device=runtime.world.device), "max"
-    )
+def _compare(axis: Axis, inputs: Mapping[str, Tensor], device: torch.device) -> None:
+    digest = torch.tensor([digest_of(inputs, unread="")], dtype=torch.float64, device=device)
+    smallest, largest = axis.reduce(torch.cat([-digest, digest]), "max")
     if float(smallest) == -float(largest):
         return
-    found = axis.gather(torch.tensor([digest], dtype=torch.float64, device=runtime.world.device)).tolist()
+    found = axis.gather(digest).tolist()
     others = tuple(rank for rank, its in zip(axis.ranks, found, strict=True) if its != found[0])
     raise RankError(
         f"ranks {axis.ranks[0]} and {others[0]} with other inputs in a forward ({', '.join(inputs)})",
