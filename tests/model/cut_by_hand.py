@@ -5,6 +5,7 @@ import contextlib
 import copy
 import functools
 import random
+from typing import Any
 
 import models
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.model.attention import attentions, write_out
+from shardwise.model.closures import rebind_functions
 from shardwise.model.found import Found, Region, rows_of
 from shardwise.model.layers import Layer, LayerCalls, is_norm
 from shardwise.model.lift import LiftFloat32
@@ -182,7 +184,7 @@ class Cut(LayerCalls):
         for region in self.regions:
             columns, rows = columns | region.columns.keys(), rows | {*region.rows}
             whole, inner = whole | {*region.whole}, inner | {*region.inner}
-        if layer.weight not in columns | rows | whole:
+        if layer.weight not in columns | rows | whole | {name for region in self.regions for name in region.readers}:
             return NotImplemented
         x = self.given[id(x)][1] if id(x) in self.given else x
         if layer.is_embedding:
@@ -217,7 +219,10 @@ def _error(model: models.Model, found: Found, degree: int, rank: int) -> tuple[f
         for param in whole.parameters():
             param.add_(torch.randn_like(param), alpha=0.05)  # no bias of zeros, no norm of ones
     (batches,) = model.windows(1, 2)
-    cut = Cut(copy.deepcopy(whole), found.layers, found.regions, degree, rank)
+    memo: dict[int, Any] = {}
+    copied = copy.deepcopy(whole, memo)
+    rebind_functions(copied, memo)
+    cut = Cut(copied, found.layers, found.regions, degree, rank)
     losses = []
     for module, within in ((whole, None), (cut.module, cut)):
         total = 0.0
