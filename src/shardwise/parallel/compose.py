@@ -35,6 +35,7 @@ from shardwise.parallel.init.sources import all_tensors, build_with_source
 from shardwise.parallel.large_pages import in_large_pages
 from shardwise.parallel.plain_parts import refuse_norms_of_parts, refuse_states_of_parts
 from shardwise.parallel.runtime import Runtime, attach, has_runtime, is_parallelized, runtime_of
+from shardwise.parallel.same_modules import refuse_other_modules, refuse_other_recipes
 from shardwise.parallel.stale import mark_stale
 from shardwise.parallel.step_checks import watch_steps
 from shardwise.parallel.torch_check import check_torch
@@ -44,7 +45,7 @@ from shardwise.techniques.data.fsdp2 import apply_fsdp2
 from shardwise.techniques.data.replicas import apply_ddp
 from shardwise.techniques.fold import acts, adjusted, make_recipe, prepared, probe
 from shardwise.techniques.technique import Example
-from shardwise.world import World, agree_on
+from shardwise.world import World
 
 __all__ = ["apply_recipe", "describe", "parallelize", "recipe_of", "shard", "world_of"]
 
@@ -148,7 +149,9 @@ def shard(
     _refuse_wrapped(module)
     if world.is_main:
         _warn_of_unregistered(module)
-    anatomy = adjusted(module, read_anatomy(module, example=example), parallel)
+    read = read_anatomy(module, example=example)
+    refuse_other_modules(module, read, example, world)
+    anatomy = adjusted(module, read, parallel)
     runs = dataclasses.replace(runs or _runs_on(example, module), within=functools.partial(source.with_indices, module))
     recipe = make_recipe(anatomy, world.layout, facts=probe(module, world, runs), **given)
     for act in acts():
@@ -156,7 +159,7 @@ def shard(
     if source.note is not None:
         recipe = msgspec.structs.replace(recipe, notes=(*recipe.notes, source.note))
     refuse_unfit_parts(module, recipe, world)
-    _agree_on_recipe(module, recipe, world)
+    refuse_other_recipes(recipe, world)
     source.release(module, recipe)
     without_memory = {name for name, tensor in all_tensors(module).items() if tensor.device.type == "meta"}
     for note in recipe.notes:
@@ -311,32 +314,6 @@ def _first_difference(anatomy: Anatomy, recipe: Recipe) -> str | None:
     ours = {**facts(recipe.params), **{n: f[:2] for n, f in facts(recipe.buffers).items()}}
     theirs = {**facts(anatomy.params), **{n: f[:2] for n, f in facts(anatomy.buffers).items()}}
     return next((name for name in (*theirs, *ours) if ours.get(name) != theirs.get(name)), None)
-
-
-def _agree_on_recipe(module: nn.Module, recipe: Recipe, world: World) -> None:
-    told: dict[str, Any] = msgspec.to_builtins(recipe)
-    params, buffers, units, edits, notes = map(told.pop, ("params", "buffers", "units", "edits", "notes"))
-    entries = told.pop("techniques").items()
-    facts: dict[str, Any] = {"module class": told.pop("module_class"), **told}
-    for technique, entry in entries:
-        facts |= {key if key not in facts else f"{technique}.{key}": value for key, value in entry.items()}
-    for kind, entries in {
-        "parameter": params,
-        "buffer": buffers,
-        "unit": {unit["name"] or "(root)": unit for unit in units},
-    }.items():
-        facts |= {f"{kind} {name}: {field}": value for name, entry in entries.items() for field, value in entry.items()}
-    for edit in edits:
-        facts.setdefault(f"{edit['technique']} of {edit['module']}", []).append([edit["action"], edit["args"]])
-    facts |= {"notes": notes, "fingerprint": facts.pop("fingerprint")}  # last: it shows only that something differs
-    # Values and gradients are sent in this order. A constructor that iterates over a set differs in each process.
-    facts["the order of tensors"] = list(all_tensors(module))
-    agree_on(
-        world.agreement,
-        facts,
-        what="the ranks' modules",
-        fix="build the same module with the same options on every rank",
-    )
 
 
 def _with_prepared(model: Any, parallel: Any, world: World) -> Any:

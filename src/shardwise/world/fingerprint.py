@@ -6,6 +6,7 @@ import re
 import sys
 import types
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
@@ -14,7 +15,7 @@ import msgspec
 from shardwise.errors import RankError
 from shardwise.world.agreement import Agreement
 
-__all__ = ["agree_on", "described", "package_versions"]
+__all__ = ["Difference", "agree_on", "described", "difference", "package_versions"]
 
 _PACKAGES = ("shardwise", "torch", "numpy", "transformers")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -54,21 +55,51 @@ def agree_on(
     Raises:
         RankError: naming the facts that differ, their values and the ranks that have them.
     """
+    found = difference(agreement, facts, what=what, most=most, shown=shown)
+    if found is not None:
+        raise RankError(
+            f"{what} differ between ranks: {', '.join(found.names[:most]) or '?'}",
+            why=found.told,
+            fix=fix,
+            ranks=found.ranks,
+        )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How facts differ between ranks.
+
+    Attributes:
+        names: of the facts that differ.
+        told: their values, and which ranks have them, for messages.
+        ranks: those whose facts are not rank 0's.
+    """
+
+    names: list[str]
+    told: str
+    ranks: tuple[int, ...]
+
+
+def difference(
+    agreement: Agreement,
+    facts: Mapping[str, Any],
+    *,
+    what: str,
+    most: int = 1,
+    shown: Mapping[str, str] | None = None,
+) -> Difference | None:
+    """How ``facts`` differ between ranks, the same on every rank; None: they are equal. Arguments as of
+    :func:`agree_on`."""
     text = msgspec.json.encode(facts, order="deterministic")
     digest = int.from_bytes(hashlib.sha256(text).digest()[:8], "big") & (1 << 60) - 1
     summed = agreement.sum({"digest": agreement.same(digest)}, f"comparing {what}")
     if agreement.all_same(summed["digest"]):
-        return
+        return None
     answers = agreement.gather((dict(facts), {**facts, **(shown or {})}), f"naming how {what} differ")
     compared, printed = [answer[0] for answer in answers], [answer[1] for answer in answers]
     keys = _differing(compared)
     ranks = tuple(r for r, own in enumerate(compared) if any(own.get(k) != compared[0].get(k) for k in keys))
-    raise RankError(
-        f"{what} differ between ranks: {', '.join(keys[:most]) or '?'}",
-        why=_told(keys, printed, most),
-        fix=fix,
-        ranks=ranks,
-    )
+    return Difference(keys, _told(keys, printed, most), ranks)
 
 
 def described(value: Any) -> str:

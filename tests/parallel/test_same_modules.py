@@ -1,0 +1,76 @@
+"""Ranks whose modules are not the same: refused by name before anything is made of them."""
+
+import types
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardwise.errors import RankError
+from shardwise.parallel import parallelize
+from shardwise.world import init
+
+
+class Model(nn.Module):
+    def __init__(self, width=8, *, eps=1e-5, act=F.relu, gate=nn.Sigmoid, approximate="none", config=None, **more):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
+        self.norm, self.gate, self.gelu = nn.LayerNorm(8, eps=eps), gate(), nn.GELU(approximate=approximate)
+        self.act, self.config = act, types.SimpleNamespace(**(config or {}))
+        for name, value in more.items():
+            setattr(self, name, value)
+
+    def forward(self, x):
+        return self.gelu(self.down(self.gate(self.act(self.up(self.norm(x))))))
+
+
+def built_otherwise(layout: str, options: dict, example: dict):
+    with init(layout, device="cpu", timeout_s=20) as world, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        here = {k: v[world.rank] for k, v in options.items()}
+        examples = [{"x": torch.ones(2, 8)}, example]
+        try:
+            parallelize(Model(**here), world, example=examples[world.rank])
+        except RankError as error:
+            return str(error), error.ranks
+        return [str(w.message) for w in told if "differs between ranks" in str(w.message)]
+
+
+X = {"x": torch.ones(2, 8)}
+OTHERWISE = {
+    "norm.eps": ({"eps": (1e-5, 1.0)}, X, "rank 0: 1e-05; rank 1: 1.0"),
+    "act": ({"act": (F.relu, F.gelu)}, X, "rank 0: torch.nn.functional.relu; rank 1: "),
+    "gate, its class": ({"gate": (nn.Sigmoid, nn.Tanh)}, X, "rank 1: torch.nn.modules.activation.Tanh"),
+    "gelu.approximate": ({"approximate": ("none", "tanh")}, X, "rank 0: 'none'; rank 1: 'tanh'"),
+    "parameter up.weight: shape": ({"width": (8, 16)}, X, "rank 0: [8,8]; rank 1: [16,8]"),
+    "example": ({}, {"x": torch.ones(3, 2, 8)}, 'rank 1: {"x":["torch.float32",3]}'),
+}
+"""What differs -> options of both ranks, the example of rank 1, and a part of what is said."""
+
+
+@pytest.mark.parametrize("what", OTHERWISE)
+@pytest.mark.parametrize("layout", ["dp_shard=2", "dp_replicate=2", "tp=2"])
+def test_a_module_that_one_rank_builds_otherwise_is_refused(ranks, layout, what):
+    options, example, said = OTHERWISE[what]
+    for text, who in ranks.run(built_otherwise, 2, layout, options, example):
+        assert who == (1,) and f"the ranks' modules differ between ranks: {what}\n" in text and said in text
+
+
+def test_what_may_differ(ranks):
+    """Where a rank runs, where its module came from, and values that no forward computes with."""
+    options = {
+        "local_rank": (0, 1),
+        "device_index": (0, 1),
+        "name_or_path": ("gpt2", ""),
+        "started": (object(), None),
+    }
+    assert ranks.run(built_otherwise, 2, "tp=2", options, X) == [[], []]
+
+
+def test_settings_of_a_config_are_warned_about(ranks):
+    options = {"config": ({"scale": 1.0, "name_or_path": "a"}, {"scale": 2.0, "name_or_path": "b"})}
+    first, second = ranks.run(built_otherwise, 2, "dp_shard=2", options, X)
+    assert second == [] and len(first) == 1
+    assert first[0].startswith("config.scale differs between ranks: rank 0: 1.0; rank 1: 2.0. If the forward reads it")
