@@ -65,6 +65,8 @@ def test_what_may_differ(ranks):
         "device_index": (0, 1),
         "name_or_path": ("gpt2", ""),
         "started": (object(), None),
+        "object_hash": (17, -5),
+        "config": ({"_commit": "a", "width": 8}, {"_commit": None, "width": 8}),
     }
     assert ranks.run(built_otherwise, 2, "tp=2", options, X) == [[], []]
 

@@ -21,8 +21,8 @@ __all__ = ["refuse_other_modules", "refuse_other_recipes"]
 
 _WHAT = "the ranks' modules"
 _FIX = "build the same module with the same options on every rank"
-_OF_A_RANK = ("rank", "device", "gpu", "path", "dir", "file", "url")
-"""In names of attributes that may differ: where a rank runs, and where its module came from."""
+_OF_A_RANK = ("rank", "device", "gpu", "path", "dir", "file", "url", "hash", "uuid")
+"""In names of attributes that may differ: where a rank runs, where its module came from, and what differs by process."""
 _SETTINGS = (bool, int, float, complex, str, torch.dtype, type, types.FunctionType, types.BuiltinFunctionType)
 
 
@@ -104,11 +104,15 @@ def _settings_of_objects(module: nn.Module) -> Iterator[tuple[str, str]]:
     seen: set[int] = set()
     for name, child in canonical_modules(module):
         for attr, value in vars(child).items():
-            if isinstance(value, (nn.Module, Tensor, *_SETTINGS)) or not hasattr(value, "__dict__") or id(value) in seen:
+            if (
+                isinstance(value, (nn.Module, Tensor, *_SETTINGS))
+                or not hasattr(value, "__dict__")
+                or id(value) in seen
+            ):
                 continue
             seen.add(id(value))
             for inner, setting in vars(value).items():
-                if _is_setting(inner, setting):
+                if not inner.startswith("_") and _is_setting(inner, setting):
                     yield f"{name}.{attr}.{inner}".lstrip("."), described(setting)
 
 

@@ -132,12 +132,12 @@ def _send(runtime: Runtime, name: str, local: Tensor) -> _Gathering:
         return _Gathering()
     parts = [local[piece.local_index] for piece in pieces]
     straight = len(parts) == 1 and parts[0].is_contiguous()
-    wire = (parts[0] if straight else torch.cat([part.reshape(-1) for part in parts])).to(runtime.world.device)
+    wire = (parts[0] if straight else torch.cat([part.reshape(-1) for part in parts])).to(runtime.world.message_device)
     return _Gathering(works=[dist.isend(bytes_of(wire), dst=0)], num_bytes=wire.numel() * wire.itemsize)
 
 
 def _receive(runtime: Runtime, name: str, local: Tensor) -> _Gathering:
-    device = runtime.world.device
+    device = runtime.world.message_device
     whole = empty_in_large_pages(runtime.recipe.params[name].shape, local.dtype)
     found = _Gathering(whole)
     for rank in range(1, runtime.world.size):

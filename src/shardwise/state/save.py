@@ -231,7 +231,7 @@ class _Saving:
         problem: CheckpointError | None = None
         for part in parts_of(self.runtime, self.file_layout, self.world.rank):
             for _, block, rounded in stored_blocks(part, local[part.view.name][part.local]):
-                dist.send(bytes_of(rounded).to(self.world.device), dst=0)
+                dist.send(bytes_of(rounded).to(self.world.message_device), dst=0)
                 try:
                     with errors_about(part.view.name):
                         refuse_overflow(rounded, block, f"to be written in {part.tensor.dtype}")
@@ -258,7 +258,7 @@ class _Saving:
         return problem
 
     def _message(self, rank: int, size: int) -> memoryview:
-        wire = torch.empty(size, dtype=torch.uint8, device=self.world.device)
+        wire = torch.empty(size, dtype=torch.uint8, device=self.world.message_device)
         dist.recv(wire, src=rank)
         return wire.cpu().numpy().data
 

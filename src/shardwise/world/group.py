@@ -22,6 +22,7 @@ __all__ = [
     "env_of_group",
     "has_cpu_backend",
     "is_fake_group",
+    "message_device",
     "start_group",
     "start_watch",
 ]
@@ -195,6 +196,13 @@ def start_watch(env: Env, timeout_s: float) -> Watch:
 def has_cpu_backend() -> bool:
     """Whether the group has a backend for CPU tensors."""
     return "cpu:" in dist.get_backend_config()
+
+
+def message_device(device: torch.device) -> torch.device:
+    """The device of tensors that one rank sends to another: ``device``, or the CPU where the group's backend for it is
+    gloo, which cannot send CUDA tensors (it ends the process)."""
+    backends = dict(part.split(":", 1) for part in dist.get_backend_config().split(","))
+    return torch.device("cpu") if backends.get(device.type) == "gloo" else device
 
 
 def is_fake_group() -> bool:

@@ -27,6 +27,7 @@ from shardwise.world.group import (
     env_of_group,
     has_cpu_backend,
     is_fake_group,
+    message_device,
     start_group,
     start_watch,
 )
@@ -108,6 +109,7 @@ class World:
         rank, size, local_rank, local_size: this process's rank and the number of ranks, overall and on its node.
         is_main: True on rank 0.
         device: the device this rank computes on.
+        message_device: the device of tensors that one rank sends to another.
         mesh: the root DeviceMesh: ``dp_replicate``, ``dp_shard``, and every other axis of a degree above 1, outer to
             inner.
         counts: whether this rank's data counts in sums over all ranks; of ranks that read the same data only the first
@@ -133,8 +135,9 @@ class World:
         self._gradients: Any = None
         # With gloo the mesh uses another group than the exchanges. If one rank is in an all-gather and another in an
         # exchange, gloo aborts both if they use one group; with two groups they get an error that says so.
+        self.message_device = message_device(device)
         everyone = tuple(range(self.size))
-        is_shared = self.size == 1 or device.type != "cpu" or is_fake_group()
+        is_shared = self.size == 1 or self.message_device.type != "cpu" or is_fake_group()
         self._groups: dict[tuple[int, ...], Any] = {everyone: dist.group.WORLD} if is_shared else {}
         self._resharding: dict[int, DeviceMesh] = {}
         self.watch: Watch | None = None

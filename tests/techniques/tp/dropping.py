@@ -77,9 +77,9 @@ def _frozen():
     return model
 
 
-def train(layout: str, fused: bool, steps: int = 2, frozen: bool = False, **options):
+def train(layout: str, fused: bool, steps: int = 2, frozen: bool = False, device: str = "cpu", backend=None, **options):
     """Masks of a run, its losses, and its gradients of the last step."""
-    with sw.init(layout, device="cpu", seed=3) as world:
+    with sw.init(layout, device=device, backend=backend, seed=3) as world:
         model = sw.parallelize(_frozen if frozen else lambda: Words(fused), world, **options)
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
         step, grads = sw.TrainStep(model, optim), {}
@@ -90,5 +90,5 @@ def train(layout: str, fused: bool, steps: int = 2, frozen: bool = False, **opti
 
         optim.register_step_pre_hook(keep)
         with masks_noted() as masks:
-            losses = [step(window(i)).loss for i in range(steps)]
+            losses = [step([{k: x.to(device) for k, x in b.items()} for b in window(i)]).loss for i in range(steps)]
         return masks, losses, grads, model.training

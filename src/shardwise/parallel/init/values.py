@@ -92,7 +92,7 @@ def scatter_values(
 
 
 def _send(runtime: Runtime, local: Mapping[str, Tensor], part_of: PartOf, peer: int) -> None:
-    device = runtime.world.device
+    device = runtime.world.message_device
     for message in _messages(runtime, local, peer):
         parts = [part_of(name, piece).reshape(-1).to(device, message.dtype) for name, piece in message.pieces]
         dist.send(torch.cat(parts).view(torch.uint8), dst=peer)
@@ -102,7 +102,7 @@ def _receive(runtime: Runtime, local: Mapping[str, Tensor]) -> None:
     arriving = {name: _Arriving(name, tensor) for name, tensor in local.items()}
     for message in _messages(runtime, local, runtime.world.rank):
         sizes = [math.prod(piece.sizes) for _, piece in message.pieces]
-        packed = torch.empty(sum(sizes), dtype=message.dtype, device=runtime.world.device)
+        packed = torch.empty(sum(sizes), dtype=message.dtype, device=runtime.world.message_device)
         dist.recv(packed.view(torch.uint8), src=0)
         for (name, piece), values in zip(message.pieces, packed.split(sizes), strict=True):
             arriving[name].put(piece, values.view(piece.sizes))
