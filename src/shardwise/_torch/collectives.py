@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 __all__ = ["gather_over", "group_name", "max_over", "sum_over"]
 
@@ -28,4 +29,11 @@ def max_over(tensor: Tensor, group: str) -> Tensor:
 def gather_over(tensor: Tensor, group: str, size: int) -> Tensor:
     """The tensors of all ``size`` ranks of a group, one behind the other along dim 0: a new tensor."""
     operators = torch.ops._c10d_functional
+    if tensor.is_cuda and _is_gloo(group, tensor.device):  # which crashes on them, though it can sum them
+        return gather_over(tensor.cpu(), group, size).to(tensor.device)
     return operators.wait_tensor(operators.all_gather_into_tensor(tensor.contiguous(), size, group))
+
+
+@torch.compiler.assume_constant_result
+def _is_gloo(group: str, device: torch.device) -> bool:
+    return _resolve_process_group(group)._get_backend(device).name() == "gloo"  # type: ignore[attr-defined]
