@@ -252,7 +252,8 @@ class Decoder(nn.Module):
         self.table = nn.Parameter(torch.randn(2 * LENGTH, HEADS)) if bias == "table" else None
 
     def bias(self, length: int) -> Tensor | None:
-        distance = torch.arange(length)[:, None] - torch.arange(length)
+        places = torch.arange(length, device=self.embed.weight.device)
+        distance = places[:, None] - places
         if self.kind == "slopes":
             return self.slopes[:, None, None] * distance
         return self.table[distance + LENGTH].permute(2, 0, 1) if self.table is not None else None
