@@ -131,6 +131,8 @@ class Leaves(LayerCalls):
             return drawn
         if what in _SIZES or func == _SHAPE:
             self._trial.measured |= {name for value in args if (name := self._trial.name_of(value)) is not None}
+        if func == _DEVICE and self._trial.name_of(args[0]) is not None:
+            return torch.device("cpu")  # as of all others: a model makes tensors where its weights are
         if what == "__get__" and not isinstance(seen := func(*args, **kwargs), Tensor):
             return seen
         if what not in _LOOKS:
@@ -155,6 +157,7 @@ _DRAWS = (
 _DROPOUT = ("input", "p", "training")
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p")
 _SIZES, _SHAPE = ("size", "numel", "stride", "__len__", "nelement"), Tensor.shape.__get__  # type: ignore[attr-defined]
+_DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
 _LOOKS = ("size", "dim", "numel", "stride", "is_floating_point", "__len__", "__hash__")
 """Names of functions that look at a tensor and not at its values."""
 
