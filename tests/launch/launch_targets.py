@@ -91,6 +91,16 @@ def signal_self(rank, number, directory=None):
     time.sleep(60)
 
 
+def stop_one_of_a_world(timeout_s):
+    import shardwise as sw
+
+    with sw.init("dp_shard=2", device="cpu", timeout_s=timeout_s) as world:
+        world.barrier()
+        if RANK:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        world.barrier()
+
+
 def exit_with(code, hard):
     if hard:
         os._exit(code)

@@ -262,6 +262,15 @@ def test_stopped_rank_is_named_and_ended(tmp_path):
     assert still_alive(noted(tmp_path, 2)) == []
 
 
+def test_a_stopped_rank_is_named_as_such_where_its_peer_tells_first():
+    """The peer's limit is shorter than the time after which a stopped rank counts as failed; and no grace is given to it."""
+    began = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 is stopped") as caught:
+        launch("stop_one_of_a_world", 3, grace_s=60, stopped_s=60)
+    assert caught.value.ranks == (1,) and "in state T for more than" in str(caught.value)
+    assert time.monotonic() - began < 30
+
+
 def test_time_limit_names_the_ranks_and_shows_their_stacks(capfd):
     with pytest.raises(RankError, match="rank 0, 1 did not finish within 1 s") as caught:
         launch("fail_on", 7, timeout_s=1)

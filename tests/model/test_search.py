@@ -129,7 +129,7 @@ def test_kinds_of_blocks():
 def test_a_model_that_does_not_run_is_refused_by_what_it_said():
     with pytest.raises(UnsupportedError, match="a run of Decoder without its linear layers") as caught:
         search(Decoder(), lambda module: module("words"), 2)
-    assert "must be Tensor, not str" in caught.value.why
+    assert "must be Tensor, not str" in caught.value.why and "linears.py, line" in caught.value.why
 
 
 @pytest.mark.parametrize("samples", [1, 2, 16])

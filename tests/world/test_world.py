@@ -4,6 +4,7 @@ import importlib
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.errors import ConfigError, LayoutError, RankError, UsageError
+from shardwise.world.collectively import collectively
 from shardwise.world.init import _OTHER_WORDS, World
 
 # ---- environments -------------------------------------------------------------------------------------------------
@@ -376,6 +378,19 @@ def test_ranks_that_come_to_different_exchanges_are_told(ranks):
     for text, who in ranks.run(_elsewhere, 2):
         assert who == (1,)
         assert "rank 1 came to a count of sheep, the others to a barrier" in text
+
+
+def _slow_on_main():
+    with sw.init("dp_shard=2", device="cpu", timeout_s=1) as world:
+        collectively(world, "counting sheep", lambda: time.sleep(3), on_main=True)
+
+
+def test_ranks_that_wait_for_what_rank_0_does_alone_say_so(ranks):
+    with pytest.raises(RankError) as caught:
+        ranks.run(_slow_on_main, 2, timeout_s=15)
+    assert "at counting sheep" in str(caught.value)
+    assert "rank 0 alone does counting sheep, and the others wait for it" in caught.value.fix
+    assert "use a larger timeout_s" in caught.value.fix
 
 
 def _sums():

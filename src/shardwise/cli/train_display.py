@@ -149,6 +149,9 @@ class Display:
         self._interrupted = True
         self.on_phase("Ctrl-C: ending the ranks")
 
+    def _show_asked_to_stop(self, *, signal: str) -> None:
+        self.on_phase(f"{signal}: the ranks were told to stop, after this step and with a checkpoint if they keep any")
+
     def _show_stop(self, *, reason: str) -> None:
         asked = "Ctrl-C" if self._interrupted and reason == "SIGTERM" else reason  # the launcher sends it after Ctrl-C
         self.on_phase(f"{asked}: saving, to stop")

@@ -64,8 +64,9 @@ def launch_local(
         nproc: number of ranks.
         args: positional arguments of the function, the same on every rank.
         env: variables on top of this process's own; MASTER_ADDR and MASTER_PORT given here are used as they are.
-        on_event: called with ``(rank, event)`` for each ``send_event``, and with ``(0, {"kind": "interrupted"})`` after
-            Ctrl-C, before the ranks are sent SIGTERM.
+        on_event: called with ``(rank, event)`` for each ``send_event``; with ``(0, {"kind": "interrupted"})`` after
+            Ctrl-C, before the ranks are sent SIGTERM; with ``(0, {"kind": "asked_to_stop", "signal": "SIGTERM"})`` when
+            a signal is sent on to them to stop in order.
         on_line: called with ``(rank, "stdout" | "stderr", line)``; by default lines are printed as "[rank 1] line".
         grace_s: seconds between SIGTERM and SIGKILL when ranks have to be ended.
         timeout_s: seconds after which the ranks are ended; None: no limit.
@@ -112,7 +113,7 @@ def launch_local(
             **(env or {}),
             **forwarded.env,
         }
-        watch = _Watch(guard, grace_s, timeout_s, stopped_s)
+        watch = _Watch(guard, grace_s, timeout_s, stopped_s, callbacks.on_event)
         ranks.callback(watch.close)  # before the server ends, which would end the ranks
 
         def overdue() -> None:
@@ -178,8 +179,16 @@ def _starter(
 class _Watch:
     """The launcher's loop: reads output of the ranks, notices how they end, and ends the rest."""
 
-    def __init__(self, guard: Guard, grace_s: float, timeout_s: float | None, stopped_s: float):
+    def __init__(
+        self,
+        guard: Guard,
+        grace_s: float,
+        timeout_s: float | None,
+        stopped_s: float,
+        on_event: Callable[[int, dict], None],
+    ):
         self.ranks: list[RankProcess] = []
+        self._on_event = on_event
         self.blamed: list[Failure] = []
         self._guard, self._grace_s, self._timeout_s, self._stopped_s = guard, grace_s, timeout_s, stopped_s
         self._selector = selectors.DefaultSelector()
@@ -205,6 +214,7 @@ class _Watch:
                     rank.tell(number)
             if stop.number is not None and sent_at is None:
                 sent_at = now
+                self._on_event(0, {"kind": "asked_to_stop", "signal": signal.Signals(stop.number).name})
                 for rank in self.ranks:
                     rank.tell(stop.number)
             if sent_at is not None and now - sent_at > (notice_s or 0.0):
@@ -213,6 +223,7 @@ class _Watch:
                 failed_at = now
             # Gives the others a moment to report: the first reported failure is not always the cause.
             if failed_at is not None and (self.blamed or now - failed_at > _SETTLE_S):
+                self._blame_stopped()
                 self._explain()
                 return
         self._drain()
@@ -270,6 +281,13 @@ class _Watch:
             self.blamed = [_late(rank.rank, self._timeout_s) for rank in running]
         return bool(self.blamed)
 
+    def _blame_stopped(self) -> None:
+        """Ranks that others report as lost, and that are stopped: this says why they are silent."""
+        named = set().union(*(named_by(rank.failure) for rank in self.ranks if rank.failure is not None))
+        for rank in self.ranks:
+            if rank.rank in named and not self.blamed and (seconds := rank.stopped_for()):
+                self.blamed = [_stopped(rank.rank, rank.pid, int(seconds))]
+
     def _explain(self) -> None:
         """If no rank failed by itself, lets running ranks print their stacks; if failures name ranks as the cause, only
         those."""
@@ -306,7 +324,8 @@ class _Watch:
         if not self._alive():
             return
         for rank in self.ranks:
-            rank.signal(number)
+            # A stopped process sees no other signal.
+            rank.signal(signal.SIGKILL if rank.stopped_for() else number)
         deadline = time.monotonic() + grace_s
         while self._alive() and time.monotonic() < deadline:
             self._turn()

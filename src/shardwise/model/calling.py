@@ -1,7 +1,10 @@
 """How a model is called on a batch, by the names of its forward's parameters; and a batch for one that is given none."""
 
+import contextlib
 import inspect
+import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,9 +12,10 @@ from torch import Tensor, nn
 
 from shardwise.errors import UsageError
 
-__all__ = ["TARGETS", "call", "cropped", "run_on", "tensors_given"]
+__all__ = ["TARGETS", "call", "cropped", "line_of", "run_on", "tensors_given"]
 
 Batch = Mapping[str, Tensor]
+_OWN = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 _SAMPLES, _ROWS, _COLUMNS = 16, 2, 64
 """Of an example, at most: samples; rows and columns of tokens. They show how code treats them, in memory that does not grow with
@@ -163,3 +167,21 @@ def _tokens(model: nn.Module) -> dict[str, Tensor]:
     columns = min(8, _columns(max(table.embedding_dim for table in tables)))
     ids = (torch.arange(2 * columns).view(2, columns) * 7 + 3) % min(table.num_embeddings for table in tables)
     return dict.fromkeys(named or asked, ids)
+
+
+def line_of(error: BaseException) -> str:
+    """The innermost line of the traceback outside torch and Shardwise, as a line of a message; "" if there is none."""
+    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) and error.filename:
+        frames.append((Path(error.filename), error.lineno))
+    user = [
+        place
+        for place in frames
+        if not str(place[0]).startswith("<") and not any(place[0].is_relative_to(folder) for folder in _OWN)
+    ]
+    if not user:
+        return ""
+    file, line = user[-1]
+    with contextlib.suppress(ValueError):
+        file = file.relative_to(Path.cwd())
+    return f"\n       at {file}, line {line}"

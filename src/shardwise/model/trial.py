@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.model.attention import attentions, write_out
+from shardwise.model.calling import line_of
 from shardwise.model.closures import rebind_functions
 from shardwise.model.layers import Layer
 from shardwise.model.leaves import Ended, Leaves
@@ -96,8 +97,8 @@ class Trial:
                 if len(self.foreign) == used:
                     raise UnsupportedError(
                         f"a run of {type(module).__name__} without its linear layers",
-                        why=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
-                        fix="pass example= with a batch that the model takes",
+                        why=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}{line_of(error)}",
+                        fix="let it run on a batch as training gives it (example= of parallelize), on the CPU and in float64",
                     ) from error
             _refuse_replaced(before, dict(self.module.named_modules()))
             if len(self.foreign) == used:

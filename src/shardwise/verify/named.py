@@ -6,7 +6,6 @@ needs arguments, a function that returns something else.
 
 import contextlib
 import random
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +17,10 @@ from torch import Tensor, nn
 
 from shardwise.config.target import load_target
 from shardwise.errors import ConfigError, ShardwiseError, UsageError
+from shardwise.model.calling import line_of
 from shardwise.run.pretrained import check_pretrained
 
 __all__ = ["CountOfLoss", "Directory", "Function", "Model", "named_model", "user_errors"]
-
-_OWN = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 
 @contextlib.contextmanager
@@ -39,26 +37,8 @@ def user_errors(given: str, doing: str, fix: str) -> Iterator[None]:
     except Exception as error:
         text = (str(error).strip().splitlines() or [""])[0]
         raise ConfigError(
-            given, why=f"{doing} raised {type(error).__name__}: {text}{_place(error)}", fix=fix
+            given, why=f"{doing} raised {type(error).__name__}: {text}{line_of(error)}", fix=fix
         ) from error
-
-
-def _place(error: BaseException) -> str:
-    """The innermost line of the traceback outside torch and Shardwise, as a line of a message; "" if there is none."""
-    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    if isinstance(error, SyntaxError) and error.filename:
-        frames.append((Path(error.filename), error.lineno))
-    user = [
-        place
-        for place in frames
-        if not str(place[0]).startswith("<") and not any(place[0].is_relative_to(folder) for folder in _OWN)
-    ]
-    if not user:
-        return ""
-    file, line = user[-1]
-    with contextlib.suppress(ValueError):
-        file = file.relative_to(Path.cwd())
-    return f"\n       at {file}, line {line}"
 
 
 @contextlib.contextmanager

@@ -54,12 +54,15 @@ class Agreement:
         self.is_open = True
         self.num_exchanges = 0  # for tests: two per window, whatever features are in use
 
-    def sum(self, entries: Mapping[str, Tensor | float], place: str) -> dict[str, Tensor]:
+    def sum(
+        self, entries: Mapping[str, Tensor | float], place: str, *, if_late: str = _SAME_CALLS
+    ) -> dict[str, Tensor]:
         """Sums ``entries`` over all ranks: name -> float64 CPU tensor of the entry's shape, equal on every rank.
 
         Args:
             entries: names and values; every rank gives the same names and shapes.
             place: what this exchange is ("window 3, before forward"), for messages.
+            if_late: what to do if a rank does not come in time, for messages.
 
         Raises:
             RankError: a peer was lost, did not come in time, or came to another exchange.
@@ -71,7 +74,7 @@ class Agreement:
         sizes = [len(head), *(tensor.numel() for tensor in tensors.values())]
         packed = torch.zeros(max(_SMALLEST, sum(sizes)), dtype=torch.float64)
         torch.cat([head, *(tensor.reshape(-1).cpu() for tensor in tensors.values())], out=packed[: sum(sizes)])
-        self._all_reduce(packed, place)
+        self._all_reduce(packed, place, if_late)
         summed_head, *pieces = packed[: sum(sizes)].split(sizes)
         if not self.all_same(summed_head):
             raise self._elsewhere(place, what)
@@ -139,21 +142,21 @@ class Agreement:
         bits = wire.view(-1).view(torch.uint8)  # as bytes: gloo does not support every dtype (int16)
         return dist.broadcast(bits, src=0, group=self.group, async_op=True)
 
-    def _all_reduce(self, packed: Tensor, place: str) -> None:
+    def _all_reduce(self, packed: Tensor, place: str, if_late: str) -> None:
         self.num_exchanges += 1
         if self.is_alone:
             packed *= self.size
             return
         wire = packed.to(self.device)
-        self.carry_out(lambda: [dist.all_reduce(wire, group=self.group, async_op=True)], place)
+        self.carry_out(lambda: [dist.all_reduce(wire, group=self.group, async_op=True)], place, if_late)
         packed.copy_(wire)
 
-    def carry_out(self, start: Callable[[], list[Any]], place: str) -> None:
+    def carry_out(self, start: Callable[[], list[Any]], place: str, if_late: str = _SAME_CALLS) -> None:
         """Runs the collectives that ``start`` starts, and waits: reports this rank's place, names a lost peer."""
         self._at(place)
         try:
             for work in start():
-                self._wait(work, place)
+                self._wait(work, place, if_late)
         except BaseException as error:
             if self.watch is not None:
                 self.watch.waits = None
@@ -163,7 +166,7 @@ class Agreement:
         if self.watch is not None:
             self.watch.past(place)
 
-    def _wait(self, work: Any, place: str) -> None:
+    def _wait(self, work: Any, place: str, if_late: str) -> None:
         if self.watch is None:
             work.wait()
             return
@@ -175,18 +178,18 @@ class Agreement:
             if left is not None and time.monotonic() - max(left, start) > _LEFT_S:
                 raise self._departed(f"at {place}")
             if waited > 0.9 * self.timeout_s:
-                raise self._late(place, waited)
+                raise self._late(place, waited, if_late)
             time.sleep(pause)
             pause = min(pause + 1e-5, 2e-3)  # short at first: most waits take microseconds, and sleeping uses no core
         work.wait(timedelta(seconds=self.timeout_s))
 
-    def _late(self, place: str, waited: float) -> RankError:
+    def _late(self, place: str, waited: float, fix: str) -> RankError:
         assert self.watch is not None
         late, where = self.watch.missing(f"at {place}")
         return RankError(
             f"rank {self.rank} waited {waited:.0f} s at {place}",
             why=f"not every rank came there: {where}",
-            fix=_SAME_CALLS,
+            fix=fix,
             ranks=late,
         )
 

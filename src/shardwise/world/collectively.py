@@ -10,6 +10,7 @@ from shardwise.world.agreement import Agreement, digest_of
 __all__ = ["Peers", "collectively"]
 
 T = TypeVar("T")
+_ON_MAIN = "rank 0 alone does {place}, and the others wait for it: look at what it does; if it is only slow, use a larger timeout_s"
 
 
 class Peers(Protocol):
@@ -70,7 +71,9 @@ def collectively(
         )
     text = same(result) if same is not None and result is not None else ""
     agreement = world.agreement
-    summed = agreement.sum({"failed": float(problem is not None), "same": agreement.same(digest_of(text))}, place)
+    entries = {"failed": float(problem is not None), "same": agreement.same(digest_of(text))}
+    late = {"if_late": _ON_MAIN.format(place=place)} if on_main else {}
+    summed = agreement.sum(entries, place, **late)
     if float(summed["failed"]):
         told = agreement.gather(problem, f"{place}, naming who failed")
         if unforeseen is not None:

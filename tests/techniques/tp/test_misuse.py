@@ -34,7 +34,7 @@ SAYS = {
     ),
     "no example": ("UsageError: a Plain without example=", "one micro-batch as training will give it"),
     "an example that does not fit": ("UsageError: example={x, y} for Plain", "the model does not run with it on meta"),
-    "a model that does not run": ("UnsupportedError: a run of Fails without its linear layers", "head.weight takes 3 inputs", "pass example="),
+    "a model that does not run": ("UnsupportedError: a run of Fails without its linear layers", "head.weight takes 3 inputs", "misuses.py, line", "example= of parallelize"),
 }  # fmt: skip
 
 

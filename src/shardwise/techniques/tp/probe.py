@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.model.attention import attentions
-from shardwise.model.calling import tensors_given
+from shardwise.model.calling import line_of, tensors_given
 from shardwise.model.found import Cut, Found, Region, Rows, Whole
 from shardwise.model.layers import is_norm
 from shardwise.model.search import search
@@ -89,7 +89,8 @@ def _found(
     except Exception as error:
         raise UnsupportedError(
             f"tp={degree} of a {type(module).__name__}",
-            why=f"its gradients were to show what can be cut: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
+            why=f"its gradients were to show what can be cut: {type(error).__name__}: "
+            f"{(str(error).splitlines() or [''])[0]}{line_of(error)}",
             fix="turn its own checkpointing off (remat= of parallelize does that), and what writes a buffer with gradients; or leave tp out",
         ) from error
 
