@@ -80,7 +80,7 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
     checkpoints = RunCheckpoints(config, world)
     emit("phase", text="reading the data")
     corpus = open_data(config.data, vocab=vocab_of(config))
-    emit("phase", text="building the model")
+    emit("phase", text="building the model" + (", and trying what can be cut over tp" if world.layout.tp > 1 else ""))
     model = build_model(config, world)
     if config.model.start is not None and not checkpoints.are_there:
         emit("phase", text="loading weights")
