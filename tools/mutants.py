@@ -1364,6 +1364,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "dropout repeats its masks along the features",
     ),
     Mutant(
+        "tp-computed-weights-not-summed",
+        "partial = list(originals or ())",
+        "partial: list[str] = []",
+        "tests/techniques/tp/test_parity.py -k weight-norm",
+        "parameters that a weight is computed from are trained by the gradients of a part",
+    ),
+    Mutant(
         "tp-other-data-unnoticed",
         "if not float(summed):",
         "if True:",

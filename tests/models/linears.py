@@ -43,6 +43,34 @@ class Lora(nn.Module):
         return self.base(x) + 0.5 * self.high(self.low(x))
 
 
+class Added(nn.Module):
+    """Adds a product of two thin matrices to a weight."""
+
+    def __init__(self, num_out: int, num_in: int):
+        super().__init__()
+        self.high, self.low = nn.Parameter(torch.randn(num_out, 2) / 4), nn.Parameter(torch.randn(2, num_in) / 4)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.high @ self.low
+
+
+def weight_norm(num_in: int, num_out: int) -> nn.Module:
+    """A linear layer whose weight is computed from a direction and a length for each output."""
+    return nn.utils.parametrizations.weight_norm(nn.Linear(num_in, num_out))
+
+
+def spectral_norm(num_in: int, num_out: int) -> nn.Module:
+    """A linear layer whose weight is divided by its largest singular value, of which it keeps an estimate in buffers."""
+    return nn.utils.parametrizations.spectral_norm(nn.Linear(num_in, num_out, bias=False))
+
+
+def added(num_in: int, num_out: int) -> nn.Module:
+    """A linear layer with a trained addition to its weight."""
+    layer = nn.Linear(num_in, num_out)
+    nn.utils.parametrize.register_parametrization(layer, "weight", Added(num_out, num_in))
+    return layer
+
+
 class Attention(nn.Module):
     """Args:
     layout: how q, k and v lie in one layer ("qkv": one after the other; "heads": q, k, v of a head, then of the next;
@@ -378,6 +406,12 @@ _DECODERS: dict[str, dict[str, Any]] = {
     "turned-weights": {"attention": _attention(layout="qkv", layer=Projection), "mlp": _mlp("plain", Projection)},
     "written-out": {"attention": _attention(layer=Transposed), "mlp": _mlp("gated", Transposed)},
     "lora": {"attention": _attention(layer=Lora), "mlp": _mlp("gated", Lora)},
+    "weight-norm": {
+        "attention": _attention(layout="qkv", num_kv=1, layer=weight_norm),
+        "mlp": _mlp("gated", weight_norm),
+    },
+    "spectral-norm": {"attention": _attention(layer=spectral_norm), "mlp": _mlp("plain", spectral_norm)},
+    "added": {"attention": _attention(num_kv=2, layer=added), "mlp": _mlp("halves", added)},
     "raw-weights": {"mlp": RawMlp},
     "kept-function": {"mlp": KeptMlp},
     "norm-of-heads": {"attention": _attention(norm="head"), "mlp": _mlp("dropped")},

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.batches import VOCAB, tokens
-from models.linears import WIDTH, Attention, Decoder
+from models.linears import WIDTH, Attention, Decoder, weight_norm
 from models.record import Model
 from shardwise.step.loss import next_token_loss
 
@@ -49,6 +49,41 @@ class BiasElsewhere(Mlp):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.up.bias.sum().sigmoid()
+
+
+class ComputedElsewhere(Mlp):
+    """Uses a computed weight in another module than the one that computes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = weight_norm(WIDTH, HIDDEN)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(F.linear(x, self.up.weight, self.up.bias)))
+
+
+class ComputedAndRead(Mlp):
+    """Multiplies by the norm of a computed weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = weight_norm(WIDTH, HIDDEN)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.up.weight.norm()
+
+
+class ComputedOfAnother(Mlp):
+    """What a weight is computed from is the weight of another layer too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = weight_norm(WIDTH, HIDDEN)  # type: ignore[assignment]
+        self.other = nn.Linear(WIDTH, HIDDEN)
+        self.other.weight = self.up.parametrizations.weight.original1  # type: ignore[union-attr]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x) + self.other(x)))
 
 
 class OneBias(Mlp):
@@ -311,6 +346,9 @@ class LastIsNormed(LastIsRead):
 _DECODERS = (
     RunningMean,
     BiasElsewhere,
+    ComputedElsewhere,
+    ComputedAndRead,
+    ComputedOfAnother,
     OneBias,
     Reversed,
     Rotated,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shardwise.errors import UnsupportedError
 from shardwise.model.block_kinds import block_kinds, in_block, is_in_block
 from shardwise.model.certificate import Settings, certify, dropouts
+from shardwise.model.computed import computed_weights
 from shardwise.model.found import Found, Region
 from shardwise.model.layers import is_norm
 from shardwise.model.regions import find_regions, gradients, signature
@@ -42,6 +43,25 @@ def search(
     Raises:
         UnsupportedError: the module cannot be copied, or does not run.
     """
+    found = _search(module, call, degree, allowed)
+    if elsewhere := _computed_elsewhere(module, found):
+        found = _search(module, call, degree, frozenset(found.layers if allowed is None else allowed) - elsewhere)
+        found.left |= dict.fromkeys(elsewhere, "it is computed, and another module than its own uses it")
+    return found
+
+
+def _computed_elsewhere(module: nn.Module, found: Found) -> set[str]:
+    """Computed weights in regions that another module uses than the one that computes them, each time anew."""
+    used = {weight for region in found.regions for weight in (*region.layers, *region.readers)}
+    return {
+        weight
+        for weight in used & computed_weights(module).keys()
+        if list(found.callers[weight]) != [found.layers[weight].module]
+    }
+
+
+def _search(module: nn.Module, call: Callable[[nn.Module], Any], degree: int, allowed: frozenset[str] | None) -> Found:
+    """:func:`search`, whose regions may have computed weights that are used outside of their modules."""
     others = {blocks[0]: blocks[_SEARCHED:] for blocks in block_kinds(module) if len(blocks) > _SEARCHED}
     if allowed is not None and not all(_treats_alike(allowed, blocks) for blocks in block_kinds(module)):
         others = {}

@@ -21,6 +21,7 @@ from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.model.attention import attentions, write_out
 from shardwise.model.calling import line_of
 from shardwise.model.closures import rebind_functions
+from shardwise.model.computed import computed_weights, with_plain_weights
 from shardwise.model.layers import Layer
 from shardwise.model.leaves import Ended, Leaves
 from shardwise.model.names import canonical_modules, canonical_tensors
@@ -41,7 +42,8 @@ class Trial:
     """A copy of ``module`` in float64 whose linear layers and embeddings return random leaves.
 
     Other parameters and buffers have the values of ``module``, or random ones where it is on meta; all floating ones
-    require gradients. Weights of linear layers have no values. Nothing is dropped out. Changes nothing in ``module``.
+    require gradients. Weights of linear layers have no values, and are parameters of their layers, also those that are
+    computed. Nothing is dropped out. Changes nothing in ``module``.
 
     Args:
         module: any module, on meta or not.
@@ -255,6 +257,9 @@ class Trial:
                 fix="keep what cannot be copied (files, locks, processes) out of the module's attributes",
             ) from error
         rebind_functions(copied, memo)
+        computed = computed_weights(copied).keys() - with_values
+        for name, weight in with_plain_weights(copied, computed).items():
+            self._names[id(weight)] = weight, name
         for name in attentions(copied):
             write_out(copied.get_submodule(name), is_cut=False)  # type: ignore[arg-type]
         for name in self._without:

@@ -12,6 +12,9 @@ from shardwise.model.search import search
 LEFT = {
     "RunningMean": ("blocks.1.mlp.down.weight", "blocks.1.mlp.mean in it is written when it runs"),
     "BiasElsewhere": ("blocks.0.mlp.down.weight", "blocks.0.mlp.up.bias is used outside of its layer too"),
+    "ComputedElsewhere": ("blocks.0.mlp.up.weight", "it is computed, and another module than its own uses it"),
+    "ComputedAndRead": ("blocks.0.mlp.down.weight", "mixes all of its inputs"),
+    "ComputedOfAnother": ("blocks.0.mlp.down.weight", "original1 is used by _weight_norm too"),
     "OneBias": ("blocks.0.mlp.down.weight", "blocks.0.mlp.down.bias is used outside of its layer too"),
     "Reversed": ("blocks.0.mlp.down.weight", "in an order that is no even cut: 16 by 1; 16 by 0"),
     "Rotated": ("blocks.0.mlp.down.weight", "index 29 is out of bounds"),

@@ -20,6 +20,8 @@ OWN = [
         "norm-of-width",
         "in-place",
         "kept-function",
+        "weight-norm",
+        "added",
         "from-the-width, lora",
     )
 ]

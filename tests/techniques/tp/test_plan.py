@@ -84,7 +84,16 @@ def test_without_ranks_to_cut_over_a_plan_is_no_error(ranks):
 
 
 @pytest.mark.parametrize(
-    ("name", "plan"), [("gpt2", MLPS), ("llama", "llama"), pytest.param("qwen3", "hf", marks=pytest.mark.soak)]
+    ("name", "plan"),
+    [
+        ("gpt2", MLPS),
+        (
+            "linears: weight-norm",
+            {"blocks.*.mlp.up": "colwise", "blocks.*.mlp.gate": "colwise", "blocks.*.mlp.down": "rowwise"},
+        ),
+        ("llama", "llama"),
+        pytest.param("qwen3", "hf", marks=pytest.mark.soak),
+    ],
 )
 def test_training_is_that_of_one_process(ranks, name, plan):
     model = models.get(name)

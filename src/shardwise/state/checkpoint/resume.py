@@ -150,7 +150,10 @@ class ResumePoint:
                 problems.append(error)
                 self.left_behind.append(step)
                 continue
-            return loaded, [*notes, *([f"resumed from step {step}, newer ones are skipped: {_told(problems)}"] if problems else [])]
+            return loaded, [
+                *notes,
+                *([f"resumed from step {step}, newer ones are skipped: {_told(problems)}"] if problems else []),
+            ]
         if problems:
             raise CheckpointError(
                 f"the checkpoints in {root}",

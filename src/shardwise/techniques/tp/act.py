@@ -79,6 +79,9 @@ class TensorParallelAct(Act):
                     if edit.action == "reader"
                     else CutLayer(shared, edit.action, **edit.args)
                 )
+                if "computed" in edit.args:
+                    _call_computed(modules[edit.module], layer, edit.args["computed"], coord)  # type: ignore[arg-type]
+                    continue
                 for caller in edit.args["callers"] or [edit.module]:
                     called.setdefault(caller, {})[edit.args["weight"]] = layer
             elif edit.action in _TABLES:
@@ -160,6 +163,24 @@ def _set(module: nn.Module, numbers: Mapping[str, int]) -> None:
     for key, value in numbers.items():
         if not key.startswith("config."):
             setattr(module, key, value)
+
+
+def _call_computed(module: nn.Linear, layer: LayerOfRank, given: Any, coord: Coord) -> None:
+    """Makes ``module``, whose weight is computed, call ``layer`` with this rank's part of the weight.
+
+    Args:
+        module: whose forward is replaced.
+        layer: of which this rank has a part.
+        given: the dim along which the weight is cut, and its parts; no parts: evenly; None: it is not cut.
+        coord: of this rank.
+    """
+    cut = None if given is None else _Cut((given[0], given[1] or [[module.in_features, 1]]), coord)
+
+    def forward(input: Tensor) -> Tensor:
+        weight = module.weight
+        return layer(input, weight if cut is None else cut.of(weight, "a computed weight"), module.bias)
+
+    module.forward = forward
 
 
 def _norm_whole(module: nn.Module, shared: Shared, axis: Axis, coord: Coord, args: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ A plan names layers. How these are cut (which rows of a fused layer a rank has, 
 all the same, and proved; so a plan can leave layers whole, and cannot make anything wrong.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -26,6 +27,9 @@ from shardwise.techniques.tp.options import (
 )
 
 __all__ = ["Plan", "differences", "is_met", "own_kinds", "plan_for", "refuse_uncut"]
+
+_PARAMETRIZED = re.compile(r"\.parametrizations(\.\w+)\..+$")
+"""The end of a name of what torch.nn.utils.parametrize computes a tensor from; its group: the name of that tensor."""
 
 Kinds = dict[str, str]
 """Weight -> "column", "row", "table" or "whole"."""
@@ -170,12 +174,14 @@ def _resolved(anatomy: Anatomy, plan: Mapping[str, str], given: str) -> Kinds:
 
 
 def _weights(anatomy: Anatomy, pattern: str) -> list[str]:
-    """Parameters of two dims or more whose name, or other name, a pattern matches."""
-    return [
-        canonical
+    """Parameters of two dims or more whose name, or other name, a pattern matches; a computed weight in place of what it is
+    computed from."""
+    found = [
+        _PARAMETRIZED.sub(r"\1", canonical)
         for name, canonical in _canonical(anatomy).items()
-        if matches(name, "", pattern) and len(anatomy.params[canonical].shape) > 1
+        if matches(_PARAMETRIZED.sub(r"\1", name), "", pattern) and len(anatomy.params[canonical].shape) > 1
     ]
+    return list(dict.fromkeys(found))
 
 
 def _canonical(anatomy: Anatomy) -> dict[str, str]:

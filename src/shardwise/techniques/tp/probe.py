@@ -1,7 +1,8 @@
 """What can be cut in a module: found by running a copy of it on an example, without weights."""
 
 import functools
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.model.attention import attentions
 from shardwise.model.calling import line_of, tensors_given
+from shardwise.model.computed import computed_weights
 from shardwise.model.found import Cut, Found, Region, Rows, Whole
 from shardwise.model.layers import is_norm
 from shardwise.model.search import search
@@ -23,6 +25,7 @@ from shardwise.world.collectively import collectively
 __all__ = ["facts_of", "probe"]
 
 Facts = dict[str, Any]
+Computed = Mapping[str, tuple[str, ...]]
 
 
 def probe(module: nn.Module, example: Example, draft: Draft, world: World, *, tensor_parallel: TensorParallel) -> Facts:
@@ -58,7 +61,8 @@ def _facts(module: nn.Module, example: Example, draft: Draft, world: World, opti
             notes.append(f'plan="all" would be what the code allows. This plan is another: {"; ".join(others)}')
     elif (own := own_kinds(module, draft.anatomy)) and (others := differences(found, own)):
         notes.append(f"plan: what the code allows. The model's own tp_plan is another: {'; '.join(others)}")
-    facts = {**facts_of(found, draft.anatomy.params), "given": sorted(given), "plan": notes}
+    computed = computed_weights(module)
+    facts = {**facts_of(found, draft.anatomy.params, computed), "given": sorted(given), "plan": notes}
     if world.size > world.local_size and world.local_size % draft.layout.tp:
         facts["ranks_per_node"] = world.local_size
     cut = {weight for region in found.regions for weight in region.layers}
@@ -95,8 +99,13 @@ def _found(
         ) from error
 
 
-def facts_of(found: Found, parameters: Collection[str]) -> Facts:
-    """What a search has found, as JSON data. ``parameters``: names of those of the module.
+def facts_of(found: Found, parameters: Collection[str], computed: Computed = MappingProxyType({})) -> Facts:
+    """What a search has found, as JSON data.
+
+    Args:
+        found: by the search.
+        parameters: names of those of the module.
+        computed: name of a weight that is none of them -> names of those from which it is computed.
 
     Returns:
         ``cuts``: parameter -> dim and parts, ``[size, replicas]`` each; no parts: cut evenly.
@@ -108,9 +117,9 @@ def facts_of(found: Found, parameters: Collection[str]) -> Facts:
     for region in found.regions:
         for weight in region.layers:
             if not is_norm(weight):
-                _add_layer(facts, found, region, weight)
+                _add_layer(facts, found, region, weight, computed.get(weight))
         _add_tensors(facts, region, parameters)
-        _add_readers(facts, found, region)
+        _add_readers(facts, found, region, computed)
         numbers: dict[str, dict[str, int]] = {}
         for (module, attr), value in region.settings.items():
             numbers.setdefault(module, {})[attr] = value
@@ -120,21 +129,21 @@ def facts_of(found: Found, parameters: Collection[str]) -> Facts:
     return facts
 
 
-def _add_layer(facts: Facts, found: Found, region: Region, weight: str) -> None:
-    """Adds one layer; see :class:`~shardwise.techniques.tp.layers.CutLayer` for the arguments."""
+def _add_layer(facts: Facts, found: Found, region: Region, weight: str, originals: tuple[str, ...] | None) -> None:
+    """Adds one layer; see :class:`~shardwise.techniques.tp.layers.CutLayer` for the arguments. ``originals``: from which its
+    weight is computed, on every rank; its gradient there is that of a part."""
     layer = found.layers[weight]
-    of_layer = [(weight, layer.out_dim), *([(layer.bias, 0)] if layer.bias is not None else [])]
     action = "row" if weight in region.rows else "column" if weight in region.columns else "whole"
-    if action == "column":
-        parts = _as_json(region.columns[weight])
-        facts["cuts"] |= {name: [dim, parts] for name, dim in of_layer}
-        is_partial = any(part.replicas > 1 for part in region.columns[weight])
-    else:
-        is_partial = action == "whole"
-        if action == "row":
-            facts["cuts"][weight] = [1 - layer.out_dim, []]
-    if is_partial:
-        facts["partial"] += [name for name, _ in of_layer]
+    rows = region.columns[weight] if action == "column" else ()
+    cut = {"column": [layer.out_dim, _as_json(rows)], "row": [1 - layer.out_dim, []], "whole": None}[action]
+    if cut is not None and originals is None:
+        facts["cuts"][weight] = cut
+    if action == "column" and layer.bias is not None:
+        facts["cuts"][layer.bias] = [0, _as_json(rows)]
+    partial = list(originals or ())
+    if action == "whole" or any(part.replicas > 1 for part in rows):
+        partial += [name for name in (weight, layer.bias) if name is not None and not (originals and name == weight)]
+    facts["partial"] += partial
     callers = list(found.callers[weight])
     arguments = {
         "weight": weight,
@@ -147,10 +156,12 @@ def _add_layer(facts: Facts, found: Found, region: Region, weight: str) -> None:
         "sums_output": action == "row" and weight in region.whole,
         "drops_part": weight in region.dropouts,
     }
+    if originals is not None:
+        arguments["computed"] = cut
     facts["edits"].append([layer.module, action, arguments])
 
 
-def _add_readers(facts: Facts, found: Found, region: Region) -> None:
+def _add_readers(facts: Facts, found: Found, region: Region, computed: Computed) -> None:
     """Adds the layers that are not cut and get all of an argument of which others have a part."""
     cut = {weight for other in found.regions for weight in other.layers}
     for weight in (weight for weight in region.readers if weight not in cut):
@@ -161,6 +172,8 @@ def _add_readers(facts: Facts, found: Found, region: Region) -> None:
             "out_dim": layer.out_dim,
             "callers": [] if callers == [layer.module] else callers,
         }
+        if weight in computed:
+            arguments["computed"] = None
         facts["edits"].append([layer.module, "reader", arguments])
 
 
