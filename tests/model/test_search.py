@@ -168,26 +168,25 @@ def test_a_search_leaves_generators_of_devices_alone(monkeypatch):
 
 
 class Computed(nn.Module):
-    """An MLP beside a convolution; ``made`` makes its first layer another one."""
+    """An MLP beside a convolution; ``made`` makes the convolution and the MLP's first layer other ones."""
 
     def __init__(self, made):
         super().__init__()
-        self.conv, self.up, self.down = nn.Conv1d(6, 6, 1), made(nn.Linear(6, 8)), nn.Linear(8, 6)
+        self.conv, self.up, self.down = made(nn.Conv1d(6, 6, 1)), made(nn.Linear(6, 8)), nn.Linear(8, 6)
 
     def forward(self, x):
         return self.conv(x.mT).mT + self.down(torch.relu(self.up(x)))
 
 
-@pytest.mark.parametrize("made", [parametrizations.weight_norm, parametrizations.spectral_norm])
-def test_a_layer_whose_weight_is_computed_stays_whole_and_it_is_said_why(made):
-    found = search(Computed(made), run_on({"x": torch.randn(3, 5, 6)}), 2)
-    assert found.regions == []
-    name = next(name for name in found.left if name.startswith("up.parametrizations.weight.original"))
-    assert found.left[name] == "the weight of its layer is computed from it, by torch.nn.utils.parametrize"
-    assert found.left["conv.weight"] == "it is used by conv1d, and not as the weight of a linear layer"
-    assert found.left["down.weight"] == "its inputs are made of no linear layer's outputs"
-    with_layers = search(Computed(lambda layer: layer), run_on({"x": torch.randn(3, 5, 6)}), 2)
-    assert with_layers.regions[0].layers == ["up.weight", "down.weight"] and with_layers.left.keys() == {"conv.weight"}
+@pytest.mark.parametrize("made", [None, parametrizations.weight_norm, parametrizations.spectral_norm])
+def test_a_linear_layer_whose_weight_is_computed_is_cut_and_a_convolution_is_not(made):
+    found = search(Computed(made or (lambda layer: layer)), run_on({"x": torch.randn(3, 5, 6)}), 2)
+    assert [region.layers for region in found.regions] == [["up.weight", "down.weight"]]
+    if made is None:
+        assert found.left == {"conv.weight": "it is used by conv1d, and not as the weight of a linear layer"}
+    else:
+        name = next(name for name in found.left if name.startswith("conv.parametrizations.weight.original"))
+        assert found.left[name] == "the weight of its layer is computed from it, by torch.nn.utils.parametrize"
 
 
 def test_functions_that_modules_keep_run_the_modules_of_the_copy():
