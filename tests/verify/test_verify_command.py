@@ -50,6 +50,14 @@ def dropping():
     net.layers[1] = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3))
     return net
 
+class Positions(Net):
+    """Twelve positions, and no more."""
+    def __init__(self):
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(12, 11))
+    def forward(self, input_ids):
+        return super().forward(input_ids) + self.positions[torch.arange(input_ids.shape[1])]
+
 def plain():
     return nn.Linear(3, 3)
 '''
@@ -84,6 +92,11 @@ def test_a_right_model_is_equal(model_file, warm):
     done = _verify(f"{model_file}:build", "--layout", "dp_shard=2", cwd=model_file.parent)
     assert done.returncode == 0, done.stderr
     assert "equal: 2 ranks, layout dp_shard=2, fsdp2, 4 units" in done.stdout
+
+
+def test_tokens_are_guessed_that_a_model_has_positions_for(model_file, warm):
+    done = _verify(f"{model_file}:Positions", "--layout", "dp_replicate=2", "--steps", "1", cwd=model_file.parent)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_difference_names_the_tensor(model_file):

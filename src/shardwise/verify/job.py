@@ -1,5 +1,6 @@
 """The job of ``shardwise verify``: a named model, sharded over local CPU ranks, compared with one plain process."""
 
+import functools
 import inspect
 import math
 import shutil
@@ -26,7 +27,7 @@ from shardwise.verify.sharded import run_sharded, run_with_both_units
 
 __all__ = ["main"]
 
-_LENGTH, _BATCH = 16, 2
+_LENGTHS, _BATCH = (16, 12, 8, 4), 2
 _FIX_BATCH = "pass --batch pkg.mod:fn, a function of an index that returns a mapping of tensors with labels"
 _KINDS = {"grad": "gradients", "param": "parameters", "loss": "loss", "grad_norm": "gradient norm", "buffer": "buffers"}
 
@@ -206,13 +207,23 @@ def _tokens_for(module: nn.Module) -> Callable[[int], dict[str, Tensor]]:
             why="its forward takes no input_ids, or it has no embedding, so there is nothing to guess a batch from",
             fix=_FIX_BATCH,
         )
-    vocab = embedding.num_embeddings
+    makes = [functools.partial(_tokens, embedding.num_embeddings, length) for length in _LENGTHS]
+    return next((make for make in makes if _runs(module, make(0))), makes[0])
 
-    def tokens(index: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(index)
-        ids = torch.randint(0, vocab, (_BATCH, _LENGTH + 1), generator=generator)
-        labels = ids[:, 1:].clone()
-        labels[0, : index % _LENGTH] = -100  # unequal token counts: equal ones hide the most common faults
-        return {"input_ids": ids[:, :-1].contiguous(), "labels": labels}
 
-    return tokens
+def _tokens(vocab: int, length: int, index: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    ids = torch.randint(0, vocab, (_BATCH, length + 1), generator=generator)
+    labels = ids[:, 1:].clone()
+    labels[0, : index % length] = -100  # unequal token counts: equal ones hide the most common faults
+    return {"input_ids": ids[:, :-1].contiguous(), "labels": labels}
+
+
+def _runs(module: nn.Module, batch: Mapping[str, Tensor]) -> bool:
+    """Whether a model takes a batch of this length: it may have fewer positions."""
+    try:
+        with torch.no_grad():
+            call(module, batch)
+    except Exception:  # of any other reason too: it is told by the run that follows
+        return False
+    return True
