@@ -234,9 +234,22 @@ def results(cases: str):
     return found
 
 
+class Little(nn.Module):
+    """A small MLP beside a large layer that mixes everything."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(7, 4), nn.Linear(4, 8), nn.Linear(8, 4)
+        self.mix = nn.Linear(4, 100)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids).softmax(-1)
+        return self.mix((x + self.down(torch.relu(self.up(x)))).softmax(-1))
+
+
 def described(layout: str, what: str, per_node: int | None = None):
     """What ``describe`` says of a model, and the warnings."""
-    model = {"narrow": Narrow, "named": models.get(NAME).build}[what]
+    model = {"narrow": Narrow, "named": models.get(NAME).build, "little": Little}[what]
     if per_node is not None:
         os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
         os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % per_node)

@@ -75,6 +75,12 @@ def test_a_model_that_cannot_be_cut_is_warned_of(ranks):
     assert ranks.run(described, 1, "dp_shard=1", "narrow")[0][1] == []
 
 
+def test_a_model_of_which_little_can_be_cut_is_warned_of(ranks):
+    (_, told), (_, of_other) = ranks.run(described, 2, "tp=2", "little")
+    assert len(told) == 1 and not of_other
+    assert "layout: tp=2 cuts 12% of the model; every rank has the rest whole, and computes all of it" in told[0]
+
+
 @pytest.mark.parametrize(("per_node", "size", "layout"), [(1, 2, "tp=2"), (2, 2, "tp=2"), (2, 4, "dp_shard=2,tp=2")])
 def test_ranks_of_tp_on_several_nodes_are_warned_of(ranks, per_node, size, layout):
     told = ranks.run(described, size, layout, "named", per_node)[0][1]

@@ -11,6 +11,7 @@ from shardwise.techniques.tp.options import TensorParallel
 
 __all__ = ["TensorParallelEntry", "lines", "rule"]
 
+_LITTLE = 0.2  # of the elements of all parameters: so small a part may not be what was expected
 _WHY = {
     "column": "column-parallel: each rank computes a part of its outputs",
     "row": "row-parallel: each rank has a part of its inputs, and the outputs are summed",
@@ -91,11 +92,22 @@ def _add_notes(draft: Draft, facts: Mapping[str, Any]) -> None:
             option="layout",
             warns=True,
         )
-    if not facts.get("cuts"):
+    sizes = {name: fact.numel for name, fact in draft.anatomy.params.items()}
+    computed = [edit for edit in facts.get("edits", ()) if edit[2].get("computed") is not None]
+    share = sum(sizes[name] for name in facts.get("cuts", ())) / max(sum(sizes.values()), 1)
+    if not facts.get("cuts") and not computed:
         why = next((f"{weight}: {why}" for weight, why in left.items()), "the example called no linear layer")
         draft.note(
             "tp",
             f"tp={degree} has no effect on this model: every rank of it does the same. No layer can be cut: {why}",
+            option="layout",
+            warns=True,
+        )
+    elif share < _LITTLE and not computed:
+        draft.note(
+            "tp",
+            f"tp={degree} cuts {share:.0%} of the model; every rank has the rest whole, and computes all of it. Why layers stay "
+            "whole: print(sw.describe(model))",
             option="layout",
             warns=True,
         )
