@@ -79,8 +79,11 @@ def test_what_cannot_be_registered(of, plan, says):
         sw.register_tp_plan(of, plan)
 
 
-def test_without_ranks_to_cut_over_a_plan_is_no_error(ranks):
-    assert "tensor_parallel: no effect: tp=1" in ranks.run(described, 1, "dp_shard=1")[0]["some layers"]
+def test_without_ranks_to_cut_over_a_plan_has_no_effect_and_is_read(ranks):
+    found = ranks.run(described, 1, "dp_shard=1")[0]
+    assert "tensor_parallel: no effect: tp=1" in found["some layers"]
+    wrong = [case for case in CASES if "PlanError" in str(SAYS[case])]
+    assert wrong and all(found[case].startswith("PlanError") for case in wrong)
 
 
 @pytest.mark.parametrize(

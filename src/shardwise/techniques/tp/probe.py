@@ -29,7 +29,7 @@ Computed = Mapping[str, tuple[str, ...]]
 
 
 def probe(module: nn.Module, example: Example, draft: Draft, world: World, *, tensor_parallel: TensorParallel) -> Facts:
-    """What tensor parallelism changes in ``module``; see :func:`facts_of`. Nothing if ``tp`` is 1.
+    """What tensor parallelism changes in ``module``; see :func:`facts_of`. Nothing if ``tp`` is 1, but a plan is read.
 
     Rank 0 finds it for all ranks: they have the same module, which is checked later.
 
@@ -40,6 +40,8 @@ def probe(module: nn.Module, example: Example, draft: Draft, world: World, *, te
         PlanError: a plan that does not fit the module.
     """
     if draft.layout.tp == 1:
+        if tensor_parallel != TensorParallel():
+            plan_for(module, draft.anatomy, tensor_parallel)  # what is wrong in it is told on one process too
         return {}
     find = functools.partial(_facts, module, example, draft, world, tensor_parallel)
     with example.within(), forked_streams(0, None, {}):  # this rank's random numbers go on as on the others
