@@ -1,5 +1,7 @@
 """Ranks whose modules are not the same: refused by name before anything is made of them."""
 
+import enum
+import functools
 import types
 import warnings
 
@@ -13,6 +15,13 @@ from shardwise.parallel import parallelize
 from shardwise.world import init
 
 
+ABSENT = "absent"
+
+
+class Kind(enum.Enum):
+    A, B = 1, 2
+
+
 class Model(nn.Module):
     def __init__(self, width=8, *, eps=1e-5, act=F.relu, gate=nn.Sigmoid, approximate="none", config=None, **more):
         super().__init__()
@@ -20,7 +29,8 @@ class Model(nn.Module):
         self.norm, self.gate, self.gelu = nn.LayerNorm(8, eps=eps), gate(), nn.GELU(approximate=approximate)
         self.act, self.config = act, types.SimpleNamespace(**(config or {}))
         for name, value in more.items():
-            setattr(self, name, value)
+            if value is not ABSENT:
+                setattr(self, name, value)
 
     def forward(self, x):
         return self.gelu(self.down(self.gate(self.act(self.up(self.norm(x))))))
@@ -44,6 +54,10 @@ OTHERWISE = {
     "act": ({"act": (F.relu, F.gelu)}, X, "rank 0: torch.nn.functional.relu; rank 1: "),
     "gate, its class": ({"gate": (nn.Sigmoid, nn.Tanh)}, X, "rank 1: torch.nn.modules.activation.Tanh"),
     "gelu.approximate": ({"approximate": ("none", "tanh")}, X, "rank 0: 'none'; rank 1: 'tanh'"),
+    "sizes": ({"sizes": ([1, 2], [1, 3])}, X, "rank 0: (1, 2); rank 1: (1, 3)"),
+    "kind": ({"kind": (Kind.A, Kind.B)}, X, "Kind.B"),
+    "step": ({"step": (functools.partial(F.gelu, approximate="tanh"), functools.partial(F.gelu))}, X, "approximate"),
+    "table": ({"table": (torch.ones(3), torch.zeros(3))}, X, "a tensor with the checksum"),
     "parameter up.weight: shape": ({"width": (8, 16)}, X, "rank 0: [8,8]; rank 1: [16,8]"),
     "example": ({}, {"x": torch.ones(3, 2, 8)}, 'rank 1: {"x":["torch.float32",3]}'),
 }
@@ -65,10 +79,19 @@ def test_what_may_differ(ranks):
         "device_index": (0, 1),
         "name_or_path": ("gpt2", ""),
         "started": (object(), None),
+        "start_time": (1.5, 2.5),
+        "base_seed": (3, 4),
+        "_use_kernels": (False, ABSENT),  # set by from_pretrained, which rank 0 alone may call
         "object_hash": (17, -5),
         "config": ({"_commit": "a", "width": 8}, {"_commit": None, "width": 8}),
     }
     assert ranks.run(built_otherwise, 2, "tp=2", options, X) == [[], []]
+
+
+def test_texts_of_ones_own_modules_are_warned_about(ranks):
+    first, second = ranks.run(built_otherwise, 2, "dp_shard=2", {"run_id": ("a", "b"), "kind": ("c", "d")}, X)
+    assert second == [] and len(first) == 1
+    assert first[0].startswith("run_id (and 1 more) differs between ranks: rank 0: a; rank 1: b")
 
 
 def test_settings_of_a_config_are_warned_about(ranks):

@@ -2,6 +2,9 @@
 the recipe that each rank made of it afterwards.
 """
 
+import enum
+import functools
+import numbers
 import types
 import warnings
 from collections.abc import Iterator, Mapping
@@ -11,7 +14,10 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from shardwise.errors import RankError
 from shardwise.model import canonical_modules
+from shardwise.model.digest import digest_of
+from shardwise.model.tensors import loose_tensors
 from shardwise.parallel.init.sources import all_tensors
 from shardwise.recipe import Anatomy, Recipe, TensorFact
 from shardwise.world import World
@@ -21,9 +27,19 @@ __all__ = ["refuse_other_modules", "refuse_other_recipes"]
 
 _WHAT = "the ranks' modules"
 _FIX = "build the same module with the same options on every rank"
-_OF_A_RANK = ("rank", "device", "gpu", "path", "dir", "file", "url", "hash", "uuid")
-"""In names of attributes that may differ: where a rank runs, where its module came from, and what differs by process."""
-_SETTINGS = (bool, int, float, complex, str, torch.dtype, type, types.FunctionType, types.BuiltinFunctionType)
+_OF_A_PROCESS = {"rank", "device", "gpu", "seed", "pid", "hash", "uuid"}
+_FROM_ELSEWHERE = {"path", "dir", "file", "url", "time", "timestamp", "created", "at"}
+"""Words in names of attributes, and at their end, whose values may differ: where a rank runs, where its module came from."""
+_SETTINGS = (
+    numbers.Number,
+    enum.Enum,
+    torch.dtype,
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    functools.partial,
+)
+_MOST_ITEMS = 100  # of a container of settings
 
 
 def refuse_other_modules(
@@ -31,12 +47,13 @@ def refuse_other_modules(
 ) -> None:
     """Compares the modules of all ranks, which must all call it.
 
-    Settings are the numbers, texts, functions and classes that are attributes of modules (``eps``, ``num_heads``): each
-    rank computes with its own.
+    Settings are attributes of modules: numbers (``eps``, ``num_heads``), functions, classes, containers of them. Each rank
+    computes with its own. One that a rank does not have is not compared, as a library may add some when it loads weights,
+    which rank 0 alone may have done.
 
     Warns:
-        UserWarning: settings of objects that modules have, such as a ``config``, differ. Whether the forward reads them
-            is not known.
+        UserWarning: texts that are attributes of modules, or settings of objects that they have, such as a ``config``,
+            differ. Whether the forward reads them is not known.
 
     Raises:
         RankError: modules or examples that differ, with the first difference.
@@ -47,13 +64,20 @@ def refuse_other_modules(
     facts |= {f"{name or '(root)'}, its class": path for name, path in anatomy.class_paths.items()}
     # Values and gradients are sent in this order. A constructor that iterates over a set differs in each process.
     facts["the order of tensors"] = list(all_tensors(module))
-    facts |= dict(_settings(module))
     if example is not None:
         facts["example"] = {
             name: [str(x.dtype), x.dim()] for name, x in sorted(example.items()) if isinstance(x, Tensor)
         }
     agree_on(world.agreement, facts, what=_WHAT, fix=_FIX)
-    found = difference(world.agreement, dict(_settings_of_objects(module)), what="the settings of the ranks' modules")
+    found = difference(world.agreement, _settings(module), what=_WHAT, absent=False)
+    if found is not None:
+        raise RankError(
+            f"{_WHAT} differ between ranks: {found.names[0]}",
+            why=found.told,
+            fix=f"{_FIX}; what has to differ can be set after parallelize",
+            ranks=found.ranks,
+        )
+    found = difference(world.agreement, _texts(module), what="what else the ranks' modules have", absent=False)
     if found is not None and world.is_main:
         more = f" (and {len(found.names) - 1} more)" if len(found.names) > 1 else ""
         warnings.warn(
@@ -92,29 +116,61 @@ def _tensor_facts(kind: str, tensors: Mapping[str, TensorFact]) -> dict[str, Any
     return {f"{kind} {name}: {field}": value for name, fact in found.items() for field, value in fact.items()}
 
 
-def _settings(module: nn.Module) -> Iterator[tuple[str, str]]:
+def _settings(module: nn.Module) -> dict[str, str]:
+    """What the modules compute with, by name: settings, and tensors that are registered nowhere."""
+    found = {
+        name: described(value)
+        for name, owner, value in _attributes(module)
+        if _is_setting(value) or (isinstance(value, str) and type(owner).__module__.startswith("torch."))
+    }
+    for name, tensor in loose_tensors(module).items():
+        if not tensor.requires_grad:  # those are warned of: they should be parameters
+            found[name] = f"a tensor with the checksum {digest_of({'': tensor}, unread='')}"
+    return found
+
+
+def _texts(module: nn.Module) -> dict[str, str]:
+    """Texts, and settings of objects that modules have."""
+    found: dict[str, str] = {}
+    seen: set[int] = set()
+    for name, _, value in _attributes(module):
+        if isinstance(value, str):
+            found[name] = value
+        elif (
+            hasattr(value, "__dict__")
+            and not isinstance(value, (nn.Module, Tensor, *_SETTINGS))
+            and id(value) not in seen
+        ):
+            seen.add(id(value))
+            for attr, inner in vars(value).items():
+                if (
+                    not attr.startswith("_")
+                    and _may_not_differ(attr)
+                    and (_is_setting(inner) or isinstance(inner, str))
+                ):
+                    found[f"{name}.{attr}"] = described(inner)
+    return found
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Name, module and value of each attribute of a module within ``module`` that is not its tensors or modules."""
     for name, child in canonical_modules(module):
         for attr, value in vars(child).items():
             # "training" is set by calls, and the step checks it.
-            if attr != "training" and _is_setting(attr, value):
-                yield f"{name}.{attr}".lstrip("."), described(value)
+            if attr != "training" and _may_not_differ(attr):
+                yield f"{name}.{attr}".lstrip("."), child, value
 
 
-def _settings_of_objects(module: nn.Module) -> Iterator[tuple[str, str]]:
-    seen: set[int] = set()
-    for name, child in canonical_modules(module):
-        for attr, value in vars(child).items():
-            if (
-                isinstance(value, (nn.Module, Tensor, *_SETTINGS))
-                or not hasattr(value, "__dict__")
-                or id(value) in seen
-            ):
-                continue
-            seen.add(id(value))
-            for inner, setting in vars(value).items():
-                if not inner.startswith("_") and _is_setting(inner, setting):
-                    yield f"{name}.{attr}.{inner}".lstrip("."), described(setting)
+def _may_not_differ(attr: str) -> bool:
+    words = attr.lower().strip("_").split("_")
+    return _OF_A_PROCESS.isdisjoint(words) and words[-1] not in _FROM_ELSEWHERE
 
 
-def _is_setting(attr: str, value: Any) -> bool:
-    return isinstance(value, _SETTINGS) and not any(word in attr.lower() for word in _OF_A_RANK)
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, dict):
+        return 0 < len(value) <= _MOST_ITEMS and all(
+            isinstance(k, str | int) and _is_setting(v) for k, v in value.items()
+        )
+    if isinstance(value, tuple | list):
+        return 0 < len(value) <= _MOST_ITEMS and all(map(_is_setting, value))
+    return isinstance(value, _SETTINGS)

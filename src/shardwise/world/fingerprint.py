@@ -87,9 +87,14 @@ def difference(
     what: str,
     most: int = 1,
     shown: Mapping[str, str] | None = None,
+    absent: bool = True,
 ) -> Difference | None:
-    """How ``facts`` differ between ranks, the same on every rank; None: they are equal. Arguments as of
-    :func:`agree_on`."""
+    """How ``facts`` differ between ranks, the same on every rank; None: they are equal.
+
+    Args:
+        agreement, facts, what, most, shown: as of :func:`agree_on`.
+        absent: whether it is a difference that a rank does not have a fact.
+    """
     text = msgspec.json.encode(facts, order="deterministic")
     digest = int.from_bytes(hashlib.sha256(text).digest()[:8], "big") & (1 << 60) - 1
     summed = agreement.sum({"digest": agreement.same(digest)}, f"comparing {what}")
@@ -97,7 +102,9 @@ def difference(
         return None
     answers = agreement.gather((dict(facts), {**facts, **(shown or {})}), f"naming how {what} differ")
     compared, printed = [answer[0] for answer in answers], [answer[1] for answer in answers]
-    keys = _differing(compared)
+    keys = [key for key in _differing(compared) if absent or all(key in own for own in compared)]
+    if not keys and not absent:
+        return None
     ranks = tuple(r for r, own in enumerate(compared) if any(own.get(k) != compared[0].get(k) for k in keys))
     return Difference(keys, _told(keys, printed, most), ranks)
 
