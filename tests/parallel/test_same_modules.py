@@ -57,7 +57,7 @@ OTHERWISE = {
     "sizes": ({"sizes": ([1, 2], [1, 3])}, X, "rank 0: (1, 2); rank 1: (1, 3)"),
     "kind": ({"kind": (Kind.A, Kind.B)}, X, "Kind.B"),
     "step": ({"step": (functools.partial(F.gelu, approximate="tanh"), functools.partial(F.gelu))}, X, "approximate"),
-    "table": ({"table": (torch.ones(3), torch.zeros(3))}, X, "a tensor with the checksum"),
+    "tensor table": ({"table": (torch.ones(3), torch.ones(4))}, X, 'rank 1: ["torch.float32",4]'),
     "parameter up.weight: shape": ({"width": (8, 16)}, X, "rank 0: [8,8]; rank 1: [16,8]"),
     "example": ({}, {"x": torch.ones(3, 2, 8)}, 'rank 1: {"x":["torch.float32",3]}'),
 }
@@ -79,6 +79,7 @@ def test_what_may_differ(ranks):
         "device_index": (0, 1),
         "name_or_path": ("gpt2", ""),
         "started": (object(), None),
+        "table": (torch.ones(3), torch.zeros(3)),  # rank 0's is sent
         "start_time": (1.5, 2.5),
         "base_seed": (3, 4),
         "_use_kernels": (False, ABSENT),  # set by from_pretrained, which rank 0 alone may call

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from shardwise.errors import RankError
 from shardwise.model import canonical_modules
-from shardwise.model.digest import digest_of
 from shardwise.model.tensors import loose_tensors
 from shardwise.parallel.init.sources import all_tensors
 from shardwise.recipe import Anatomy, Recipe, TensorFact
@@ -61,6 +60,8 @@ def refuse_other_modules(
     facts: dict[str, Any] = {"module class": anatomy.module_class}
     for kind, tensors in {"parameter": anatomy.params, "buffer": anatomy.buffers}.items():
         facts |= _tensor_facts(kind, tensors)
+    for name, tensor in loose_tensors(module).items():
+        facts[f"tensor {name}"] = [str(tensor.dtype), *tensor.shape]
     facts |= {f"{name or '(root)'}, its class": path for name, path in anatomy.class_paths.items()}
     # Values and gradients are sent in this order. A constructor that iterates over a set differs in each process.
     facts["the order of tensors"] = list(all_tensors(module))
@@ -117,16 +118,12 @@ def _tensor_facts(kind: str, tensors: Mapping[str, TensorFact]) -> dict[str, Any
 
 
 def _settings(module: nn.Module) -> dict[str, str]:
-    """What the modules compute with, by name: settings, and tensors that are registered nowhere."""
-    found = {
+    """What the modules compute with, by name. Tensors are not in it: all get the values of one rank."""
+    return {
         name: described(value)
         for name, owner, value in _attributes(module)
         if _is_setting(value) or (isinstance(value, str) and type(owner).__module__.startswith("torch."))
     }
-    for name, tensor in loose_tensors(module).items():
-        if not tensor.requires_grad:  # those are warned of: they should be parameters
-            found[name] = f"a tensor with the checksum {digest_of({'': tensor}, unread='')}"
-    return found
 
 
 def _texts(module: nn.Module) -> dict[str, str]:
