@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.model.blocks import find_block_lists
-from shardwise.model.names import canonical_modules
+from shardwise.model.names import canonical_modules, own_attributes
 from shardwise.model.read import user_class
 
 __all__ = ["block_kinds", "in_block", "is_in_block"]
@@ -35,9 +35,6 @@ def block_kinds(root: nn.Module) -> list[list[str]]:
     return groups
 
 
-_OF_MODULES = frozenset(vars(nn.Module()))
-
-
 def _described(block: nn.Module) -> dict[str, Any]:
     """Everything that a block is made of, by its place in the block."""
     found: dict[str, Any] = {}
@@ -45,7 +42,7 @@ def _described(block: nn.Module) -> dict[str, Any]:
         found[name] = user_class(module)
         for tensors in (module._parameters, module._buffers):
             found |= {f"{name}.{key}": None if x is None else (x.shape, x.dtype) for key, x in tensors.items()}
-        found |= {f"{name}.{key}": value for key, value in vars(module).items() if key not in _OF_MODULES}
+        found |= {f"{name}.{key}": value for key, value in own_attributes(module).items()}
     return found
 
 

@@ -2,6 +2,7 @@
 
 import traceback
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -12,6 +13,7 @@ __all__ = [
     "canonical_tensors",
     "inner_module",
     "module_of_error",
+    "own_attributes",
     "unwrap_module",
 ]
 
@@ -23,6 +25,14 @@ _WRAPPERS = {
     "OffloadWrapper": "_checkpoint_wrapped_module",
     "DistributedDataParallel": "module",
 }
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))  # parameters, children, hooks, the mode
+
+
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that the user's class, or Shardwise, has given it."""
+    return {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
 
 
 def inner_module(module: nn.Module) -> nn.Module | None:

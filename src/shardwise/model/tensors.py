@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch.autograd import share_hooks
 from shardwise._torch.dtensor import cut_like, local_tensor
-from shardwise.model.names import canonical_modules, canonical_tensors
+from shardwise.model.names import canonical_modules, canonical_tensors, own_attributes
 
 __all__ = [
     "Hidden",
@@ -53,12 +53,9 @@ def hidden_tensors(module: nn.Module) -> Iterator[Hidden]:
     """All of them in ``module``, named like ``blocks.0.tables.cos``; one that is also registered is included."""
     seen: set[int] = set()
     for prefix, owner in canonical_modules(module):
-        for attr in [attr for attr in vars(owner) if attr not in _OF_MODULES and not attr.startswith("_shardwise")]:
+        for attr in [attr for attr in own_attributes(owner) if not attr.startswith("_shardwise")]:
             put = functools.partial(object.__setattr__, owner, attr)
             yield from _hidden_in(f"{prefix}.{attr}" if prefix else attr, vars(owner)[attr], put, seen)
-
-
-_OF_MODULES = frozenset(vars(nn.Module()))  # parameters, children, hooks: not the user's own attributes
 
 
 def _hidden_in(name: str, value: Any, put: Callable[[Any], None], seen: set[int], depth: int = 4) -> Iterator[Hidden]:
@@ -126,7 +123,7 @@ def unregistered_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     known = {id(param) for param in tensors_of(module, "_parameters").values()}
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for prefix, owner in canonical_modules(module):
-        for attr in [attr for attr in vars(owner) if attr not in _OF_MODULES and not attr.startswith("_shardwise")]:
+        for attr in [attr for attr in own_attributes(owner) if not attr.startswith("_shardwise")]:
             for name, param in _parameters_in(f"{prefix}.{attr}" if prefix else attr, vars(owner)[attr]):
                 if param.requires_grad and id(param) not in known:
                     found.setdefault(id(param), (name, param))

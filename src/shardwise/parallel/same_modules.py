@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import RankError
 from shardwise.model import canonical_modules
+from shardwise.model.names import own_attributes
 from shardwise.model.tensors import loose_tensors
 from shardwise.parallel.init.sources import all_tensors
 from shardwise.recipe import Anatomy, Recipe, TensorFact
@@ -152,9 +153,8 @@ def _texts(module: nn.Module) -> dict[str, str]:
 def _attributes(module: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
     """Name, module and value of each attribute of a module within ``module`` that is not its tensors or modules."""
     for name, child in canonical_modules(module):
-        for attr, value in vars(child).items():
-            # "training" is set by calls, and the step checks it.
-            if attr != "training" and _may_not_differ(attr):
+        for attr, value in own_attributes(child).items():
+            if _may_not_differ(attr):
                 yield f"{name}.{attr}".lstrip("."), child, value
 
 
