@@ -54,6 +54,14 @@ class Added(nn.Module):
         return weight + self.high @ self.low
 
 
+def hooked(num_in: int, num_out: int) -> nn.Module:
+    """A linear layer with hooks on what it is given, and on what it returns."""
+    layer = nn.Linear(num_in, num_out)
+    layer.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+    layer.register_forward_hook(lambda module, args, y: y * 2 + 0.1)
+    return layer
+
+
 def weight_norm(num_in: int, num_out: int) -> nn.Module:
     """A linear layer whose weight is computed from a direction and a length for each output."""
     return nn.utils.parametrizations.weight_norm(nn.Linear(num_in, num_out))
@@ -412,6 +420,7 @@ _DECODERS: dict[str, dict[str, Any]] = {
     },
     "spectral-norm": {"attention": _attention(layer=spectral_norm), "mlp": _mlp("plain", spectral_norm)},
     "added": {"attention": _attention(num_kv=2, layer=added), "mlp": _mlp("halves", added)},
+    "hooked": {"attention": _attention(num_kv=1, layer=hooked), "mlp": _mlp("gated", hooked)},
     "raw-weights": {"mlp": RawMlp},
     "kept-function": {"mlp": KeptMlp},
     "norm-of-heads": {"attention": _attention(norm="head"), "mlp": _mlp("dropped")},

@@ -86,6 +86,23 @@ class ComputedOfAnother(Mlp):
         return self.down(F.relu(self.up(x) + self.other(x)))
 
 
+class HookedBackward(Mlp):
+    """The gradient of its last layer's input is divided by its norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down.register_full_backward_hook(lambda module, given, got: (given[0] / (given[0].norm() + 1),))
+
+
+class HookedAround(Mlp):
+    """The same of the outputs of a module around its first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Sequential(self.up)  # type: ignore[assignment]
+        self.up.register_full_backward_pre_hook(lambda module, got: (got[0] / (got[0].norm() + 1),))
+
+
 class OneBias(Mlp):
     """Its last layer's bias is that of another layer, which gives it a part of a sum."""
 
@@ -349,6 +366,8 @@ _DECODERS = (
     ComputedElsewhere,
     ComputedAndRead,
     ComputedOfAnother,
+    HookedBackward,
+    HookedAround,
     OneBias,
     Reversed,
     Rotated,

@@ -14,7 +14,6 @@ from shardwise.errors import RankError
 from shardwise.parallel import parallelize
 from shardwise.world import init
 
-
 ABSENT = "absent"
 
 

@@ -16,6 +16,7 @@ from shardwise.model.certificate import Settings, certify, dropouts
 from shardwise.model.computed import computed_weights
 from shardwise.model.found import Found, Region
 from shardwise.model.layers import is_norm
+from shardwise.model.names import canonical_modules
 from shardwise.model.regions import find_regions, gradients, signature
 from shardwise.model.settings import settled
 from shardwise.model.tables import add_tables, of_vocabulary
@@ -44,24 +45,39 @@ def search(
         UnsupportedError: the module cannot be copied, or does not run.
     """
     found = _search(module, call, degree, allowed)
-    if elsewhere := _computed_elsewhere(module, found):
-        found = _search(module, call, degree, frozenset(found.layers if allowed is None else allowed) - elsewhere)
-        found.left |= dict.fromkeys(elsewhere, "it is computed, and another module than its own uses it")
+    if unfit := _unfit(module, found):
+        found = _search(module, call, degree, frozenset(found.layers if allowed is None else allowed) - unfit.keys())
+        found.left |= unfit
     return found
 
 
-def _computed_elsewhere(module: nn.Module, found: Found) -> set[str]:
-    """Computed weights in regions that another module uses than the one that computes them, each time anew."""
-    used = {weight for region in found.regions for weight in (*region.layers, *region.readers)}
-    return {
-        weight
-        for weight in used & computed_weights(module).keys()
-        if list(found.callers[weight]) != [found.layers[weight].module]
-    }
+def _unfit(module: nn.Module, found: Found) -> dict[str, str]:
+    """Layers in regions that must stay whole for reasons that no run shows -> why."""
+    unfit = {}
+    computed, modules = computed_weights(module), dict(canonical_modules(module))
+    for region in found.regions:
+        for weight in (*region.layers, *region.readers):
+            layer, callers = found.layers[weight], found.callers[weight]
+            if weight in computed and list(callers) != [layer.module]:
+                unfit[weight] = "it is computed, and another module than its own uses it"
+            for name in callers:
+                # In a run that returns random outputs no gradient passes through a layer, and so none through these.
+                if hooked := _with_backward_hooks(modules, name, region.module):
+                    unfit[weight] = f"{hooked} has a backward hook, which would be given the gradient of a part"
+    return unfit
+
+
+def _with_backward_hooks(modules: Mapping[str, nn.Module], name: str, within: str) -> str | None:
+    """The module ``name``, or one around it within the module ``within``, if it has hooks on its backward."""
+    while name != within:
+        if modules[name]._backward_hooks or modules[name]._backward_pre_hooks:
+            return name
+        name = name.rpartition(".")[0]
+    return None
 
 
 def _search(module: nn.Module, call: Callable[[nn.Module], Any], degree: int, allowed: frozenset[str] | None) -> Found:
-    """:func:`search`, whose regions may have computed weights that are used outside of their modules."""
+    """:func:`search`, whose regions may have layers that must stay whole for reasons that no run shows."""
     others = {blocks[0]: blocks[_SEARCHED:] for blocks in block_kinds(module) if len(blocks) > _SEARCHED}
     if allowed is not None and not all(_treats_alike(allowed, blocks) for blocks in block_kinds(module)):
         others = {}

@@ -15,6 +15,8 @@ LEFT = {
     "ComputedElsewhere": ("blocks.0.mlp.up.weight", "it is computed, and another module than its own uses it"),
     "ComputedAndRead": ("blocks.0.mlp.down.weight", "mixes all of its inputs"),
     "ComputedOfAnother": ("blocks.0.mlp.down.weight", "original1 is used by _weight_norm too"),
+    "HookedBackward": ("blocks.0.mlp.down.weight", "blocks.0.mlp.down has a backward hook"),
+    "HookedAround": ("blocks.0.mlp.up.0.weight", "the backward mixes what ranks have"),
     "OneBias": ("blocks.0.mlp.down.weight", "blocks.0.mlp.down.bias is used outside of its layer too"),
     "Reversed": ("blocks.0.mlp.down.weight", "in an order that is no even cut: 16 by 1; 16 by 0"),
     "Rotated": ("blocks.0.mlp.down.weight", "index 29 is out of bounds"),

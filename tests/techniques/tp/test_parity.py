@@ -22,6 +22,7 @@ OWN = [
         "kept-function",
         "weight-norm",
         "added",
+        "hooked",
         "from-the-width, lora",
     )
 ]
