@@ -163,6 +163,12 @@ def hooked(world):
     sw.parallelize(model, world)
 
 
+def hooked_norm(world):
+    model = models.get("linears: norm-of-heads").build()
+    model.blocks[0].attention.norm.weight.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+    sw.parallelize(model, world)
+
+
 def clipping(clip):
     """A window whose gradients torch clips, or takes the norm of."""
 
@@ -201,6 +207,7 @@ MISUSES = {
     "torch's norm": clipping(lambda model: torch.nn.utils.get_total_norm([param.grad for param in model.parameters()])),
     "another plan": other_plan,
     "a hook": hooked,
+    "a hook on a norm of each head": hooked_norm,
     "a token that is none": lambda world: torch.no_grad()(cut(world))(torch.full((1, 4), 19)),
     "a mask that the example did not have": with_a_mask(False),
     "no example": lambda world: sw.parallelize(Plain, world),

@@ -28,6 +28,9 @@ SAYS = {
     "torch's norm": ("UsageError: embed.weight: torch.nn.utils.clip_grad_norm_ of a model that is cut over tp",),
     "another plan": ("RankError: ", "plan", "colwise", "replicate"),
     "a hook": ("UnsupportedError: blocks.0.mlp.up.weight: a hook on a parameter that is cut over the ranks",),
+    "a hook on a norm of each head": (
+        "UnsupportedError: blocks.0.attention.norm.weight: a hook on a parameter whose gradients on the ranks along tp are parts of a sum",
+    ),
     "a token that is none": ("IndexError: token 19 of a vocabulary of 19",),
     "a mask that the example did not have": (
         "UsageError: a forward with attention_mask, which the example did not have", "parallelize(..., example=batch)"

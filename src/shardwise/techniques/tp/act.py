@@ -8,6 +8,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from shardwise._torch.autograd import num_hooks
 from shardwise._torch.collectives import group_name
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.layout import Coord
@@ -51,6 +52,16 @@ class TensorParallelAct(Act):
                     "Compile of a block with dropout between layers that are cut over tp",
                     why="ranks draw numbers of their own there, by switching torch's generator, which a graph cannot",
                     fix="set that dropout to 0, or leave the block out: Compile(targets=...)",
+                    name=name,
+                )
+
+        parameters = tensors_of(module, "_parameters")
+        for name in recipe.entry("tp", TensorParallelEntry).partial if recipe.edits_of("tp") else ():
+            if num_hooks(parameters[name])[0]:
+                raise UnsupportedError(
+                    "a hook on a parameter whose gradients on the ranks along tp are parts of a sum",
+                    why="it would be given a part, before the sum at the end of the window",
+                    fix="change gradients after the window, before optim.step(); or keep its layers whole: tensor_parallel=sw.TensorParallel(plan={...})",
                     name=name,
                 )
 
