@@ -65,7 +65,7 @@ PROBES = (
     Probe("torch.nn.utils.parametrizations", ("_SpectralNorm",)),
     Probe("torch.nn.modules.module:Module", ("_apply", "_call_impl"), words=("_forward_pre_hooks",)),
     Probe("torch.amp.grad_scaler:GradScaler", ("_check_scale_growth_tracker",), words=("_per_optimizer_states",)),
-    Probe("torch.distributed.distributed_c10d", ("_get_default_store", "_world")),
+    Probe("torch.distributed.distributed_c10d", ("_get_default_store", "_resolve_process_group", "_world")),
     Probe("torch.distributed:ProcessGroup", ("_get_backend",), without="how long a group waits is not read"),
     Probe("torch.distributed._composable.replicate", ("DDP",)),
     Probe("torch.distributed._functional_collectives", words=("_c10d_functional",)),
