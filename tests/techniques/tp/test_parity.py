@@ -26,6 +26,7 @@ OWN = [
         "from-the-width, lora",
     )
 ]
+COMPUTED = ["linears: weight-norm", "linears: added"]  # only biases are cut: what weights are computed from is whole
 FAMILIES = ["llama", "gpt2", "t5", "qwen3", "mamba"]
 PUT_TOGETHER = list(models.select("tp"))
 OTHERS = [
@@ -108,7 +109,8 @@ CELLS = [
 )
 def test_models(ranks, name, layout, options):
     _report, held = compared(ranks, name, layout, **options)
-    assert held < (0.55 if "dp_shard" in layout else 0.85)
+    most = 0.95 if name in COMPUTED else 0.85
+    assert held < (0.55 if "dp_shard" in layout else most)
 
 
 @pytest.mark.parametrize(
