@@ -62,9 +62,9 @@ def hooked(num_in: int, num_out: int) -> nn.Module:
     return layer
 
 
-def weight_norm(num_in: int, num_out: int) -> nn.Module:
+def weight_norm(num_in: int, num_out: int, made: type[nn.Linear] = nn.Linear) -> nn.Module:
     """A linear layer whose weight is computed from a direction and a length for each output."""
-    return nn.utils.parametrizations.weight_norm(nn.Linear(num_in, num_out))
+    return nn.utils.parametrizations.weight_norm(made(num_in, num_out))
 
 
 def spectral_norm(num_in: int, num_out: int) -> nn.Module:

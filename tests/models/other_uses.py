@@ -86,6 +86,66 @@ class ComputedOfAnother(Mlp):
         return self.down(F.relu(self.up(x) + self.other(x)))
 
 
+class _ByAnother(nn.Module):
+    """Multiplies a weight by the mean of another layer's."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.other = [other]
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * self.other[0].weight.mean()  # type: ignore[operator]
+
+
+class _Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * 2, self.bias)
+
+
+class Computed(Mlp):
+    """A first layer whose weight is computed, in ways that leave it whole."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.other = kind, nn.LayerNorm(WIDTH)
+        if kind == "layer":
+            self.up = weight_norm(WIDTH, HIDDEN, _Doubled)  # type: ignore[assignment]
+        elif kind == "by another":
+            nn.utils.parametrize.register_parametrization(self.up, "weight", _ByAnother(self.other))
+        elif kind == "bias":
+            nn.utils.parametrize.register_parametrization(self.up, "bias", Scaled())
+        else:
+            self.up = weight_norm(WIDTH, HIDDEN)  # type: ignore[assignment]
+        if kind == "bias":
+            nn.utils.parametrize.register_parametrization(self.up, "weight", Scaled())
+        if kind == "forward":
+            self.up.forward = functools.partial(_halved, self.up)
+        if kind == "two names":
+            self.first = self.up
+        if kind == "shared":
+            self.scale = Scaled()
+            nn.utils.parametrize.register_parametrization(self.up, "weight", self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(self.other(x))
+        if self.kind == "looked at":
+            y = y * self.up.parametrizations.weight.original0.mean()  # type: ignore[union-attr]
+        return y
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * self.by
+
+
+def _halved(layer: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x * 0.5, layer.weight) + layer.bias
+
+
 class HookedBackward(Mlp):
     """The gradient of its last layer's input is divided by its norm."""
 
@@ -386,7 +446,13 @@ def _model(name: str, build: Any, loss: Any = next_token_loss) -> Model:
     return Model(name=f"other uses: {name}", build=build, batch=tokens, loss=loss, tags=("own", "other uses"))
 
 
+COMPUTED = ("layer", "by another", "bias", "forward", "two names", "shared", "looked at")
+
 MODELS = (
+    *(
+        _model(f"computed, {kind}", functools.partial(Decoder, mlp=functools.partial(Computed, kind)))
+        for kind in COMPUTED
+    ),
     *(_model(cls.__name__, functools.partial(Decoder, mlp=cls)) for cls in _DECODERS),
     *(
         _model(cls.__name__, cls)

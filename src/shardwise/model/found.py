@@ -110,6 +110,7 @@ class Found:
         shown: layers whose outputs reach the output of the model other than through a layer.
         foreign: parameters with two dims or more that functions use which are no layers.
         tables: that are cut by the tokens that their rows are of.
+        computed: weight that is computed, and no parameter -> the parameters from which it is.
     """
 
     regions: list[Region]
@@ -120,6 +121,7 @@ class Found:
     shown: set[str] = field(default_factory=set)
     foreign: set[str] = field(default_factory=set)
     tables: list[Table] = field(default_factory=list)
+    computed: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 # ---- indices of a dim ------------------------------------------------------------------------------------------------

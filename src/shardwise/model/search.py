@@ -4,7 +4,7 @@ import contextlib
 import functools
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,17 +44,26 @@ def search(
     Raises:
         UnsupportedError: the module cannot be copied, or does not run.
     """
-    found = _search(module, call, degree, allowed)
-    if unfit := _unfit(module, found):
-        found = _search(module, call, degree, frozenset(found.layers if allowed is None else allowed) - unfit.keys())
+    computed = computed_weights(module)
+    try:
+        found = _search(module, call, degree, allowed, frozenset(computed))
+    except Exception:  # of the user's code, which may look at what its weights are computed from
+        if not computed:
+            raise
+        computed = {}
+        found = _search(module, call, degree, allowed, frozenset())
+    if unfit := _unfit(module, found, computed):
+        rest = frozenset(found.layers if allowed is None else allowed) - unfit.keys()
+        found = _search(module, call, degree, rest, frozenset(computed))
         found.left |= unfit
+    found.computed = computed
     return found
 
 
-def _unfit(module: nn.Module, found: Found) -> dict[str, str]:
+def _unfit(module: nn.Module, found: Found, computed: Container[str]) -> dict[str, str]:
     """Layers in regions that must stay whole for reasons that no run shows -> why."""
     unfit = {}
-    computed, modules = computed_weights(module), dict(canonical_modules(module))
+    modules = dict(canonical_modules(module))
     for region in found.regions:
         for weight in (*region.layers, *region.readers):
             layer, callers = found.layers[weight], found.callers[weight]
@@ -69,14 +78,20 @@ def _unfit(module: nn.Module, found: Found) -> dict[str, str]:
 
 def _with_backward_hooks(modules: Mapping[str, nn.Module], name: str, within: str) -> str | None:
     """The module ``name``, or one around it within the module ``within``, if it has hooks on its backward."""
-    while name != within:
+    while name and name != within:
         if modules[name]._backward_hooks or modules[name]._backward_pre_hooks:
             return name
         name = name.rpartition(".")[0]
     return None
 
 
-def _search(module: nn.Module, call: Callable[[nn.Module], Any], degree: int, allowed: frozenset[str] | None) -> Found:
+def _search(
+    module: nn.Module,
+    call: Callable[[nn.Module], Any],
+    degree: int,
+    allowed: frozenset[str] | None,
+    computed: frozenset[str],
+) -> Found:
     """:func:`search`, whose regions may have layers that must stay whole for reasons that no run shows."""
     others = {blocks[0]: blocks[_SEARCHED:] for blocks in block_kinds(module) if len(blocks) > _SEARCHED}
     if allowed is not None and not all(_treats_alike(allowed, blocks) for blocks in block_kinds(module)):
@@ -85,16 +100,16 @@ def _search(module: nn.Module, call: Callable[[nn.Module], Any], degree: int, al
     if others:
         try:
             without = frozenset(name for names in others.values() for name in names)
-            found = _repeated(_with_norms(module, call, degree, without, allowed), block_kinds(module))
+            found = _repeated(_with_norms(module, call, degree, without, allowed, computed), block_kinds(module))
         except UnsupportedError:  # its code counts its blocks
             found = None
         if found is not None:
-            trial = _of_whole(module, call, found)
+            trial = _of_whole(module, call, found, computed)
             if holds_for_all(trial, degree, found, uses):
                 add_tables(module, trial, uses, degree, found, allowed)
                 return found
-    found = _with_norms(module, call, degree, frozenset(), allowed)
-    trial, uses = _of_whole(module, call, found), {}
+    found = _with_norms(module, call, degree, frozenset(), allowed, computed)
+    trial, uses = _of_whole(module, call, found, computed), {}
     with trial.noting(uses) as note:
         for is_training in (False, True):
             trial.set_training(is_training)
@@ -103,10 +118,10 @@ def _search(module: nn.Module, call: Callable[[nn.Module], Any], degree: int, al
     return found
 
 
-def _of_whole(module: nn.Module, call: Callable[[nn.Module], Any], found: Found) -> Trial:
+def _of_whole(module: nn.Module, call: Callable[[nn.Module], Any], found: Found, computed: frozenset[str]) -> Trial:
     """The whole model, not run yet."""
     norms = frozenset(weight[:-1] for region in found.regions for weight in region.layers if is_norm(weight))
-    return Trial(module, call, norms=norms, foreign=frozenset(found.foreign))
+    return Trial(module, call, norms=norms, foreign=frozenset(found.foreign), computed=computed)
 
 
 def _treats_alike(allowed: frozenset[str], blocks: list[str]) -> bool:
@@ -121,15 +136,16 @@ def _with_norms(
     degree: int,
     without: frozenset[str],
     allowed: frozenset[str] | None,
+    computed: frozenset[str],
 ) -> Found:
     """The regions of a model; also those with a norm over the whole width between two layers, if that cuts more."""
-    trial = Trial(module, call, without=without)
+    trial = Trial(module, call, without=without, computed=computed)
     found = find_certified(trial, degree, allowed)
     norms = _norms_of_one_layer(trial, found) if found.left else frozenset()
     if not norms:
         return found
     try:
-        other = Trial(module, call, without=without, norms=norms)
+        other = Trial(module, call, without=without, norms=norms, computed=computed)
         with_norms = find_certified(other, degree, allowed)
     except (UnsupportedError, TypeError):  # one of them is more than a function of one tensor
         return found

@@ -21,7 +21,7 @@ from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.model.attention import attentions, write_out
 from shardwise.model.calling import line_of
 from shardwise.model.closures import rebind_functions
-from shardwise.model.computed import computed_weights, with_plain_weights
+from shardwise.model.computed import with_plain_weights
 from shardwise.model.layers import Layer
 from shardwise.model.leaves import Ended, Leaves
 from shardwise.model.names import canonical_modules, canonical_tensors
@@ -42,8 +42,7 @@ class Trial:
     """A copy of ``module`` in float64 whose linear layers and embeddings return random leaves.
 
     Other parameters and buffers have the values of ``module``, or random ones where it is on meta; all floating ones
-    require gradients. Weights of linear layers have no values, and are parameters of their layers, also those that are
-    computed. Nothing is dropped out. Changes nothing in ``module``.
+    require gradients. Weights of linear layers have no values. Nothing is dropped out. Changes nothing in ``module``.
 
     Args:
         module: any module, on meta or not.
@@ -52,6 +51,7 @@ class Trial:
         without: modules of lists that the copy does not have.
         norms: modules that are taken for layers: what they are called with is seen, and they return random leaves.
         foreign: of an earlier trial of these modules: then nothing is run before it is asked for.
+        computed: weights that are computed; in the copy they are parameters.
 
     Raises:
         UnsupportedError: the module cannot be copied, or does not run.
@@ -66,9 +66,11 @@ class Trial:
         without: frozenset[str] = frozenset(),
         norms: frozenset[str] = frozenset(),
         foreign: frozenset[str] | None = None,
+        computed: frozenset[str] = frozenset(),
     ):
         self._call, self._values = call, dict[tuple[Call, int], Tensor]()
         self._original, self._training, self._without, self.norms = module, training, without, norms
+        self._computed = computed
         self._widths: dict[str, int] = {}  # of norms
         self._running: Leaves | None = None
         self.layers: dict[str, Layer] = {}
@@ -165,7 +167,9 @@ class Trial:
 
     def in_training(self) -> "Trial":
         """The same model in training mode."""
-        return Trial(self._original, self._call, training=True, without=self._without, norms=self.norms)
+        return Trial(
+            self._original, self._call, training=True, without=self._without, norms=self.norms, computed=self._computed
+        )
 
     def callers(self) -> dict[str, tuple[str, ...]]:
         """Weight of a layer -> the modules in whose forward it is called: the innermost ones that run then."""
@@ -257,8 +261,12 @@ class Trial:
                 fix="keep what cannot be copied (files, locks, processes) out of the module's attributes",
             ) from error
         rebind_functions(copied, memo)
-        computed = computed_weights(copied).keys() - with_values
-        for name, weight in with_plain_weights(copied, computed).items():
+        plain = [
+            name
+            for name in self._computed - with_values
+            if not any(name.startswith(f"{block}.") for block in self._without)
+        ]
+        for name, weight in with_plain_weights(copied, plain).items():
             self._names[id(weight)] = weight, name
         for name in attentions(copied):
             write_out(copied.get_submodule(name), is_cut=False)  # type: ignore[arg-type]

@@ -15,6 +15,20 @@ LEFT = {
     "ComputedElsewhere": ("blocks.0.mlp.up.weight", "it is computed, and another module than its own uses it"),
     "ComputedAndRead": ("blocks.0.mlp.down.weight", "mixes all of its inputs"),
     "ComputedOfAnother": ("blocks.0.mlp.down.weight", "original1 is used by _weight_norm too"),
+    **{
+        f"computed, {kind}": (
+            "blocks.0.mlp.up.parametrizations.weight.original1",
+            "the weight of its layer is computed from it",
+        )
+        for kind in ("layer", "forward", "two names", "shared", "looked at")
+    },
+    **{
+        f"computed, {kind}": (
+            "blocks.0.mlp.up.parametrizations.weight.original",
+            "the weight of its layer is computed from it",
+        )
+        for kind in ("by another", "bias")
+    },
     "HookedBackward": ("blocks.0.mlp.down.weight", "blocks.0.mlp.down has a backward hook"),
     "HookedAround": ("blocks.0.mlp.up.0.weight", "the backward mixes what ranks have"),
     "OneBias": ("blocks.0.mlp.down.weight", "blocks.0.mlp.down.bias is used outside of its layer too"),

@@ -1,8 +1,7 @@
 """What can be cut in a module: found by running a copy of it on an example, without weights."""
 
 import functools
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Container, Iterable
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch import nn
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.model.attention import attentions
 from shardwise.model.calling import line_of, tensors_given
-from shardwise.model.computed import computed_weights
 from shardwise.model.found import Cut, Found, Region, Rows, Whole
 from shardwise.model.layers import is_norm
 from shardwise.model.search import search
@@ -25,7 +23,6 @@ from shardwise.world.collectively import collectively
 __all__ = ["facts_of", "probe"]
 
 Facts = dict[str, Any]
-Computed = Mapping[str, tuple[str, ...]]
 
 
 def probe(module: nn.Module, example: Example, draft: Draft, world: World, *, tensor_parallel: TensorParallel) -> Facts:
@@ -63,8 +60,7 @@ def _facts(module: nn.Module, example: Example, draft: Draft, world: World, opti
             notes.append(f'plan="all" would be what the code allows. This plan is another: {"; ".join(others)}')
     elif (own := own_kinds(module, draft.anatomy)) and (others := differences(found, own)):
         notes.append(f"plan: what the code allows. The model's own tp_plan is another: {'; '.join(others)}")
-    computed = computed_weights(module)
-    facts = {**facts_of(found, draft.anatomy.params, computed), "given": sorted(given), "plan": notes}
+    facts = {**facts_of(found, draft.anatomy.params), "given": sorted(given), "plan": notes}
     if world.size > world.local_size and world.local_size % draft.layout.tp:
         facts["ranks_per_node"] = world.local_size
     cut = {weight for region in found.regions for weight in region.layers}
@@ -101,13 +97,8 @@ def _found(
         ) from error
 
 
-def facts_of(found: Found, parameters: Collection[str], computed: Computed = MappingProxyType({})) -> Facts:
-    """What a search has found, as JSON data.
-
-    Args:
-        found: by the search.
-        parameters: names of those of the module.
-        computed: name of a weight that is none of them -> names of those from which it is computed.
+def facts_of(found: Found, parameters: Collection[str]) -> Facts:
+    """What a search has found, as JSON data. ``parameters``: names of those of the module.
 
     Returns:
         ``cuts``: parameter -> dim and parts, ``[size, replicas]`` each; no parts: cut evenly.
@@ -119,9 +110,9 @@ def facts_of(found: Found, parameters: Collection[str], computed: Computed = Map
     for region in found.regions:
         for weight in region.layers:
             if not is_norm(weight):
-                _add_layer(facts, found, region, weight, computed.get(weight))
+                _add_layer(facts, found, region, weight, found.computed.get(weight))
         _add_tensors(facts, region, parameters)
-        _add_readers(facts, found, region, computed)
+        _add_readers(facts, found, region)
         numbers: dict[str, dict[str, int]] = {}
         for (module, attr), value in region.settings.items():
             numbers.setdefault(module, {})[attr] = value
@@ -163,7 +154,7 @@ def _add_layer(facts: Facts, found: Found, region: Region, weight: str, original
     facts["edits"].append([layer.module, action, arguments])
 
 
-def _add_readers(facts: Facts, found: Found, region: Region, computed: Computed) -> None:
+def _add_readers(facts: Facts, found: Found, region: Region) -> None:
     """Adds the layers that are not cut and get all of an argument of which others have a part."""
     cut = {weight for other in found.regions for weight in other.layers}
     for weight in (weight for weight in region.readers if weight not in cut):
@@ -174,7 +165,7 @@ def _add_readers(facts: Facts, found: Found, region: Region, computed: Computed)
             "out_dim": layer.out_dim,
             "callers": [] if callers == [layer.module] else callers,
         }
-        if weight in computed:
+        if weight in found.computed:
             arguments["computed"] = None
         facts["edits"].append([layer.module, "reader", arguments])
 
