@@ -443,6 +443,14 @@ def _model(name: str, build: Callable[[], nn.Module]) -> Model:
     return Model(name=f"linears: {name}", build=build, batch=tokens, tags=("own", "linears"))
 
 
+class SharedBlock(Decoder):
+    """One block, three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.blocks[0]] * 3)
+
+
 MODELS = (
     *(_model(name, functools.partial(Decoder, **options)) for name, options in _DECODERS.items()),
     _model("value-residual", ValueResidual),
@@ -451,4 +459,5 @@ MODELS = (
     _model("in-place", InPlace),
     _model("mixer", Mixer),
     _model("chain", Chain),
+    _model("shared-block", SharedBlock),
 )

@@ -2,15 +2,18 @@
 the recipe that each rank made of it afterwards.
 """
 
+import contextlib
 import enum
 import functools
 import numbers
 import types
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,19 +30,31 @@ __all__ = ["refuse_other_modules", "refuse_other_recipes"]
 
 _WHAT = "the ranks' modules"
 _FIX = "build the same module with the same options on every rank"
-_OF_A_PROCESS = {"rank", "device", "gpu", "seed", "pid", "hash", "uuid"}
-_FROM_ELSEWHERE = {"path", "dir", "file", "url", "time", "timestamp", "created", "at"}
+_OF_A_PROCESS = {
+    "rank",
+    "device",
+    "devices",
+    "dev",
+    "gpu",
+    "cuda",
+    "seed",
+    "pid",
+    "uuid",
+    "uid",
+    "main",
+    "master",
+    "node",
+    "process",
+    "worker",
+    "port",
+    "verbose",
+}
+_FROM_ELSEWHERE = {"path", "dir", "file", "url", "hash", "time", "timestamp", "created"}
 """Words in names of attributes, and at their end, whose values may differ: where a rank runs, where its module came from."""
-_SETTINGS = (
-    numbers.Number,
-    enum.Enum,
-    torch.dtype,
-    type,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    functools.partial,
-)
-_MOST_ITEMS = 100  # of a container of settings
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
+_PLAIN = (numbers.Number, np.bool_, enum.Enum, torch.dtype, type, type(None), *_FUNCTIONS)
+_MOST_ITEMS = 1000  # of a container
+_DEPTH = 3  # of objects within objects
 
 
 def refuse_other_modules(
@@ -120,33 +135,37 @@ def _tensor_facts(kind: str, tensors: Mapping[str, TensorFact]) -> dict[str, Any
 
 def _settings(module: nn.Module) -> dict[str, str]:
     """What the modules compute with, by name. Tensors are not in it: all get the values of one rank."""
-    return {
-        name: described(value)
-        for name, owner, value in _attributes(module)
-        if _is_setting(value) or (isinstance(value, str) and type(owner).__module__.startswith("torch."))
-    }
+    found = {}
+    for name, owner, value in _attributes(module):
+        is_of_torch = type(owner).__module__.startswith("torch.")
+        if _is_setting(value) and (is_of_torch or not isinstance(value, str)):
+            found[name] = _told(value)
+    for name, child in canonical_modules(module):
+        hooks = [hook for kind in ("_forward_hooks", "_forward_pre_hooks") for hook in vars(child)[kind].values()]
+        found[f"{name or '(root)'}, its hooks"] = _told(hooks)
+        found[f"{name or '(root)'}, its own forward"] = _told(vars(child).get("forward"))
+    return found
 
 
 def _texts(module: nn.Module) -> dict[str, str]:
-    """Texts, and settings of objects that modules have."""
+    """Texts, and settings of objects that modules have, to some depth. None is what a library leaves out in one way to make them."""
     found: dict[str, str] = {}
     seen: set[int] = set()
-    for name, _, value in _attributes(module):
-        if isinstance(value, str):
-            found[name] = value
+
+    def add(name: str, value: Any, depth: int) -> None:
+        if isinstance(value, str) or (depth < _DEPTH and value is not None and _is_setting(value)):
+            found[name] = _told(value)
         elif (
-            hasattr(value, "__dict__")
-            and not isinstance(value, (nn.Module, Tensor, *_SETTINGS))
-            and id(value) not in seen
+            depth and hasattr(value, "__dict__") and not isinstance(value, nn.Module | Tensor) and id(value) not in seen
         ):
             seen.add(id(value))
             for attr, inner in vars(value).items():
-                if (
-                    not attr.startswith("_")
-                    and _may_not_differ(attr)
-                    and (_is_setting(inner) or isinstance(inner, str))
-                ):
-                    found[f"{name}.{attr}"] = described(inner)
+                if not attr.startswith("_") and _may_not_differ(attr):
+                    add(f"{name}.{attr}", inner, depth - 1)
+
+    for name, _, value in _attributes(module):
+        if not isinstance(value, _PLAIN):
+            add(name, value, _DEPTH)
     return found
 
 
@@ -154,7 +173,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
     """Name, module and value of each attribute of a module within ``module`` that is not its tensors or modules."""
     for name, child in canonical_modules(module):
         for attr, value in own_attributes(child).items():
-            if _may_not_differ(attr):
+            if attr != "forward" and _may_not_differ(attr):
                 yield f"{name}.{attr}".lstrip("."), child, value
 
 
@@ -164,10 +183,46 @@ def _may_not_differ(attr: str) -> bool:
 
 
 def _is_setting(value: Any) -> bool:
+    """Whether a value is a number, a text, a function or the like, or a container of them."""
     if isinstance(value, dict):
-        return 0 < len(value) <= _MOST_ITEMS and all(
-            isinstance(k, str | int) and _is_setting(v) for k, v in value.items()
-        )
+        return len(value) <= _MOST_ITEMS and all(isinstance(k, str | int) and _is_setting(v) for k, v in value.items())
+    if isinstance(value, tuple | list | set | frozenset):
+        return len(value) <= _MOST_ITEMS and all(map(_is_setting, value))
+    return isinstance(value, (str, *_PLAIN)) or (isinstance(value, np.ndarray) and value.dtype != object)
+
+
+def _told(value: Any) -> str:
+    """A setting as a text, the same for values that are equal: 1, 1.0 and True, a tuple and a list."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_told(inner)}" for key, inner in sorted(value.items(), key=str)) + "}"
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(map(_told, value))) + "}"
     if isinstance(value, tuple | list):
-        return 0 < len(value) <= _MOST_ITEMS and all(map(_is_setting, value))
-    return isinstance(value, _SETTINGS)
+        return "(" + ", ".join(map(_told, value)) + ")"
+    if isinstance(value, np.ndarray):
+        return (
+            f"array {value.shape} {value.dtype} with the checksum {zlib.crc32(np.ascontiguousarray(value).tobytes())}"
+        )
+    if isinstance(value, functools.partial):
+        return f"partial({_told(value.func)}, {_told(value.args)}, {_told(value.keywords)})"
+    if isinstance(value, types.MethodType):
+        return _told(value.__func__)
+    if (
+        isinstance(value, types.FunctionType) and "<" in value.__qualname__
+    ):  # its name says little: a lambda, or one made by a call
+        return f"{described(value)} with the checksum {zlib.crc32(value.__code__.co_code + _kept(value).encode())}"
+    if isinstance(value, (numbers.Number, np.bool_)) and not isinstance(value, enum.Enum):
+        number = value.item() if isinstance(value, np.generic) else value
+        if isinstance(number, bool | float) and number == number and abs(number) < 2**53 and number == int(number):
+            number = int(number)
+        return repr(number)
+    return described(value)
+
+
+def _kept(function: types.FunctionType) -> str:
+    """The numbers and texts in the code of a function, and in the variables that it keeps."""
+    kept = list(function.__code__.co_consts)
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # it has no value yet
+            kept.append(cell.cell_contents)
+    return repr([value for value in kept if isinstance(value, (str, numbers.Number))])
