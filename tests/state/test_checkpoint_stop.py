@@ -51,7 +51,8 @@ def ask(manager, how: str) -> None:
         worker = os.fork()
         if not worker:
             os.write(begins, b".")
-            time.sleep(60)
+            for _ in range(600):  # one long sleep would not see a signal that comes just before it
+                time.sleep(0.1)
             os._exit(0)
         os.read(begun, 1)  # Python drops signals that come while it forks
         os.kill(worker, signal.SIGTERM)
