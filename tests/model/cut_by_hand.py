@@ -15,7 +15,6 @@ from torch.nn.utils.parametrize import remove_parametrizations
 
 from shardwise.model.attention import attentions, write_out
 from shardwise.model.closures import rebind_functions
-from shardwise.model.computed import computed_weights
 from shardwise.model.found import Found, Region, rows_of
 from shardwise.model.layers import Layer, LayerCalls, is_norm
 from shardwise.model.lift import LiftFloat32
@@ -217,7 +216,7 @@ def _error(model: models.Model, found: Found, degree: int, rank: int) -> tuple[f
     torch.manual_seed(0)
     random.seed(0)  # which some constructors draw from
     whole = model.build().double().eval()
-    for name in computed_weights(whole):  # here such a weight is what it is computed to be
+    for name in found.computed:  # here such a weight is what it is computed to be
         remove_parametrizations(whole.get_submodule(name.rpartition(".")[0]), "weight")
     with torch.no_grad():
         for param in whole.parameters():

@@ -57,8 +57,8 @@ class Added(nn.Module):
 def hooked(num_in: int, num_out: int) -> nn.Module:
     """A linear layer with hooks on what it is given, and on what it returns."""
     layer = nn.Linear(num_in, num_out)
-    layer.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
-    layer.register_forward_hook(lambda module, args, y: y * 2 + 0.1)
+    layer.register_forward_pre_hook(lambda module, args: (args[0] * 1.1,))
+    layer.register_forward_hook(lambda module, args, y: y * 0.9 + 0.1)
     return layer
 
 
