@@ -224,6 +224,6 @@ def _runs(module: nn.Module, batch: Mapping[str, Tensor]) -> bool:
     try:
         with torch.no_grad():
             call(module, batch)
-    except Exception:  # of any other reason too: it is told by the run that follows
+    except Exception:  # for any reason: the run that follows raises it with its place
         return False
     return True

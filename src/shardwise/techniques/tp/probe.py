@@ -38,7 +38,7 @@ def probe(module: nn.Module, example: Example, draft: Draft, world: World, *, te
     """
     if draft.layout.tp == 1:
         if tensor_parallel != TensorParallel():
-            plan_for(module, draft.anatomy, tensor_parallel)  # what is wrong in it is told on one process too
+            plan_for(module, draft.anatomy, tensor_parallel)  # a mistake in it is an error on one process too
         return {}
     find = functools.partial(_facts, module, example, draft, world, tensor_parallel)
     with example.within(), forked_streams(0, None, {}):  # this rank's random numbers go on as on the others
