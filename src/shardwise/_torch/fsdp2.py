@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import alloc_storage
 
 from shardwise._torch.fully_shard import groups_of, take_reductions
 
@@ -60,6 +61,10 @@ def when_interrupted(module: nn.Module, call: Callable[[], None]) -> None:
 class Unit:
     """An FSDP2 unit: one or several modules whose parameters are all-gathered and reduce-scattered together.
 
+    Where ``dp_shard`` is 1, shards are whole: they are cast to the compute dtype and not gathered, and without replicas
+    gradients are cast to the reduce dtype and not sent. FSDP2 would copy both twice, through the buffers of its
+    collectives.
+
     Attributes:
         name: its name in the recipe.
         modules: in the order of the recipe.
@@ -71,6 +76,10 @@ class Unit:
         self.groups: list[Any] = groups_of(self._state)
         self._hooked: set[int] = set()
         self._hooked_before: set[int] = set()
+        self._is_whole = all(map(_is_whole, self.groups))
+        self._is_alone = self._is_whole and not any(map(_has_replicas, self.groups))
+        self._keeps_whole = self._keeps_casts = False
+        self._cast_version = -1  # of the shards when they were cast
 
     @property
     def is_trained(self) -> bool:
@@ -99,12 +108,33 @@ class Unit:
         with torch.inference_mode(False):  # training later uses what an evaluation gathered
             for group in self.groups:
                 group._training_state = TrainingState.PRE_BACKWARD if backward else TrainingState.FORWARD
+                if self._is_whole:
+                    self._cast(group)
+                    continue
                 group.unshard(group.unshard_async_op)
                 group.wait_for_unshard()
         self.show_whole()
 
+    def _cast(self, group: Any) -> None:
+        """Does what an all-gather over one rank does, by one copy of each parameter."""
+        if group.is_unsharded:
+            return
+        self._cast_version = self.version()
+        for param in group.fsdp_params:
+            shard = param._sharded_param_data
+            param.init_all_gather_outputs([shard.numel()], [param.param_dtype or shard.dtype], 1, group.device)
+            alloc_storage(param.all_gather_outputs[0])
+        outputs = [param.all_gather_outputs[0] for param in group.fsdp_params]
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(outputs)):
+            torch._foreach_copy_(outputs, [param._sharded_param_data for param in group.fsdp_params])
+        for param in group.fsdp_params:
+            param.init_unsharded_param()
+        group._to_unsharded()
+
     def prefetch(self, *, backward: bool) -> None:
         """Starts the all-gather; :meth:`gather` waits for it. All ranks of the unit's mesh call it."""
+        if self._is_whole:
+            return
         state = TrainingState.PRE_BACKWARD if backward else TrainingState.FORWARD
         with torch.inference_mode(False):
             for group in reversed(self.groups) if backward else self.groups:
@@ -131,6 +161,22 @@ class Unit:
             group._training_state = TrainingState.IDLE
             group.reshard()
         self.show_shards()
+
+    def release(self) -> None:
+        """Frees the gathered parameters, unless :meth:`keep_casts` keeps them and the shards were not written since."""
+        if self._keeps_casts and self.version() == self._cast_version:
+            self.show_shards()
+        else:
+            self.free()
+
+    def keep_casts(self, keep: bool) -> None:
+        """Sets whether shards that are whole are cast once for several forwards and backwards: until the argument is
+        False. No effect where they are gathered."""
+        if not self._is_whole:
+            return
+        self.free()
+        self._keeps_casts = keep
+        self._set_resharding()
 
     def show_whole(self) -> None:
         """Sets the gathered parameters on the modules."""
@@ -209,6 +255,9 @@ class Unit:
     def reduce(self) -> None:
         """Reduce-scatters gradients (zeros where this rank has none) or accumulates them; then frees the parameters."""
         for group in reversed(self.groups):
+            if group.reduce_grads and self._is_alone:
+                _keep_gradients(group)
+                continue
             if group.reduce_grads:
                 _fill_unused(group)
                 _agree_on_dtype(group)
@@ -216,7 +265,7 @@ class Unit:
                 continue  # never gathered, so it has no gradients; with another reduce dtype FSDP2 would look for them
             group.post_backward()
             group._training_state = TrainingState.IDLE
-        if all(group.reshard_after_backward for group in self.groups):
+        if not self._keeps_whole:
             self.show_shards()
 
     def end_backward(self) -> None:
@@ -226,9 +275,13 @@ class Unit:
             group.finalize_backward()
 
     def keep_whole(self, keep: bool) -> None:
-        """Sets whether a backward leaves the parameters gathered."""
+        """Sets whether a backward leaves the parameters gathered, and on the modules."""
+        self._keeps_whole = keep
+        self._set_resharding()
+
+    def _set_resharding(self) -> None:
         for group in self.groups:
-            group.reshard_after_backward = not keep
+            group.reshard_after_backward = not (self._keeps_whole or self._keeps_casts)
 
     def release_buffers(self) -> None:
         """Called on the root at the end of a forward or a backward: releases buffers of finished collectives."""
@@ -268,6 +321,45 @@ def _state(module: nn.Module) -> Any:
 def _holds(param: Any, module: nn.Module) -> bool:
     info = param._module_info
     return info.module is module or any(other is module for other in info.shared_modules)
+
+
+def _is_whole(group: Any) -> bool:
+    """Whether this rank's shards are the parameters themselves, in the memory that forward computes in."""
+    info = group.mesh_info
+    if (isinstance(info, FSDPMeshInfo) and info.shard_mesh_size > 1) or isinstance(
+        group.offload_policy, CPUOffloadPolicy
+    ):
+        return False
+    return not any(hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather") for param in group.fsdp_params)
+
+
+def _has_replicas(group: Any) -> bool:
+    return isinstance(group.mesh_info, DDPMeshInfo) and group.mesh_info.replicate_mesh_size > 1
+
+
+def _keep_gradients(group: Any) -> None:
+    """Does what a reduction over one rank does, without its buffers: gradients become those of the shards."""
+    group._training_state = TrainingState.POST_BACKWARD
+    found = []
+    for param in (param for param in group.fsdp_params if hasattr(param, "_unsharded_param")):
+        param.accumulate_unsharded_grad_if_needed()
+        grad = param.unsharded_accumulated_grad
+        grad = _whole_gradient(param) if grad is None else grad
+        param.unsharded_accumulated_grad = param._unsharded_param.grad = None
+        if grad is not None:
+            found.append((param, grad.detach().to(group._reduce_dtype or grad.dtype)))
+    if group.reshard_after_backward:
+        group.reshard()
+    for param, grad in found:
+        grad = grad.to(param.orig_dtype).contiguous()
+        shard = param.sharded_param
+        if shard.grad is None:
+            shard.grad = param.to_sharded_dtensor(grad)
+        else:
+            shard.grad._local_tensor += grad
+        for hook in (getattr(shard, "_post_accumulate_grad_hooks", None) or {}).values():
+            hook(shard)
+    group._training_state = TrainingState.IDLE
 
 
 def _whole_gradient(param: Any) -> Tensor | None:

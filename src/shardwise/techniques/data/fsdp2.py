@@ -262,6 +262,7 @@ class FSDP2Engine:
         if not self._taken.num_windows:
             self._taken.entries = []
         self._taken.num_windows += 1
+        self.order.keep_casts(True)
 
     def abandon(self) -> None:
         self.set_sync(None)
@@ -316,6 +317,8 @@ class FSDP2Engine:
             self._taken.entries.append(f"model {self._number}: {entry}" if self._number else entry)
 
     def _leave_window(self) -> None:
+        if self._in_window:
+            self.order.keep_casts(False)
         self._taken.num_windows -= self._in_window
         self._in_window = False
 

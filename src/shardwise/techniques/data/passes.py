@@ -60,7 +60,7 @@ class Units:
         """Gathers the root. Frees units that an earlier forward left gathered: shards may have been written since."""
         for number, unit in self.numbered():
             if not unit.is_free and number not in self.kept:
-                unit.free()
+                unit.release()
         self.earlier = set(self.kept)
         self.ready.clear()
         self.root.gather()
@@ -72,7 +72,7 @@ class Units:
         if number in self.kept:
             self.earlier.add(number)
         elif not unit.is_free:
-            unit.free()
+            unit.release()
 
     def gather(self, number: int) -> None:
         """Gathers a unit for its forward, and starts the prefetch of others."""
@@ -110,7 +110,7 @@ class Units:
         else:
             for number, unit in self.numbered():
                 if number not in self.kept:
-                    unit.free()
+                    unit.release()
             self.earlier |= self.kept
         self.root.release_buffers()
 

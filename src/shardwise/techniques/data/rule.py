@@ -50,6 +50,12 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, sharding: Sharding, ddp: DDP
         _check_reshard(draft.layout, sharding.reshard_after_forward)
         draft.units, notes = make_units(draft.anatomy, sharding, draft.casting.compute)
         draft.notes += notes
+        if _is_whole(draft.layout, sharding):
+            draft.units = tuple(msgspec.structs.replace(unit, reshard=False) for unit in draft.units)
+            draft.note(
+                "units",
+                "dp_shard=1: nothing is gathered; each unit is cast once for a window, and its copies are freed at its end",
+            )
     else:
         check_names(draft.anatomy, sharding)
         what = "every parameter whole" if draft.layout.tp == 1 else "of every parameter what tp leaves a rank"
@@ -129,9 +135,11 @@ def _note_without_effect(draft: Draft, sharding: Sharding, ddp: DDP) -> None:
         idle += [(sharding, key, "DDP keeps whole copies") for key in FSDP2_ONLY]
     else:
         idle += [(ddp, key, "the engine is fsdp2") for key in DDP.__struct_fields__]
-        if len(draft.units) == 1:
-            alone = "the root is the only unit, and it stays gathered"
-            idle += [(sharding, key, alone) for key in ("reshard_after_forward", "reshard_every", "prefetch")]
+        timing = ("reshard_after_forward", "reshard_every", "prefetch")
+        if _is_whole(draft.layout, sharding):
+            idle += [(sharding, key, "dp_shard=1, so nothing is gathered") for key in timing]
+        elif len(draft.units) == 1:
+            idle += [(sharding, key, "the root is the only unit, and it stays gathered") for key in timing]
         if sharding.sync_every_microbatch == "reduce_scatter" and draft.layout.dp_replicate == 1:
             idle.append((sharding, "sync_every_microbatch", "dp_replicate=1, so it is the same as true"))
     for record, key, because in idle:
@@ -139,6 +147,11 @@ def _note_without_effect(draft: Draft, sharding: Sharding, ddp: DDP) -> None:
         if value != default_of(type(record), key):
             option = f"{type(record).__name__.lower()}.{key}"
             draft.note(key, f"{value!r} has no effect here: {because}", option=option)
+
+
+def _is_whole(layout: Layout, sharding: Sharding) -> bool:
+    """Whether every rank has all of each parameter, in the memory that forward computes in."""
+    return layout.dp_shard == 1 and not sharding.offload
 
 
 def _cut_parameters(draft: Draft) -> None:

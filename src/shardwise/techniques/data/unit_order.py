@@ -97,6 +97,11 @@ class Order:
         for unit in self.units.all():
             unit.free()
 
+    def keep_casts(self, keep: bool) -> None:
+        """Sets whether parameters that are whole are cast once, and not for each forward and backward."""
+        for unit in self.units.all():
+            unit.keep_casts(keep)
+
     def look(self) -> None:
         """Notices a backward that raised, if nothing has run since, and calls the listener."""
         self._runs_backward()
