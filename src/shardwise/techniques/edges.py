@@ -2,7 +2,7 @@
 
 import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ __all__ = [
     "calls",
     "gather_parts",
     "hand_out",
+    "parts_of",
     "refuse_changed",
     "refuse_ungathered",
     "zero_of_padding",
@@ -198,13 +199,17 @@ def refuse_ungathered(name: str, gathers: Callable[[nn.Module], None]) -> Any:
     return before
 
 
-def gather_parts(module: nn.Module) -> None:
-    """Called before code of ``module`` is recomputed in a backward without its hooks: gathers the units of its
-    parameters that are not gathered yet (the forward returned nothing that a gradient could reach first)."""
-    for child in module.modules():
-        gathers = child.__dict__.get(GATHERS)
-        if gathers is not None and _is_cut(child):
-            gathers(child)
+def parts_of(module: nn.Module) -> list[nn.Module]:
+    """The modules in ``module``, itself included, of which a unit gathers parameters."""
+    return [child for child in module.modules() if GATHERS in child.__dict__]
+
+
+def gather_parts(parts: Iterable[nn.Module]) -> None:
+    """Called before code is recomputed in a backward without its hooks: gathers the units of the parameters of ``parts``
+    that are not gathered yet (the forward returned nothing that a gradient could reach first)."""
+    for child in parts:
+        if _is_cut(child):
+            child.__dict__[GATHERS](child)
 
 
 def _is_cut(module: nn.Module) -> bool:

@@ -5,7 +5,16 @@ from shardwise.world.axis import Axis
 from shardwise.world.env import Env, is_distributed, read_env
 from shardwise.world.fingerprint import agree_on, described, package_versions
 from shardwise.world.init import World, init
-from shardwise.world.rng import derive_seed, forked_rng, forked_streams, is_generator, seed_all, snapshot
+from shardwise.world.rng import (
+    HostNumbers,
+    derive_seed,
+    forked_rng,
+    forked_streams,
+    generators_among,
+    is_generator,
+    seed_all,
+    snapshot,
+)
 from shardwise.world.watch import EXIT_PEER_LOST, Watch
 
 __all__ = [
@@ -13,6 +22,7 @@ __all__ = [
     "Agreement",
     "Axis",
     "Env",
+    "HostNumbers",
     "Watch",
     "World",
     "agree_on",
@@ -20,6 +30,7 @@ __all__ = [
     "described",
     "forked_rng",
     "forked_streams",
+    "generators_among",
     "init",
     "is_distributed",
     "is_generator",

@@ -13,12 +13,10 @@ runs, and buffers cannot be restored: see :mod:`shardwise.techniques.compile.wri
 
 import contextlib
 import functools
-import random
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint, create_selective_checkpoint_contexts
@@ -29,15 +27,16 @@ from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
 from shardwise.model import canonical_modules
 from shardwise.model.pytrees import leaves_of
 from shardwise.recipe import Recipe
-from shardwise.techniques.edges import gather_parts
+from shardwise.techniques.edges import gather_parts, parts_of
 from shardwise.techniques.remat.operators import keep_policy
 from shardwise.techniques.remat.recomputation_check import digest_of_result, same_output
 from shardwise.techniques.technique import Act
-from shardwise.world import World, is_generator, snapshot
+from shardwise.world import HostNumbers, World, generators_among, snapshot
 
 __all__ = ["RematAct"]
 
 _FIRST = 16  # how many runs of a block are compared with their repetition; after them only each power of two
+_PLAIN = Tensor | bool | int | float | str | None  # leaves of arguments with nothing in them
 _STATE, _SECOND = "_shardwise_remat", "_shardwise_second_run"
 
 
@@ -114,6 +113,12 @@ class _State:
         self.owners = [child for child in module.modules() if child._buffers]
         self.written: dict[Any, set[Any]] = {}  # training flags of the owners -> buffers that a forward writes
         self.num_runs = 0
+        self._module = module
+
+    @functools.cached_property
+    def parts(self) -> list[nn.Module]:
+        """Asked for in the first backward, when the units are made."""
+        return parts_of(self._module)
 
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -131,7 +136,7 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _inner(module, state)(*args, **kwargs)
     # Tensors are passed one by one: torch finds devices, whose random state it keeps, in positional arguments only.
     leaves, spec = tree_flatten((args, kwargs))
-    within = [x for leaf in leaves if not isinstance(leaf, Tensor) for x in leaves_of(leaf) if isinstance(x, Tensor)]
+    within = [x for leaf in leaves if not isinstance(leaf, _PLAIN) for x in leaves_of(leaf) if isinstance(x, Tensor)]
     runs = _Runs(module, state, spec, (args, kwargs))
     options: dict[str, Any] = {"early_stop": not runs.is_checked, "preserve_rng_state": True, **state.options}
     with _in_host_memory() if state.offload else contextlib.nullcontext():
@@ -155,7 +160,7 @@ class _Runs:
         is_due = state.num_runs <= _FIRST or not state.num_runs & (state.num_runs - 1)
         self.is_checked = _training(state) not in state.written or is_due  # whether both runs are compared
         self.digest: list[Tensor] = []
-        self.numbers = (random.getstate(), np.random.get_state())
+        self.numbers = HostNumbers()
         self.generators: list[tuple[Any, Callable[[], Any]]] = []  # with functions that restore them for the second run
         self.modes = function_modes()
 
@@ -166,11 +171,12 @@ class _Runs:
             self.generators = [(g, snapshot(g)) for g in _generators(self.module, leaves)]
             before = _values_before(self.state)
             output = run(*args, **kwargs)
+            self.numbers.end()
             self.buffers = _written(self.state, before)
             self.digest = digest_of_result(output) if self.is_checked else []
             return output
         args, kwargs = tree_unflatten(leaves[: self.spec.num_leaves], self.spec)
-        with _python_numbers(*self.numbers), _buffers_as(self.buffers), contextlib.ExitStack() as modes:
+        with self.numbers.again(), _buffers_as(self.buffers), contextlib.ExitStack() as modes:
             for generator, put_back in self.generators:
                 modes.callback(snapshot(generator))
                 put_back()
@@ -179,7 +185,7 @@ class _Runs:
                 if not any(mode is other for other in active):
                     modes.enter_context(mode)
             try:
-                gather_parts(self.module)
+                gather_parts(self.state.parts)
                 output = run(*args, **kwargs)
                 if self.is_checked and not same_output(self.digest, digest_of_result(output)):
                     raise RuntimeError("the two runs gave different results")
@@ -195,21 +201,9 @@ class _Runs:
 
 def _generators(module: nn.Module, leaves: Sequence[Any]) -> list[Any]:
     """Random generators that the block's modules keep as attributes, or that are passed to it."""
-    kept = [value for child in module.modules() for value in child.__dict__.values()]
-    return list({id(value): value for value in (*kept, *leaves_of(leaves)) if is_generator(value)}.values())
-
-
-@contextlib.contextmanager
-def _python_numbers(python: Any, numpy: Any) -> Iterator[None]:
-    """Context manager: Python and numpy draw the numbers they drew in the first run."""
-    now = random.getstate(), np.random.get_state()
-    random.setstate(python)
-    np.random.set_state(numpy)
-    try:
-        yield
-    finally:
-        random.setstate(now[0])
-        np.random.set_state(now[1])
+    kept = [value for child in module.modules() for value in generators_among(child.__dict__.values())]
+    passed = [value for leaf in leaves if not isinstance(leaf, _PLAIN) for value in generators_among(leaves_of(leaf))]
+    return list({id(value): value for value in (*kept, *passed)}.values())
 
 
 @contextlib.contextmanager

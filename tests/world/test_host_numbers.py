@@ -1,0 +1,77 @@
+"""Code that runs twice gets the numbers of Python's and numpy's global generators twice, and leaves them as one run does."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardwise.world import rng
+from shardwise.world.rng import HostNumbers
+
+
+def other_generator() -> float:
+    np.random.set_bit_generator(np.random.MT19937(5))
+    return float(np.random.rand())
+
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "nothing": lambda: None,
+    "python": random.random,
+    "numpy": np.random.rand,
+    "both": lambda: (random.random(), np.random.rand()),
+    "all words of numpy's state": lambda: np.random.rand(
+        312
+    ).tolist(),  # each takes two of 624: the position is the same
+    "one of a pair": np.random.randn,
+    "the other of a pair": lambda: np.random.randn(2).tolist(),
+    "seeded": lambda: (np.random.seed(3), random.seed(4), np.random.rand(), random.random())[2:],
+    "another generator": other_generator,
+}
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    bits, state, python = np.random.get_bit_generator(), np.random.get_state(), random.getstate()
+    yield
+    np.random.set_bit_generator(bits)
+    np.random.set_state(state)
+    random.setstate(python)
+
+
+def states() -> tuple[Any, str]:
+    return random.getstate(), repr(np.random.get_state())
+
+
+@pytest.mark.parametrize("reads_words", [True, False])
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("draws", DRAWS)
+def test_the_second_run_draws_what_the_first_did(monkeypatch, draws, before, reads_words):
+    if not reads_words:
+        monkeypatch.setattr(rng, "_reads_words", lambda: False)
+    np.random.seed(1)
+    np.random.randn(before)  # with 1, the other number of a pair is left
+    for _ in range(3):  # what is known of the state before
+        numbers = HostNumbers()
+        first = DRAWS[draws]()
+        numbers.end()
+        random.random(), np.random.randn()  # code after the block
+        kept = states()
+        with numbers.again():
+            assert DRAWS[draws]() == first
+        if draws != "another generator":  # which stays, as after any code that sets it
+            assert states() == kept
+
+
+def test_numpys_state_is_copied_once_where_nothing_is_drawn(monkeypatch):
+    assert rng._reads_words()
+    np.random.seed(1)
+    copies, copy = [], np.random.get_state
+    monkeypatch.setattr(np.random, "get_state", lambda: copies.append(1) or copy())
+    for _ in range(5):
+        numbers = HostNumbers()
+        numbers.end()
+        with numbers.again():
+            pass
+    assert len(copies) == 1
