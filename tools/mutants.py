@@ -231,7 +231,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # ---- techniques: units and their order ---------------------------------------------------------------------------
     Mutant(
         "gathered-before-the-step",
-        "if not unit.is_free and number not in self.kept:\n                unit.free()\n        self.earlier = set(self.kept)",
+        "if not unit.is_free and number not in self.kept:\n                unit.release()\n        self.earlier = set(self.kept)",
         "if not unit.is_free and number not in self.kept:\n                pass\n        self.earlier = set(self.kept)",
         "tests/techniques/data/test_identity.py -k kept_of_a_models_parameters",
         "a forward computes with weights from before the last step",
@@ -400,7 +400,56 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/parallel/test_compose.py -k frozen",
         "frozen bfloat16 weights are stored in float32, at twice the bytes",
     ),
+    Mutant(
+        "cast-before-a-write",
+        "if self._keeps_casts and self.version() == self._cast_version:",
+        "if self._keeps_casts:",
+        "tests/techniques/data/test_alone.py -k seen_by_the_next_forward",
+        "on one rank, parameters that a loop writes between micro-batches are not what the next computes with",
+    ),
+    Mutant(
+        "casts-kept-for-ever",
+        "            self.order.keep_casts(False)\n",
+        "            pass\n",
+        "tests/techniques/data/test_alone.py -k cast_once",
+        "on one rank, a second copy of the model stays in memory",
+    ),
+    Mutant(
+        "sums-of-one-rank-lost",
+        "grad = _whole_gradient(param) if grad is None else grad",
+        "grad = _whole_gradient(param)",
+        "tests/techniques/data/test_alone.py -k every_option",
+        "on one rank, gradients of all micro-batches but the last are lost",
+    ),
+    Mutant(
+        "labels-counted-before-a-change",
+        "if not self._copied or changed or len(self) != len(self._copied):",
+        "if not self._copied:",
+        "tests/data/test_host_copies.py",
+        "on a GPU, the loss is divided by the number of labels from before a loop masked some",
+    ),
+    Mutant(
+        "a-copy-that-nothing-checks",
+        'if "tokens again" in summed and float(summed["tokens again"]) != tokens:',
+        "if False:",
+        "tests/data/test_host_copies.py",
+        "on a GPU, labels written through .data are counted as they were before",
+    ),
+    Mutant(
+        "sums-read-early",
+        "        return totals, detached\n",
+        "        return {name: value.cpu() for name, value in totals.items()}, detached\n",
+        "tests/step/test_reads.py -k one_rank",
+        "nothing but time: the host waits for the device once more in each step",
+    ),
     # ---- techniques: running again and compiling ---------------------------------------------------------------------
+    Mutant(
+        "one-of-a-pair-unseen",
+        "_taken = None if state[3] else (bits, words, state)",
+        "_taken = (bits, words, state)",
+        "tests/world/test_host_numbers.py",
+        "a block that draws one normal number of numpy's draws another when it runs again",
+    ),
     Mutant(
         "dropout-drawn-anew",
         '"preserve_rng_state": True',
@@ -410,7 +459,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "python-numbers-drawn-anew",
-        "with _python_numbers(*self.numbers), _buffers_as(self.buffers)",
+        "with self.numbers.again(), _buffers_as(self.buffers)",
         "with _buffers_as(self.buffers)",
         "tests/techniques/remat/test_traps_remat.py -k dropout_and_noise",
         "numbers of Python and numpy are other ones when a block runs again",
@@ -638,8 +687,8 @@ MUTANTS: tuple[Mutant, ...] = (
     # ---- step: window and step ------------------------------------------------------------------------------------
     Mutant(
         "tokens-of-paddings",
-        'tokens = sum(torch.as_tensor(counter(b)).double() for b in batches if not getattr(b, "padding", False))',
-        "tokens = sum(torch.as_tensor(counter(b)).double() for b in batches)",
+        'counted = [h for b, h in zip(batches, on_host, strict=True) if not getattr(b, "padding", False)]',
+        "counted = on_host",
         "tests/step/test_layout_free.py -k run_with_dropout",
         "paddings are counted, so that losses and gradients are too small",
     ),
@@ -852,8 +901,8 @@ MUTANTS: tuple[Mutant, ...] = (
     # ---- step: evaluation -----------------------------------------------------------------------------------------
     Mutant(
         "evaluation-counts-copies",
-        "value = value.double().cpu() if counts else torch.zeros((), dtype=torch.float64)",
-        "value = value.double().cpu()",
+        "value = value.double() if counts else torch.zeros_like(value, dtype=torch.float64)",
+        "value = value.double()",
         "tests/step/test_layout_free.py tests/step/test_streams.py -k evaluation",
         "a validation loss counts batches that a rank repeats to keep step with the others",
     ),
@@ -888,7 +937,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "one-order-for-all-epochs",
-        "sample_order(samples, self.num_samples, seed=self.seed, epoch=self.epoch)",
+        "sample_order(samples, self.num_samples, seed=self.seed, epoch=epoch)",
         "sample_order(samples, self.num_samples, seed=self.seed, epoch=0)",
         "tests/data/test_data.py -k order_differs",
         "every epoch has the order of the first",

@@ -77,6 +77,10 @@ def test_status_of_a_step_has_everything_asked_for():
     assert display.status() == (
         "step 12/500  loss 2.3457  grad norm 0.500  41,234 tokens/s  6.00 MiB/rank  3 min 20 s left"
     )
+    display.on_event(0, {**STEP, "data_s": 0.01})
+    assert display.status() == (
+        "step 12/500  loss 2.3457  grad norm 0.500  41,234 tokens/s  20% of the time waiting for data  6.00 MiB/rank  3 min 20 s left"
+    )
     display.on_event(0, {**STEP, "skipped": True, "grad_norm": None, "seconds_left": None, "loss": float("nan")})
     assert display.status() == "step 12/500  loss nan  41,234 tokens/s  6.00 MiB/rank  SKIPPED: not finite"
 

@@ -128,7 +128,7 @@ def summed(output, batch):
     return ((output.squeeze(-1) - batch["x"].sum(-1)) ** 2).sum()
 
 
-def script(layout, root, dataset, until, wrap=None, given=None, override=()):
+def script(layout, root, dataset, until, wrap=None, given=None, override=(), num_workers=0):
     """Trains to step ``until`` and saves; numbers of the samples, what was seen of them, what was said."""
     with sw.init(layout, device="cpu") as world:
         model = sw.parallelize(lambda: nn.Linear(3, 1), world)
@@ -136,7 +136,7 @@ def script(layout, root, dataset, until, wrap=None, given=None, override=()):
             model, torch.optim.SGD(model.parameters(), lr=0.01), loss=summed, count=lambda b: len(b["x"]),
             forward=lambda model, batch: model(batch["x"]),
         )  # fmt: skip
-        loader = sw.Loader(dataset(), world, global_batch=4, micro_batch=2)
+        loader = sw.Loader(dataset(), world, global_batch=4, micro_batch=2, num_workers=num_workers)
         reader = loader if wrap is None else wrap(loader)
         seen = []
         with warnings.catch_warnings(record=True) as caught, sw.CheckpointManager(root, step, async_save=False) as ckpt:
@@ -182,6 +182,26 @@ def exact(layout, root):
 @pytest.mark.parametrize(("layout", "num"), [("dp_shard=1", 1), ("dp_replicate=2", 2)])
 def test_readers_ahead_and_datasets_with_a_state_are_resumed_exactly(ranks, tmp_path, layout, num):
     assert ranks.run(exact, num, layout, tmp_path) == [[]] * num
+
+
+def with_workers(layout, root):
+    """Runs whose data other numbers of workers read, in pieces, against one in one piece."""
+    wrong = []
+    for dataset, first in ((Plain, 0), (Draws, 2)):
+        whole = script(layout, root / "all" / dataset.__name__, dataset, 6, num_workers=first)[0]
+        folder = root / dataset.__name__
+        pieces = [
+            script(layout, folder, dataset, until, wrap, num_workers=num)
+            for until, num, wrap in ((2, 2, None), (4, 1, Ahead), (6, first, None))
+        ]
+        if [seen for piece, _ in pieces for seen in piece] != whole or any(said for _, said in pieces):
+            wrong.append((dataset.__name__, [said for _, said in pieces]))
+    return wrong
+
+
+@pytest.mark.parametrize(("layout", "num"), [("dp_shard=1", 1), ("dp_replicate=2", 2)])
+def test_what_workers_have_read_ahead_is_read_again_where_it_was_not_trained(ranks, tmp_path, layout, num):
+    assert ranks.run(with_workers, num, layout, tmp_path) == [[]] * num
 
 
 def lost(root):

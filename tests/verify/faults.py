@@ -69,9 +69,9 @@ def mean_of_means() -> Any:
     """Each rank divides by its own tokens, and the ranks are averaged."""
     count = shardwise.step.window.agree_on_count
 
-    def own(runtime: Any, batches: Any, counter: Any, **kwargs: Any) -> float:
-        count(runtime, batches, counter, **kwargs)
-        return float(sum(counter(batch) for batch in batches)) * runtime.world.size
+    def own(runtime: Any, batches: Any, counter: Any, **kwargs: Any) -> Any:
+        counted = count(runtime, batches, counter, **kwargs)
+        return counted._replace(tokens=float(sum(counter(batch) for batch in batches)) * runtime.world.size)
 
     return mock.patch.object(shardwise.step.window, "agree_on_count", own)
 

@@ -1,9 +1,15 @@
 """What a ``GradScaler`` records about an optimizer."""
 
 import torch
+from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-__all__ = ["is_unscaled", "tell_scaler"]
+__all__ = ["is_unscaled", "scale_of", "tell_scaler"]
+
+
+def scale_of(scaler: torch.amp.GradScaler) -> Tensor:
+    """The scale as a float64 0-dim tensor, where the scaler has it. A loss must have been scaled before."""
+    return scaler._check_scale_growth_tracker("scale_of")[0].double()
 
 
 def tell_scaler(scaler: torch.amp.GradScaler, optim: torch.optim.Optimizer, *, found_inf: bool) -> None:

@@ -22,6 +22,7 @@ __all__ = ["Display", "seconds_text"]
 _QUIET_S = 1.5
 _QUIET_LATER_S = 30.0
 _EARLY_S = 300.0
+_SHOWN_WAIT = 0.1  # of the time of a step
 _INDENT = " " * 11
 
 
@@ -217,6 +218,9 @@ class Display:
         if now.get("grad_norm") is not None:
             parts.append(f"grad norm {now['grad_norm']:.3f}")
         parts.append(f"{now['tokens_per_s']:,.0f} tokens/s")
+        waits = now.get("data_s", 0.0) * now["tokens_per_s"] / max(now["tokens"], 1)
+        if waits >= _SHOWN_WAIT:
+            parts.append(f"{waits:.0%} of the time waiting for data")
         if self._state:
             parts.append(f"{human_bytes(self._state)}/rank")
         if now.get("skipped"):

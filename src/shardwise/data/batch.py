@@ -21,10 +21,12 @@ class Place(tuple[int, int]):
     Attributes:
         loader: number of the Loader; a number, since the batch may pass through threads and processes that read ahead.
         num_micro: micro-batches of the window over all ranks, without paddings.
+        waited_s: seconds that reading the window has kept this rank from training.
     """
 
     loader: int | None = None
     num_micro: int | None = None
+    waited_s: float = 0.0
 
     @classmethod
     def of(cls, epoch: int, start: int, loader: int) -> "Place":
@@ -43,6 +45,7 @@ class MicroBatch(dict[str, Tensor]):
         padding: True for a copy that exists only so that every rank has equally many; its sums count as 0.
         window: the window it belongs to, (epoch, position of its first sample in the epoch's order). If ranks differ in
             it, some of them have lost a window. None: not known.
+        host: where ``tensors`` are copies on a device: the mapping on the CPU that they are copies of.
     """
 
     index: int
@@ -56,9 +59,21 @@ class MicroBatch(dict[str, Tensor]):
         index: int = 0,
         padding: bool = False,
         window: tuple[int, int] | None = None,
+        host: Mapping[str, Tensor] | None = None,
     ):
         super().__init__(tensors)
         self.index, self.padding, self.window = index, padding, window
+        self._copied = {name: (value, value._version, host[name]) for name, value in self.items()} if host else {}
+
+    def on_host(self) -> "dict[str, Tensor] | None":
+        """This micro-batch on the CPU, without a read of the device; None where there is no copy, or the micro-batch was
+        changed since it was made."""
+        changed = any(
+            self.get(name) is not value or value._version != v for name, (value, v, _) in self._copied.items()
+        )
+        if not self._copied or changed or len(self) != len(self._copied):
+            return None
+        return {name: host for name, (_, _, host) in self._copied.items()}
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name}{list(value.shape)}" for name, value in self.items())

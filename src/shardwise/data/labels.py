@@ -161,13 +161,11 @@ def compare_labels(seen: Tensor | None, batches: Iterable[Batch], counter: Any) 
     """Three counts, float64 [3], to be summed over the ranks: labelled positions, those whose label differs from the
     input there, and those whose next input differs from their own. Zeros if ``counter`` is the user's own or ``seen``
     is None."""
-    total = torch.zeros(3, dtype=torch.float64)
-    if counter is not valid_labels or seen is None:
-        return total
-    for batch in batches:
-        if not getattr(batch, "padding", False) and _have_causal_labels(batch):
-            total = total + _compared(batch["input_ids"], batch["labels"]).cpu()
-    return total
+    found: list[Tensor] = []
+    if counter is valid_labels and seen is not None:
+        own = [batch for batch in batches if not getattr(batch, "padding", False) and _have_causal_labels(batch)]
+        found = [_compared(batch["input_ids"], batch["labels"]) for batch in own]
+    return torch.stack(found).sum(0) if found else torch.zeros(3, dtype=torch.float64)
 
 
 def judge_labels(seen: Tensor | None, summed: Tensor, where: str) -> Tensor | None:

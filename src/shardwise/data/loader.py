@@ -14,6 +14,7 @@ resume with two, and no sample is seen twice or missed.
 """
 
 import itertools
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
@@ -28,7 +29,9 @@ from shardwise.data.dataset_state import DatasetState, states_in
 from shardwise.data.labels import make_labels, shift_labels
 from shardwise.data.order import sample_order
 from shardwise.data.same_dataset import digest_of_dataset
+from shardwise.data.workers import Reader, Task, read, read_ahead
 from shardwise.errors import ConfigError, UsageError
+from shardwise.world.rng import is_generator
 
 __all__ = [
     "IGNORED",
@@ -45,6 +48,7 @@ __all__ = [
 _LOADERS: "weakref.WeakValueDictionary[int, Loader]" = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
 _START = (-1, -1)  # stands for the place before the first window
+_PREFETCH = 2  # as DataLoader's
 _KEPT = 64  # the dataset's own state is kept for this many windows read ahead of training
 
 
@@ -79,10 +83,22 @@ class Loader:
             where there are none and leaves existing ones, which must be aligned, as they are; :func:`shift_labels`
             also shifts existing ones (collators of Hugging Face and TRL); None leaves the batch as it is.
         shuffle: False keeps the dataset's own order in every epoch.
+        num_workers: processes that read micro-batches ahead, as those of a DataLoader; 0: they are read when they are
+            asked for, by the process that trains. Samples and their order are the same for any number, and so is what a
+            resumed run reads.
+        prefetch: micro-batches that each worker is ahead.
+        pin_memory: on cuda: micro-batches are copied from page-locked memory, for which the host does not wait.
+
+    In workers, random numbers that the dataset, ``collate`` and ``prepare`` draw depend on (seed, epoch, micro-batch) alone,
+    from the global generators of torch, Python and numpy as from those in the dataset's attributes: they are the same for
+    any number of workers and ranks. Without workers all go on from their state, which checkpoints keep.
+
+    Attributes:
+        waited_s: seconds that reading the last window has kept this process from training.
 
     Raises:
-        ConfigError: sizes that do not fit, an empty dataset.
-        UsageError: a dataset without a length or without ``[i]``.
+        ConfigError: sizes that do not fit, an empty dataset, options that have no effect together.
+        UsageError: a dataset without a length or without ``[i]``; with workers, one with a state of its own.
 
     Example::
 
@@ -101,8 +117,14 @@ class Loader:
         collate: Callable[[list[Any]], Mapping[str, Tensor]] | None = None,
         prepare: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = make_labels,
         shuffle: bool = True,
+        num_workers: int = 0,
+        prefetch: int | None = None,
+        pin_memory: bool = True,
     ):
         _check_sizes(global_batch, micro_batch)
+        _check_workers(num_workers, prefetch)
+        self.num_workers, self.prefetch, self.pin_memory = num_workers, prefetch or _PREFETCH, pin_memory
+        self.waited_s = 0.0
         self.dataset, self.world = dataset, world
         self.global_batch, self.micro_batch = global_batch, micro_batch
         self.collate, self.prepare, self.shuffle = collate or default_collate, prepare, shuffle
@@ -115,6 +137,8 @@ class Loader:
         _LOADERS[self._number] = self
         self._begin()
         self._turn = 0  # counts iterators and loaded positions, so that an old iterator notices it
+        if num_workers:
+            _refuse_own_state(self.own_states())
 
     def __len__(self) -> int:
         """The number of windows (optimizer steps) of a whole epoch."""
@@ -125,10 +149,13 @@ class Loader:
         turn = self._turn
         if self._position >= self.num_samples:
             self._next_epoch()
+        batches = self._batches()
         while self._position < self.num_samples:
+            began = time.perf_counter()
             place = Place.of(self.epoch, self._position, self._number)
             self._reading(place)
-            window = self._window(place)
+            window = self._window(place, batches)
+            self.waited_s = place.waited_s = time.perf_counter() - began
             # Before the yield: while the caller has a window, the position is already after it.
             self._position = min(self._position + self.global_batch, self.num_samples)
             self._num_handed_out += 1
@@ -144,31 +171,58 @@ class Loader:
     def _next_epoch(self) -> None:
         self.epoch, self._position = self.epoch + 1, 0
 
-    def _window(self, place: Place) -> list[MicroBatch]:
-        axis, start = self.world.axis("dp"), place[1]
-        stop = min(start + self.global_batch, self.num_samples)
-        num_micro = place.num_micro = -(-(stop - start) // self.micro_batch)
-        per_rank = -(-num_micro // axis.size)
-        mine: list[MicroBatch] = []
-        for index in range(axis.rank, per_rank * axis.size, axis.size):
-            if index < num_micro:
-                mine.append(self._micro_batch(index, place, stop))
-            else:
-                # A rank without its own micro-batch copies the first one of the window.
-                source = mine[0] if mine else self._micro_batch(0, place, stop)
-                mine.append(MicroBatch(source, index=index, padding=True, window=place))
+    def _window(self, place: Place, batches: Iterator[Mapping[str, Tensor]]) -> list[MicroBatch]:
+        """This rank's micro-batches of the window at ``place``; ``batches`` are the next ones that it reads."""
+        axis = self.world.axis("dp")
+        place.num_micro = num_micro = self._num_micro(place[1])
+        own = self._own(place[1])
+        mine = [self._on_device(next(batches), index, place) for index in own]
+        if mine and own[0] != axis.rank:  # a rank without its own micro-batch copies the first one of the window
+            mine = [MicroBatch(mine[0], index=axis.rank, padding=True, window=place)]
+        for index in range(axis.rank + len(mine) * axis.size, -(-num_micro // axis.size) * axis.size, axis.size):
+            mine.append(MicroBatch(mine[0], index=index, padding=True, window=place))
         return mine
 
-    def _micro_batch(self, index: int, place: Place, stop: int) -> MicroBatch:
-        first = place[1] + index * self.micro_batch
-        samples = np.arange(first, min(first + self.micro_batch, stop))
-        if self.shuffle:
-            samples = sample_order(samples, self.num_samples, seed=self.seed, epoch=self.epoch)
-        batch = _mapping(self.collate([self.dataset[int(i)] for i in samples]), "collate")
-        if self.prepare is not None:
-            batch = _mapping(self.prepare(batch), "prepare")
-        on_device = {name: value.to(self.world.device) for name, value in batch.items()}
-        return MicroBatch(on_device, index=index, window=place)
+    def _num_micro(self, start: int) -> int:
+        """Micro-batches over all ranks of the window that begins with the sample at ``start``."""
+        return -(-(min(start + self.global_batch, self.num_samples) - start) // self.micro_batch)
+
+    def _own(self, start: int) -> list[int]:
+        """Indices of the micro-batches that this rank reads in that window."""
+        axis = self.world.axis("dp")
+        return list(range(axis.rank, self._num_micro(start), axis.size)) or [0]
+
+    def _tasks(self) -> Iterator[Task]:
+        """What is read from the current position to the end of the epoch."""
+        epoch = self.epoch
+        for start in range(self._position, self.num_samples, self.global_batch):
+            stop = min(start + self.global_batch, self.num_samples)
+            for index in self._own(start):
+                first = start + index * self.micro_batch
+                samples = np.arange(first, min(first + self.micro_batch, stop))
+                if self.shuffle:
+                    samples = sample_order(samples, self.num_samples, seed=self.seed, epoch=epoch)
+                yield Task(epoch, first, tuple(map(int, samples)))
+
+    def _batches(self) -> Iterator[Mapping[str, Tensor]]:
+        if not self.num_workers:
+            return map(self._read_here, self._tasks())
+        reader = Reader(self.dataset, self.collate, self.prepare, self.seed)
+        return read_ahead(reader, self._tasks(), num_workers=self.num_workers, prefetch=self.prefetch)
+
+    def _read_here(self, task: Task) -> Mapping[str, Tensor]:
+        # Not with numbers of its own: the caller may read in a thread, beside a forward that draws from the same generators.
+        return read(task, self.dataset, self.collate, self.prepare)
+
+    def _on_device(self, batch: Mapping[str, Tensor], index: int, place: Place) -> MicroBatch:
+        if self.world.device.type == "cpu":
+            return MicroBatch(batch, index=index, window=place)
+        if self.world.device.type == "cuda" and self.pin_memory:
+            # Else the host would wait for the copy, and for all that the device does before it.
+            batch = {name: value if value.is_cuda else _page_locked(value) for name, value in batch.items()}
+        on_device = {name: value.to(self.world.device, non_blocking=self.pin_memory) for name, value in batch.items()}
+        is_on_host = all(value.device.type == "cpu" for value in batch.values())
+        return MicroBatch(on_device, index=index, window=place, host=batch if is_on_host else None)
 
     # ---- what was used -----------------------------------------------------------------------------------------
 
@@ -297,6 +351,33 @@ def _check_sizes(global_batch: int, micro_batch: int) -> None:
         )
 
 
+def _check_workers(num_workers: int, prefetch: int | None) -> None:
+    if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 0:
+        raise ConfigError(f"num_workers={num_workers!r}", why="it counts processes", fix="give it as an integer: 0, 2")
+    if prefetch is None:
+        return
+    if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 1:
+        raise ConfigError(
+            f"prefetch={prefetch!r}", why="it counts micro-batches", fix="give it as an integer: 2, or leave it out"
+        )
+    if not num_workers:
+        raise ConfigError(
+            f"prefetch={prefetch} with num_workers=0",
+            why="nothing is read ahead without workers, so it would have no effect",
+            fix="give num_workers too: num_workers=2; or leave prefetch out",
+        )
+
+
+def _refuse_own_state(found: DatasetState) -> None:
+    place = next((place for place, value in found.values.items() if not is_generator(value)), None)
+    if place is not None:
+        raise UsageError(
+            f"Loader(num_workers=...) of data with a state of its own, {place}",
+            why="its state_dict would advance in the workers, each of which has a copy, and a checkpoint would keep another",
+            fix="read without workers: num_workers=0; or let what a sample is depend on its number alone",
+        )
+
+
 def _length(dataset: Any) -> int:
     if isinstance(dataset, DataLoader):
         raise UsageError(
@@ -320,14 +401,6 @@ def _length(dataset: Any) -> int:
     return length
 
 
-def _mapping(batch: Any, source: str) -> Mapping[str, Tensor]:
-    if isinstance(batch, Mapping) and all(isinstance(value, Tensor) for value in batch.values()):
-        return batch
-    found = type(batch).__name__
-    if isinstance(batch, Mapping):
-        found = "a mapping with " + ", ".join(f"{k}: {type(v).__name__}" for k, v in batch.items())
-    raise ConfigError(
-        f"{source} returned {found}",
-        why="a micro-batch is a mapping from names to tensors",
-        fix=f"let {source}= return a dict such as {{'input_ids': tensor, 'labels': tensor}}",
-    )
+def _page_locked(tensor: Tensor) -> Tensor:
+    """A copy, always: the dataset may write its own tensors again before the device has them."""
+    return torch.empty_like(tensor, pin_memory=True).copy_(tensor)

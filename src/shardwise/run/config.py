@@ -121,6 +121,8 @@ class Data(Options, frozen=True, kw_only=True):
     seq_len: Annotated[Positive, doc("tokens a sample predicts")] = 128
     global_batch: Annotated[Positive, doc("samples of one optimizer step, over all ranks")] = 16
     micro_batch: Annotated[Positive, doc("samples of one forward on one rank")] = 8
+    num_workers: Annotated[Count, doc("processes of each rank that read samples ahead of training; 0: none")] = 0
+    prefetch: Annotated[Positive | None, doc("micro-batches that each of them is ahead; null: 2")] = None
 
     def check(self) -> None:
         if self.global_batch % self.micro_batch:
@@ -130,6 +132,12 @@ class Data(Options, frozen=True, kw_only=True):
                 f"data.micro_batch={self.micro_batch} with data.global_batch={self.global_batch}",
                 why="a step is a whole number of micro-batches, so micro_batch divides global_batch",
                 fix=f"use micro_batch={best}, or global_batch={-(-self.global_batch // self.micro_batch) * self.micro_batch}",
+            )
+        if self.prefetch is not None and not self.num_workers:
+            raise ConfigError(
+                f"data.prefetch={self.prefetch} with data.num_workers=0",
+                why="nothing is read ahead without workers, so it would have no effect",
+                fix="give data.num_workers=2 too, or remove data.prefetch",
             )
         if self.tokenizer is not None and is_tokens(self.path):
             raise ConfigError(

@@ -118,7 +118,12 @@ class _Run:
         data = self.config.data
         self.folder = Path(self.config.log.dir)
         self.loader = Loader(
-            self.corpus.train, self.world, global_batch=data.global_batch, micro_batch=data.micro_batch
+            self.corpus.train,
+            self.world,
+            global_batch=data.global_batch,
+            micro_batch=data.micro_batch,
+            num_workers=data.num_workers,
+            prefetch=data.prefetch,
         )
         self.last: dict[str, Any] = {
             "num_params": sum(p.numel() for p in self.model.parameters()),
@@ -273,6 +278,7 @@ class _Run:
             "lr": self.step.optim.param_groups[0]["lr"],
             "tokens": int(out.num_tokens),
             "tokens_per_s": pace.tokens_per_s,
+            "data_s": out.data_s,
             "seconds_left": pace.seconds_left,
             "skipped": bool(out.skipped),
             "num_skipped": self.step.num_skipped,

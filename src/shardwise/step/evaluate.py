@@ -106,10 +106,10 @@ class _Sums:
         check.try_loss(loss, output, batch, sums, counts=counts)
         check.agree(sorted(sums), check.entry(sorted(sums)))  # with its own entry: the others learn of it in `means`
         for name, value in sums.items():
-            value = value.double().cpu() if counts else torch.zeros((), dtype=torch.float64)
-            self.totals[name] = self.totals.get(name, torch.zeros((), dtype=torch.float64)) + value
+            value = value.double() if counts else torch.zeros_like(value, dtype=torch.float64)
+            self.totals[name] = self.totals[name] + value if name in self.totals else value
         if counts:
-            self.tokens += float(torch.as_tensor(self.counter(batch)))
+            self.tokens = self.tokens + torch.as_tensor(self.counter(batch)).double()
 
     def means(self) -> dict[str, float]:
         """The means over all ranks. Also makes buffers equal, and raises a problem of any rank on all of them."""

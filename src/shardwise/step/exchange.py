@@ -2,7 +2,7 @@
 gradients, buffers written."""
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,14 +15,14 @@ from shardwise.techniques.data.rule import DataEntry
 from shardwise.techniques.data.scalar_gradients import ScalarGradients
 from shardwise.world.agreement import digest_of
 
-__all__ = ["Exchange", "buffer_versions", "buffers_written", "sync_buffers"]
+__all__ = ["BufferMarks", "Exchange", "buffer_versions", "buffers_written", "sync_buffers"]
 
 
 class Exchange:
     """The module's own entries of the exchange before an optimizer step, and what is done with their sums over the
     ranks."""
 
-    def __init__(self, runtime: Runtime, versions: Mapping[str, Any]):
+    def __init__(self, runtime: Runtime, versions: "BufferMarks"):
         self.runtime, self.versions = runtime, versions
         self.buffers = tensors_of(runtime.module, "_buffers")
         whole = [runtime.parameters[name] for name in runtime.replicated]
@@ -75,18 +75,40 @@ class Exchange:
         )
 
 
-def buffer_versions(runtime: Runtime) -> dict[str, tuple[int, int, int]]:
-    """Per buffer, what shows later whether it was written: its identity (``self.ema = ...``), its version (in-place
-    operations) and a digest of its values (writes to ``.data`` do not change the version)."""
+@dataclass(frozen=True)
+class BufferMarks:
+    """What shows later whether buffers were written.
+
+    Attributes:
+        objects: name -> the buffer's identity (``self.ema = ...``) and version (in-place operations).
+        digests: checksums of their values in that order, int64, on the device of the first; writes to ``.data`` do not
+            change the version.
+    """
+
+    objects: Mapping[str, tuple[int, int]]
+    digests: Tensor
+
+
+def buffer_versions(runtime: Runtime) -> BufferMarks:
+    """What :func:`buffers_written` compares with."""
     return _marks(tensors_of(runtime.module, "_buffers"))
 
 
-def buffers_written(runtime: Runtime, versions: Mapping[str, Any]) -> Tensor:
+def buffers_written(runtime: Runtime, before: BufferMarks) -> Tensor:
     """A flag per buffer, to be summed over the ranks: whether this rank wrote it since :func:`buffer_versions` returned
-    ``versions``."""
+    ``before``. On the device of the first buffer."""
     buffers = tensors_of(runtime.module, "_buffers")
-    changed = _changed_buffers(runtime, buffers, versions)
-    return torch.tensor([float(name in changed) for name in buffers])
+    now = _marks(buffers)
+    known = {name: i for i, name in enumerate(before.objects)}
+    digests = before.digests if buffers else now.digests
+    if buffers and [*now.objects] != [*before.objects]:  # a buffer was registered, or removed
+        digests = torch.stack([before.digests[known[name]] if name in known else now.digests[0] for name in buffers])
+    replaced = [now.objects[name] != before.objects.get(name) for name in buffers]
+    always = _always_written(runtime)
+    told = torch.tensor(
+        [flag or id(b) in always for flag, b in zip(replaced, buffers.values(), strict=True)], dtype=torch.bool
+    )
+    return (now.digests.ne(digests) | told.to(now.digests.device, non_blocking=True)).double()
 
 
 def sync_buffers(runtime: Runtime, summed: Tensor, place: str) -> None:
@@ -96,25 +118,21 @@ def sync_buffers(runtime: Runtime, summed: Tensor, place: str) -> None:
     _same_buffers(runtime, [buffer for buffer, flag in flags if flag], place)
 
 
-def _marks(buffers: Mapping[str, Tensor]) -> dict[str, tuple[int, int, int]]:
-    if not buffers:
-        return {}
+def _marks(buffers: Mapping[str, Tensor]) -> BufferMarks:
     sums = [checksum(buffer) for buffer in buffers.values()]
-    digests = torch.stack([total.to(sums[0].device) for total in sums]).tolist()  # one device synchronization
-    return {name: (id(b), b._version, digest) for (name, b), digest in zip(buffers.items(), digests, strict=True)}
+    digests = torch.stack([total.to(sums[0].device) for total in sums]) if sums else torch.zeros(0, dtype=torch.int64)
+    return BufferMarks({name: (id(buffer), buffer._version) for name, buffer in buffers.items()}, digests)
 
 
-def _changed_buffers(runtime: Runtime, buffers: Mapping[str, Tensor], versions: Mapping[str, Any]) -> set[str]:
-    """Names of the buffers written since the window began. Batch norm's kernels write running statistics without
-    changing their version, so those of a layer in train mode always count as written."""
-    changed = {name for name, mark in _marks(buffers).items() if mark != versions.get(name)}
-    statistics = {
+def _always_written(runtime: Runtime) -> set[int]:
+    """Ids of the buffers that count as written by any forward. Batch norm's kernels write running statistics without
+    changing their version."""
+    return {
         id(buffer)
         for module in runtime.module.modules()
         if isinstance(module, BatchNormBase) and module.training
         for buffer in module.buffers(recurse=False)
     }
-    return changed | {name for name, buffer in buffers.items() if id(buffer) in statistics}
 
 
 def _same_buffers(runtime: Runtime, changed: list[Tensor], place: str) -> None:

@@ -36,12 +36,12 @@ class GradientNorm:
         own = norm_power_sum((piece for name, grad in grads for piece in runtime.owned(name, grad)), self.norm_type)
         if not math.isinf(self.norm_type):
             return own
-        return runtime.world.agreement.slots(float(own))
+        return runtime.world.agreement.slots(own)
 
     def finish(self, summed: Tensor) -> Tensor:
         """The norm, from the sum of all ranks' entries: 0-dim, float64, on the CPU, equal on every rank."""
         grads = (grad for name, grad in self.runtime.gradients().items() if name in self.whole_after)
-        whole = norm_power_sum(grads, self.norm_type)
+        whole = norm_power_sum(grads, self.norm_type).cpu()
         if math.isinf(self.norm_type):
             return torch.maximum(summed.max(), whole)
         return (summed + whole) ** (1.0 / self.norm_type)

@@ -8,13 +8,14 @@ every rank skips the same steps.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise._torch.operators import foreach_scale
-from shardwise._torch.scaler import is_unscaled, tell_scaler
+from shardwise._torch.scaler import is_unscaled, scale_of, tell_scaler
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.step_checks import refuse_in_window, refuse_unreduced
@@ -31,6 +32,9 @@ class LossScale:
         optim: the optimizer whose steps are scaled.
         scaler: a ``torch.amp.GradScaler``; None: a new one if a trained parameter is computed in float16, else none.
 
+    Attributes:
+        value: the scale that the loss of this window was multiplied by, set by :meth:`agree`; None without a scaler.
+
     Raises:
         UsageError: ``scaler`` is another object.
         UnsupportedError: parameters are stored in float16.
@@ -41,14 +45,21 @@ class LossScale:
             scaler = torch.amp.GradScaler(runtime.world.device.type)
         _refuse_no_scaler(scaler)
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.value: float | None = None
         self._runtime, self._optim = runtime, optim
         if self.scaler is not None:
             _refuse_half_storage(runtime)
 
-    @property
-    def value(self) -> float | None:
-        """The scale that the loss is multiplied by; None without a scaler."""
-        return None if self.scaler is None else self.scaler.get_scale()
+    def entries(self) -> dict[str, Tensor]:
+        """For the exchange before a step: the scale, which a device may hold."""
+        if self.scaler is None:
+            return {}
+        return {"loss scale": self._runtime.world.agreement.of_main(scale_of(self.scaler))}
+
+    def agree(self, summed: Mapping[str, Tensor]) -> float | None:
+        """Takes :attr:`value` from what came of :meth:`entries`."""
+        self.value = None if self.scaler is None else float(summed["loss scale"])
+        return self.value
 
     def scaled(self, loss: Tensor) -> Tensor:
         """``loss`` times the scale."""
@@ -56,9 +67,8 @@ class LossScale:
 
     def unscale(self) -> None:
         """Divides every local gradient by the scale, in place."""
-        scale = self.value  # read once: on an accelerator it waits for the device
-        if scale is not None:
-            _divide(list(self._runtime.gradients().values()), scale)
+        if self.value is not None:
+            _divide(list(self._runtime.gradients().values()), self.value)
 
     def update(self, *, is_finite: bool) -> None:
         """Lets the scale grow or back off after a step, taken or skipped; the same on every rank."""
@@ -69,8 +79,7 @@ class LossScale:
     def explains(self, loss: float) -> bool:
         """Whether the scale may be the cause of gradients that are not finite, so that a smaller one helps: not if the
         loss itself is not finite, and not at a scale of 1 or below."""
-        scale = self.value
-        return scale is not None and scale > 1 and math.isfinite(loss)
+        return self.value is not None and self.value > 1 and math.isfinite(loss)
 
 
 def unscale_gradients_(model: nn.Module, optim: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> bool:

@@ -50,6 +50,8 @@ class StepOutput:
         skipped: True if the step was not taken because something was not finite.
         metrics: the other entries of the loss, divided in the same way.
         loss_scale: what the loss was multiplied by for float16; None without a scaler.
+        data_s: seconds that ranks waited for the Loader to give them the window, on average over the ranks; 0 for other
+            data.
     """
 
     step: int
@@ -59,6 +61,7 @@ class StepOutput:
     skipped: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
     loss_scale: float | None = None
+    data_s: float = 0.0
 
 
 class TrainStep:
@@ -179,7 +182,7 @@ class TrainStep:
         if float(agreed["unclear"]):
             self._try_forward()
         means = {name: float(agreed[f"sum of {name}"]) / w.num_tokens for name in sorted(sums)}
-        scale = self._scale.value
+        scale = self._scale.agree(agreed)
         norm, loss = float(norm_of.finish(agreed[norm_entry])) / (scale or 1.0), means.pop("loss")
         if not w.num_valid and loss and math.isfinite(loss):
             self._drop_gradients()
@@ -191,7 +194,7 @@ class TrainStep:
         else:
             self._refuse_step(norm, loss, sums["loss"], kept)
         self._scale.update(is_finite=is_finite)
-        return StepOutput(self.num_steps, loss, norm, w.num_valid, not is_finite, means, scale)
+        return StepOutput(self.num_steps, loss, norm, w.num_valid, not is_finite, means, scale, w.waited_s)
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -241,8 +244,8 @@ class TrainStep:
             self.scaler.load_state_dict(state["scaler"])
 
     def _forward_backward(self, w: Window) -> tuple[dict[str, Tensor], ShardwiseError | None]:
-        """Forward and backward of every micro-batch of a window. Returns this rank's detached sums (float64, CPU), and
-        an error of the loss that all ranks must raise."""
+        """Forward and backward of every micro-batch of a window. Returns this rank's detached sums (float64, on their
+        device, which need not have computed them yet), and an error of the loss that all ranks must raise."""
         totals: dict[str, Tensor] = {}
         detached: ShardwiseError | None = None
         self._sums.begin(self.num_steps)
@@ -258,7 +261,7 @@ class TrainStep:
                 value = value.detach().double()
                 value = torch.zeros_like(value) if batch.padding else value
                 totals[name] = totals[name] + value if name in totals else value
-        return {name: value.cpu() for name, value in totals.items()}, detached
+        return totals, detached
 
     def _try_forward(self) -> None:
         """Runs forward and loss on copies of a micro-batch, where the loss alone did not show that it is a sum. Called
@@ -283,6 +286,7 @@ class TrainStep:
             "unclear": float(bool(self._sums.unclear)),
             # The loop, its own scheduler or a resumed state may have changed them on one rank.
             "settings": self._runtime.world.agreement.same(digest_of_settings(self.optim)),
+            **self._scale.entries(),
             **{
                 f"sum of {name}": value if counts else torch.zeros(()) for name, value in sums.items()
             },  # an entry per metric: a rank with other metrics is named in the error

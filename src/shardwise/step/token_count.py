@@ -3,12 +3,13 @@ whether the run was asked to stop after this window."""
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardwise.data.labels import Batch, compare_labels, judge_labels
+from shardwise.data.batch import MicroBatch
+from shardwise.data.labels import Batch, compare_labels, judge_labels, valid_labels
 from shardwise.data.loader import Loader, loader_of
 from shardwise.errors import ConfigError, RankError, ShardwiseError, UsageError
 from shardwise.parallel import Runtime
@@ -16,14 +17,24 @@ from shardwise.step.guards import refuse_gradless
 from shardwise.step.same_data import compare_shared, digest_of_data, judge_data, refuse_others
 from shardwise.world.agreement import digest_of
 
-__all__ = ["agree_on_count"]
+__all__ = ["agree_on_count", "count_again", "refuse_other_count"]
 
 _FIX_LENGTH = "give every rank the same number of micro-batches per window: sw.Loader pads with flagged copies"
 
 
-def agree_on_count(
-    runtime: Runtime, batches: list[Batch], counter: Callable[[Batch], Any], *, trains: bool
-) -> int | float:
+class Counted(NamedTuple):
+    """What the first exchange of a window tells.
+
+    Attributes:
+        tokens: valid ones over all ranks.
+        waited_s: seconds that ranks waited for the window's data, on average; 0 where it is of no Loader.
+    """
+
+    tokens: int | float
+    waited_s: float
+
+
+def agree_on_count(runtime: Runtime, batches: list[Batch], counter: Callable[[Batch], Any], *, trains: bool) -> Counted:
     """Counts the valid tokens of this window over all ranks. All ranks must call it; with ``trains``, it also refuses
     what can have no gradient.
 
@@ -34,6 +45,7 @@ def agree_on_count(
             at their own places.
     """
     tokens, problem, labels = 0, None, torch.zeros(3)
+    on_host = [_on_host(batch, counter) for batch in batches]
     try:
         if trains:
             refuse_gradless(runtime)
@@ -41,8 +53,9 @@ def agree_on_count(
             raise UsageError("an empty window", why="a step needs at least one micro-batch", fix=_FIX_LENGTH)
         # Summed as tensors: one device synchronization instead of one per micro-batch. In float64: a count may be a sum
         # of weights, which must not depend on the layout.
-        tokens = sum(torch.as_tensor(counter(b)).double() for b in batches if not getattr(b, "padding", False))
-        labels = compare_labels(runtime.labels_seen, batches, counter)
+        counted = [h for b, h in zip(batches, on_host, strict=True) if not getattr(b, "padding", False)]
+        tokens = sum(torch.as_tensor(counter(batch)).double() for batch in counted)
+        labels = compare_labels(runtime.labels_seen, counted, counter)
     except ShardwiseError as error:
         problem = error
     place, agreement = f"window {runtime.step + 1}, before forward", runtime.world.agreement
@@ -58,6 +71,7 @@ def agree_on_count(
             "dataset": agreement.same(0 if loader is None else loader.digest),
             "tokens": tokens if runtime.world.counts else 0,
             "labels": labels,
+            "waited": getattr(data, "waited_s", 0.0) / runtime.world.size,
             "length": float(len(batches)),
             "length2": float(len(batches) ** 2),
             "problem": float(problem is not None),
@@ -84,7 +98,37 @@ def agree_on_count(
             why="count(batch) is what a sum of the loss runs over: a number, 0 or more",
             fix="look at what count= returns",
         )
-    return int(total) if total.is_integer() else total
+    return Counted(int(total) if total.is_integer() else total, float(sums["waited"]))
+
+
+def count_again(runtime: Runtime, batches: list[Batch], counter: Callable[[Batch], Any]) -> dict[str, Tensor]:
+    """An entry for the exchange before the step: the labels as the device has them, where :func:`agree_on_count` may have
+    counted copies of them on the host. Empty elsewhere."""
+    if not _counts_copies(runtime, counter):
+        return {}
+    found = sum(torch.as_tensor(counter(b)).double() for b in batches if not getattr(b, "padding", False))
+    return {"tokens again": torch.as_tensor(found if runtime.world.counts else 0.0)}
+
+
+def refuse_other_count(summed: Mapping[str, Tensor], tokens: float, place: str) -> None:
+    """Raises UsageError on all ranks if what came of :func:`count_again` is another number than ``tokens``."""
+    if "tokens again" in summed and float(summed["tokens again"]) != tokens:
+        raise UsageError(
+            f"{place}: {float(summed['tokens again']):g} valid labels on the device, and {tokens:g} on the host",
+            why="labels of a micro-batch of a Loader were written through .data after it was made, which no copy follows",
+            fix='replace them, batch["labels"] = ..., or write them in place without .data; or do it in Loader(prepare=...)',
+        )
+
+
+def _counts_copies(runtime: Runtime, counter: Callable[[Batch], Any]) -> bool:
+    return runtime.world.device.type != "cpu" and counter is valid_labels
+
+
+def _on_host(batch: Batch, counter: Callable[[Batch], Any]) -> Batch:
+    """What is counted for a micro-batch: its copy on the host, where there is one, and labels are counted. A count of the
+    user's may use tensors on the device."""
+    found = batch.on_host() if isinstance(batch, MicroBatch) and counter is valid_labels else None
+    return batch if found is None else found
 
 
 def _lengths_differ(runtime: Runtime, length: int, place: str) -> RankError:

@@ -32,7 +32,7 @@ from shardwise.step.grad_stash import GradStash, clone_buffers, restore_buffers
 from shardwise.step.guards import explain_no_gradient, refuse_unused
 from shardwise.step.loss import Batch, as_micro_batches, count_of
 from shardwise.step.param_write_check import ParamWriteCheck
-from shardwise.step.token_count import agree_on_count
+from shardwise.step.token_count import agree_on_count, count_again, refuse_other_count
 from shardwise.world.rng import derive_seed, forked_streams
 
 _NUM_WINDOWS_CHECKED = 3  # windows in which the labels given to a model that shifts them itself are checked
@@ -63,6 +63,7 @@ class Window:
         num_tokens: valid tokens of all ranks and micro-batches, 1 if there are none: the divisor of a summed loss.
             While a padding micro-batch runs it is infinite, so that its sums count as 0.
         num_valid: the same count, but 0 if there are none.
+        waited_s: seconds that ranks waited for the Loader of these micro-batches, on average over the ranks.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Window:
         self.model, self.batches = model, as_micro_batches(batches)
         self.runtime: Runtime = runtime_of(model)
         self._tokens: int | float = 0
+        self.waited_s = 0.0
         self._count_of_tokens = TokenCount(0)
         self.agreed: dict[str, Tensor] | None = None  # sums over the ranks of the second exchange
         self._count = count_of(loss, count)
@@ -111,7 +113,8 @@ class Window:
         runtime.check_unchanged()
         refuse_unreduced(runtime, "a window")
         _warn_of_unread(runtime)
-        self._tokens = agree_on_count(runtime, self.batches, self._count, trains=self._trains)
+        self._tokens, self.waited_s = agree_on_count(runtime, self.batches, self._count, trains=self._trains)
+        self._counted_again = count_again(runtime, self.batches, self._count)
         if not self._trains:
             self._count_of_tokens = TokenCount(len(self.batches) * runtime.world.axis("dp").size)
             if runtime.last_count is not False:
@@ -199,8 +202,10 @@ class Window:
             )
         own = Exchange(runtime, self._versions)
         self.agreed = runtime.world.agreement.sum(
-            {**own.entries(), "written": self._written.entry(), **(entries or {})}, f"{self.place}, before the step"
+            {**own.entries(), "written": self._written.entry(), **self._counted_again, **(entries or {})},
+            f"{self.place}, before the step",
         )
+        refuse_other_count(self.agreed, self._tokens, self.place)
         self._written.check(self.agreed["written"])
         own.apply(self.agreed)
         runtime.engine.end()
@@ -316,7 +321,7 @@ def count_tokens(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None
     runtime, given = runtime_of(model), as_micro_batches(batches)
     runtime.paddings = [bool(getattr(batch, "padding", False)) for batch in given]
     mark_used(given)
-    return agree_on_count(runtime, given, count_of(loss, count), trains=False)
+    return agree_on_count(runtime, given, count_of(loss, count), trains=False).tokens
 
 
 @contextlib.contextmanager

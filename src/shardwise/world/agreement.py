@@ -2,7 +2,7 @@
 
 An exchange is one sum over all ranks of a small float64 vector, made of named entries. Equality is found from the sums
 alone (n * sum(x^2) == sum(x)^2 exactly when all x are equal), so every rank sees the same numbers and takes the same
-decision without a second round. Each exchange carries a digest of what it is: ranks that come to different exchanges
+decision without a second round. Entries on a device are read together, by one copy to the host. Each exchange carries a digest of what it is: ranks that come to different exchanges
 get an error, instead of one's token count being added to another's norm. Waiting polls, so that an alarm raised
 elsewhere is seen at once, and a rank that does not come is named, with its place, before the group's own timeout.
 Broadcasts of tensors that an exchange showed to differ (:meth:`Agreement.sync_tensors`) are waited for in the same way.
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise._torch.reads import on_host
 from shardwise.errors import RankError, UsageError
 from shardwise.world.watch import Watch
 
@@ -73,20 +74,24 @@ class Agreement:
         head = self.same(digest_of(what))
         sizes = [len(head), *(tensor.numel() for tensor in tensors.values())]
         packed = torch.zeros(max(_SMALLEST, sum(sizes)), dtype=torch.float64)
-        torch.cat([head, *(tensor.reshape(-1).cpu() for tensor in tensors.values())], out=packed[: sum(sizes)])
+        torch.cat([head, *on_host([*tensors.values()])], out=packed[: sum(sizes)])
         self._all_reduce(packed, place, if_late)
         summed_head, *pieces = packed[: sum(sizes)].split(sizes)
         if not self.all_same(summed_head):
             raise self._elsewhere(place, what)
         return {name: piece.view(tensor.shape) for (name, tensor), piece in zip(tensors.items(), pieces, strict=True)}
 
-    def slots(self, value: float) -> Tensor:
-        """An entry that after the sum holds every rank's ``value``, indexed by rank."""
+    def slots(self, value: Tensor) -> Tensor:
+        """An entry that after the sum holds every rank's ``value`` (0-dim, float64), indexed by rank."""
         if self.is_alone:  # fake peers have the same value; what this rank gives is counted once for each of them
-            return torch.full((self.size,), value / self.size, dtype=torch.float64)
-        found = torch.zeros(self.size, dtype=torch.float64)
+            return (value / self.size).repeat(self.size)
+        found = torch.zeros(self.size, dtype=torch.float64, device=value.device)
         found[self.rank] = value
         return found
+
+    def of_main(self, value: Tensor) -> Tensor:
+        """An entry that after the sum is the ``value`` of rank 0."""
+        return value / self.size if self.is_alone else value * float(self.rank == 0)
 
     @staticmethod
     def same(value: int) -> Tensor:

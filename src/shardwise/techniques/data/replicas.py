@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise._torch.autograd import is_accumulated
+from shardwise._torch.reads import on_host
 from shardwise.errors import RankError
 from shardwise.model import canonical_tensors
 from shardwise.recipe import Recipe
@@ -262,7 +263,8 @@ class DDPEngine:
     def _collect(self, place: str) -> None:
         agreement = self.world.agreement
         self._wait(f"{place}, summing gradients")
-        failed, penalties, late, used = self.buckets[-1].tail.split([1, 1, len(self.buckets), len(self.params)])
+        tail = on_host([self.buckets[-1].tail])[0]
+        failed, penalties, late, used = tail.split([1, 1, len(self.buckets), len(self.params)])
         if failed.item():
             self._drop()
             raise RankError(

@@ -31,7 +31,7 @@ class ScalarGradients:
         squared absolute value, and the number of the first parameter whose gradient came with it, with its square."""
         if not self._params:
             return {}
-        whole = torch.stack([_wire(param.grad) for param in self._params])
+        whole = torch.stack([_wire(param) for param in self._params])
         return {"whole": self._counts * whole, "apart": self._counts * self._wire_of_parts()}
 
     def set(self, summed: Mapping[str, Tensor], used: Sequence[bool]) -> None:
@@ -84,10 +84,10 @@ class ScalarGradients:
         )
 
 
-def _wire(grad: Tensor | None) -> Tensor:
-    if grad is None:
-        return torch.zeros(2, dtype=torch.float64)
-    return torch.view_as_real(local_tensor(grad).detach().to(torch.complex128).cpu())
+def _wire(param: nn.Parameter) -> Tensor:
+    if param.grad is None:
+        return torch.zeros(2, dtype=torch.float64, device=param.device)
+    return torch.view_as_real(local_tensor(param.grad).detach().to(torch.complex128))
 
 
 def _unwired(value: Tensor, param: nn.Parameter) -> Tensor:

@@ -1,0 +1,30 @@
+"""How a DataLoader's worker processes end."""
+
+from collections.abc import Iterator
+from multiprocessing.connection import wait
+from typing import Any
+
+__all__ = ["end_workers", "why_ended"]
+
+_SEEN_S = 1.0  # in which a process that was killed is seen to have ended
+
+
+def why_ended(batches: Iterator[Any], error: Exception) -> str | None:
+    """How a worker of ``iter(DataLoader(...))`` has ended, for an ``error`` that may come of that; None: none has, and the
+    error is the dataset's."""
+    said = str(error).partition("\n")[0]
+    if said.startswith("DataLoader worker (pid"):
+        return said
+    if said.startswith("Caught "):
+        return None
+    sentinels = {worker.sentinel: worker for worker in getattr(batches, "_workers", ())}
+    codes = [sentinels[ready].exitcode for ready in wait(list(sentinels), _SEEN_S)]
+    return None if not codes else f"it ended with exit status {codes[0]} ({type(error).__name__}: {said})"
+
+
+def end_workers(batches: Iterator[Any]) -> None:
+    """Ends the workers of ``iter(DataLoader(...))`` now. Left to the garbage collector, as after an error whose traceback
+    holds the iterator, torch waits five seconds for each and then ends it by a signal."""
+    end = getattr(batches, "_shutdown_workers", None)
+    if end is not None:
+        end()

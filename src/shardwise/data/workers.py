@@ -1,0 +1,165 @@
+"""Reading micro-batches, in this process or in worker processes that are ahead of training: in the order in which a Loader
+hands them out."""
+
+import ctypes
+import functools
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing.sharedctypes import RawValue
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from shardwise._torch.data_workers import end_workers, why_ended
+from shardwise.data.dataset_state import states_in
+from shardwise.errors import ConfigError, ShardwiseError, UsageError
+from shardwise.world.rng import derive_seed, forked_streams, is_generator
+
+__all__ = ["Reader", "Task", "read", "read_ahead"]
+
+_GRACE_S = 60.0  # for which a worker goes on after SIGTERM
+
+
+class Task(NamedTuple):
+    """A micro-batch that is to be read.
+
+    Attributes:
+        epoch: of the Loader.
+        first: position of its first sample in the epoch's order.
+        samples: indices in the dataset.
+    """
+
+    epoch: int
+    first: int
+    samples: tuple[int, ...]
+
+
+Batch = Mapping[str, Tensor]
+
+
+def read(
+    task: Task, dataset: Any, collate: Callable[[list[Any]], Batch], prepare: Callable[[Batch], Batch] | None
+) -> Batch:
+    """Reads a micro-batch.
+
+    Raises:
+        ConfigError: ``collate`` or ``prepare`` return no mapping of tensors.
+    """
+    batch = _mapping(collate([dataset[i] for i in task.samples]), "collate")
+    return batch if prepare is None else _mapping(prepare(batch), "prepare")
+
+
+@dataclass
+class Reader:
+    """Reads micro-batches in a worker, each with random numbers of its own; the arguments are those of a Loader."""
+
+    dataset: Any
+    collate: Callable[[list[Any]], Batch]
+    prepare: Callable[[Batch], Batch] | None
+    seed: int
+
+    @functools.cached_property
+    def _generators(self) -> dict[str, Any]:
+        own = states_in(dataset=self.dataset, collate=self.collate, prepare=self.prepare).values
+        return {place: value for place, value in own.items() if is_generator(value)}
+
+    def __call__(self, task: Task) -> Batch:
+        with forked_streams(derive_seed(self.seed, "data", task.epoch, task.first), None, self._generators):
+            return read(task, self.dataset, self.collate, self.prepare)
+
+
+def read_ahead(reader: Reader, tasks: Iterable[Task], *, num_workers: int, prefetch: int) -> Iterator[Batch]:
+    """What ``reader`` returns for each of ``tasks``, in their order, read by ``num_workers`` processes that are ``prefetch``
+    tasks ahead each. The processes are those of a ``DataLoader``, and end with the iterator.
+
+    Raises:
+        UsageError: a worker was killed, or ended by itself.
+    """
+    has_ended = RawValue(ctypes.c_bool, False)
+    loader = DataLoader(
+        _Reading(reader),
+        batch_size=None,
+        sampler=_InOrder(tasks),
+        num_workers=num_workers,
+        prefetch_factor=prefetch,
+        collate_fn=_as_read,
+        worker_init_fn=functools.partial(_begin, has_ended),
+        generator=torch.Generator(),  # else it draws a number from the global one
+    )
+    batches = iter(loader)
+    try:
+        for batch in batches:
+            if isinstance(batch, ShardwiseError):
+                raise batch
+            yield batch
+    except (RuntimeError, OSError, EOFError) as error:
+        why = why_ended(batches, error)
+        if why is None:
+            raise
+        raise UsageError(
+            f"Loader(num_workers={num_workers}), of which a worker process ended",
+            why=why,
+            fix="look whether memory has run out (each worker has the dataset), or read without them: num_workers=0",
+        ) from error
+    finally:
+        has_ended.value = True
+        end_workers(batches)
+
+
+class _Reading(Dataset[Any]):
+    """The tasks as a dataset: one is read where DataLoader asks for a sample."""
+
+    def __init__(self, reader: Reader):
+        self._reader = reader
+
+    def __getitem__(self, index: Any) -> Batch | ShardwiseError:
+        try:
+            return self._reader(index)
+        except ShardwiseError as error:  # which DataLoader could not make anew in the rank
+            return error
+
+
+class _InOrder(Sampler[Any]):
+    def __init__(self, tasks: Iterable[Task]):
+        self._tasks = tasks
+
+    def __iter__(self) -> Iterator[Task]:
+        return iter(self._tasks)
+
+
+def _as_read(batch: Any) -> Any:
+    return batch
+
+
+def _begin(has_ended: Any, _number: int) -> None:
+    """Called in a new worker. It was forked from a rank, whose signal handlers are not for it: a scheduler that ends a job
+    signals all of its processes, and the rank still trains the window for which it reads. A worker ends with its rank in
+    any case, as DataLoader looks after that."""
+    rank = os.getppid()
+
+    def leave(*_: Any) -> None:
+        if has_ended.value or os.getppid() != rank:
+            os._exit(0)
+        signal.setitimer(signal.ITIMER_REAL, _GRACE_S)
+
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        signal.signal(getattr(signal, name), leave)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _mapping(batch: Any, source: str) -> Mapping[str, Tensor]:
+    if isinstance(batch, Mapping) and all(isinstance(value, Tensor) for value in batch.values()):
+        return batch
+    found = type(batch).__name__
+    if isinstance(batch, Mapping):
+        found = "a mapping with " + ", ".join(f"{k}: {type(v).__name__}" for k, v in batch.items())
+    raise ConfigError(
+        f"{source} returned {found}",
+        why="a micro-batch is a mapping from names to tensors",
+        fix=f"let {source}= return a dict such as {{'input_ids': tensor, 'labels': tensor}}",
+    )

@@ -1,0 +1,243 @@
+"""Worker processes of a Loader: the windows that it gives without them, in their order, whoever reads and wherever a run resumes."""
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import random
+import signal
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from data.test_data import fake_world
+from torch import nn
+
+import shardwise as sw
+from shardwise.data import workers
+from shardwise.data.loader import Loader
+
+NUM = 23
+
+
+class Rows:
+    """Samples by number, with the process that read them."""
+
+    def __len__(self) -> int:
+        return NUM
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return {"i": torch.tensor(i), "x": torch.arange(3) + i, "by": torch.tensor(os.getpid())}
+
+
+class Drawing(Rows):
+    """Draws from every kind of generator for each sample."""
+
+    def __init__(self) -> None:
+        self.rng, self.numpy, self.python = torch.Generator(), np.random.default_rng(3), random.Random(4)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        drawn = [torch.rand(()), torch.rand((), generator=self.rng), np.random.rand(), self.numpy.random()]
+        return {"i": torch.tensor(i), "drawn": torch.tensor([*drawn, random.random(), self.python.random()]).double()}
+
+
+class Failing(Rows):
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        if i == 7:
+            raise KeyError("sample 7 is broken")
+        return super().__getitem__(i)
+
+
+class Dying(Rows):
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        if i == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(i)
+
+
+class Counting(Rows):
+    """A curriculum."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+def loaders(size: int, dataset: Any = None, micro: int = 2, batch: int = 6, **options: Any) -> list[Loader]:
+    dataset = Rows() if dataset is None else dataset
+    made = [fake_world(rank, size, seed=1) for rank in range(size)]
+    return [Loader(dataset, world, global_batch=batch, micro_batch=micro, **options) for world in made]
+
+
+def seen(per_rank: list[Loader], num: int | None = None, key: str = "i") -> list[Any]:
+    """Of the next windows: index of each micro-batch, whether it is a padding, and what is in it."""
+    found = []
+    for i, windows in enumerate(zip(*per_rank, strict=True)):
+        found.append([[(b.index, b.padding, b.window, b[key].tolist()) for b in window] for window in windows])
+        if i + 1 == num:
+            break
+    return found
+
+
+def children() -> int:
+    gc.collect()
+    return len(multiprocessing.active_children())
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_windows_are_those_without_workers_over_two_epochs(size):
+    plain, ahead = loaders(size), loaders(size, num_workers=2)
+    for _ in range(2):
+        assert seen(plain) == seen(ahead)
+    assert children() == 0
+
+
+def test_samples_are_read_by_the_workers():
+    (loader,) = loaders(1, num_workers=2, prefetch=1)
+    readers = {pid for window in loader for batch in window for pid in batch["by"].tolist()}
+    assert len(readers) == 2 and os.getpid() not in readers
+
+
+def test_a_position_goes_on_with_other_ranks_and_workers():
+    whole = seen(loaders(1))
+    first = loaders(2, num_workers=2)
+    begun = seen(first, num=2)
+    others = loaders(3)
+    for loader in others:
+        loader.load_state_dict(first[0].state_dict())
+    rest = seen(others)
+
+    def samples(windows: list[Any]) -> list[list[int]]:
+        return [sorted(i for rank in w for _, padding, _, part in rank if not padding for i in part) for w in windows]
+
+    assert samples(begun) + samples(rest) == samples(whole)
+    assert sorted(i for window in samples(whole) for i in window) == list(range(NUM))
+
+
+def drawn(size: int, num_workers: int) -> list[dict[int, Any]]:
+    """Numbers drawn for each sample, in two epochs."""
+    per_rank = loaders(size, Drawing(), num_workers=num_workers)
+    found = []
+    for _ in range(2):
+        batches = [b for loader in per_rank for window in loader for b in window if not b.padding]
+        found.append({i: row for b in batches for i, row in zip(b["i"].tolist(), b["drawn"].tolist(), strict=True)})
+    return found
+
+
+def test_random_numbers_depend_on_the_seed_the_epoch_and_the_micro_batch_alone():
+    first, *others = [drawn(size, num) for size, num in [(1, 1), (1, 2), (3, 2)]]
+    assert all(other == first for other in others)
+    for numbers in zip(*[row for epoch in first for row in epoch.values()], strict=True):
+        assert len(set(numbers)) == 2 * NUM
+
+
+def test_the_generators_of_this_process_are_left_alone():
+    states = random.getstate(), torch.get_rng_state().tolist(), repr(np.random.get_state())
+    assert len(seen(loaders(1, Drawing(), num_workers=2), key="drawn")) == 4
+    assert states == (random.getstate(), torch.get_rng_state().tolist(), repr(np.random.get_state()))
+
+
+def test_a_loop_that_is_left_early_ends_the_workers():
+    (loader,) = loaders(1, num_workers=2)
+    for _ in loader:
+        assert children() == 2
+        break
+    assert children() == 0
+
+
+def test_an_error_of_the_dataset_is_shown_as_it_is():
+    assert "KeyError: Caught KeyError in DataLoader worker" in failed(loaders(1, Failing(), num_workers=2)[0])
+    assert children() == 0
+
+
+def failed(loader: Loader) -> str:
+    try:
+        list(loader)
+    except Exception as error:  # forgotten with its frames when this returns
+        return f"{type(error).__name__}: {str(error).strip(chr(34) + chr(39))}"
+    raise AssertionError("nothing failed")
+
+
+def test_a_worker_that_was_killed_is_named_as_such():
+    told = failed(loaders(1, Dying(), num_workers=2)[0])
+    # torch raises its own error wherever this process is when the worker ends, also between two batches.
+    ours, torchs = (
+        "UsageError: Loader(num_workers=2), of which a worker process ended",
+        "RuntimeError: DataLoader worker (pid",
+    )
+    assert told.startswith((ours, torchs))
+    assert children() == 0
+
+
+def test_workers_go_on_where_all_processes_of_a_job_are_asked_to_stop(monkeypatch):
+    (loader,) = loaders(1, num_workers=2, prefetch=1, shuffle=False)
+    samples = []
+    for window in loader:
+        for worker in multiprocessing.active_children():
+            os.kill(worker.pid or 0, signal.SIGTERM)
+            os.kill(worker.pid or 0, signal.SIGINT)
+        samples += [i for batch in window for i in batch["i"].tolist()]
+    assert samples == list(range(NUM))
+
+
+def test_a_worker_that_was_asked_to_stop_does_not_stay_for_ever(monkeypatch):
+    monkeypatch.setattr(workers, "_GRACE_S", 0.2)
+    (loader,) = loaders(1, num_workers=1)
+    next(windows := iter(loader))
+    (worker,) = multiprocessing.active_children()
+    with contextlib.suppress(RuntimeError):  # torch raises one wherever this process is, if it sees the end first
+        os.kill(worker.pid or 0, signal.SIGTERM)
+        worker.join(10)
+    assert worker.exitcode == -signal.SIGALRM
+    del windows
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_workers": -1}, r"num_workers=-1"),
+        ({"num_workers": True}, r"num_workers=True"),
+        ({"num_workers": 2, "prefetch": 0}, r"prefetch=0"),
+        ({"prefetch": 2}, r"prefetch=2 with num_workers=0"),
+    ],
+)
+def test_what_means_nothing_is_refused(options, words):
+    with pytest.raises(sw.ConfigError, match=words):
+        loaders(1, **options)
+
+
+def test_data_with_a_state_of_its_own_is_refused():
+    with pytest.raises(sw.UsageError, match=r"data with a state of its own, dataset"):
+        loaders(1, Counting(), num_workers=1)
+
+
+def test_collate_must_return_tensors_in_a_worker_too():
+    told = failed(loaders(1, num_workers=1, collate=lambda rows: {"rows": rows})[0])
+    assert told.startswith("ConfigError: collate returned a mapping with rows: list")
+
+
+class Slow(Rows):
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        time.sleep(0.05)
+        return {"input": torch.ones(3), "labels": torch.tensor(1)}
+
+
+def waited(num_workers: int) -> list[float]:
+    with sw.init("dp_replicate=2", device="cpu", timeout_s=60) as world:
+        model = sw.parallelize(nn.Linear(3, 2), world)
+        step = sw.TrainStep(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            loss=lambda output, batch: nn.functional.cross_entropy(output, batch["labels"], reduction="sum"),
+            forward=lambda model, batch: model(batch["input"]),
+        )
+        loader = sw.Loader(Slow(), world, global_batch=4, micro_batch=2, num_workers=num_workers)
+        return [step(window).data_s for window, _ in zip(loader, range(3), strict=False)]
+
+
+def test_a_step_says_how_long_it_waited_for_data(ranks):
+    first, second = ranks.run(waited, 2, 0)
+    assert first == second and all(0.1 <= seconds < 0.5 for seconds in first)
