@@ -50,7 +50,8 @@ class Size(NamedTuple):
     length: int = 2048
     micro: int = 2
 
-    def build(self) -> nn.Module:
+    def build(self, device: torch.device) -> nn.Module:
+        """The same weights each time, drawn on the device: a second instead of ten."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
         torch.manual_seed(0)
@@ -63,15 +64,18 @@ class Size(NamedTuple):
             vocab_size=self.vocab,
             use_cache=False,
         )
-        return LlamaForCausalLM(config)
+        with device:
+            return LlamaForCausalLM(config)
 
-    def windows(self, device: torch.device) -> Iterator[list[dict[str, Tensor]]]:
+    def windows(self, device: torch.device) -> Iterator[list[Any]]:
         generator = torch.Generator().manual_seed(0)
         while True:
             window = []
             for _ in range(self.micro):
                 ids = torch.randint(0, self.vocab, (self.batch, self.length + 1), generator=generator)
-                window.append({"input_ids": ids[:, :-1].to(device), "labels": ids[:, 1:].to(device)})
+                host = {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+                # As a Loader gives it: labels are counted on the host.
+                window.append(sw.MicroBatch({name: value.to(device) for name, value in host.items()}, host=host))
             yield window
 
 
@@ -112,7 +116,7 @@ def _plain_step(module: nn.Module, optim: torch.optim.Optimizer, cast: Callable[
 
 @contextlib.contextmanager
 def plain(size: Size, device: torch.device, *, compiled: bool = False, checkpointed: bool = False) -> Iterator[Step]:
-    module = size.build().to(device)
+    module = size.build(device)
     if checkpointed:
         module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     _compile_blocks(module, compiled)
@@ -122,7 +126,7 @@ def plain(size: Size, device: torch.device, *, compiled: bool = False, checkpoin
 @contextlib.contextmanager
 def fsdp2(size: Size, device: torch.device, *, compiled: bool = False) -> Iterator[Step]:
     with sw.init("dp_shard=1", device=device.type) as world:
-        module = size.build().to(device)
+        module = size.build(device)
         _compile_blocks(module, compiled)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         mesh = world.mesh["dp_shard"] if world.mesh.ndim > 1 else world.mesh
@@ -149,7 +153,7 @@ def accelerated(size: Size, device: torch.device) -> Iterator[Step]:
     from accelerate import Accelerator
 
     accelerator = Accelerator(mixed_precision="bf16", cpu=device.type == "cpu", gradient_accumulation_steps=size.micro)
-    module = size.build()
+    module = size.build(device)
     module, optim = accelerator.prepare(module, _adamw(module, device))
 
     def step(window: list[dict[str, Tensor]]) -> float:
@@ -172,7 +176,7 @@ def accelerated(size: Size, device: torch.device) -> Iterator[Step]:
 @contextlib.contextmanager
 def ours(size: Size, device: torch.device, *, fused: bool = False, **options: Any) -> Iterator[Step]:
     with sw.init("dp_shard=1", device=device.type) as world:
-        module = sw.parallelize(size.build(), world, precision="bf16", **options)
+        module = sw.parallelize(size.build(device), world, precision="bf16", **options)
         step = sw.TrainStep(module, _adamw(module, device), loss=sw.next_token_loss, max_grad_norm=NORM, fused=fused)
         yield lambda window: step(window).loss
 
