@@ -205,8 +205,8 @@ REFERENCE = next(iter(CONTENDERS))
 # ---- the measurement -----------------------------------------------------------------------------------------------
 
 
-def measure(name: str, size: Size, device: torch.device, rounds: int) -> Result:
-    """One contender, alone on the device."""
+def measure(name: str, size: Size, device: torch.device, rounds: int, warmup: int = 3) -> Result:
+    """One contender, alone on the device, after ``warmup`` windows."""
     gc.collect()
     torch._dynamo.reset()
     if device.type == "cuda":
@@ -215,7 +215,7 @@ def measure(name: str, size: Size, device: torch.device, rounds: int) -> Result:
         torch.cuda.reset_peak_memory_stats(device)
     windows, seconds = size.windows(device), []
     with CONTENDERS[name](size, device) as step:
-        losses = [step(window) for window in itertools.islice(windows, 3)]  # the first ones compile
+        losses = [step(window) for window in itertools.islice(windows, warmup)]  # the first ones compile
         for window in itertools.islice(windows, rounds):
             _wait(device)
             start = time.perf_counter()
@@ -277,6 +277,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the command (cuda)")
     parser.add_argument("--small", action="store_true", help="a small model")
     parser.add_argument("--rounds", type=int, default=8, help="timed windows of each contender (8)")
+    parser.add_argument("--warmup", type=int, default=3, help="windows of each contender before them (3)")
     parser.add_argument("--only", help="words of the names of contenders, with commas; plain torch is always run")
     parser.add_argument("--write", type=Path, help="a page whose <!-- gpu --> part is replaced by the table")
     args = parser.parse_args(argv)
@@ -289,7 +290,7 @@ def main(argv: list[str] | None = None) -> int:
         if name != REFERENCE and not any(word in name for word in words):
             continue
         try:
-            found[name] = measure(name, size, device, args.rounds)
+            found[name] = measure(name, size, device, args.rounds, args.warmup)
         except ImportError as error:
             found[name] = f"not installed: {error.name}"
         print(f"{name}: {found[name]}", file=sys.stderr, flush=True)

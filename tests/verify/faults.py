@@ -13,6 +13,7 @@ import shardwise.step.exchange
 import shardwise.step.window
 import shardwise.techniques.data.replicas
 import shardwise.techniques.data.scalar_gradients
+from shardwise._torch.fsdp2 import Unit
 from shardwise.parallel import norm_power_sum
 from shardwise.verify import run_sharded
 
@@ -45,13 +46,12 @@ def averaged_ddp() -> Any:
 
 def all_reduce_dropped() -> Any:
     """The replicas of HSDP do not add up their gradients."""
-    original = FSDPModule.set_requires_gradient_sync
+    original = Unit.sum_gradients
 
-    def without(self: Any, sync: bool, **kwargs: Any) -> None:
-        original(self, sync, **kwargs)
-        self.set_requires_all_reduce(False)
+    def without(self: Any, sums: bool, over_replicas: bool) -> None:
+        original(self, sums, False)
 
-    return mock.patch.object(FSDPModule, "set_requires_gradient_sync", without)
+    return mock.patch.object(Unit, "sum_gradients", without)
 
 
 def local_norm() -> Any:

@@ -209,9 +209,12 @@ class Unit:
         An operation on a DTensor counts in the DTensor's version, one on its local tensor in that tensor's. Operations
         on lists of DTensors (``torch._foreach_mul_``) and writes through ``.data`` count in neither.
         """
-        shards = (param.sharded_param for param in self._params())
-        both = (tensor for shard in shards for tensor in (shard, shard._local_tensor))
-        return sum(tensor._version for tensor in both if not tensor.is_inference())
+        shards = [param.sharded_param for group in self.groups for param in group.fsdp_params]
+        try:
+            return sum([shard._version + shard._local_tensor._version for shard in shards])
+        except RuntimeError:  # made in inference mode: such tensors have no version
+            both = (tensor for shard in shards for tensor in (shard, shard._local_tensor))
+            return sum(tensor._version for tensor in both if not tensor.is_inference())
 
     def moved(self) -> Tensor | None:
         """The shard of a gathered parameter that is no longer in the all-gather output: a forward gave it other
@@ -273,6 +276,16 @@ class Unit:
         for group in self.groups:
             group._training_state = TrainingState.IDLE
             group.finalize_backward()
+
+    def sum_gradients(self, sums: bool, over_replicas: bool) -> None:
+        """Sets whether backwards reduce gradients, and also over replicas."""
+        for group in self.groups:
+            group.reduce_grads, group.all_reduce_grads = sums, over_replicas
+
+    def gathered(self) -> list[tuple[Tensor, Tensor]]:
+        """``(gathered parameter, shard)`` of each parameter that was gathered before."""
+        found = [(getattr(param, "_unsharded_param", None), param.sharded_param) for param in self._params()]
+        return [(whole, shard) for whole, shard in found if whole is not None]
 
     def keep_whole(self, keep: bool) -> None:
         """Sets whether a backward leaves the parameters gathered, and on the modules."""

@@ -5,7 +5,7 @@ import copy
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -88,6 +88,10 @@ class Engine(Protocol):
 
     def drop_gathered(self) -> None:
         """Called before shards are written: gathered parameters left by a forward must not be used again."""
+
+    def gathered(self) -> Sequence[tuple[Tensor, Tensor]]:
+        """``(what forward computes with, parameter)`` of each parameter that it computes with a gathered copy of, as far
+        as there is one."""
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: the modules hold full parameters, and forwards gather nothing. All ranks enter and leave it

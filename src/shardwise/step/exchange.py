@@ -24,7 +24,6 @@ class Exchange:
 
     def __init__(self, runtime: Runtime, versions: "BufferMarks"):
         self.runtime, self.versions = runtime, versions
-        self.buffers = tensors_of(runtime.module, "_buffers")
         whole = [runtime.parameters[name] for name in runtime.replicated]
         self._whole = ScalarGradients(
             whole, runtime.engine.penalties, runtime.world.axis("loss").size, counts=runtime.world.counts
@@ -38,8 +37,8 @@ class Exchange:
         if used is not None:
             found["used"] = used
         found |= self._whole.entries()
-        if self.buffers:
-            found["buffers"] = buffers_written(runtime, self.versions)
+        if len(written := buffers_written(runtime, self.versions)):
+            found["buffers"] = written
         return found
 
     def apply(self, summed: Mapping[str, Tensor]) -> None:
@@ -52,7 +51,7 @@ class Exchange:
                     runtime.parameters[name].grad = None
         if runtime.replicated:
             self._whole.set(summed, [bool(summed["used"][runtime.trainable.index(n)]) for n in runtime.replicated])
-        if "buffers" in summed:
+        if "buffers" in summed and bool(summed["buffers"].any()):
             sync_buffers(runtime, summed["buffers"], f"window {runtime.step + 1}")
 
     def _units_differ(self) -> RankError:

@@ -3,7 +3,6 @@ such a write is lost; under replicas it is correct only where every rank writes 
 
 from torch import Tensor
 
-from shardwise._torch.fully_shard import gathered_parameters
 from shardwise.errors import UnsupportedError
 from shardwise.model.tensors import checksum
 from shardwise.parallel import Runtime
@@ -20,18 +19,20 @@ class ParamWriteCheck:
         self.runtime = runtime
         self._is_cut = runtime.recipe.engine == "fsdp2"
         self._watches = self._is_cut or runtime.world.size > 1
+        self._found: dict[str, Tensor] = {}
         self._versions = {id(tensor): tensor._version for _, tensor in self._computed_with()}
 
     def entry(self) -> Tensor:
         """For the window's second exchange: which parameters this rank wrote, with a digest of values that must be
         equal."""
-        told = [(name, None if self._is_lost(name) else int(checksum(t))) for name, t in self._written().items()]
+        self._found = self._written()
+        told = [(name, None if self._is_lost(name) else int(checksum(t))) for name, t in self._found.items()]
         return self.runtime.world.agreement.same(digest_of(repr(told)))
 
     def check(self, summed: Tensor) -> None:
         """Raises UnsupportedError on every rank if a write is lost or ranks wrote different values."""
         runtime = self.runtime
-        written = list(self._written())
+        written = list(self._found)
         if runtime.world.agreement.all_same(summed) and not any(map(self._is_lost, written)):
             return
         place = f"window {runtime.step + 1}, naming parameters that were written"
@@ -69,5 +70,4 @@ class ParamWriteCheck:
             return found
         names = {id(param): name for name, param in found}
         whole = [(name, param) for name, param in found if not runtime.recipe.params[name].cuts]
-        gathered = (pair for child in runtime.module.modules() for pair in gathered_parameters(child))
-        return whole + [(names[id(shard)], tensor) for tensor, shard in gathered]
+        return whole + [(names[id(shard)], tensor) for tensor, shard in runtime.engine.gathered()]

@@ -211,9 +211,9 @@ class FSDP2Engine:
         self._sync = sync
         sync = sync is not False  # FSDP2 itself can only reduce at the end of each backward
         each = self._sync_each
-        self.root.set_requires_gradient_sync(sync or bool(each))  # type: ignore[operator]
-        if each == "reduce_scatter":
-            self.root.set_requires_all_reduce(sync)  # type: ignore[operator]
+        reduces = sync or bool(each)
+        for unit in self.order.units.all():
+            unit.sum_gradients(reduces, sync if each == "reduce_scatter" else reduces)
 
     def set_padding(self, padding: bool) -> None:
         self._padding.set(padding, self.penalties.params)
@@ -274,6 +274,9 @@ class FSDP2Engine:
 
     def drop_gathered(self) -> None:
         self.order.free()
+
+    def gathered(self) -> list[tuple[Tensor, Tensor]]:
+        return [pair for unit in self.order.units.all() for pair in unit.gathered()]
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
         return self.order.whole()

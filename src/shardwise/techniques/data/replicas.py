@@ -130,6 +130,9 @@ class DDPEngine:
     def drop_gathered(self) -> None:
         pass  # parameters are full copies, with which forward computes
 
+    def gathered(self) -> list[tuple[Tensor, Tensor]]:
+        return []
+
     def whole(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
