@@ -4,7 +4,7 @@ import torch
 
 __all__ = ["TESTED", "is_newer"]
 
-TESTED = ((2, 13),)
+TESTED = ((2, 13), (2, 14))
 
 
 def is_newer() -> bool:
