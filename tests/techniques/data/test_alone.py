@@ -1,4 +1,4 @@
-"""dp_shard=1 in mixed precision: parameters are cast once for a window and gradients are not copied, with the bits that FSDP2's own
+"""dp_shard=1 in mixed precision: parameters are cast once for a step and gradients are not copied, with the bits that FSDP2's own
 collectives over one rank give."""
 
 from collections import Counter
@@ -111,27 +111,44 @@ class Tower(nn.Module):
         return x
 
 
-def copies(num: int) -> tuple[dict[str, int], int, int]:
+def copies(num: int, own_loop: bool) -> tuple[dict[str, int], int, int]:
     """Elements copied in a window of ``num`` micro-batches of one row; those of the model; bytes of casts that are left."""
     torch.manual_seed(0)
     with sw.init("dp_shard=1", device="cpu", timeout_s=30) as world:
         model = sw.parallelize(Tower(), world, precision="bf16", sharding=BLOCKS)
         batches = [{"x": torch.ones(1, 32)} for _ in range(num)]
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = sw.TrainStep(
+            model, optim, loss=lambda out, batch: out.sum(), count=lambda batch: len(batch["x"]),
+            forward=lambda model, batch: model(batch["x"]),
+        )  # fmt: skip
         for _ in range(2):
-            with Copies() as seen, sw.window(model, batches, count=lambda batch: 1) as w:
-                for batch in w:
-                    (model(batch["x"]).sum() / w.num_tokens).backward()
+            with Copies() as seen:
+                if own_loop:
+                    with sw.window(model, batches, count=lambda batch: 1) as w:
+                        for batch in w:
+                            (model(batch["x"]).sum() / w.num_tokens).backward()
+                    optim.step()
+                    optim.zero_grad()
+                else:
+                    step(batches)
         casts = [p._unsharded_param for unit in runtime_of(model).engine.order.units.all() for p in unit._params()]
         left = sum(cast.untyped_storage().nbytes() for cast in casts)
         return dict(seen.found), sum(param.numel() for param in model.parameters()), left
 
 
 def test_parameters_are_cast_once_for_a_window_and_gradients_only_to_their_dtype(ranks):
-    found, size, left = ranks.run(copies, 1, 4)[0]
+    found, size, left = ranks.run(copies, 1, 4, False)[0]
     assert left == 0
     assert found.pop("_foreach_copy_") == size
     # Each micro-batch's gradients are cast to float32, in which they are summed.
     assert sum(found.values()) <= 4 * size + 4 * 200
+
+
+def test_a_loop_of_ones_own_casts_them_for_each_forward(ranks):
+    found, size, left = ranks.run(copies, 1, 4, True)[0]
+    assert left == 0
+    assert found["_foreach_copy_"] == 4 * size
 
 
 def writes(where: str) -> list[Tensor]:
@@ -144,12 +161,17 @@ def writes(where: str) -> list[Tensor]:
         def double() -> None:
             with torch.no_grad():
                 for param in model.parameters():
-                    param.mul_(2)
+                    if where == "through data":
+                        param.data.mul_(2)
+                    elif where == "by a list":
+                        torch._foreach_mul_([param], 2)
+                    else:
+                        param.mul_(2)
 
         with sw.window(model, [{"x": torch.ones(1, 32)}] * 2, count=lambda batch: 1) as w:
             for batch in w:
                 found.append(model(batch["x"]).detach())
-                if where == "in the window" and len(found) == 1:
+                if where != "after the window" and len(found) == 1:
                     double()
         if where == "after the window":
             double()
@@ -157,7 +179,7 @@ def writes(where: str) -> list[Tensor]:
         return found
 
 
-@pytest.mark.parametrize("where", ["in the window", "after the window"])
+@pytest.mark.parametrize("where", ["in the window", "through data", "by a list", "after the window"])
 def test_a_write_to_parameters_is_seen_by_the_next_forward(ranks, where):
     """They are cast again."""
     first, *_, last = ranks.run(writes, 1, where)[0]
@@ -172,7 +194,7 @@ def test_a_write_to_parameters_is_seen_by_the_next_forward(ranks, where):
 
 def test_the_recipe_says_that_nothing_is_gathered(ranks):
     text = ranks.run(described, 1)[0]
-    assert "nothing is gathered; each unit is cast once for a window" in text
+    assert "nothing is gathered; a TrainStep casts each unit once for all micro-batches" in text
     assert "prefetch: Prefetch(forward=2, backward=1) has no effect here: dp_shard=1, so nothing is gathered" in text
 
 

@@ -253,7 +253,7 @@ class FSDP2Engine:
     def entered(self) -> list[str]:
         return self._taken.entries
 
-    def begin(self) -> None:
+    def begin(self, *, keeps_casts: bool) -> None:
         self._loose_backward.abandon()
         self.penalties.take()
         self._leave_window()
@@ -262,7 +262,7 @@ class FSDP2Engine:
         if not self._taken.num_windows:
             self._taken.entries = []
         self._taken.num_windows += 1
-        self.order.keep_casts(True)
+        self.order.keep_casts(keeps_casts)
 
     def abandon(self) -> None:
         self.set_sync(None)

@@ -78,7 +78,7 @@ class DDPEngine:
 
     # ---- called by a window ----------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def begin(self, *, keeps_casts: bool) -> None:
         self._end_failed()
         self._forget()
         self._summed.clear()

@@ -54,7 +54,7 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, sharding: Sharding, ddp: DDP
             draft.units = tuple(msgspec.structs.replace(unit, reshard=False) for unit in draft.units)
             draft.note(
                 "units",
-                "dp_shard=1: nothing is gathered; each unit is cast once for a window, and its copies are freed at its end",
+                "dp_shard=1: nothing is gathered; a TrainStep casts each unit once for all micro-batches",
             )
     else:
         check_names(draft.anatomy, sharding)
