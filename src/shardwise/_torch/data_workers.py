@@ -6,7 +6,7 @@ from typing import Any
 
 __all__ = ["end_workers", "why_ended"]
 
-_SEEN_S = 1.0  # in which a process that was killed is seen to have ended
+_EXIT_S = 1.0  # in which a process that was killed has an exit status
 
 
 def why_ended(batches: Iterator[Any], error: Exception) -> str | None:
@@ -18,7 +18,7 @@ def why_ended(batches: Iterator[Any], error: Exception) -> str | None:
     if said.startswith("Caught "):
         return None
     sentinels = {worker.sentinel: worker for worker in getattr(batches, "_workers", ())}
-    codes = [sentinels[ready].exitcode for ready in wait(list(sentinels), _SEEN_S)]
+    codes = [sentinels[ready].exitcode for ready in wait(list(sentinels), _EXIT_S)]
     return None if not codes else f"it ended with exit status {codes[0]} ({type(error).__name__}: {said})"
 
 

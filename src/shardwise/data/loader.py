@@ -177,7 +177,7 @@ class Loader:
         place.num_micro = num_micro = self._num_micro(place[1])
         own = self._own(place[1])
         mine = [self._on_device(next(batches), index, place) for index in own]
-        if mine and own[0] != axis.rank:  # a rank without its own micro-batch copies the first one of the window
+        if own[0] != axis.rank:  # a rank without its own micro-batch copies the first one of the window
             mine = [MicroBatch(mine[0], index=axis.rank, padding=True, window=place)]
         for index in range(axis.rank + len(mine) * axis.size, -(-num_micro // axis.size) * axis.size, axis.size):
             mine.append(MicroBatch(mine[0], index=index, padding=True, window=place))
@@ -217,12 +217,13 @@ class Loader:
     def _on_device(self, batch: Mapping[str, Tensor], index: int, place: Place) -> MicroBatch:
         if self.world.device.type == "cpu":
             return MicroBatch(batch, index=index, window=place)
-        if self.world.device.type == "cuda" and self.pin_memory:
-            # Else the host would wait for the copy, and for all that the device does before it.
+        is_locked = self.world.device.type == "cuda" and self.pin_memory
+        if is_locked:  # else the host waits for the copy, and for all that the device does before it
             batch = {name: value if value.is_cuda else _page_locked(value) for name, value in batch.items()}
-        on_device = {name: value.to(self.world.device, non_blocking=self.pin_memory) for name, value in batch.items()}
-        is_on_host = all(value.device.type == "cpu" for value in batch.values())
-        return MicroBatch(on_device, index=index, window=place, host=batch if is_on_host else None)
+        on_device = {name: value.to(self.world.device, non_blocking=is_locked) for name, value in batch.items()}
+        # What is not locked is the dataset's own memory, which it may write again.
+        is_kept = is_locked and not any(value.is_cuda for value in batch.values())
+        return MicroBatch(on_device, index=index, window=place, host=batch if is_kept else None)
 
     # ---- what was used -----------------------------------------------------------------------------------------
 
