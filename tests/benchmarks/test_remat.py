@@ -1,21 +1,10 @@
 """The benchmark of activation checkpointing checks that its sides have the same gradients, and writes what it measured."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def script():
-    spec = importlib.util.spec_from_file_location("remat_script", ROOT / "benchmarks/remat.py")
-    sys.modules[spec.name] = found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+from benchmarks.scripts import script
 
 
 def measured() -> str:
-    found = script()
+    found = script("remat")
     return found.table({8: found.measure(2, 8, depth=2)})
 
 
@@ -30,7 +19,7 @@ def test_a_side_with_other_gradients_is_not_timed(ranks):
 
 def broken() -> str:
     """As if torch's own checkpoint gave the gradients of another input."""
-    found = script()
+    found = script("remat")
     run = found.checkpoint
     found.checkpoint = lambda block, x, **options: run(block, 2 * x, **options)
     try:
