@@ -405,7 +405,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "if self._keeps_casts and self.version() == self._cast_version:",
         "if self._keeps_casts:",
         "tests/techniques/data/test_alone.py -k seen_by_the_next_forward",
-        "on one rank, parameters that a loop writes between micro-batches are not what the next computes with",
+        "on one rank, parameters that a step's forward writes are not what its next micro-batch computes with",
     ),
     Mutant(
         "casts-kept-for-ever",

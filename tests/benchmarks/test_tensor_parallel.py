@@ -8,7 +8,7 @@ def measured():
 
 
 def test_its_tables(ranks):
-    script, found = script("tensor_parallel"), ranks.run(measured, 2)
+    benchmark, found = script("tensor_parallel"), ranks.run(measured, 2)
     assert found[0]["collectives"]["Shardwise, tp=2"] == 4
     assert found[0]["collectives"]["plain, every rank by itself"] == 0
     search = benchmark.measure_search(num_layers=4, degree=4, width=512)

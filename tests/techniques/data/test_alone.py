@@ -179,10 +179,42 @@ def writes(where: str) -> list[Tensor]:
         return found
 
 
+def writes_in_a_step() -> list[Tensor]:
+    """The same in a TrainStep, whose forward writes them before it calls the model."""
+    torch.manual_seed(0)
+    found: list[Tensor] = []
+
+    def forward(model: nn.Module, batch: Any) -> Tensor:
+        if found:
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(2)
+        output = model(batch["x"])
+        found.append(output.detach())
+        return output
+
+    with sw.init("dp_shard=1", device="cpu", timeout_s=30) as world:
+        model = sw.parallelize(Tower(), world, precision="bf16", sharding=BLOCKS)
+        optim = torch.optim.SGD(model.parameters(), lr=0.0)
+        step = sw.TrainStep(
+            model, optim, loss=lambda out, batch: out.sum(), count=lambda batch: len(batch["x"]), forward=forward
+        )
+        step([{"x": torch.ones(1, 32)}] * 2)
+    return found[:2]
+
+
 @pytest.mark.parametrize("where", ["in the window", "through data", "by a list", "after the window"])
 def test_a_write_to_parameters_is_seen_by_the_next_forward(ranks, where):
     """They are cast again."""
-    first, *_, last = ranks.run(writes, 1, where)[0]
+    _see_doubled(*ranks.run(writes, 1, where)[0])
+
+
+def test_a_write_in_a_step_is_seen_by_the_next_forward(ranks):
+    _see_doubled(*ranks.run(writes_in_a_step, 1)[0])
+
+
+def _see_doubled(first: Tensor, *others: Tensor) -> None:
+    *_, last = others
     torch.manual_seed(0)
     model = Tower()
     with torch.no_grad():
