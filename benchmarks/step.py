@@ -41,10 +41,11 @@ ROOT = Path(__file__).resolve().parent.parent
 IGNORED = -100
 MODELS = {
     "24 blocks, d=64": ReferenceConfig(dim=64, num_layers=24, ffn=176),
+    "12 blocks, d=256": ReferenceConfig(dim=256, num_layers=12, num_heads=8, num_kv_heads=4, ffn=704),
     "4 blocks, d=512": ReferenceConfig(dim=512, num_layers=4, num_heads=8, num_kv_heads=4, ffn=1408),
     "tiny": ReferenceConfig(dim=32, num_layers=3, ffn=64),
 }
-MEASURED = ("24 blocks, d=64", "4 blocks, d=512")  # tiny only tries the script out
+MEASURED = ("24 blocks, d=64", "12 blocks, d=256", "4 blocks, d=512")  # tiny only tries the script out
 BATCH, SEQ, MICRO = 4, 64, 2
 LR, CLIP = 1e-3, 1.0
 
@@ -79,9 +80,9 @@ def _by_hand(model: nn.Module, world: sw.World, fused: bool, sync: Callable[[boo
     return step
 
 
-def _fsdp2(module: nn.Module, world: sw.World, fused: bool) -> Step:
-    """``fully_shard`` on each block and on the root."""
-    for block in module.blocks:  # type: ignore[union-attr]
+def _fsdp2(module: nn.Module, world: sw.World, fused: bool, by_block: bool = True) -> Step:
+    """``fully_shard`` on each block, or on none, and on the root."""
+    for block in module.blocks if by_block else ():  # type: ignore[union-attr]
         fully_shard(block, mesh=world.mesh["dp_shard"])
     fully_shard(module, mesh=world.mesh["dp_shard"])
 
@@ -114,6 +115,7 @@ def _ours(module: nn.Module, world: sw.World, fused: bool, sharding: sw.Sharding
 CONTENDERS: dict[str, Callable[[nn.Module, sw.World], Step]] = {
     "FSDP2 by hand, AdamW": lambda module, world: _fsdp2(module, world, False),
     "FSDP2 by hand, AdamW(fused=True)": lambda module, world: _fsdp2(module, world, True),
+    "FSDP2 by hand, fused, one unit": lambda module, world: _fsdp2(module, world, True, by_block=False),
     "Shardwise, AdamW": lambda module, world: _ours(module, world, False),
     "Shardwise, AdamW(fused=True)": lambda module, world: _ours(module, world, True),
     "Shardwise, fused, a unit for each block": lambda module, world: _ours(
@@ -158,7 +160,9 @@ def measure(model: str, rounds: int, warmup: int = 3, part: str = "step") -> dic
         first: dict[str, tuple[float, float]] = {}
         for turn in range(warmup + rounds):
             window = next(windows)
-            for name, step in steps.items():
+            first_now = turn % len(names)  # each contender takes each place in turn
+            for name in (*names[first_now:], *names[:first_now]):
+                step = steps[name]
                 world.barrier()
                 start, busy = time.perf_counter(), time.process_time()
                 figures = step(window)

@@ -74,7 +74,7 @@ def test_reshard_over_less_than_two_ranks_is_refused(reshard):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"min_unit_bytes": -1}, "expected a whole number >= 0; got the whole number -1"),
+        ({"min_unit_bytes": -1}, "expected a whole number >= 0, or null; got the whole number -1"),
         ({"min_unit_bytes": True}, "got the switch true"),
         ({"min_unit_bytes": "16MiB"}, "got the text '16MiB'"),
         ({"engine": "fsdp"}, "did you mean 'fsdp2'"),

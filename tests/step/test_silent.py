@@ -156,7 +156,7 @@ class Force(nn.Module):
         return torch.autograd.grad(energy.sum(), x, create_graph=True)[0]
 
 
-def force(layout, min_unit_bytes=16 << 20):
+def force(layout, min_unit_bytes=None):
     with sw.init(layout, device="cpu") as world:
         step = step_of(
             world,

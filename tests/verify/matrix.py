@@ -16,7 +16,7 @@ from shardwise.world import World
 
 ON_BOTH_AXES = ("hsdp-1x2",)
 """Where the mesh keeps its axis of one replica, which Shardwise leaves out: FSDP2's code for replicas, on two ranks."""
-DEFAULT_UNIT = 16 << 20
+DEFAULT_UNIT = None
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Cell:
     layout: str
     accumulate: int
     clip: bool
-    min_unit_bytes: int
+    min_unit_bytes: int | None
 
     def __str__(self) -> str:
         unit = "blocks" if self.min_unit_bytes == 0 else "default"

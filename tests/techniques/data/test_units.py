@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from recipe.anatomies import MIB, fact, tower
+from recipe.anatomies import fact, tower
 
 from shardwise import Precision, Sharding
 from shardwise.errors import PlanError
@@ -28,10 +28,10 @@ def why(recipe, name: str) -> str:
 
 
 def test_a_model_smaller_than_min_unit_bytes_is_one_unit():
-    recipe = recipe_for(tower(4))
+    recipe = recipe_for(tower(4), min_unit_bytes=2 << 20)
     assert units_of(recipe) == []
     assert {param.unit for param in recipe.params.values()} == {""}
-    assert why(recipe, "") == "one unit: the model's 1.01 MiB are below min_unit_bytes = 16.00 MiB"
+    assert why(recipe, "") == "one unit: the model's 1.01 MiB are below min_unit_bytes = 2.00 MiB"
 
 
 def test_zero_makes_every_block_a_unit():
@@ -66,9 +66,25 @@ def test_sizes_are_those_of_the_compute_dtype():
     assert len(units_of(recipe_for(tower(4), min_unit_bytes=256 << 10, precision=bf16))) == 2
 
 
-def test_the_default_is_sixteen_mib():
-    assert Sharding().min_unit_bytes == 16 * MIB
-    assert [len(m) for m in units_of(recipe_for(tower(4, rows=8 << 10)))] == [2, 2]  # blocks of 8 MiB
+@pytest.mark.parametrize(
+    ("blocks", "kib_rows", "groups"),
+    [
+        (15, 4, []),  # 60 MiB and a little: one unit
+        (16, 4, [2] * 8),  # blocks of 4 MiB
+        (8, 8, [1] * 8),
+        (8, 9, [1] * 8),
+        (6, 12, [1] * 6),
+    ],
+)
+def test_by_default_a_model_below_64_mib_is_one_unit_and_a_unit_of_a_larger_one_holds_8_mib(blocks, kib_rows, groups):
+    recipe = recipe_for(tower(blocks, rows=kib_rows << 10))
+    assert [len(modules) for modules in units_of(recipe)] == groups
+    if not groups:
+        assert why(recipe, "").startswith("one unit: the model's 60.") and why(recipe, "").endswith(
+            "are below 64.00 MiB"
+        )
+    if groups == [2] * 8:
+        assert "2 neighbours merged to reach 8.00 MiB: " in recipe.units[0].why
 
 
 @pytest.mark.parametrize(("rows", "warns"), [(300 << 10, True), (1 << 10, False)])

@@ -121,9 +121,12 @@ class Sharding(Options, frozen=True, kw_only=True):
         ),
     ] = "auto"
     min_unit_bytes: Annotated[
-        Annotated[int, msgspec.Meta(ge=0)],
-        doc("bytes of compute-dtype parameters; neighbouring blocks are merged until a unit holds as many"),
-    ] = 16 << 20
+        Annotated[int, msgspec.Meta(ge=0)] | None,
+        doc(
+            "bytes of compute-dtype parameters: neighbouring blocks are merged until a unit holds as many, and a smaller "
+            "model is one unit; none: 8 MiB for a unit, and a model below 64 MiB is one unit"
+        ),
+    ] = None
     min_unit_params: Annotated[
         Annotated[int, msgspec.Meta(ge=0)] | None,
         doc("the same, as a number of parameters; in place of min_unit_bytes"),

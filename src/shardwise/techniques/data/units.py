@@ -2,8 +2,10 @@
 
 The rule: the blocks of outermost lists, neighbours merged until a unit holds ``min_unit_bytes``; everything else
 belongs to the root unit. A rank may skip units: they are taken in one order at run time. Each unit needs one
-collective, so many tiny units cost time (a 24-block, d=64 model is 2.4x quicker as one group on gloo) and one huge unit
-costs memory.
+collective and the host's time for it, so many small units cost time, and one huge unit costs memory and cannot overlap
+its gather with anything. ``benchmarks/step.py`` measures three models on gloo: of 24 blocks of 0.2 MiB one unit takes
+half the time of a unit for each, of 12 blocks of 3 MiB one takes 0.86 of it, and of 4 blocks of 11 MiB both take the
+same, while units of two such blocks take a little more than either.
 """
 
 from collections.abc import Sequence
@@ -16,6 +18,7 @@ from shardwise.techniques.data.timing import with_timing
 __all__ = ["make_units", "unit_of_params"]
 
 _LARGE = 1 << 30  # bytes of a model above which one unit should not hold most of it
+_UNIT_BYTES, _SMALL_MODEL_BYTES = 8 << 20, 64 << 20  # where min_unit_bytes is not given
 
 
 def make_units(anatomy: Anatomy, sharding: Sharding, compute: str | None) -> tuple[tuple[Unit, ...], tuple[Note, ...]]:
@@ -33,8 +36,8 @@ def make_units(anatomy: Anatomy, sharding: Sharding, compute: str | None) -> tup
         lists, notes = list(anatomy.lists), []
         if not lists:
             notes.append(Note(name=ROOT, why="one unit: no list of blocks was found"))
-        elif not sizes.is_full([ROOT]):
-            small = f"one unit: the model's {sizes.in_words([ROOT])} are below {sizes.goal}"
+        elif sizes.are_small():
+            small = f"one unit: the model's {sizes.in_words([ROOT])} are below {sizes.of_small_model}"
             lists, notes = [], [Note(name=ROOT, why=small)]
     made: list[Unit] = []
     for block_list in lists:
@@ -92,8 +95,9 @@ class _Sizes:
     def __init__(self, anatomy: Anatomy, sharding: Sharding, compute: str | None):
         self.by_number = sharding.min_unit_params is not None
         self.dtype = compute
-        least = sharding.min_unit_bytes if sharding.min_unit_params is None else sharding.min_unit_params
-        self._least = 0 if isinstance(sharding.units, tuple) else least
+        given = sharding.min_unit_params if self.by_number else sharding.min_unit_bytes
+        self._is_given = given is not None
+        self._least = 0 if isinstance(sharding.units, tuple) else _UNIT_BYTES if given is None else given
         self._below: dict[str, int] = {ROOT: 0}  # module name -> bytes or number
         for name, fact in anatomy.params.items():
             size = fact.numel if self.by_number else self.num_bytes(fact)
@@ -108,7 +112,16 @@ class _Sizes:
     def goal(self) -> str:
         if self.by_number:
             return f"min_unit_params = {self._least:,}"
-        return f"min_unit_bytes = {human_bytes(self._least)}"
+        return f"min_unit_bytes = {human_bytes(self._least)}" if self._is_given else human_bytes(self._least)
+
+    @property
+    def of_small_model(self) -> str:
+        """The size below which a model is one unit, in words."""
+        return self.goal if self._is_given else human_bytes(_SMALL_MODEL_BYTES)
+
+    def are_small(self) -> bool:
+        """Whether the model is too small for more than one unit."""
+        return self._of([ROOT]) < (self._least if self._is_given else _SMALL_MODEL_BYTES)
 
     def is_full(self, modules: Sequence[str]) -> bool:
         """Whether these modules (none inside another) are large enough for a unit."""
