@@ -16,6 +16,7 @@ __all__ = [
     "at_end_of_backward",
     "checkpointed",
     "function_modes",
+    "hooks_of_saved_tensors",
     "is_accumulated",
     "num_hooks",
     "share_hooks",
@@ -51,6 +52,11 @@ def checkpointed(error: BaseException) -> Any:
         if again is not None:
             return again.__closure__[again.__code__.co_freevars.index("fn")].cell_contents
     return None
+
+
+def hooks_of_saved_tensors() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """The innermost active pair of ``torch.autograd.graph.saved_tensors_hooks``; None: there is none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def num_hooks(tensor: Tensor) -> tuple[int, int]:

@@ -2,12 +2,12 @@
 before torch is imported."""
 
 import argparse
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.arguments import Parser
+from shardwise.config.sizes import num_bytes
 from shardwise.launch.imports import import_frozen
 
 if TYPE_CHECKING:
@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from shardwise.state.convert import Converted
 
 __all__ = ["add_arguments", "more_help", "run"]
-
-_UNITS = {"": 1, "B": 1} | {f"{letter}B": 1000**n for n, letter in enumerate("KMGT", 1)}
-_UNITS |= {f"{letter}IB": 1024**n for n, letter in enumerate("KMGT", 1)}
 
 
 def add_arguments(parser: Parser) -> None:
@@ -75,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         to=args.to or "",
         dtype=args.dtype,
         keep=tuple(args.keep),
-        max_shard_bytes=_bytes(args.max_shard_bytes) if args.max_shard_bytes else None,
+        max_shard_bytes=num_bytes(args.max_shard_bytes, "--max-shard-bytes") if args.max_shard_bytes else None,
         rules=load_map(args.map) if args.map else (),
         config=Path(args.config) if args.config else None,
         verify=args.verify,
@@ -91,16 +88,6 @@ def run(args: argparse.Namespace) -> int:
         raise
     print(_report(done, args))
     return 0
-
-
-def _bytes(text: str) -> int:
-    from shardwise.errors import ConfigError
-
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
-    size = float(match[1]) * _UNITS.get(match[2].upper(), 0) if match else 0
-    if size < 1:
-        raise ConfigError(f"--max-shard-bytes {text}", why="that is no size", fix="write 5GB, 500MB, 2GiB, or bytes")
-    return int(size)
 
 
 def _report(done: "Converted", args: argparse.Namespace) -> str:

@@ -140,6 +140,8 @@ class Runtime:
         self.num_gathered = 0  # number of open ``sw.gathered`` contexts
         # Mesh axis -> parameters of which each rank along it has a part of the gradient: summed at the end of a window.
         self.partial: dict[str, list[str]] = {}
+        self.before_first_step: list[Callable[[], None]] = []  # called by all ranks, before an optimizer first steps
+        self.found: list[str] = []  # what was decided from the first window on; lines for ``describe``
         self.explainers: list[Callable[[BaseException], ShardwiseError | None]] = []  # of techniques
         self.pending: Pending | None = None  # source of the values that loading will not bring
         self.loaded_from: Path | None = None  # the model directory that its weights came from

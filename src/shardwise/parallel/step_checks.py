@@ -70,6 +70,8 @@ def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         _warn_of_sums(runtime)
         _warn_of_own(runtime, f"{type(optimizer).__name__}.step()")
         _count_write(runtime, held)
+        while runtime.before_first_step:
+            runtime.before_first_step.pop(0)()
     _threads.begin(stepped)
 
 

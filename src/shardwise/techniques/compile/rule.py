@@ -53,6 +53,13 @@ def _refuse_running_again(compile: Compile, again: Sequence[Edit], compiled: Seq
             fix="leave offload out, or compile other modules",
             name=pairs[0][0],
         )
+    if any(a.args.get("budget") for a, _ in overlapping):
+        raise PlanError(
+            "Remat(budget=) with Compile",
+            why="what a block keeps is measured operator by operator, which compiled code does not show",
+            fix='Compile(activation_memory_budget=0.5) without remat lets torch.compile choose, or remat="full"',
+            name=pairs[0][0],
+        )
     if pairs and budget is not None and budget < 1:
         raise PlanError(
             f"Remat with Compile(activation_memory_budget={budget})",

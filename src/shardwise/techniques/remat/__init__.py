@@ -1,6 +1,6 @@
 """Activation checkpointing: blocks are recomputed in backward instead of keeping their activations."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from shardwise.config.record import doc
 from shardwise.techniques.remat.options import Remat, remat_of
@@ -15,14 +15,15 @@ TECHNIQUE = Technique(
         Option(
             key="remat",
             hint=Annotated[
-                Literal["none", "full", "selective"] | Remat | None,
+                str | Remat | None,
                 doc(
-                    "full: run each block again in backward instead of keeping what it computed; selective: keep the costly part"
+                    "none; full: run each block again in backward instead of keeping what it computed; selective: keep the "
+                    "costly part; a size, 8GiB: run again what does not fit"
                 ),
             ],
             takes="str | Remat | None",
             help='``"full"``: every block runs again in backward instead of keeping what it computed; ``"selective"``: but for '
-            "its matrix products and attention; or a :class:`~shardwise.Remat`.",
+            'its matrix products and attention; a size, ``"8GiB"``: as much of them as does not fit; or a :class:`~shardwise.Remat`.',
             check=remat_of,
             settle=remat_of,
         ),

@@ -7,14 +7,14 @@ The second run must repeat the first, or gradients are wrong without an error. T
 and the 32nd, 64th, 128th..., the results of both runs are compared. The second run gets the same random numbers (of
 torch, numpy and Python, and of generators that its modules keep or that are passed to it) and the same buffers (a
 spectral norm reads what it writes; batch norm would count a batch twice). Results that depend on equal values or on the
-device's order (top-k routing, copies to the host) are kept, not recomputed. In a compiled block the graph holds both
+device's order (top-k routing, copies to the host) are kept with selective, not recomputed. In a compiled block the graph holds both
 runs, and buffers cannot be restored: see :mod:`shardwise.techniques.compile.write_check`.
 """
 
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,8 +28,11 @@ from shardwise.model import canonical_modules
 from shardwise.model.pytrees import leaves_of
 from shardwise.recipe import Recipe
 from shardwise.techniques.edges import gather_parts, parts_of
-from shardwise.techniques.remat.operators import keep_policy
+from shardwise.techniques.remat.choice import Choice
+from shardwise.techniques.remat.measure import Measurement
+from shardwise.techniques.remat.operators import KeepChosen, keep_policy
 from shardwise.techniques.remat.recomputation_check import digest_of_result, same_output
+from shardwise.techniques.remat.selection import Selection
 from shardwise.techniques.technique import Act
 from shardwise.world import HostNumbers, World, generators_among, snapshot
 
@@ -62,7 +65,8 @@ class RematAct(Act):
                     fix='use Remat(mode="full") for it, or name other targets',
                     name=edit.module,
                 )
-            _contexts(tuple(edit.args.get("save", ())))
+            if "save" in edit.args:
+                _contexts(tuple(edit.args["save"]))
             own = next((n for n, child in canonical_modules(modules[edit.module]) if _checkpoints_itself(child)), None)
             if own is not None:
                 raise UsageError(
@@ -75,12 +79,20 @@ class RematAct(Act):
     def inside(self, module: nn.Module, recipe: Recipe, world: World) -> None:
         """Replaces ``forward`` of each block, in place; blocks that are checkpointed already are skipped."""
         modules = dict(canonical_modules(module))
-        for edit in recipe.edits_of("remat"):
+        edits = [edit for edit in recipe.edits_of("remat") if _STATE not in vars(modules[edit.module])]
+        selection = None
+        if edits and (args := edits[0].args)["mode"] != "full":  # all come from one Remat
+            selection = Selection([e.module for e in edits], tuple(args.get("save", ())), args.get("budget"))
+        for edit in edits:
             target = modules[edit.module]
-            if _STATE not in vars(target):
-                kept = tuple(edit.args.get("save", ()))
-                target.__dict__[_STATE] = _State(target, edit.module, _contexts(kept), bool(edit.args.get("offload")))
-                target.forward = types.MethodType(_forward, target)
+            target.__dict__[_STATE] = _State(target, edit.module, edit.args, selection)
+            target.forward = types.MethodType(_forward, target)
+
+    def begin(self, runtime: Any) -> None:
+        modules = dict(canonical_modules(runtime.module))
+        states = [modules[edit.module].__dict__[_STATE] for edit in runtime.recipe.edits_of("remat")]
+        for selection in {id(state.selection): state.selection for state in states if state.selection}.values():
+            runtime.before_first_step.append(functools.partial(_decide, selection, runtime))
 
     def explain(self, error: BaseException) -> ShardwiseError | None:
         """The ShardwiseError for a difference between a block's two runs; None for any other error."""
@@ -106,14 +118,20 @@ def _checkpoints_itself(module: nn.Module) -> bool:
 class _State:
     """What a block needs to run twice with equal results."""
 
-    def __init__(self, module: nn.Module, name: str, context_fn: Callable[[], Any] | None, offload: bool):
-        self.name, self.offload = name, offload
-        self.options: dict[str, Any] = {"context_fn": context_fn} if context_fn is not None else {}
+    def __init__(self, module: nn.Module, name: str, args: Mapping[str, Any], selection: Selection | None):
+        self.name, self.args, self.selection = name, args, selection
+        self.offload = bool(args.get("offload"))
+        # Where the code is compiled, results are kept by name.
+        self.options: dict[str, Any] = {"context_fn": _contexts(tuple(args["save"]))} if "save" in args else {}
         self.own = vars(module).get("forward")  # a forward that was set on the object
         self.owners = [child for child in module.modules() if child._buffers]
         self.written: dict[Any, set[Any]] = {}  # training flags of the owners -> buffers that a forward writes
         self.num_runs = 0
         self._module = module
+
+    def choice(self) -> Choice | None:
+        """What was chosen for the block; None: nothing yet, or nothing is to be chosen."""
+        return None if self.selection is None else self.selection.choice(self.name)
 
     @functools.cached_property
     def parts(self) -> list[nn.Module]:
@@ -132,13 +150,20 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return type(module).forward(module, *args, **kwargs)
 
         return checkpoint(run, args, kwargs, use_reentrant=False, **state.options)
-    if not torch.is_grad_enabled():
+    choice = state.choice()
+    if not torch.is_grad_enabled() or (choice is not None and choice.keeps_all):
         return _inner(module, state)(*args, **kwargs)
     # Tensors are passed one by one: torch finds devices, whose random state it keeps, in positional arguments only.
     leaves, spec = tree_flatten((args, kwargs))
     within = [x for leaf in leaves if not isinstance(leaf, _PLAIN) for x in leaves_of(leaf) if isinstance(x, Tensor)]
     runs = _Runs(module, state, spec, (args, kwargs))
-    options: dict[str, Any] = {"early_stop": not runs.is_checked, "preserve_rng_state": True, **state.options}
+    if state.selection is not None:
+        runs.measurement = state.selection.measurement(
+            state.name, [x for x in (*leaves, *within) if isinstance(x, Tensor)]
+        )
+    options: dict[str, Any] = {"early_stop": not runs.is_checked, "preserve_rng_state": True}
+    if "save" in state.args or (choice is not None and choice.kept):
+        options["context_fn"] = functools.partial(_chosen_contexts, frozenset() if choice is None else choice.kept)
     with _in_host_memory() if state.offload else contextlib.nullcontext():
         return checkpoint(runs, *leaves, *within, use_reentrant=False, **options)
 
@@ -163,6 +188,7 @@ class _Runs:
         self.numbers = HostNumbers()
         self.generators: list[tuple[Any, Callable[[], Any]]] = []  # with functions that restore them for the second run
         self.modes = function_modes()
+        self.measurement: Measurement | None = None  # of the first run
 
     def __call__(self, *leaves: Any) -> Any:
         run = _inner(self.module, self.state)
@@ -170,7 +196,11 @@ class _Runs:
             (args, kwargs), self.given = self.given, None
             self.generators = [(g, snapshot(g)) for g in _generators(self.module, leaves)]
             before = _values_before(self.state)
-            output = run(*args, **kwargs)
+            with self.measurement.watching() if self.measurement is not None else contextlib.nullcontext():
+                output = run(*args, **kwargs)
+            if self.measurement is not None and self.state.selection is not None:
+                self.state.selection.ran(self.state.name, self.measurement)
+                self.measurement = None
             self.numbers.end()
             self.buffers = _written(self.state, before)
             self.digest = digest_of_result(output) if self.is_checked else []
@@ -282,9 +312,16 @@ def _from_host(kept: Any) -> Tensor:
 
 
 @functools.cache
-def _contexts(save: tuple[str, ...]) -> Callable[[], Any] | None:
-    """The ``context_fn`` of ``checkpoint`` that keeps the results of the operators in ``save``; None: it keeps none.
-    One object for equal arguments, so that compiled blocks share a graph."""
-    if not save:
-        return None
+def _contexts(save: tuple[str, ...]) -> Callable[[], Any]:
+    """The ``context_fn`` of ``checkpoint`` that keeps the results of the operators in ``save``. One object for equal
+    arguments, so that compiled blocks share a graph."""
     return functools.partial(create_selective_checkpoint_contexts, keep_policy(save))
+
+
+def _chosen_contexts(kept: frozenset[tuple[str, int]]) -> Any:
+    """The contexts of one run and its repetitions that keep the results of these calls."""
+    return create_selective_checkpoint_contexts(KeepChosen(kept))
+
+
+def _decide(selection: Selection, runtime: Any) -> None:
+    runtime.found.append(f"remat: {selection.decide(runtime)}")

@@ -1,6 +1,8 @@
-"""Selective activation checkpointing: from words to a policy of torch that says which operators' results are kept."""
+"""Selective activation checkpointing: from words, or from a choice that was measured, to a policy of torch that says
+which operators' results are kept."""
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +13,7 @@ from shardwise._torch.operators import is_taken_apart, operator_names
 from shardwise.config.suggest import did_you_mean
 from shardwise.errors import PlanError, UnsupportedError
 
-__all__ = ["keep_policy"]
+__all__ = ["KeepChosen", "always_kept", "draws", "is_attention", "keep_policy", "named_operators"]
 
 _GROUPS = {
     "matmul": ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"),
@@ -40,11 +42,50 @@ def keep_policy(save: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:
     Raises:
         PlanError: a name that is not an operator, or an operator whose result cannot be kept.
     """
-    kept = [op for name in _ALWAYS for op in _overloads(name)]
-    for word in save:
-        names = _GROUPS.get(word)
-        kept += [op for name in names for op in _overloads(name)] if names else _named(word)
-    return functools.partial(_policy, frozenset(kept))
+    return functools.partial(_policy, named_operators(save) | _operators(_ALWAYS))
+
+
+@functools.cache
+def named_operators(save: tuple[str, ...]) -> frozenset[Any]:
+    """The operators in ``save``; raises as :func:`keep_policy` does."""
+    return frozenset(op for word in save for op in (_operators(_GROUPS[word]) if word in _GROUPS else _named(word)))
+
+
+@functools.cache
+def _operators(names: tuple[str, ...]) -> frozenset[Any]:
+    return frozenset(op for name in names for op in _overloads(name))
+
+
+def is_attention(op: Any) -> bool:
+    return op in _operators(_GROUPS["attention"])
+
+
+def always_kept(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether selective keeps the result of this call whatever was named: a second call could give another."""
+    return op in _operators(_ALWAYS) or _copies_to_host(op, args, kwargs)
+
+
+class KeepChosen:
+    """A policy for one run of a block and its repetitions: keeps the results of chosen calls, and of those that are
+    always kept.
+
+    Args:
+        kept: (operator, number of the call in a run), as ``("aten.mm.default", 0)``.
+    """
+
+    def __init__(self, kept: frozenset[tuple[str, int]]):
+        self._kept = kept
+        self._num_of: dict[bool, Counter[Any]] = {
+            False: Counter(),
+            True: Counter(),
+        }  # of the second run too, for PyTorch
+        # before 2.13, which asks again there
+
+    def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        num_of = self._num_of[context.is_recompute]
+        keep = ((str(op), num_of[op]) in self._kept and not draws(op, args, kwargs)) or always_kept(op, args, kwargs)
+        num_of[op] += 1
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _policy(operators: frozenset[Any], _context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -55,7 +96,7 @@ def _policy(operators: frozenset[Any], _context: Any, op: Any, *args: Any, **kwa
             "results unseen",
             fix='use Remat(mode="full") for these blocks, or name other targets',
         )
-    keep = (op in operators and not _draws(op, args, kwargs)) or _copies_to_host(op, args, kwargs)
+    keep = (op in operators and not draws(op, args, kwargs)) or _copies_to_host(op, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -65,7 +106,7 @@ def _copies_to_host(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return torch.device(kwargs["device"]).type == "cpu" and args[0].device.type != "cpu"
 
 
-def _draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether this call draws random numbers. If its result were kept, the second run would not draw them, and all
     later draws would differ: other dropout masks, without an error."""
     if not _is_random(op):

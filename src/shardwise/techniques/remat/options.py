@@ -1,7 +1,9 @@
 """Options of activation checkpointing: which blocks run again in backward, and what is kept. Torch-free.
 
 >>> remat_of("selective")
-Remat(mode='selective', targets='blocks', every=1, save=('matmul', 'attention'), offload=False)
+Remat(mode='selective', targets='blocks', every=1, save=('matmul', 'attention'), offload=False, budget=None)
+>>> remat_of("8GiB").budget
+8589934592
 """
 
 from collections.abc import Mapping
@@ -11,6 +13,7 @@ import msgspec
 
 from shardwise.config.foreign import Replacement
 from shardwise.config.record import Options, doc
+from shardwise.config.sizes import is_size, num_bytes
 from shardwise.errors import ConfigError
 from shardwise.techniques.targets import TARGETS, Targets, settle_targets, word_or_record
 
@@ -55,9 +58,17 @@ class Remat(Options, frozen=True, kw_only=True):
         doc("with selective: whose results are kept: matmul, attention, or operators as aten.gelu or mylib.op"),
     ] = _SAVED
     offload: Annotated[bool, doc("with full, on cuda: keep the inputs of the blocks in host memory")] = False
+    budget: Annotated[
+        int | str | None,
+        doc(
+            "what the blocks may keep of one micro-batch's activations on a rank, as 8GiB or in bytes: what runs again is "
+            "chosen by measured bytes and cost at the first optimizer step; none: what mode says"
+        ),
+    ] = None
 
     def check(self) -> None:
         settle_targets(self)
+        self._settle_budget()
         if self.mode == "full" and self.save != _SAVED:
             raise ConfigError(
                 f"Remat(mode='full', save={list(self.save)})",
@@ -79,12 +90,27 @@ class Remat(Options, frozen=True, kw_only=True):
                 fix='use mode="full" with offload, or selective without',
             )
 
+    def _settle_budget(self) -> None:
+        if self.budget is None:
+            return
+        budget = num_bytes(str(self.budget), "Remat(budget=)")
+        msgspec.structs.force_setattr(self, "budget", budget)
+        if self.mode == "selective" or self.offload or self.save != _SAVED:
+            other = "mode='selective'" if self.mode == "selective" else "offload=True" if self.offload else "save"
+            raise ConfigError(
+                f"Remat(budget={budget}, {other})",
+                why="a budget chooses by itself what each block keeps",
+                fix=f"remove {other.partition('=')[0]}, or budget",
+            )
+
 
 def remat_of(value: str | Remat | None) -> Remat | None:
-    """The record for a short word: "full", "selective"; None and "none" are None.
+    """The record for a short word: "full", "selective", or a size, "8GiB"; None and "none" are None.
 
     Raises:
         ConfigError: for any other word.
     """
     words = {"none": None, "full": Remat(), "selective": Remat(mode="selective")}
+    if isinstance(value, str) and is_size(value):
+        return Remat(budget=value)
     return word_or_record("remat", value, Remat, words)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shardwise.recipe import Draft, Edit
+from shardwise.recipe import Draft, Edit, human_bytes
 from shardwise.techniques.remat.options import Remat
 from shardwise.techniques.targets import resolve
 
@@ -21,6 +21,9 @@ def edit(draft: Draft, *, remat: Remat | None) -> None:
     if remat.mode == "selective":
         args["save"] = list(remat.save)
         what = f"run again in backward, but for {', '.join(remat.save)}"
+    elif remat.budget is not None:
+        args = {"mode": "budget", "budget": remat.budget}
+        what = f"run again in backward as far as their activations take more than {human_bytes(int(remat.budget))}"
     else:
         args["offload"] = remat.offload
         what = "run again in backward" + (", its inputs kept in host memory" if remat.offload else "")
