@@ -89,19 +89,20 @@ def _units(run: Callable[..., list]) -> dict[str, list[int]]:
 
 
 def _remat(run: Callable[..., list]) -> dict[str, dict[str, int]]:
-    """Setting -> bytes that forward keeps for backward, and operators that backward runs, of four blocks of two linears with tanh."""
-    from techniques.remat.recompute import kept_and_run
+    """Setting -> bytes that forward keeps for backward, and operators that backward runs, of four blocks of a norm and two linears with GELU."""
+    from techniques.remat.recompute import kept_and_run, of_feed
 
     from shardwise import Remat
 
     settings = {
         "none": None,
-        'remat="selective"': "selective",
         "Remat(every=2)": Remat(every=2),
+        'remat="selective"': "selective",
+        'remat="400KiB"': "400KiB",
         'remat="full"': "full",
     }
-    found = {name: run(kept_and_run, 1, remat)[0] for name, remat in settings.items()}
-    return {name: {"bytes": kept, "operators": operators} for name, (kept, operators) in found.items()}
+    found = {name: run(kept_and_run, 1, remat, of_feed)[0] for name, remat in settings.items()}
+    return {name: {"bytes": seen.then, "operators": seen.operators} for name, seen in found.items()}
 
 
 def _precision(run: Callable[..., list]) -> dict[str, dict[str, float]]:

@@ -158,6 +158,15 @@ def test_a_run_whose_steps_were_all_skipped_says_so(ranks, tmp_path, text):
     assert [row["num_skipped"] for row in rows] == [1, 2, 3, 4]
 
 
+def test_what_blocks_keep_under_a_budget_is_said_and_proved(ranks, tmp_path, text):
+    words = (f"--data.path={text}", "--parallel.remat=96KiB", "--parallel.precision=bf16", "--log.plot=false")
+    said = " ".join(on_ranks(ranks, "train", *TINY, *words, folder=tmp_path, num_ranks=2).split())
+    (row,) = (row for row in read_metrics(tmp_path / "runs/latest/metrics.jsonl") if row["kind"] == "chosen")
+    assert f"remat {row['text']}" in said and row["text"].startswith("kept for backward by ")
+    assert (tmp_path / "runs/latest/recipe.txt").read_text().endswith(f"remat: {row['text']}\n")
+    assert "proof largest gradient difference" in said  # in float64 everything takes four times as much
+
+
 def test_an_older_run_in_the_folder_is_kept_beside(ranks, finished, text):
     folder = finished[0] / "runs/latest"
     old = (folder / "metrics.jsonl").read_text()

@@ -66,10 +66,21 @@ class Wide(nn.Module):
         return x + F.dropout(self.down(torch.tanh(self.up(x))), 0.2)
 
 
-class Stack(nn.Module):
+class Feed(nn.Module):
+    """A block of a norm and two linears with GELU between them: most of what it keeps is cheap to compute again."""
+
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(Wide() for _ in range(4))
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.2)
+
+
+class Stack(nn.Module):
+    def __init__(self, block=Wide):
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(4))
 
     def forward(self, x):
         for block in self.blocks:

@@ -148,7 +148,7 @@ KNOBS = [
     *[of_blocks(f"Remat.{option}", text, layouts, KEPT, lambda s: s.kept, lambda a, b: 0 < a < b)
       for layouts in (FSDP, REPLICAS)
       for option, text in (("mode", "remat='full'"), ("every", "remat=Remat(every=2)"),
-                           ("targets", "remat=Remat(targets=('blocks.0',))"))],
+                           ("targets", "remat=Remat(targets=('blocks.0',))"), ("budget", "remat=Remat(budget=20_000)"))],
     *[of_blocks("Remat.mode", "remat='selective'", layouts, "operators run", lambda s: s.operators, lambda a, b: a > b)
       for layouts in (FSDP, REPLICAS)],
     *[of_blocks("Remat.save", "remat=Remat(mode='selective', save=('matmul',))", layouts, "attentions run",

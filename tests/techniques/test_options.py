@@ -64,8 +64,9 @@ def test_every_technique_says_what_it_does_in_the_docstring_of_parallelize():
 
 def test_a_proof_leaves_out_what_cannot_be_proved_there_and_says_so():
     asked = Parallel(precision="bf16", compile="blocks", remat="full", init="rank0")
-    on_cpu, told = options_of_proof(asked, "cpu")
+    on_cpu, told = options_of_proof(asked, "cpu", 2)
     assert (on_cpu.precision, on_cpu.compile, on_cpu.remat, on_cpu.init, told) == (None, "blocks", "full", None, [])
-    on_gpu, told = options_of_proof(asked, "cuda")
+    on_gpu, told = options_of_proof(asked, "cuda", 2)
     assert on_gpu.compile is None and told == ["compile, which would compile for the CPU"]
-    assert options_of_proof(Parallel(remat="full"), "cuda")[1] == []  # nothing was asked for that is left out
+    assert options_of_proof(Parallel(remat="1MiB"), "cpu", 2)[0].remat.budget == 2 << 20  # the same choice
+    assert options_of_proof(Parallel(remat="full"), "cuda", 2)[1] == []  # nothing was asked for that is left out

@@ -194,6 +194,9 @@ class Display:
             f"{human_bytes(one_process)} in one process ({share})",
         )
 
+    def _show_chosen(self, *, name: str, text: str) -> None:
+        self.row(name, text)
+
     def _show_step(self, **figures: Any) -> None:
         self.latest, self._news_since = figures, self._clock()
         self.phase = "training"

@@ -47,8 +47,10 @@ def prove(config: "RunConfig", world: "World", *, seconds: float = math.inf) -> 
     Raises:
         VerifyError: on every rank; something differs by more than rounding.
     """
+    from shardwise.recipe import DTYPE_BYTES
     from shardwise.run.build import build_plain
     from shardwise.techniques.fold import options_of_proof
+    from shardwise.techniques.precision.options import precision_of
 
     count = sum(p.numel() for p in build_plain(config, world).parameters())
     if count > MOST_PARAMS:
@@ -56,7 +58,8 @@ def prove(config: "RunConfig", world: "World", *, seconds: float = math.inf) -> 
         return {"largest": None, "name": None, "text": text}
     budget = max(seconds, _LEAST_S)
     most, left_out = _micro_batches(config, world, count, budget)
-    parallel, without = options_of_proof(config.parallel, world.device.type)
+    compute = precision_of(config.parallel.precision).compute or "float32"
+    parallel, without = options_of_proof(config.parallel, world.device.type, 8 // DTYPE_BYTES[compute])
     num_steps, start = 1, time.monotonic()
     found = _compared(config, world, parallel, num_steps, most)
     # Equal on every rank: rank 0, which runs both sides, decides whether there is time for all steps.

@@ -237,9 +237,12 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
 
 
 def describe(model: nn.Module) -> str:
-    """The recipe of a sharded module as a table, with the reason of every choice, and what was decided since. Any rank
+    """The recipe of a sharded module as a table, with the reason of every choice, and what was chosen
+    since training began. Any rank
     may call it alone."""
-    return fold.describe(recipe_of(model)) + "".join(f"{line}\n" for line in runtime_of(model).found)
+    return fold.describe(recipe_of(model)) + "".join(
+        f"{name}: {text}\n" for name, text in runtime_of(model).chosen.items()
+    )
 
 
 def recipe_of(model: nn.Module) -> Recipe:

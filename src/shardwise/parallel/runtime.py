@@ -141,7 +141,7 @@ class Runtime:
         # Mesh axis -> parameters of which each rank along it has a part of the gradient: summed at the end of a window.
         self.partial: dict[str, list[str]] = {}
         self.before_first_step: list[Callable[[], None]] = []  # called by all ranks, before an optimizer first steps
-        self.found: list[str] = []  # what was decided from the first window on; lines for ``describe``
+        self.chosen: dict[str, str] = {}  # technique -> what it has chosen since training began, for people
         self.explainers: list[Callable[[BaseException], ShardwiseError | None]] = []  # of techniques
         self.pending: Pending | None = None  # source of the values that loading will not bring
         self.loaded_from: Path | None = None  # the model directory that its weights came from

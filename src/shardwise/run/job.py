@@ -8,7 +8,7 @@ them.
 Events (``kind`` and its fields): ``phase`` text; ``data`` name, train_samples, val_samples, tokens_per_step; ``model``
 name, num_params, units, why; ``loaded`` text; ``resumed`` text; ``saved`` text; ``sample`` when, prompt, text,
 word_share; ``step`` step, steps, loss, grad_norm, lr, tokens_per_s, seconds_left, skipped, num_skipped (so far),
-memory; ``memory`` per_rank, one_process, rss; ``val`` step, loss, num_tokens; ``stop`` reason; ``weights`` path;
+memory; ``memory`` per_rank, one_process, rss; ``chosen`` name, text; ``val`` step, loss, num_tokens; ``stop`` reason; ``weights`` path;
 ``trouble`` text.
 """
 
@@ -24,7 +24,7 @@ from torch import nn
 from shardwise.config.render import dump_config
 from shardwise.data.loader import Loader
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.parallel import describe, recipe_of
+from shardwise.parallel import describe, recipe_of, runtime_of
 from shardwise.run.build import (
     Corpus,
     build_model,
@@ -258,6 +258,7 @@ class _Run:
                 pace.step(done, int(out.num_tokens))
                 if done == first:
                     self.measure()
+                    self.tell_chosen()
                 self.report(done, out, pace, is_first=done == first)
                 if done == train.steps or (train.eval_every and done % train.eval_every == 0):
                     self.validate(done)
@@ -304,6 +305,15 @@ class _Run:
             rss=[row["rss"] for row in rows],
             cuda_peak=[row["cuda_peak"] for row in rows],
         )
+
+    def tell_chosen(self) -> None:
+        """Reports what techniques have chosen in the first step, and adds it to the recipe's file."""
+        chosen = runtime_of(self.model).chosen
+        for name, text in chosen.items():
+            self.tell("chosen", name=name, text=text)
+        if chosen and self.world.is_main:
+            with contextlib.suppress(OSError):  # it is in the metrics too
+                (self.folder / "recipe.txt").write_text(describe(self.model), encoding="utf-8")
 
     def validate(self, done: int) -> None:
         """Computes and reports the mean loss over all validation tokens."""

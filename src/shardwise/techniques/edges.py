@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise._torch.autograd import unseen
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.model.pytrees import Replaced, leaves_of, map_leaves, tensors_within
 
@@ -209,7 +210,8 @@ def gather_parts(parts: Iterable[nn.Module]) -> None:
     that are not gathered yet (the forward returned nothing that a gradient could reach first)."""
     for child in parts:
         if _is_cut(child):
-            child.__dict__[GATHERS](child)
+            with unseen():  # selective checkpointing knows the operators of the first run, where this was not needed
+                child.__dict__[GATHERS](child)
 
 
 def _is_cut(module: nn.Module) -> bool:

@@ -141,9 +141,9 @@ def check_early(parallel: Any, origins: Mapping[str, str]) -> None:
         technique.check_early(origins, **{option.key: getattr(parallel, option.key) for option in technique.options})
 
 
-def options_of_proof(parallel: Any, device: str) -> tuple[Any, list[str]]:
+def options_of_proof(parallel: Any, device: str, times: int) -> tuple[Any, list[str]]:
     """The options with which a run on ``device`` (a type) is proved in float64 on the CPU, and texts about those left
-    out. :func:`prepared` has changed the module's structure already."""
+    out. A number of float64 takes ``times`` the bytes that it takes in the run. :func:`prepared` has changed the module's structure already."""
     left, words = [], []
     for technique in TECHNIQUES:
         why = technique.leaves_proof(device)
@@ -152,4 +152,7 @@ def options_of_proof(parallel: Any, device: str) -> tuple[Any, list[str]]:
         left += [option.key for option in technique.options]
         if why and any(technique.settled(parallel.options()).values()):
             words.append(why)
-    return msgspec.structs.replace(parallel.without(left), init=None), words
+    given, changed = parallel.options(), {}
+    for technique in TECHNIQUES:
+        changed |= technique.in_proof(times, **technique.settled(given))
+    return msgspec.structs.replace(parallel.without(left), init=None, **changed), words

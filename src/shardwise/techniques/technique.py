@@ -143,6 +143,8 @@ class Technique:
             them.
         leaves_proof: from the type of a run's device to the reason why the proof of a run, in float64 on the CPU, is
             made without this technique: a text to show, or "" if there is nothing to show; None: it is made with it.
+        in_proof: ``in_proof(times, **options)``: its options that are others in that proof, because they are in bytes:
+            a number of float64 takes ``times`` as many as in the run.
         without: the text of ``shardwise verify`` for users who give its options; "": verify accepts them.
     """
 
@@ -159,6 +161,7 @@ class Technique:
     act: str = ""
     check_early: Callable[..., None] = lambda _origins, **_: None
     leaves_proof: Callable[[str], str | None] = lambda _: None
+    in_proof: Callable[..., Mapping[str, Any]] = lambda _times, **_: {}
     without: str = ""
 
     def load(self, part: str) -> Any:

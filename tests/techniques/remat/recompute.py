@@ -2,10 +2,11 @@
 
 import contextlib
 from collections import Counter
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from models.recomputed import Stack, build
+from models.recomputed import Feed, Stack, build
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -79,17 +80,35 @@ def bytes_kept(found: list[int]):
         yield
 
 
-def kept_and_run(remat) -> tuple[int, int]:
-    """Bytes that one forward leaves in memory for backward, and operators that backward runs. Bytes by torch's own profiler: hooks on
-    saved tensors do not see what selective keeps."""
+def of_feed() -> Stack:
+    return Stack(Feed)
+
+
+class Kept(NamedTuple):
+    """Bytes that one forward leaves in memory for backward, in the first step and in the second; operators that the second
+    backward runs; and what was chosen."""
+
+    at_first: int
+    then: int
+    operators: int
+    chosen: str
+
+
+def kept_and_run(remat, make=Stack) -> Kept:
+    """Two steps with ``remat``. Bytes by torch's own profiler: hooks on saved tensors do not see what selective keeps."""
     with init("dp_shard=1", device="cpu", seed=SEED) as world:
-        model, x = parallelize(Stack, world, sharding=Sharding(min_unit_bytes=0), remat=remat), torch.ones(128, 64)
-        for _ in range(2):  # the first one also makes what stays for good
+        model, x = parallelize(make, world, sharding=Sharding(min_unit_bytes=0), remat=remat), torch.ones(128, 64)
+        optim = torch.optim.SGD(model.parameters(), lr=0.0)
+        kept, ran = [], []
+        for _ in range(2):  # the first one also makes what stays for good, and what selective and a budget go by
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
                 loss = model(x).square().sum()
             with CountOps() as ops:
                 loss.backward()
-        return sum(event.self_cpu_memory_usage for event in profiler.events()), sum(ops.counts.values())
+            optim.step()
+            kept.append(sum(event.self_cpu_memory_usage for event in profiler.events()))
+            ran.append(sum(ops.counts.values()))
+        return Kept(*kept, ran[1], runtime_of(model).chosen.get("remat", ""))
 
 
 def train(layout: str, engine: str = "auto", make=build, units=None, **options):
@@ -103,6 +122,8 @@ def train(layout: str, engine: str = "auto", make=build, units=None, **options):
         counters.clear()
         model = make()
         model = parallelize(model, world, sharding=Sharding(engine=engine, **keep), **options)
+        if options.get("remat") is not None and not is_decided(model):
+            settle(model)
         mine = [MicroBatch(b, index=i, padding=False) for i, b in enumerate(batches()) if i % world.size == world.rank]
         kept: list[int] = []
         backward: Counter[str] = Counter()
@@ -129,6 +150,26 @@ def train(layout: str, engine: str = "auto", make=build, units=None, **options):
             "breaks": sum(counters["graph_break"].values()),
             "micro": len(mine),
         }
+
+
+def is_decided(model: nn.Module) -> bool:
+    """Whether nothing is left to be chosen at the first optimizer step."""
+    return not runtime_of(model).before_first_step
+
+
+def settle(model: nn.Module) -> None:
+    """A first window and optimizer step, after which all is chosen; leaves everything else as it was."""
+    runtime, world = runtime_of(model), runtime_of(model).world
+    mine = [MicroBatch(b, index=i, padding=False) for i, b in enumerate(batches()) if i % world.size == world.rank]
+    optim = torch.optim.SGD(model.parameters(), lr=0.0)
+    with window(model, mine) as w:
+        for batch in w:
+            (loss_of(model, batch) / w.num_tokens).backward()
+    optim.step()
+    optim.zero_grad()
+    runtime.step = 0  # the random streams of the next window are those of the first
+    for block in model.blocks:
+        block.runs = 0
 
 
 def assert_same(grads: dict[str, Tensor | None], want: dict[str, Tensor | None], gate: float = 1e-12) -> None:

@@ -1,6 +1,7 @@
 """Activation checkpointing: blocks are recomputed in backward instead of keeping their activations."""
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from shardwise.config.record import doc
 from shardwise.techniques.remat.options import Remat, remat_of
@@ -8,6 +9,14 @@ from shardwise.techniques.remat.rule import edit
 from shardwise.techniques.technique import Option, Technique
 
 __all__ = ["TECHNIQUE"]
+
+
+def _in_proof(times: int, *, remat: Remat | None) -> Mapping[str, Any]:
+    """The same choice: as many times the bytes."""
+    if remat is None or remat.budget is None:
+        return {}
+    return {"remat": Remat(budget=times * int(remat.budget), targets=remat.targets, every=remat.every)}
+
 
 TECHNIQUE = Technique(
     name="remat",
@@ -29,5 +38,6 @@ TECHNIQUE = Technique(
         ),
     ),
     edit=edit,
+    in_proof=_in_proof,
     act="shardwise.techniques.remat.act:RematAct",
 )

@@ -162,8 +162,10 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             state.name, [x for x in (*leaves, *within) if isinstance(x, Tensor)]
         )
     options: dict[str, Any] = {"early_stop": not runs.is_checked, "preserve_rng_state": True}
-    if "save" in state.args or (choice is not None and choice.kept):
-        options["context_fn"] = functools.partial(_chosen_contexts, frozenset() if choice is None else choice.kept)
+    if choice is not None and choice.kept:
+        options["context_fn"] = functools.partial(_chosen_contexts, choice.kept)
+    elif "save" in state.args:
+        options["context_fn"] = _contexts(())
     with _in_host_memory() if state.offload else contextlib.nullcontext():
         return checkpoint(runs, *leaves, *within, use_reentrant=False, **options)
 
@@ -324,4 +326,4 @@ def _chosen_contexts(kept: frozenset[tuple[str, int]]) -> Any:
 
 
 def _decide(selection: Selection, runtime: Any) -> None:
-    runtime.found.append(f"remat: {selection.decide(runtime)}")
+    runtime.chosen["remat"] = selection.decide(runtime)

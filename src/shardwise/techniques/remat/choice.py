@@ -11,7 +11,21 @@ from dataclasses import dataclass
 
 from shardwise.recipe import human_bytes
 
-__all__ = ["Call", "Choice", "Measured", "among_ranks", "in_words", "selective", "within_budget"]
+__all__ = ["GROUPS", "Call", "Choice", "Measured", "among_ranks", "in_words", "selective", "within_budget"]
+
+GROUPS = {
+    "matmul": ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"),
+    "attention": (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+        "_flash_attention_forward",
+        "_efficient_attention_forward",
+    ),
+}
+"""Words for several operators of aten."""
 
 
 @dataclass(frozen=True)
@@ -171,12 +185,19 @@ def in_words(blocks: Sequence[Measured], chosen: Sequence[Choice]) -> str:
     """What was chosen for these blocks, for people."""
     counts: Counter[str] = Counter()
     for choice in chosen:
-        ops = sorted({operator.split(".")[1] for operator, _ in choice.kept if "." in operator})
-        counts["keep all" if choice.keeps_all else f"keep {', '.join(ops)}" if ops else "keep their inputs only"] += 1
+        operators = sorted({_word(operator) for operator, _ in choice.kept})
+        kept = "all" if choice.keeps_all else f"inputs and {', '.join(operators)}" if operators else "inputs only"
+        counts[kept] += 1
     held, plain = sum(choice.num_bytes for choice in chosen), sum(block.plain_bytes for block in blocks)
     again = sum(choice.cost for choice in chosen) / max(1, sum(block.cost for block in blocks))
-    parts = "; ".join(f"{count} {'block' if count == 1 else 'blocks'} {what}" for what, count in counts.items())
+    parts = "; ".join(f"{count} block{'s' if count > 1 else ''}: {kept}" for kept, count in counts.items())
     return (
-        f"{parts}: {human_bytes(held)} of activations in a micro-batch, {human_bytes(plain)} without remat; "
+        f"kept for backward by {parts}. That is {human_bytes(held)} in a micro-batch ({human_bytes(plain)} without remat), and "
         f"{100 * again:.0f}% of their forward runs again"
     )
+
+
+def _word(operator: str) -> str:
+    """How an operator is called for people: by its group, or as ``mylib.op``, ``gelu``."""
+    name = operator.removeprefix("aten.").rpartition(".")[0]
+    return next((word for word, names in GROUPS.items() if name in names), name)

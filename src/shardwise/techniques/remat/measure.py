@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from shardwise._torch.autograd import TorchDispatchMode, hooks_of_saved_tensors
 from shardwise._torch.pytrees import tree_flatten
 from shardwise.techniques.remat.choice import Call, Measured
-from shardwise.techniques.remat.operators import always_kept, draws, is_attention
+from shardwise.techniques.remat.operators import always_kept, draws, is_attention, is_unsafe
 
 __all__ = ["Measurement", "cost_of"]
 
@@ -40,6 +40,7 @@ class Measurement:
         self._changed: set[int] = set()  # calls whose results are changed in place
         self._num_of: Counter[str] = Counter()
         self._kept: dict[tuple[int, int], int] = {}  # (call, address) that autograd keeps -> bytes; call -1: an input
+        self._is_unsafe = False  # no single result can be kept
         self._num_needed = 0  # calls that came before the last tensor that autograd keeps
         self._inputs = {}
         for tensor in inputs:
@@ -53,7 +54,8 @@ class Measurement:
     def result(self) -> Measured:
         """What was seen, when the run is over."""
         calls = [
-            call if i not in self._changed else _unkept(call) for i, call in enumerate(self._calls[: self._num_needed])
+            _unkept(call) if self._is_unsafe or i in self._changed else call
+            for i, call in enumerate(self._calls[: self._num_needed])
         ]
         return Measured(tuple(calls), sum(self._kept.values()), sum(self._inputs.values()))
 
@@ -91,6 +93,7 @@ class Measurement:
         results = _tensors(result)
         fresh = {at: size for at, size in map(_memory, results) if at not in given}
         place, name = len(self._calls), str(op)
+        self._is_unsafe |= is_unsafe(op)
         for address in _written(op, args, kwargs) if op._schema.is_mutable else ():
             if (call := self._maker(address)) is not None:
                 self._changed.add(call)
@@ -98,7 +101,6 @@ class Measurement:
             op._schema.is_mutable
             or any(type(tensor) is not Tensor for tensor in results)
             or any(_memory(tensor)[0] in given for tensor in results)
-            or name.startswith("aten.unsafe_")
             or draws(op, args, kwargs)
         )
         self._calls.append(
@@ -163,10 +165,11 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
     itself."""
     try:
         storage = tensor.untyped_storage()
-        address = storage.data_ptr()
+        if address := storage.data_ptr():
+            return address, storage.nbytes()
     except (RuntimeError, NotImplementedError):
-        address = 0
-    return (address, storage.nbytes()) if address else (id(tensor), tensor.numel() * tensor.element_size())
+        pass
+    return id(tensor), tensor.numel() * tensor.element_size()
 
 
 def _written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:

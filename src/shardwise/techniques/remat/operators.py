@@ -12,21 +12,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 from shardwise._torch.operators import is_taken_apart, operator_names
 from shardwise.config.suggest import did_you_mean
 from shardwise.errors import PlanError, UnsupportedError
+from shardwise.techniques.remat.choice import GROUPS
 
-__all__ = ["KeepChosen", "always_kept", "draws", "is_attention", "keep_policy", "named_operators"]
+__all__ = ["KeepChosen", "always_kept", "draws", "is_attention", "is_unsafe", "keep_policy", "named_operators"]
 
-_GROUPS = {
-    "matmul": ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"),
-    "attention": (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
-        "_flash_attention_forward",
-        "_efficient_attention_forward",
-    ),
-}
 # Routing, where almost equal scores could be ordered differently, and reads that wait for the device. Cheap to keep.
 _ALWAYS = ("topk", "sort", "argmax", "argsort", "max.dim", "nonzero", "_local_scalar_dense")
 
@@ -48,7 +37,7 @@ def keep_policy(save: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:
 @functools.cache
 def named_operators(save: tuple[str, ...]) -> frozenset[Any]:
     """The operators in ``save``; raises as :func:`keep_policy` does."""
-    return frozenset(op for word in save for op in (_operators(_GROUPS[word]) if word in _GROUPS else _named(word)))
+    return frozenset(op for word in save for op in (_operators(GROUPS[word]) if word in GROUPS else _named(word)))
 
 
 @functools.cache
@@ -57,7 +46,7 @@ def _operators(names: tuple[str, ...]) -> frozenset[Any]:
 
 
 def is_attention(op: Any) -> bool:
-    return op in _operators(_GROUPS["attention"])
+    return op in _operators(GROUPS["attention"])
 
 
 def always_kept(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -82,6 +71,8 @@ class KeepChosen:
         # before 2.13, which asks again there
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if self._kept:
+            _refuse_unsafe(op)
         num_of = self._num_of[context.is_recompute]
         keep = ((str(op), num_of[op]) in self._kept and not draws(op, args, kwargs)) or always_kept(op, args, kwargs)
         num_of[op] += 1
@@ -89,15 +80,25 @@ class KeepChosen:
 
 
 def _policy(operators: frozenset[Any], _context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if str(op).startswith("aten.unsafe_"):
+    _refuse_unsafe(op)
+    keep = (op in operators and not draws(op, args, kwargs)) or _copies_to_host(op, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def is_unsafe(op: Any) -> bool:
+    """Whether its results are views that torch does not know as such: what is written through them changes a kept result
+    unseen."""
+    return str(op).startswith("aten.unsafe_")
+
+
+def _refuse_unsafe(op: Any) -> None:
+    if is_unsafe(op):
         raise UnsupportedError(
             f"selective Remat over {op}",
             why="it gives views that torch does not know as such, so what is written through them (as RNNs do) changes kept "
             "results unseen",
             fix='use Remat(mode="full") for these blocks, or name other targets',
         )
-    keep = (op in operators and not draws(op, args, kwargs)) or _copies_to_host(op, args, kwargs)
-    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _copies_to_host(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -146,7 +147,7 @@ def _named(word: str) -> list[Any]:
     found = _overloads(name)
     given = f"Remat(save=({word!r},))"
     if not found:
-        known = [*_GROUPS, *operator_names(), *(f"aten.{n}" for n in operator_names())]
+        known = [*GROUPS, *operator_names(), *(f"aten.{n}" for n in operator_names())]
         raise PlanError(
             given,
             why="it is neither a group of operators nor an operator that is loaded",
