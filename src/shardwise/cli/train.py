@@ -91,6 +91,7 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
     that do not fit, a missing data file."""
     from shardwise.config.target import check_target
     from shardwise.layout import parse_layout
+    from shardwise.run.loggers import check_loggers
     from shardwise.run.reference_config import check_reference_args
     from shardwise.run.tokens import check_tokens
     from shardwise.techniques import fold
@@ -108,6 +109,7 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
     else:
         check_target(config.model.build, what="model.build", origin=origins["model.build"])
     fold.check_early(config.parallel, origins)
+    check_loggers(config.log.to, config.log.wandb_mode, origins["log.to"])
     weights = config.model.weights
     if weights is not None and not Path(weights).exists():
         raise ConfigError(
@@ -152,6 +154,7 @@ def _check_hf(folder: str, origin: str) -> None:
 def _launch(loaded: "Loaded[RunConfig]") -> int:
     import msgspec
 
+    from shardwise.cli.rank_logs import RankLogs
     from shardwise.cli.train_display import Display
     from shardwise.cli.train_folder import RunFolder, unit_of
     from shardwise.launch import is_cpu, launch_local, passed_over
@@ -162,15 +165,31 @@ def _launch(loaded: "Loaded[RunConfig]") -> int:
     nproc, why = _ranks(loaded)
     layout_of(config.parallel.layout, nproc, nproc, AXES_IN_USE)
     saves = _signals_that_save(config)
-    with passed_over(saves), Display(unit=unit_of(config)) as display, RunFolder(config, display) as folder:
+    logs = RankLogs(Path(config.log.dir))
+
+    def on_event(rank: int, event: dict[str, Any]) -> None:
+        display.on_event(rank, event)
+        if display.began:
+            logs.begin()
+
+    def on_line(rank: int, stream: str, line: str) -> None:
+        logs.write(rank, stream, line)
+        display.on_line(rank, stream, line)
+
+    with (
+        passed_over(saves),
+        contextlib.closing(logs),
+        Display(unit=unit_of(config)) as display,
+        RunFolder(config, display) as folder,
+    ):
         display.row("ranks", f"{nproc} local process{'es' if nproc > 1 else ''}: {why}")
         display.on_phase("starting the ranks (loading torch, a few seconds)")
         results = launch_local(
             "shardwise.cli.train_rank:main",
             nproc=nproc,
             args=(msgspec.json.encode(config),),
-            on_event=display.on_event,
-            on_line=display.on_line,
+            on_event=on_event,
+            on_line=on_line,
             notice_s=config.launch.notice_s,
             passes_on=saves,
             preload=("shardwise.verify.preload",) if is_cpu(config.launch.device) else (),

@@ -204,6 +204,9 @@ class Display:
     def _show_val(self, *, step: int, loss: float, **_: Any) -> None:
         self.say(f"{'':<9}  step {step}: validation loss {loss:.4f} {self.unit}")
 
+    def _show_trace(self, *, path: str) -> None:
+        self.row("written", path)
+
     def _show_trouble(self, *, text: str) -> None:
         self.row("trouble", text)
 
@@ -221,6 +224,8 @@ class Display:
         if now.get("grad_norm") is not None:
             parts.append(f"grad norm {now['grad_norm']:.3f}")
         parts.append(f"{now['tokens_per_s']:,.0f} tokens/s")
+        if now.get("mfu") is not None:
+            parts.append(f"MFU {now['mfu']:.1%}")
         waits = now.get("data_s", 0.0) * now["tokens_per_s"] / max(now["tokens"], 1)
         if waits >= _SHOWN_WAIT:
             parts.append(f"{waits:.0%} of the time waiting for data")

@@ -98,6 +98,10 @@ class RunFolder:
             self.metrics: "",
             self.path / "config.yaml": " (everything resolved)",
         }
+        written = {"csv": "metrics.csv", "tensorboard": "tensorboard", "wandb": "wandb"}
+        notes |= {self.path / name: "" for word, name in written.items() if word in self.config.log.to}
+        if self.config.train.profile is not None:
+            notes[self.path / "profile"] = " (traces for https://ui.perfetto.dev)"
         if picture:
             notes[self.path / "loss.png"] = " (loss curve)"
         if self.weights is not None:

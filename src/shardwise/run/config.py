@@ -5,6 +5,7 @@ The defaults train a byte-level language model of 0.8 million parameters for 500
 :class:`RunConfig`.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,6 +15,7 @@ import msgspec
 from shardwise.config.loader import Loaded
 from shardwise.config.loader import load_config as load
 from shardwise.config.record import Options, default_of, doc
+from shardwise.config.suggest import did_you_mean
 from shardwise.config.target import looks_like_target
 from shardwise.config.tokenizer import is_tokens
 from shardwise.errors import ConfigError
@@ -42,6 +44,9 @@ NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 AboveZero = Annotated[float, msgspec.Meta(gt=0)]
 AboveOne = Annotated[float, msgspec.Meta(gt=1)]
 Shrink = Annotated[float, msgspec.Meta(gt=0, lt=1)]
+
+
+LOGGERS = ("csv", "tensorboard", "wandb")
 
 
 class Model(Options, frozen=True, kw_only=True):
@@ -225,9 +230,57 @@ class Train(Options, frozen=True, kw_only=True):
         Literal["raise", "skip"], doc("a NaN or infinite gradient: raise ends the run, skip leaves out the step")
     ] = "raise"
     scaler: Annotated[Scaler, doc("how the loss is scaled where precision is fp16")] = Scaler()
+    tf32: Annotated[
+        bool | None, doc("on cuda, products of float32 in TF32; false: in float32; null: as PyTorch is set")
+    ] = None
+    deterministic: Annotated[
+        bool, doc("only kernels that give the same bits each time; an operator without one is an error")
+    ] = False
+    anomaly: Annotated[bool, doc("autograd's anomaly detection: names the forward of a NaN in backward; slow")] = False
+    profile: Annotated[
+        str | None,
+        doc("steps FIRST:LAST, the last not included: a trace of them by torch.profiler, for Perfetto; null: none"),
+    ] = None
+    profile_ranks: Annotated[Literal["main", "all"], doc("with profile: rank 0 only, or a trace of each rank")] = "main"
+    memory_snapshot: Annotated[
+        Positive | None, doc("on cuda, the step whose allocations are written, for pytorch.org/memory_viz; null: none")
+    ] = None
     timeout_s: Annotated[
         AboveZero, doc("seconds a rank waits for the others before it gives up; after 10 it says whom for")
     ] = 600.0
+
+    @property
+    def profiled_steps(self) -> range | None:
+        """The steps of ``profile``."""
+        if self.profile is None:
+            return None
+        first, _, last = self.profile.partition(":")
+        return range(int(first), int(last))
+
+    def check(self) -> None:
+        if self.profile is None:
+            if self.profile_ranks != "main":
+                raise ConfigError(
+                    f"train.profile_ranks={self.profile_ranks!r} without train.profile",
+                    why="nothing is profiled, so it would have no effect",
+                    fix="say which steps: train.profile=10:13; or remove profile_ranks",
+                )
+        elif not re.fullmatch(r"[1-9]\d{0,9}:\d{1,10}", self.profile) or not self.profiled_steps:
+            raise ConfigError(
+                f"train.profile={self.profile!r}",
+                why="it is not FIRST:LAST with a first step of 1 or more, and a last one, which is not included, after it",
+                fix="write 10:13 for steps 10, 11 and 12",
+            )
+        for key, last in (
+            ("profile", (self.profiled_steps or [0])[-1]),
+            ("memory_snapshot", self.memory_snapshot or 0),
+        ):
+            if last > self.steps:
+                raise ConfigError(
+                    f"train.{key}={getattr(self, key)} with train.steps={self.steps}",
+                    why=f"the run ends before step {last}",
+                    fix="name earlier steps, or train longer",
+                )
 
 
 class Checkpoint(Options, frozen=True, kw_only=True):
@@ -281,6 +334,41 @@ class Log(Options, frozen=True, kw_only=True):
     dir: Annotated[str, doc("folder for metrics, picture and resolved configuration")] = "runs/latest"
     every: Annotated[Positive, doc("steps between lines of metrics")] = 10
     plot: Annotated[bool, doc("draw the loss curve at the end (needs matplotlib)")] = True
+    to: Annotated[
+        str | tuple[str, ...],
+        doc(
+            "loggers besides metrics.jsonl, as a list or with commas: csv, tensorboard, wandb, or pkg.mod:fn that returns one"
+        ),
+    ] = ()
+    project: Annotated[str, doc("with wandb: the project")] = "shardwise"
+    name: Annotated[str | None, doc("with wandb: the name of the run; null: that of the folder")] = None
+    wandb_mode: Annotated[
+        Literal["online", "offline"] | None, doc("with wandb: offline keeps it below log.dir; null: as WANDB_MODE says")
+    ] = None
+    peak_tflops: Annotated[
+        AboveZero | None,
+        doc("what one device can do, in 10^12 operations/s, for MFU; null: as known for the device, else no MFU"),
+    ] = None
+
+    def check(self) -> None:
+        words = self.to.split(",") if isinstance(self.to, str) else self.to
+        msgspec.structs.force_setattr(self, "to", tuple(word.strip() for word in words if word.strip()))
+        for word in self.to:
+            if word not in LOGGERS and not looks_like_target(word):
+                raise ConfigError(
+                    f"log.to={word!r}",
+                    why="it is neither a logger nor names a function",
+                    fix=did_you_mean(word, LOGGERS, what="loggers") + "; or pkg.mod:fn, a function that returns one",
+                )
+        if len(set(self.to)) < len(self.to):
+            raise ConfigError(f"log.to={list(self.to)}", why="one is named twice", fix="name each once")
+        for key in ("project", "name", "wandb_mode"):
+            if getattr(self, key) != default_of(Log, key) and "wandb" not in self.to:
+                raise ConfigError(
+                    f"log.{key}={getattr(self, key)!r} without wandb",
+                    why="only Weights & Biases takes it, so it would have no effect",
+                    fix=f"add log.to=wandb, or remove {key}",
+                )
 
 
 class Launch(Options, frozen=True, kw_only=True):

@@ -8,8 +8,8 @@ them.
 Events (``kind`` and its fields): ``phase`` text; ``data`` name, train_samples, val_samples, tokens_per_step; ``model``
 name, num_params, units, why; ``loaded`` text; ``resumed`` text; ``saved`` text; ``sample`` when, prompt, text,
 word_share; ``step`` step, steps, loss, grad_norm, lr, tokens_per_s, seconds_left, skipped, num_skipped (so far),
-memory; ``memory`` per_rank, one_process, rss; ``chosen`` name, text; ``val`` step, loss, num_tokens; ``stop`` reason; ``weights`` path;
-``trouble`` text.
+memory, and tflops, mfu, comm_bytes as far as they are known; ``memory`` per_rank, one_process, rss; ``chosen`` name, text; ``val`` step, loss, num_tokens; ``stop`` reason; ``weights`` path;
+``trace`` path; ``trouble`` text.
 """
 
 import contextlib
@@ -40,10 +40,13 @@ from shardwise.run.build import (
 )
 from shardwise.run.checkpoints import RunCheckpoints
 from shardwise.run.config import RunConfig
+from shardwise.run.device_use import DeviceUse
 from shardwise.run.disk_space import check_space, spare_folders
+from shardwise.run.loggers import Loggers
 from shardwise.run.memory import memory_of, state_bytes
 from shardwise.run.metrics import MetricsWriter, Pace, cut_metrics
 from shardwise.run.sample import complete_text, vocabulary, word_share
+from shardwise.run.watch import Watch, arithmetic
 from shardwise.state import check_dtypes, save_weights, weights_bytes
 from shardwise.step.evaluate import evaluate
 from shardwise.step.step import TrainStep
@@ -91,15 +94,16 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
     step = make_step(config, model)
     run = _Run(config=config, world=world, corpus=corpus, model=model, step=step, emit=emit)
     run.check_space()
-    with checkpoints.opened(step, run.last, emit):
-        run.resume(checkpoints)
-        run.open_files()
-        run.introduce()
-        run.complete("before")
-        run.all_steps(checkpoints)
-        checkpoints.settle(is_over=True)
-    run.complete("after")
-    run.export(checkpoints.unsaved)
+    with arithmetic(config.train, world), contextlib.closing(run):
+        with checkpoints.opened(step, run.last, emit):
+            run.resume(checkpoints)
+            run.open_files()
+            run.introduce()
+            run.complete("before")
+            run.all_steps(checkpoints)
+            checkpoints.settle(is_over=True)
+        run.complete("after")
+        run.export(checkpoints.unsaved)
     return run.last
 
 
@@ -132,6 +136,9 @@ class _Run:
         }
         self.done = 0  # steps, including those before a resume
         self.metrics: MetricsWriter | None = None
+        self.loggers: Loggers | None = None
+        self.use = DeviceUse(self.config, self.world)
+        self.watch = Watch(self.config.train, self.world, self.folder, lambda path: self.emit("trace", path=path))
         self.unwritten: CheckpointError | None = None
 
     def tell(self, kind: str, **fields: Any) -> None:
@@ -143,7 +150,15 @@ class _Run:
             except CheckpointError as error:
                 self.unwritten = error
                 self.emit("trouble", text=f"{error.given}: {error.why}; training continues, its figures are not kept")
+        if self.loggers is not None:
+            self.loggers.log({"kind": kind, **fields})
         self.emit(kind, **fields)
+
+    def close(self) -> None:
+        """Called at the end, also if that is an error: ends what watches the run."""
+        self.watch.close()
+        if self.loggers is not None:
+            self.loggers.close()
 
     def check_space(self) -> None:
         """Refuses a run for which the disk has no room, or whose weights cannot be written; all ranks must call it."""
@@ -209,6 +224,7 @@ class _Run:
                 fix="free space, or name another folder: --log.dir=PATH",
             ) from error
         self.metrics = MetricsWriter(file)
+        self.loggers = Loggers(self.config, self.folder, self.done, lambda text: self.emit("trouble", text=text))
 
     def introduce(self) -> None:
         """Emits the events that describe the data and the model."""
@@ -253,8 +269,11 @@ class _Run:
         self.emit("phase", text="training")
         while self.done < train.steps:
             for window in self.loader:
-                out, self.done = self.step(window), self.done + 1
+                self.watch.begin(self.done + 1)
+                with self.use.counted(self.done + 1 - first):
+                    out, self.done = self.step(window), self.done + 1
                 done = self.done
+                self.watch.end(done)
                 pace.step(done, int(out.num_tokens))
                 if done == first:
                     self.measure()
@@ -280,6 +299,7 @@ class _Run:
             "tokens": int(out.num_tokens),
             "tokens_per_s": pace.tokens_per_s,
             "data_s": out.data_s,
+            **self.use.figures(pace.steps_per_s),
             "seconds_left": pace.seconds_left,
             "skipped": bool(out.skipped),
             "num_skipped": self.step.num_skipped,

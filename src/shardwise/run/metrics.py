@@ -169,6 +169,12 @@ class Pace:
         return tokens / seconds if seconds > 0 else 0.0
 
     @property
+    def steps_per_s(self) -> float:
+        """Optimizer steps per second; 0.0 before the first."""
+        seconds, steps, _ = self._since()
+        return steps / seconds if seconds > 0 else 0.0
+
+    @property
     def seconds_left(self) -> float | None:
         """Estimated seconds until the last step; None before the first."""
         seconds, steps, _ = self._since()

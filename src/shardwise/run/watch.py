@@ -1,0 +1,112 @@
+"""What can be switched on to look into a run: a profiler's trace of some steps, a snapshot of the device's memory,
+autograd's anomaly detection; and how its arithmetic is done (TF32, deterministic kernels)."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise._torch.cuda_memory import dump_history, record_history
+from shardwise.errors import ConfigError
+from shardwise.run.config import Train
+from shardwise.world import World
+
+__all__ = ["Watch", "arithmetic"]
+
+
+@contextlib.contextmanager
+def arithmetic(train: Train, world: World) -> Iterator[None]:
+    """Within: the run's arithmetic is as ``train.tf32``, ``train.deterministic`` and ``train.anomaly`` say.
+
+    Raises:
+        ConfigError: tf32 without cuda.
+    """
+    if train.tf32 is not None and world.device.type != "cuda":
+        raise ConfigError(
+            f"train.tf32={str(train.tf32).lower()} on {world.device.type}",
+            why="TF32 is a way in which NVIDIA GPUs multiply float32, so it would have no effect",
+            fix="remove it, or run on cuda",
+        )
+    with contextlib.ExitStack() as stack:
+        if train.tf32 is not None:
+            # Not by the newer fp32_precision of each backend: with it set, reading allow_tf32 is an error of PyTorch's.
+            stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            torch.set_float32_matmul_precision("high" if train.tf32 else "highest")
+            stack.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
+            torch.backends.cudnn.allow_tf32 = train.tf32
+        if train.deterministic:
+            # Read when cuBLAS makes its first handle; without it some of its kernels refuse to run.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+            torch.use_deterministic_algorithms(True)
+            stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+            torch.backends.cudnn.benchmark = False
+        if train.anomaly:
+            stack.enter_context(torch.autograd.set_detect_anomaly(True))
+        yield
+
+
+class Watch:
+    """The profiler and the memory snapshot of one rank.
+
+    Args:
+        train: the section of the configuration.
+        world: the open world.
+        folder: of the run.
+        tell: called with the path of each file, on the rank that wrote it.
+
+    Raises:
+        ConfigError: a memory snapshot without cuda.
+    """
+
+    def __init__(self, train: Train, world: World, folder: Path, tell: Callable[[str], None]):
+        self._world, self._folder, self._tell = world, folder, tell
+        self._window = train.profiled_steps if train.profile_ranks == "all" or world.is_main else None
+        self._snapshot = train.memory_snapshot
+        self._profiler: Any = None
+        if self._snapshot is not None and world.device.type != "cuda":
+            raise ConfigError(
+                f"train.memory_snapshot={self._snapshot} on {world.device.type}",
+                why="it is the history of the CUDA allocator",
+                fix="remove it, or run on cuda",
+            )
+
+    def begin(self, step: int) -> None:
+        """Called before step ``step``, counted from 1."""
+        if self._window is not None and step == self._window.start:
+            kinds = torch.profiler.ProfilerActivity
+            activities = [kinds.CPU, *([kinds.CUDA] if self._world.device.type == "cuda" else [])]
+            self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+            self._profiler.start()
+        if self._snapshot == step:
+            record_history(True)
+
+    def end(self, step: int) -> None:
+        """Called after it."""
+        if self._profiler is not None and self._window is not None and step == self._window.stop - 1:
+            self._end_profile(self._window)
+        if self._snapshot == step:
+            path = self._place(f"memory-step-{step}-rank-{self._world.rank}.pickle")
+            dump_history(str(path))
+            record_history(False)
+            self._tell(str(path))
+
+    def close(self) -> None:
+        """Writes what was recorded when the run ended within the window."""
+        if self._profiler is not None and self._window is not None:
+            self._end_profile(self._window)
+
+    def _end_profile(self, window: range) -> None:
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        path = self._place(f"steps-{window.start}-{window.stop - 1}-rank-{self._world.rank}.json.gz")
+        profiler.export_chrome_trace(str(path))
+        self._tell(str(path))
+
+    def _place(self, name: str) -> Path:
+        folder = self._folder / "profile"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / name
