@@ -442,6 +442,49 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/step/test_reads.py -k one_rank",
         "nothing but time: the host waits for the device once more in each step",
     ),
+    # ---- run: figures, loggers, traces ------------------------------------------------------------------------------
+    Mutant(
+        "csv-keeps-steps-done-again",
+        'rows = [row for row in reader if int(row["step"] or 0) <= done]',
+        "rows = list(reader)",
+        "tests/run/test_loggers.py -k CSV",
+        "a resumed run has some steps twice in its CSV",
+    ),
+    Mutant(
+        "tensorboard-keeps-steps-done-again",
+        "purge_step=done + 1 if done else None",
+        "purge_step=None",
+        "tests/run/test_loggers.py -k TensorBoard",
+        "a resumed run has some steps twice in TensorBoard",
+    ),
+    Mutant(
+        "failing-logger-ends-training",
+        "        except Exception as error:  # of a library or the user's: training is worth more than its picture",
+        "        except ZeroDivisionError as error:",
+        "tests/run/test_loggers.py -k ones_own",
+        "a lost connection to a logger ends the training",
+    ),
+    Mutant(
+        "mfu-of-one-device",
+        "rate = self._flops * steps_per_s / self._world.size",
+        "rate = self._flops * steps_per_s",
+        "tests/run/test_device_use.py -k figures",
+        "MFU is too large by the number of ranks",
+    ),
+    Mutant(
+        "profile-one-step-more",
+        "step == self._window.stop - 1:",
+        "step == self._window.stop:",
+        "tests/run/test_watch.py -k trace",
+        "a trace holds other steps than were asked for",
+    ),
+    Mutant(
+        "rank-logs-too-early",
+        "            if self._held is None:\n                self._write(rank, text)",
+        "            if True:\n                self._write(rank, text)",
+        "tests/cli/test_rank_logs.py",
+        "a run that is refused leaves a folder",
+    ),
     # ---- techniques: running again and compiling ---------------------------------------------------------------------
     Mutant(
         "one-of-a-pair-unseen",

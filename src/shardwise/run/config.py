@@ -238,8 +238,8 @@ class Train(Options, frozen=True, kw_only=True):
     ] = False
     anomaly: Annotated[bool, doc("autograd's anomaly detection: names the forward of a NaN in backward; slow")] = False
     profile: Annotated[
-        str | None,
-        doc("steps FIRST:LAST, the last not included: a trace of them by torch.profiler, for Perfetto; null: none"),
+        int | str | None,
+        doc("a step, or FIRST:LAST, the last not included: a trace by torch.profiler, for Perfetto; null: none"),
     ] = None
     profile_ranks: Annotated[Literal["main", "all"], doc("with profile: rank 0 only, or a trace of each rank")] = "main"
     memory_snapshot: Annotated[
@@ -254,8 +254,8 @@ class Train(Options, frozen=True, kw_only=True):
         """The steps of ``profile``."""
         if self.profile is None:
             return None
-        first, _, last = self.profile.partition(":")
-        return range(int(first), int(last))
+        first, _, last = str(self.profile).partition(":")
+        return range(int(first), int(last or int(first) + 1))
 
     def check(self) -> None:
         if self.profile is None:
@@ -265,10 +265,10 @@ class Train(Options, frozen=True, kw_only=True):
                     why="nothing is profiled, so it would have no effect",
                     fix="say which steps: train.profile=10:13; or remove profile_ranks",
                 )
-        elif not re.fullmatch(r"[1-9]\d{0,9}:\d{1,10}", self.profile) or not self.profiled_steps:
+        elif not re.fullmatch(r"[1-9]\d{0,9}(:\d{1,10})?", str(self.profile)) or not self.profiled_steps:
             raise ConfigError(
                 f"train.profile={self.profile!r}",
-                why="it is not FIRST:LAST with a first step of 1 or more, and a last one, which is not included, after it",
+                why="it is neither a step, from 1, nor FIRST:LAST, a first one and a later one, which is not included",
                 fix="write 10:13 for steps 10, 11 and 12",
             )
         for key, last in (
