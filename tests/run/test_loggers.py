@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -111,8 +112,15 @@ class TestTensorBoard:
         assert scalars_of(tmp_path / "tensorboard.previous")["step/loss"] == [(1, 2.0)]
 
 
-def history_of(folder: Path) -> list[dict[str, float]]:
-    """What the files of an offline run hold, in the order of steps."""
+def history_of(folder: Path, num_rows: int) -> list[dict[str, float]]:
+    """What the files of an offline run hold, in the order of steps; the process that writes them may be a moment behind."""
+    until = time.monotonic() + 20
+    while len(rows := _history_of(folder)) < num_rows and time.monotonic() < until:
+        time.sleep(0.1)
+    return rows
+
+
+def _history_of(folder: Path) -> list[dict[str, float]]:
     from wandb.proto import wandb_internal_pb2
 
     rows = []
@@ -149,7 +157,7 @@ def test_weights_and_biases_offline_and_resumed(tmp_path):
         logger.log(row(step, loss=2.5 / step))
         logger.log(row(step, "val", loss=3.0))
         logger.close()
-    assert history_of(tmp_path) == [
+    assert history_of(tmp_path, 4) == [
         {"step/loss": 2.5, "train_step": 1},
         {"val/loss": 3.0, "train_step": 1},
         {"step/loss": 1.25, "train_step": 2},
@@ -267,7 +275,7 @@ def test_a_run_and_its_second_half_are_one_in_every_logger(ranks, tmp_path, text
     assert [step for step, _ in in_board] == [1, 2, 3, 4, 5] and all(
         abs(a - b) < 1e-6 * abs(b) for (_, a), (_, b) in zip(in_board, losses, strict=True)
     )
-    in_wandb = [(r["train_step"], r["step/loss"]) for r in history_of(folder) if "step/loss" in r]
+    in_wandb = [(r["train_step"], r["step/loss"]) for r in history_of(folder, 7) if "step/loss" in r]
     assert dict(in_wandb) == dict(losses)
     told = (folder / "own.txt").read_text().splitlines()
     assert told.count("closed") == 2 and [line for line in told if line.startswith("open")] == ["open 3 0", "open 5 3"]
