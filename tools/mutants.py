@@ -442,6 +442,42 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/step/test_reads.py -k one_rank",
         "nothing but time: the host waits for the device once more in each step",
     ),
+    # ---- data: streams, workers, padding -----------------------------------------------------------------------------
+    Mutant(
+        "workers-collect-the-ranks-garbage",
+        "    gc.freeze()\n    gc.enable()\n    rank",
+        "    gc.enable()\n    rank",
+        "tests/data/test_workers.py -k garbage",
+        "a worker crashes when it destroys what belongs to the rank's threads",
+    ),
+    Mutant(
+        "stream-that-raised-is-over",
+        "            self._items = None  # a generator that has raised gives nothing more, which would look like the epoch's end\n",
+        "",
+        "tests/data/test_stream.py -k raised",
+        "the rest of an epoch is missed after an error that was caught",
+    ),
+    Mutant(
+        "stream-state-of-the-last-epoch",
+        "self.dataset.load_state_dict(copy.deepcopy(self._first if state is None else state))",
+        "self.dataset.load_state_dict(copy.deepcopy(state)) if state is not None else None",
+        "tests/data/test_stream.py -k each_epoch",
+        "the second epoch of a stream with a state is empty",
+    ),
+    Mutant(
+        "stream-digest-of-nothing",
+        "            self.digest = _digest(sample, self.digest)",
+        "            pass",
+        "tests/data/test_stream.py -k splits_itself",
+        "a stream that splits itself over ranks trains on half of it",
+    ),
+    Mutant(
+        "padding-is-learned",
+        '        padded["attention_mask"] = (torch.arange(ids.shape[1]) < lengths[:, None]).long()',
+        "        pass",
+        "tests/data/test_padding.py",
+        "padding tokens are trained on",
+    ),
     # ---- run: figures, loggers, traces ------------------------------------------------------------------------------
     Mutant(
         "csv-keeps-steps-done-again",
@@ -1029,15 +1065,15 @@ MUTANTS: tuple[Mutant, ...] = (
     # ---- step: data -----------------------------------------------------------------------------------------------
     Mutant(
         "windows-overlap",
-        "self._position = min(self._position + self.global_batch, self.num_samples)",
-        "self._position = min(self._position + self.micro_batch, self.num_samples)",
+        "self._position = min(self._position + self.global_batch, self._length)",
+        "self._position = min(self._position + self.micro_batch, self._length)",
         "tests/data/test_data.py -k 'once_an_epoch or same_windows'",
         "samples are seen several times an epoch",
     ),
     Mutant(
         "one-order-for-all-epochs",
-        "sample_order(samples, self.num_samples, seed=self.seed, epoch=epoch)",
-        "sample_order(samples, self.num_samples, seed=self.seed, epoch=0)",
+        "sample_order(samples, self._length, seed=self.seed, epoch=epoch)",
+        "sample_order(samples, self._length, seed=self.seed, epoch=0)",
         "tests/data/test_data.py -k order_differs",
         "every epoch has the order of the first",
     ),
@@ -1050,8 +1086,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "last-window-trained-twice",
-        "return self._state_at(epoch, min(start + self.global_batch, self.num_samples)), 0",
-        "return self._state_at(epoch, start), 0",
+        "return self._state_at(epoch, end, state), 0",
+        "return self._state_at(epoch, start, None), 0",
         "tests/state/test_resumed_data.py -k 'not_lost or readers_ahead'",
         "a resumed run trains the last window once more",
     ),

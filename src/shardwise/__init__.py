@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shardwise.data.batch import MicroBatch
     from shardwise.data.labels import shift_labels
     from shardwise.data.loader import Loader
+    from shardwise.data.padding import pad_collate
     from shardwise.dialects.fsdp1 import from_fsdp1
     from shardwise.errors import (
         CheckpointError,
@@ -119,6 +120,7 @@ _HOME = {
     "shardwise.step.evaluate": ("evaluate",),
     "shardwise.step.parameter_groups": ("parameter_groups",),
     "shardwise.data.labels": ("shift_labels",),
+    "shardwise.data.padding": ("pad_collate",),
     "shardwise.step.linear_loss": ("linear_cross_entropy",),
     "shardwise.step.loss": ("TaskModel", "next_token_loss"),
     "shardwise.step.local_optimizer": ("local_optimizer",),
@@ -186,6 +188,7 @@ __all__ = [
     "load_weights",
     "local_optimizer",
     "next_token_loss",
+    "pad_collate",
     "parallel_embedding",
     "parallelize",
     "parameter_groups",

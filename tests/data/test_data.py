@@ -232,15 +232,10 @@ def test_sizes_that_do_not_fit_are_refused(global_batch, micro_batch, text):
 def test_datasets_without_samples_or_numbers_are_refused():
     with pytest.raises(ConfigError, match=r"an empty dataset \(Numbers\)"):
         make(0, 1, 1)
-    with pytest.raises(UsageError, match=r"type generator without len\(\)"):
+    with pytest.raises(UsageError, match="type generator, which can be read once only"):
         Loader((i for i in range(3)), fake_world(), global_batch=1, micro_batch=1)
-
-    class Endless(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            yield from ()
-
-    with pytest.raises(UsageError, match=r"type Endless without len\(\)"):
-        Loader(Endless(), fake_world(), global_batch=1, micro_batch=1)
+    with pytest.raises(UsageError, match=r"type object without len\(\)"):
+        Loader(object(), fake_world(), global_batch=1, micro_batch=1)
 
 
 def test_collate_and_prepare_are_used_and_checked():

@@ -172,6 +172,36 @@ def test_a_worker_that_was_killed_is_named_as_such():
     assert children() == 0
 
 
+class Leftover:
+    """Garbage that may be destroyed only in the process that made it, as a process group with its threads."""
+
+    def __init__(self, folder):
+        self.folder, self.pid, self.me = folder, os.getpid(), self
+
+    def __del__(self):
+        if os.getpid() != self.pid:
+            (self.folder / f"destroyed in {os.getpid()}").touch()
+
+
+class Collects(Rows):
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        gc.collect()
+        return super().__getitem__(i)
+
+
+def test_workers_destroy_nothing_that_the_rank_has_left_to_the_garbage_collector(tmp_path):
+    (loader,) = loaders(1, Collects(), num_workers=2)
+    gc.collect()
+    gc.disable()
+    try:
+        Leftover(tmp_path)
+        windows = list(loader)
+        assert windows and not gc.isenabled() and list(tmp_path.iterdir()) == []
+    finally:
+        gc.enable()
+    assert list(loader) and gc.isenabled()
+
+
 def test_workers_go_on_where_all_processes_of_a_job_are_asked_to_stop(monkeypatch):
     (loader,) = loaders(1, num_workers=2, prefetch=1, shuffle=False)
     samples = []

@@ -13,12 +13,12 @@ def why_ended(batches: Iterator[Any], error: Exception) -> str | None:
     """How a worker of ``iter(DataLoader(...))`` has ended, for an ``error`` that may come of that; None: none has, and the
     error is the dataset's."""
     said = str(error).partition("\n")[0]
-    if said.startswith("DataLoader worker (pid"):
-        return said
     if said.startswith("Caught "):
         return None
     sentinels = {worker.sentinel: worker for worker in getattr(batches, "_workers", ())}
     codes = [sentinels[ready].exitcode for ready in wait(list(sentinels), _EXIT_S)]
+    if said.startswith("DataLoader worker (pid"):
+        return f"{said} (exit status {', '.join(map(str, codes)) or 'not known'})"
     return None if not codes else f"it ended with exit status {codes[0]} ({type(error).__name__}: {said})"
 
 

@@ -4,7 +4,7 @@ them or in the folder of a run. It starts no run."""
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,7 +170,7 @@ def _show(path: Path, args: argparse.Namespace) -> int:
         if row["layout"] != "weights only"
         else "none: it holds weights only, and no run can resume from it",
         "optimizer": row["optimizer"] or "none",
-        "data": "epoch {epoch}, sample {position} of {num_samples}".format_map(row["data"]) if row["data"] else "none",
+        "data": _position(row["data"]),
         "extra": ", ".join(row["extra"]) or "none",
         "versions": ", ".join(f"{name} {version}" for name, version in row["versions"].items()),
     }
@@ -233,6 +233,13 @@ def _best_of(folders: list[Path]) -> str | None:
         if row["problem"] is None:
             return row["best"]
     return None
+
+
+def _position(data: Mapping[str, Any] | None) -> str:
+    if not data:
+        return "none"
+    of_all = "" if data.get("num_samples") is None else f" of {data['num_samples']}"
+    return f"epoch {data['epoch']}, sample {data['position']}{of_all}"
 
 
 def _size(num_bytes: int) -> str:

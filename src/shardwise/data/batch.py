@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise.errors import ConfigError
 
-__all__ = ["IGNORED", "MicroBatch", "default_collate"]
+__all__ = ["IGNORED", "MicroBatch", "default_collate", "rows_of"]
 
 IGNORED = -100
 """The label of a position that the loss ignores."""
@@ -21,17 +21,19 @@ class Place(tuple[int, int]):
     Attributes:
         loader: number of the Loader; a number, since the batch may pass through threads and processes that read ahead.
         num_micro: micro-batches of the window over all ranks, without paddings.
+        digest: of the dataset, of a stream of what was read of it until there: the same on every rank.
         waited_s: seconds that reading the window has kept this rank from training.
     """
 
     loader: int | None = None
     num_micro: int | None = None
     waited_s: float = 0.0
+    digest: int = 0
 
     @classmethod
-    def of(cls, epoch: int, start: int, loader: int) -> "Place":
+    def of(cls, epoch: int, start: int, loader: int, digest: int = 0) -> "Place":
         found = cls((epoch, start))
-        found.loader = loader
+        found.loader, found.digest = loader, digest
         return found
 
 
@@ -90,6 +92,12 @@ def default_collate(samples: Sequence[Any]) -> dict[str, Tensor]:
     Raises:
         ConfigError: samples have unequal shapes or keys, or are of a kind this function does not know.
     """
+    rows = rows_of(samples)
+    return {name: _stack(name, [row[name] for row in rows]) for name in rows[0]}
+
+
+def rows_of(samples: Sequence[Any]) -> list[dict[str, Tensor]]:
+    """Each sample as a mapping of tensors, with the same keys; raises as :func:`default_collate`."""
     rows = [_as_mapping(sample) for sample in samples]
     names = list(rows[0])
     for row in rows:
@@ -99,7 +107,7 @@ def default_collate(samples: Sequence[Any]) -> dict[str, Tensor]:
                 why="a batch needs the same keys in every sample",
                 fix="return the same keys from dataset[i], or give collate=",
             )
-    return {name: _stack(name, [_as_tensor(name, row[name]) for row in rows]) for name in names}
+    return [{name: _as_tensor(name, row[name]) for name in names} for row in rows]
 
 
 def _as_mapping(sample: Any) -> Mapping[str, Any]:

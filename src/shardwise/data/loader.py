@@ -22,16 +22,23 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from shardwise.data.batch import IGNORED, MicroBatch, Place, default_collate
 from shardwise.data.dataset_state import DatasetState, states_in
 from shardwise.data.labels import make_labels, shift_labels
+from shardwise.data.loader_checks import (
+    check_sizes,
+    check_stream,
+    check_workers,
+    length_of,
+    refuse_data_loader,
+    refuse_own_state,
+)
 from shardwise.data.order import sample_order
 from shardwise.data.same_dataset import digest_of_dataset
-from shardwise.data.workers import Reader, Task, read, read_ahead
+from shardwise.data.stream import Stream, is_stream, refuse_empty
+from shardwise.data.workers import Reader, Task, batch_of, read, read_ahead
 from shardwise.errors import ConfigError, UsageError
-from shardwise.world.rng import is_generator
 
 __all__ = [
     "IGNORED",
@@ -73,8 +80,12 @@ class Loader:
     ``.padding``. Each rank reads only its own samples. No communication: the ranks agree because the order is a
     function of the seed.
 
+    A dataset that is only iterable (a stream) is read in its own order: each rank reads all samples and keeps its own. A
+    run that resumes goes on by the dataset's ``state_dict``, under any number of ranks; without one it reads again, and
+    leaves out, what came before.
+
     Args:
-        dataset: anything with ``len()`` and ``[i]``; the length must not change.
+        dataset: anything with ``len()`` and ``[i]``, of which the length must not change; or with ``__iter__``.
         world: has the data-parallel rank and size, the seed and the device.
         global_batch: samples of one optimizer step, over all ranks.
         micro_batch: samples of one forward of one rank; must divide ``global_batch``.
@@ -82,7 +93,7 @@ class Loader:
         prepare: mapping -> mapping, applied to each micro-batch; default :func:`make_labels`, which makes ``labels``
             where there are none and leaves existing ones, which must be aligned, as they are; :func:`shift_labels`
             also shifts existing ones (collators of Hugging Face and TRL); None leaves the batch as it is.
-        shuffle: False keeps the dataset's own order in every epoch.
+        shuffle: False keeps the dataset's own order in every epoch; None: True, but for a stream.
         num_workers: processes that read micro-batches ahead, as those of a DataLoader; 0: they are read when they are
             asked for, by the process that trains. Samples and their order are the same for any number, and so is what a
             resumed run reads.
@@ -98,7 +109,8 @@ class Loader:
 
     Raises:
         ConfigError: sizes that do not fit, an empty dataset, options that have no effect together.
-        UsageError: a dataset without a length or without ``[i]``; with workers, one with a state of its own.
+        UsageError: a dataset that is neither, or an iterator, which can be read once only; with workers, a dataset with a
+            state of its own.
 
     Example::
 
@@ -116,48 +128,51 @@ class Loader:
         micro_batch: int,
         collate: Callable[[list[Any]], Mapping[str, Tensor]] | None = None,
         prepare: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = make_labels,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         num_workers: int = 0,
         prefetch: int | None = None,
         pin_memory: bool = True,
     ):
-        _check_sizes(global_batch, micro_batch)
-        _check_workers(num_workers, prefetch)
+        check_sizes(global_batch, micro_batch)
+        check_workers(num_workers, prefetch)
         self.num_workers, self.prefetch, self.pin_memory = num_workers, prefetch or _PREFETCH, pin_memory
         self.waited_s = 0.0
         self.dataset, self.world = dataset, world
         self.global_batch, self.micro_batch = global_batch, micro_batch
-        self.collate, self.prepare, self.shuffle = collate or default_collate, prepare, shuffle
-        self.num_samples = _length(dataset)
-        self.digest = digest_of_dataset(dataset)
+        self.collate, self.prepare = collate or default_collate, prepare
+        refuse_data_loader(dataset)
+        self._stream = Stream(dataset) if is_stream(dataset) else None
+        if self._stream is not None:
+            check_stream(shuffle, num_workers)
+        self.shuffle = self._stream is None if shuffle is None else shuffle
+        self.num_samples = None if self._stream is not None else length_of(dataset)
+        self._digest = digest_of_dataset(dataset) if self._stream is None else 0
         self.seed = int(world.seed)
         self.epoch = 0
         self._position = 0
+        self._state: Any = None  # of a stream at the position
         self._number = next(_NUMBERS)
         _LOADERS[self._number] = self
         self._begin()
         self._turn = 0  # counts iterators and loaded positions, so that an old iterator notices it
         if num_workers:
-            _refuse_own_state(self.own_states())
+            refuse_own_state(self.own_states())
 
     def __len__(self) -> int:
-        """The number of windows (optimizer steps) of a whole epoch."""
+        """The number of windows (optimizer steps) of a whole epoch; TypeError for a dataset that has no length."""
+        if self.num_samples is None:
+            raise TypeError(
+                f"len() of a Loader of {type(self.dataset).__name__}, which is read by iterating: how many samples there are is "
+                "seen when an epoch has ended"
+            )
         return -(-self.num_samples // self.global_batch)
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         self._turn += 1
         turn = self._turn
-        if self._position >= self.num_samples:
+        if self.num_samples is not None and self._position >= self.num_samples:
             self._next_epoch()
-        batches = self._batches()
-        while self._position < self.num_samples:
-            began = time.perf_counter()
-            place = Place.of(self.epoch, self._position, self._number)
-            self._reading(place)
-            window = self._window(place, batches)
-            self.waited_s = place.waited_s = time.perf_counter() - began
-            # Before the yield: while the caller has a window, the position is already after it.
-            self._position = min(self._position + self.global_batch, self.num_samples)
+        for window in self._windows() if self._stream is None else self._windows_of(self._stream):
             self._num_handed_out += 1
             yield window
             if turn != self._turn:
@@ -168,15 +183,57 @@ class Loader:
                 )
         self._next_epoch()
 
-    def _next_epoch(self) -> None:
-        self.epoch, self._position = self.epoch + 1, 0
+    def _windows(self) -> Iterator[list[MicroBatch]]:
+        """From the current position to the end of the epoch. While the caller has a window, the position is after it."""
+        batches = self._batches()
+        while self._position < self._length:
+            began = time.perf_counter()
+            place = Place.of(self.epoch, self._position, self._number, self._digest)
+            self._reading(place)
+            place.num_micro = self._num_micro(place[1])
+            own = self._own(place[1])
+            window = self._window(place, own, [next(batches) for _ in own])
+            self.waited_s = place.waited_s = time.perf_counter() - began
+            self._position = min(self._position + self.global_batch, self._length)
+            yield window
 
-    def _window(self, place: Place, batches: Iterator[Mapping[str, Tensor]]) -> list[MicroBatch]:
-        """This rank's micro-batches of the window at ``place``; ``batches`` are the next ones that it reads."""
+    def _windows_of(self, stream: Stream) -> Iterator[list[MicroBatch]]:
+        """The same of a dataset that is read in its own order: every rank reads all samples, and keeps its own."""
         axis = self.world.axis("dp")
-        place.num_micro = num_micro = self._num_micro(place[1])
-        own = self._own(place[1])
-        mine = [self._on_device(next(batches), index, place) for index in own]
+        stream.start(self.epoch, self._position, self._state)
+        while True:
+            began = time.perf_counter()
+            place = Place.of(self.epoch, self._position, self._number)
+            self._reading(place)
+            samples = stream.take(self.global_batch)
+            if not samples:
+                if not self._position:
+                    refuse_empty(self.dataset)
+                stream.end()
+                return
+            place.digest = stream.digest
+            place.num_micro = num_micro = -(-len(samples) // self.micro_batch)
+            own = list(range(axis.rank, num_micro, axis.size)) or [0]
+            parts = [samples[index * self.micro_batch :][: self.micro_batch] for index in own]
+            window = self._window(place, own, [batch_of(part, self.collate, self.prepare) for part in parts])
+            self.waited_s = place.waited_s = time.perf_counter() - began
+            self._position += len(samples)
+            self._state = stream.state()
+            self._ends[tuple(place)] = self._position, self._state
+            yield window
+
+    def _next_epoch(self) -> None:
+        self.epoch, self._position, self._state = self.epoch + 1, 0, None
+
+    @property
+    def _length(self) -> int:
+        assert self.num_samples is not None, "of a dataset that is read by number"
+        return self.num_samples
+
+    def _window(self, place: Place, own: list[int], batches: list[Mapping[str, Tensor]]) -> list[MicroBatch]:
+        """This rank's micro-batches of the window at ``place``; ``batches`` are those it read, with the indices ``own``."""
+        axis, num_micro = self.world.axis("dp"), place.num_micro or 0
+        mine = [self._on_device(batch, index, place) for index, batch in zip(own, batches, strict=True)]
         if own[0] != axis.rank:  # a rank without its own micro-batch copies the first one of the window
             mine = [MicroBatch(mine[0], index=axis.rank, padding=True, window=place)]
         for index in range(axis.rank + len(mine) * axis.size, -(-num_micro // axis.size) * axis.size, axis.size):
@@ -185,7 +242,7 @@ class Loader:
 
     def _num_micro(self, start: int) -> int:
         """Micro-batches over all ranks of the window that begins with the sample at ``start``."""
-        return -(-(min(start + self.global_batch, self.num_samples) - start) // self.micro_batch)
+        return -(-(min(start + self.global_batch, self._length) - start) // self.micro_batch)
 
     def _own(self, start: int) -> list[int]:
         """Indices of the micro-batches that this rank reads in that window."""
@@ -195,13 +252,13 @@ class Loader:
     def _tasks(self) -> Iterator[Task]:
         """What is read from the current position to the end of the epoch."""
         epoch = self.epoch
-        for start in range(self._position, self.num_samples, self.global_batch):
-            stop = min(start + self.global_batch, self.num_samples)
+        for start in range(self._position, self._length, self.global_batch):
+            stop = min(start + self.global_batch, self._length)
             for index in self._own(start):
                 first = start + index * self.micro_batch
                 samples = np.arange(first, min(first + self.micro_batch, stop))
                 if self.shuffle:
-                    samples = sample_order(samples, self.num_samples, seed=self.seed, epoch=epoch)
+                    samples = sample_order(samples, self._length, seed=self.seed, epoch=epoch)
                 yield Task(epoch, first, tuple(map(int, samples)))
 
     def _batches(self) -> Iterator[Mapping[str, Tensor]]:
@@ -229,28 +286,32 @@ class Loader:
 
     def _begin(self) -> None:
         """Starts counting the windows that are read and used, from the current position."""
-        self._begun = self.epoch, self._position
+        self._begun = self.epoch, self._position, self._state
         self._used: tuple[int, int] | None = None
         self._num_handed_out = 0
         self._read: tuple[int, int] | None = None  # the last window whose reading began
         # The dataset's state after each window not yet used: if windows are read ahead, its state now is not the one
         # after the last used window.
         self._states: dict[tuple[int, int], DatasetState] = {}
+        # Of a stream: the position and the state of the dataset after each window not yet used.
+        self._ends: dict[tuple[int, int], tuple[int, Any]] = {}
 
     def _reading(self, place: Place) -> None:
         """Keeps the dataset's own state from before the window at ``place`` is read."""
         own = self.own_states()
         if own:
             self._states[self._read or _START] = own.taken()
-            while len(self._states) > _KEPT:
-                self._states.pop(next(iter(self._states)))
+        for kept in (self._states, self._ends):
+            while len(kept) > _KEPT:
+                kept.pop(next(iter(kept)))
         self._read = tuple(place)
 
     def mark_used(self, place: tuple[int, int]) -> None:
         """Notes that the window at ``place`` was trained or evaluated: a resumed run continues after it."""
         self._used = tuple(place)
-        for older in [window for window in list(self._states) if window < self._used]:
-            self._states.pop(older, None)
+        for kept in (self._states, self._ends):
+            for older in [window for window in list(kept) if window < self._used]:
+                kept.pop(older, None)
 
     def used_state_dict(self, num_trained: int | None) -> tuple[dict[str, Any], int]:
         """The :meth:`state_dict` after the last window that was trained or evaluated, and 0. If the windows have lost
@@ -261,14 +322,16 @@ class Loader:
         """
         if self._used is not None:
             epoch, start = self._used
-            return self._state_at(epoch, min(start + self.global_batch, self.num_samples)), 0
+            end, state = self._ends.get(self._used, (start + self.global_batch, None))
+            return self._state_at(epoch, end, state), 0
         if num_trained == 0:
             return self._state_at(*self._begun), 0
         return self.state_dict(), max(0, self._num_handed_out - (num_trained or self._num_handed_out))
 
     def own_states(self) -> DatasetState:
         """The stateful objects in the dataset, ``collate`` and ``prepare``."""
-        return states_in(dataset=self.dataset, collate=self.collate, prepare=self.prepare)
+        roots = {} if self._stream is not None else {"dataset": self.dataset}  # a stream's is in the position
+        return states_in(**roots, collate=self.collate, prepare=self.prepare)
 
     def used_states(self) -> DatasetState | None:
         """The states of :meth:`own_states` after the last used window; None: it was read in another process, or too
@@ -278,20 +341,23 @@ class Loader:
             return own.taken()
         return self._states.get(self._used or _START)
 
-    def _state_at(self, epoch: int, position: int) -> dict[str, Any]:
-        if position >= self.num_samples:
+    def _state_at(self, epoch: int, position: int, state: Any) -> dict[str, Any]:
+        if self.num_samples is not None and position >= self.num_samples:
             epoch, position = epoch + 1, 0
+        of_stream = {} if self._stream is None else {"dataset": state}
         return {
             "epoch": epoch,
             "position": position,
             "seed": self.seed,
             "num_samples": self.num_samples,
             "shuffle": self.shuffle,
+            **of_stream,
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last window yielded, as plain numbers; the same on every rank."""
-        return self._state_at(self.epoch, self._position)
+        """The position after the last window yielded, as plain numbers, and the own state of a dataset that is read by
+        iterating; the same on every rank."""
+        return self._state_at(self.epoch, self._position, self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes from a position, under any data-parallel degree, global batch and micro-batch.
@@ -303,6 +369,9 @@ class Loader:
         """
         self.check_state_dict(state)
         self.epoch, self._position, self.seed = int(state["epoch"]), int(state["position"]), int(state["seed"])
+        self._state = state.get("dataset")
+        if self._stream is not None:
+            self._stream.end()
         self._turn += 1
         self._begin()
 
@@ -337,69 +406,6 @@ def loader_of(place: tuple[int, int] | None) -> Loader | None:
     if not isinstance(place, Place) or place.loader is None:
         return None
     return _LOADERS.get(place.loader)
-
-
-def _check_sizes(global_batch: int, micro_batch: int) -> None:
-    for name, value in (("global_batch", global_batch), ("micro_batch", micro_batch)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{name}={value!r}", why="it counts samples", fix=f"give {name} as an integer >= 1")
-    if global_batch % micro_batch:
-        near = max(d for d in range(1, min(micro_batch, global_batch) + 1) if global_batch % d == 0)
-        raise ConfigError(
-            f"global_batch={global_batch} with micro_batch={micro_batch}",
-            why=f"a window of {global_batch} samples cannot be cut into micro-batches of {micro_batch}",
-            fix=f"use micro_batch={near}, or global_batch={-(-global_batch // micro_batch) * micro_batch}",
-        )
-
-
-def _check_workers(num_workers: int, prefetch: int | None) -> None:
-    if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 0:
-        raise ConfigError(f"num_workers={num_workers!r}", why="it counts processes", fix="give it as an integer: 0, 2")
-    if prefetch is None:
-        return
-    if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 1:
-        raise ConfigError(
-            f"prefetch={prefetch!r}", why="it counts micro-batches", fix="give it as an integer: 2, or leave it out"
-        )
-    if not num_workers:
-        raise ConfigError(
-            f"prefetch={prefetch} with num_workers=0",
-            why="nothing is read ahead without workers, so it would have no effect",
-            fix="give num_workers too: num_workers=2; or leave prefetch out",
-        )
-
-
-def _refuse_own_state(found: DatasetState) -> None:
-    place = next((place for place, value in found.values.items() if not is_generator(value)), None)
-    if place is not None:
-        raise UsageError(
-            f"Loader(num_workers=...) of data with a state of its own, {place}",
-            why="its state_dict would advance in the workers, each of which has a copy, and a checkpoint would keep another",
-            fix="read without workers: num_workers=0; or let what a sample is depend on its number alone",
-        )
-
-
-def _length(dataset: Any) -> int:
-    if isinstance(dataset, DataLoader):
-        raise UsageError(
-            "a DataLoader where a dataset goes",
-            why="it makes batches in an order of its own, which neither ranks nor a resumed run would share",
-            fix="pass loader.dataset; Loader makes the batches itself (global_batch=, micro_batch=, shuffle=, collate=)",
-        )
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise UsageError(
-            f"a dataset of type {type(dataset).__name__} without len() and [i]",
-            why="each sample must be found by its number, so that every rank count and every resume sees the same",
-            fix="give a dataset with __len__ and __getitem__; a stream can be written to a .npy file first",
-        )
-    length = len(dataset)
-    if length < 1:
-        raise ConfigError(
-            f"an empty dataset ({type(dataset).__name__})",
-            why="there is no sample to make a window of",
-            fix="check the path and the filters that made the dataset",
-        )
-    return length
 
 
 def _page_locked(tensor: Tensor) -> Tensor:

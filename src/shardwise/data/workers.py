@@ -1,8 +1,10 @@
 """Reading micro-batches, in this process or in worker processes that are ahead of training: in the order in which a Loader
 hands them out."""
 
+import contextlib
 import ctypes
 import functools
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,7 +21,7 @@ from shardwise.data.dataset_state import states_in
 from shardwise.errors import ConfigError, ShardwiseError, UsageError
 from shardwise.world.rng import derive_seed, forked_streams, is_generator
 
-__all__ = ["Reader", "Task", "read", "read_ahead"]
+__all__ = ["Reader", "Task", "batch_of", "read", "read_ahead"]
 
 _GRACE_S = 60.0  # for which a worker goes on after SIGTERM
 
@@ -49,7 +51,14 @@ def read(
     Raises:
         ConfigError: ``collate`` or ``prepare`` return no mapping of tensors.
     """
-    batch = _mapping(collate([dataset[i] for i in task.samples]), "collate")
+    return batch_of([dataset[i] for i in task.samples], collate, prepare)
+
+
+def batch_of(
+    samples: list[Any], collate: Callable[[list[Any]], Batch], prepare: Callable[[Batch], Batch] | None
+) -> Batch:
+    """Makes a micro-batch of samples; raises as :func:`read`."""
+    batch = _mapping(collate(samples), "collate")
     return batch if prepare is None else _mapping(prepare(batch), "prepare")
 
 
@@ -90,7 +99,8 @@ def read_ahead(reader: Reader, tasks: Iterable[Task], *, num_workers: int, prefe
         worker_init_fn=functools.partial(_begin, has_ended),
         generator=torch.Generator(),  # else it draws a number from the global one
     )
-    batches = iter(loader)
+    with _no_collection():
+        batches = iter(loader)
     try:
         for batch in batches:
             if isinstance(batch, ShardwiseError):
@@ -135,10 +145,26 @@ def _as_read(batch: Any) -> Any:
     return batch
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Within: no garbage is collected, also in processes that are forked there, until they say so."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _begin(has_ended: Any, _number: int) -> None:
     """Called in a new worker. It was forked from a rank, whose signal handlers are not for it: a scheduler that ends a job
     signals all of its processes, and the rank still trains the window for which it reads. A worker ends with its rank in
     any case, as DataLoader looks after that."""
+    # What the rank has left to the garbage collector is not for this process to destroy: a process group's destructor waits
+    # for threads that are not here, and crashes.
+    gc.freeze()
+    gc.enable()
     rank = os.getppid()
 
     def leave(*_: Any) -> None:

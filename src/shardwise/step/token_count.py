@@ -68,7 +68,7 @@ def agree_on_count(runtime: Runtime, batches: list[Batch], counter: Callable[[Ba
             "samples": agreement.same(samples),
             **shared,
             "data": agreement.same(digest_of(repr(data))),
-            "dataset": agreement.same(0 if loader is None else loader.digest),
+            "dataset": agreement.same(0 if loader is None else getattr(data, "digest", 0)),
             "tokens": tokens if runtime.world.counts else 0,
             "labels": labels,
             "waited": getattr(data, "waited_s", 0.0) / runtime.world.size,
@@ -82,7 +82,7 @@ def agree_on_count(runtime: Runtime, batches: list[Batch], counter: Callable[[Ba
     runtime.world.stop.agree(sums["stop"])
     _refuse_problem(runtime, sums, problem, place)
     if not agreement.all_same(sums["dataset"]):
-        raise _datasets_differ(runtime, loader, place)
+        raise _datasets_differ(runtime, loader, data, place)
     if runtime.world.size * sums["length2"] != sums["length"] ** 2:
         raise _lengths_differ(runtime, len(batches), place)
     if not agreement.all_same(sums["data"]):
@@ -156,21 +156,23 @@ def _data_differ(runtime: Runtime, data: tuple[int, int] | None, place: str) -> 
     )
 
 
-def _datasets_differ(runtime: Runtime, loader: Loader | None, place: str) -> RankError:
-    told = runtime.world.agreement.gather(None if loader is None else (loader.digest, loader.num_samples), place)
+def _datasets_differ(runtime: Runtime, loader: Loader | None, data: Any, place: str) -> RankError:
+    told = runtime.world.agreement.gather(None if loader is None else (data.digest, loader.num_samples), place)
     usual = max(told, key=told.count)
     ranks = tuple(rank for rank, other in enumerate(told) if other != usual)
     return RankError(
         "sw.Loader: the ranks have other samples in their datasets",
         why=f"rank {ranks[0]} has {_samples(told[ranks[0]])}, rank {told.index(usual)} {_samples(usual)}, which are others. A Loader gives each rank its part of one "
         "order of one dataset: some samples would be seen twice, and others never",
-        fix="give every rank the whole dataset in the same order. Loader shuffles it, by the seed of sw.init; to shuffle or split it before, use one "
+        fix="give every rank the whole dataset in the same order, not a part for each rank. Loader shuffles it, by the seed of sw.init; to shuffle or split it before, use one "
         "seed on all ranks: random.Random(0).shuffle(data), random_split(data, sizes, torch.Generator().manual_seed(0))",
         ranks=ranks,
     )
 
 
-def _samples(told: tuple[int, int] | None) -> str:
+def _samples(told: tuple[int, int | None] | None) -> str:
+    if told is not None and told[1] is None:
+        return "a stream"
     return "no Loader" if told is None else f"{told[1]} sample{'s' if told[1] != 1 else ''}"
 
 

@@ -1,0 +1,135 @@
+"""A dataset that is read in its own order, one sample after the other: an iterable, of known or unknown length."""
+
+import copy
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from shardwise.data.batch import default_collate
+from shardwise.errors import ConfigError, UsageError
+from shardwise.model.pytrees import leaves_of
+
+__all__ = ["Stream", "is_stream"]
+
+_SAMPLES = 4  # of a window, that are compared over ranks
+_BYTES = 1 << 12  # of each tensor in them
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether samples are found by iterating only. torch's ``IterableDataset`` has ``[i]``, which raises."""
+    if isinstance(dataset, IterableDataset):
+        return True
+    return hasattr(dataset, "__iter__") and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"))
+
+
+class Stream:
+    """Reads an iterable dataset, from any sample on.
+
+    A dataset with ``state_dict`` and ``load_state_dict`` (``datasets.IterableDataset``, torchdata's nodes and
+    ``StatefulDataLoader``) goes on from its state. Any other is read again from the start of the epoch, and as many samples
+    are left out. ``set_epoch(epoch)`` is called at each start, if there is one.
+
+    Args:
+        dataset: each ``iter(dataset)`` begins a new pass over the samples.
+
+    Attributes:
+        digest: of the samples read since the stream was last started: the same on every rank that reads the same.
+
+    Raises:
+        UsageError: an iterator, which can be read once only.
+    """
+
+    def __init__(self, dataset: Any):
+        if iter_is_itself(dataset):
+            raise UsageError(
+                f"a dataset of type {type(dataset).__name__}, which can be read once only",
+                why="each epoch, and a run that resumes, reads it from its start",
+                fix="give an object whose __iter__ starts anew: a class with `def __iter__(self): yield ...`",
+            )
+        self.dataset = dataset
+        self.has_state = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+        self._first = self._taken()  # its state before anything was read
+        self._items: Iterator[Any] | None = None
+        self._place: tuple[int, int] | None = None
+        self.digest = 0
+
+    def start(self, epoch: int, position: int, state: Any) -> None:
+        """Makes the sample at ``position`` of ``epoch`` the next one. ``state``: what :meth:`state` returned there; None: not
+        known.
+
+        Raises:
+            UsageError: the epoch has fewer samples.
+        """
+        if self._items is not None and self._place == (epoch, position):
+            return
+        set_epoch = getattr(self.dataset, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+        if self.has_state:
+            # Without a position too: an epoch that has ended is no start.
+            self.dataset.load_state_dict(copy.deepcopy(self._first if state is None else state))
+        self._items, self._place, self.digest = iter(self.dataset), (epoch, position), 0
+        if state is None:
+            for number in range(position):
+                if next(self._items, self) is self:
+                    raise UsageError(
+                        f"a stream of {number} samples, for a position after {position}",
+                        why="it is not the stream of the run that saved the position, and samples would be repeated or missed",
+                        fix="give the dataset of that run, or start from the beginning",
+                    )
+
+    def take(self, count: int) -> list[Any]:
+        """The next ``count`` samples; fewer where the epoch ends."""
+        assert self._items is not None and self._place is not None, "start() comes first"
+        samples = []
+        try:
+            for sample in self._items:
+                samples.append(sample)
+                if len(samples) == count:
+                    break
+        except BaseException:
+            self._items = None  # a generator that has raised gives nothing more, which would look like the epoch's end
+            raise
+        self._place = (self._place[0], self._place[1] + len(samples))
+        for sample in samples[:: max(1, -(-len(samples) // _SAMPLES))]:
+            self.digest = _digest(sample, self.digest)
+        return samples
+
+    def end(self) -> None:
+        """Called when the epoch has ended."""
+        self._items = None
+
+    def state(self) -> Any:
+        """The dataset's own state; None if it has none."""
+        return self._taken()
+
+    def _taken(self) -> Any:
+        return copy.deepcopy(self.dataset.state_dict()) if self.has_state else None
+
+
+def iter_is_itself(dataset: Any) -> bool:
+    """Whether ``dataset`` is an iterator: a generator, a file, ``map(...)``."""
+    return hasattr(dataset, "__next__") and iter(dataset) is dataset
+
+
+def refuse_empty(dataset: Any) -> None:
+    """Raises ConfigError for a stream that gave nothing."""
+    raise ConfigError(
+        f"an empty dataset ({type(dataset).__name__})",
+        why="there is no sample to make a window of",
+        fix="check the path and the filters that made the dataset",
+    )
+
+
+def _digest(sample: Any, before: int) -> int:
+    try:
+        parts = default_collate([sample])
+    except ConfigError:  # only the user's own collate knows what it is
+        return zlib.crc32(f"{type(sample).__name__} {len(leaves_of(sample))}".encode(), before)
+    for name, value in parts.items():
+        data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()[:_BYTES]
+        before = zlib.crc32(data, zlib.crc32(f"{name} {value.dtype} {tuple(value.shape)}".encode(), before))
+    return before
