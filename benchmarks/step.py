@@ -9,7 +9,8 @@ torch's tutorial shows, made right for such windows and with nothing left out on
 block and on the root, tokens counted over the ranks, the loss scaled by (ranks / tokens) because FSDP2 averages,
 reduction at the last micro-batch only (``set_requires_gradient_sync``), ``clip_grad_norm_`` on the DTensors, AdamW,
 ``zero_grad``, and the loss summed over the ranks for the log. Replicas are compared with torch's
-``DistributedDataParallel`` in the same way.
+``DistributedDataParallel`` in the same way, and with Accelerate and Lightning Fabric where they are installed, which
+are given the same loop with their own way of not reducing until the last micro-batch.
 
 Before anything is timed: after three steps in fp64 every parameter of each contender equals that of the first one to
 1e-9 of its largest element, and in fp32 the first loss and gradient norm to 1e-5 (parameters are not compared in fp32:
@@ -18,6 +19,8 @@ AdamW turns rounding of a tiny gradient into a difference of a whole step).
 
 import argparse
 import contextlib
+import functools
+import importlib.util
 import statistics
 import sys
 import time
@@ -55,9 +58,18 @@ Step = Callable[[list[dict[str, Tensor]]], tuple[float, float]]
 # ---- the contenders ------------------------------------------------------------------------------------------------
 
 
-def _by_hand(model: nn.Module, world: sw.World, fused: bool, sync: Callable[[bool], Any]) -> Step:
+def _by_hand(
+    model: nn.Module,
+    world: sw.World,
+    fused: bool,
+    sync: Callable[[bool], Any],
+    *,
+    optim: Any = None,
+    backward: Callable[[Tensor], Any] = torch.autograd.backward,
+) -> Step:
     """A step that returns loss and gradient norm. ``sync(is_last)`` is a context in which the engine reduces or does not."""
-    optim = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1, fused=fused)
+    if optim is None:
+        optim = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1, fused=fused)
 
     def step(window: list[dict[str, Tensor]]) -> tuple[float, float]:
         tokens = torch.stack([(batch["labels"] != IGNORED).sum() for batch in window]).sum()
@@ -69,7 +81,7 @@ def _by_hand(model: nn.Module, world: sw.World, fused: bool, sync: Callable[[boo
                 loss = nn.functional.cross_entropy(
                     logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum"
                 )
-                (loss * (world.size / tokens)).backward()
+                backward(loss * (world.size / tokens))
             total += loss.detach()
         norm: Any = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optim.step()
@@ -97,6 +109,42 @@ def _ddp(module: nn.Module, world: sw.World, fused: bool) -> Step:
     """torch's DistributedDataParallel."""
     model = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
     return _by_hand(model, world, fused, lambda is_last: contextlib.nullcontext() if is_last else model.no_sync())
+
+
+def _accelerate(module: nn.Module, world: sw.World, fused: bool) -> Step:
+    """Hugging Face Accelerate: DDP by ``Accelerator.prepare``, with ``no_sync`` until the last micro-batch."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=world.device.type == "cpu")
+    optim = torch.optim.AdamW(module.parameters(), lr=LR, weight_decay=0.1, fused=fused)
+    model, optim = accelerator.prepare(module, optim)
+    null = contextlib.nullcontext
+    return _by_hand(
+        model,
+        world,
+        fused,
+        lambda is_last: null() if is_last else accelerator.no_sync(model),
+        optim=optim,
+        backward=accelerator.backward,
+    )
+
+
+def _fabric(module: nn.Module, world: sw.World, fused: bool) -> Step:
+    """Lightning Fabric: DDP by ``Fabric.setup``, with ``no_backward_sync`` until the last micro-batch."""
+    from lightning_fabric import Fabric
+
+    fabric = Fabric(accelerator=world.device.type, devices=world.size, strategy="ddp")
+    fabric.launch()
+    optim = torch.optim.AdamW(module.parameters(), lr=LR, weight_decay=0.1, fused=fused)
+    model, optim = fabric.setup(module, optim)
+    return _by_hand(
+        model,
+        world,
+        fused,
+        lambda is_last: fabric.no_backward_sync(model, enabled=not is_last),
+        optim=optim,
+        backward=fabric.backward,
+    )
 
 
 def _ours(module: nn.Module, world: sw.World, fused: bool, sharding: sw.Sharding | None = None) -> Step:
@@ -127,6 +175,13 @@ REPLICAS: dict[str, Callable[[nn.Module, sw.World], Step]] = {
     "DDP by hand, AdamW(fused=True)": lambda module, world: _ddp(module, world, True),
     "Shardwise, AdamW(fused=True)": lambda module, world: _ours(module, world, True),
 }
+PEERS = {
+    "accelerate": ("Accelerate, AdamW(fused=True)", _accelerate),
+    "lightning_fabric": ("Fabric, AdamW(fused=True)", _fabric),
+}
+for _package, (_name, _make) in PEERS.items():
+    if importlib.util.find_spec(_package) is not None:  # pip install 'shardwise[peers]'
+        REPLICAS[_name] = functools.partial(_make, fused=True)
 PARTS = {  # part of the page -> (layout, contenders, the one that counts as 1)
     "step": ("dp_shard=-1", CONTENDERS, REFERENCE),
     "replicas": ("dp_replicate=-1", REPLICAS, "DDP by hand, AdamW(fused=True)"),
