@@ -11,13 +11,13 @@ from torch.utils._python_dispatch import _disable_current_modes as unseen
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
 __all__ = [
+    "RunningBackward",
     "StopRecomputation",
     "TorchDispatchMode",
     "at_end_of_backward",
     "checkpointed",
     "function_modes",
     "hooks_of_saved_tensors",
-    "is_accumulated",
     "num_hooks",
     "share_hooks",
     "unseen",
@@ -34,9 +34,22 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
-def is_accumulated(param: Tensor) -> bool:
-    """Whether the running backward accumulates into ``param.grad``; ``torch.autograd.grad`` does not. Only valid inside
-    a backward."""
+class RunningBackward:
+    """What kind of backward is running: asked by the hook of the first parameter that it reaches, and known for the rest."""
+
+    def __init__(self) -> None:
+        self._task, self._accumulates = -1, False
+
+    def accumulates(self, param: Tensor) -> bool:
+        """Whether it accumulates into ``.grad``, of this parameter as of all whose hooks it runs; ``torch.autograd.grad`` does
+        not. Only valid inside a backward."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task, self._accumulates = task, _is_accumulated(param)
+        return self._accumulates
+
+
+def _is_accumulated(param: Tensor) -> bool:
     try:
         return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(param).node)
     except RuntimeError as error:  # what torch raises for a leaf that is an input of autograd.grad

@@ -2,7 +2,7 @@
 
 import functools
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ __all__ = [
     "Hidden",
     "bytes_of",
     "checksum",
+    "checksums",
     "follow_parameters",
     "give_memory",
     "hidden_tensors",
@@ -28,6 +29,8 @@ __all__ = [
     "to_meta",
     "unregistered_parameters",
 ]
+
+_SMALL = 1 << 16  # bytes of a tensor whose checksum is computed together with others'
 
 
 def tensors_of(module: nn.Module, kind: str) -> dict[str, Tensor]:
@@ -202,15 +205,41 @@ def like_parameter(value: Any, param: nn.Parameter) -> Any:
     return cut_like(value, param)
 
 
+def checksums(tensors: Sequence[Tensor]) -> Tensor:
+    """A :func:`checksum` of each, int64 [len(tensors)], on the device of the first. Small ones are computed together: a model
+    may have two buffers for each block, and a checksum is six operators."""
+    if not tensors:
+        return torch.zeros(0, dtype=torch.int64)
+    home = tensors[0].device
+    small = [i for i, t in enumerate(tensors) if t.device == home and 0 < t.nbytes <= _SMALL and t.nbytes % 4 == 0]
+    found = dict(zip(small, _together([tensors[i] for i in small]).unbind(), strict=True)) if small else {}
+    return torch.stack([found[i] if i in found else checksum(t).to(home) for i, t in enumerate(tensors)])
+
+
+def _together(tensors: Sequence[Tensor]) -> Tensor:
+    """Checksums of tensors of whole words, each over its own part of all their words in a row."""
+    parts = [bytes_of(tensor.detach()).view(torch.int32) for tensor in tensors]
+    words = torch.cat(parts).long()
+    lengths = torch.tensor([part.numel() for part in parts]).to(words.device, non_blocking=True)
+    ends = lengths.cumsum(0)
+    starts = torch.repeat_interleave(ends - lengths, lengths, output_size=words.numel())
+    totals = _mixed(words, starts).cumsum(0)[ends - 1]  # int64 wraps around: differences are exact
+    return torch.cat([totals[:1], totals[1:] - totals[:-1]])
+
+
 def checksum(tensor: Tensor) -> Tensor:
     """A checksum of the bytes of a tensor and their order, as a 0-dim int64 tensor on its device; equal bytes give equal
     ones on every device."""
     flat = bytes_of(tensor.detach())
     width = next(width for width in (4, 2, 1) if flat.numel() % width == 0)
-    words = flat.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]).long()
-    places = torch.arange(words.numel(), device=words.device) * 2 + 1
+    return _mixed(flat.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]).long()).sum()
+
+
+def _mixed(words: Tensor, start: Tensor | int = 0) -> Tensor:
+    """Each word multiplied by its place, counted from ``start``, and its bits spread."""
+    places = (torch.arange(words.numel(), device=words.device) - start) * 2 + 1
     mixed = (words + 0x9E3779B9) * places  # int64 wraps around, in every order of summation alike
-    return (mixed ^ (mixed >> 29)).sum()
+    return mixed ^ (mixed >> 29)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise._torch.modules import BatchNormBase
 from shardwise.errors import RankError
-from shardwise.model.tensors import checksum, tensors_of
+from shardwise.model.tensors import checksums, tensors_of
 from shardwise.parallel import Runtime
 from shardwise.techniques.data.rule import DataEntry
 from shardwise.techniques.data.scalar_gradients import ScalarGradients
@@ -113,14 +113,17 @@ def buffers_written(runtime: Runtime, before: BufferMarks) -> Tensor:
 def sync_buffers(runtime: Runtime, summed: Tensor, place: str) -> None:
     """Makes the buffers equal that any rank wrote: ``summed`` is :func:`buffers_written` summed over the ranks. All
     ranks must call it."""
-    flags = zip(tensors_of(runtime.module, "_buffers").values(), summed.tolist(), strict=True)
+    written = summed.tolist()
+    if not any(written):
+        return
+    flags = zip(tensors_of(runtime.module, "_buffers").values(), written, strict=True)
     _same_buffers(runtime, [buffer for buffer, flag in flags if flag], place)
 
 
 def _marks(buffers: Mapping[str, Tensor]) -> BufferMarks:
-    sums = [checksum(buffer) for buffer in buffers.values()]
-    digests = torch.stack([total.to(sums[0].device) for total in sums]) if sums else torch.zeros(0, dtype=torch.int64)
-    return BufferMarks({name: (id(buffer), buffer._version) for name, buffer in buffers.items()}, digests)
+    return BufferMarks(
+        {name: (id(buffer), buffer._version) for name, buffer in buffers.items()}, checksums(list(buffers.values()))
+    )
 
 
 def _always_written(runtime: Runtime) -> set[int]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from shardwise._torch.autograd import is_accumulated
+from shardwise._torch.autograd import RunningBackward
 from shardwise._torch.fsdp2 import Unit, take_over
 from shardwise._torch.fully_shard import lazy_chunks, parameter_groups
 from shardwise._torch.modules import materialise
@@ -175,6 +175,7 @@ class FSDP2Engine:
         trainable = [name for name, param in recipe.params.items() if param.trainable]
         self._position = {name: i for i, name in enumerate(trainable)}
         self._used = torch.zeros(len(trainable), dtype=torch.uint8)
+        self._running = RunningBackward()
         self._taken = _taken.setdefault(world, _UnitLog())
         self._number = self._taken.num_models  # number of this model among those of the world
         self._taken.num_models += 1
@@ -355,7 +356,7 @@ class FSDP2Engine:
         self._used[position] = 1
 
     def _expect_whole(self, number: int) -> None:
-        if is_accumulated(self.penalties.params[number]):
+        if self._running.accumulates(self.penalties.params[number]):
             self.penalties.before(number)
             self._note_backward()
 
@@ -364,7 +365,7 @@ class FSDP2Engine:
             self._used[self._whole[number]] = 1
 
     def _expect_cut(self, position: int) -> None:
-        if is_accumulated(self._loose_backward.params[position]):
+        if self._running.accumulates(self._loose_backward.params[position]):
             self._used[position] = 1
             self.penalties.note(position)
 

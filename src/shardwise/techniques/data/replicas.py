@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise._torch.autograd import is_accumulated
+from shardwise._torch.autograd import RunningBackward
 from shardwise._torch.reads import on_host
 from shardwise.errors import RankError
 from shardwise.model import canonical_tensors
@@ -60,7 +60,8 @@ class DDPEngine:
         self._is_alone = world.axis("dp").size == 1 or not params
         self.buckets = [] if self._is_alone else make_buckets(params, int(bucket_cap_mb * 2**20))
         self._bucket_of = {i: bucket for bucket in self.buckets for i in bucket.members}
-        self._used = torch.zeros(len(params), dtype=torch.uint8)
+        self._used = bytearray(len(params))
+        self._running = RunningBackward()
         self._summed: set[int] = set()  # parameters whose .grad is a sum over the ranks already
         self._done = SetAsideGradients[int](params)  # such sums, set aside while new parts are summed
         self._ending = EndOfBackward()
@@ -83,7 +84,7 @@ class DDPEngine:
         self._forget()
         self._summed.clear()
         self._done.clear()
-        self._used.zero_()
+        self._used = bytearray(len(self.params))
         self.penalties.take()
 
     def set_sync(self, sync: bool | None) -> None:
@@ -162,7 +163,9 @@ class DDPEngine:
         return hook
 
     def _expect(self, i: int) -> None:
-        if not is_accumulated(self.params[i]):  # torch.autograd.grad runs this hook too, and leaves .grad alone
+        if not self._running.accumulates(
+            self.params[i]
+        ):  # torch.autograd.grad runs this hook too, and leaves .grad alone
             # With create_graph the result is part of a loss, whose backward comes later.
             self.has_own = self.has_own or not torch.is_grad_enabled()
             return
@@ -196,8 +199,9 @@ class DDPEngine:
 
     def _unreduced(self) -> list[int]:
         """Indices of parameters with a gradient of this rank alone."""
-        used = self._used.nonzero().flatten().tolist()
-        return [i for i in used if i not in self._summed and self.params[i].grad is not None]
+        return [
+            i for i, flag in enumerate(self._used) if flag and i not in self._summed and self.params[i].grad is not None
+        ]
 
     def _end_alone(self) -> None:
         self._ending.forget()
@@ -215,7 +219,7 @@ class DDPEngine:
 
     def _drop(self) -> None:
         self._done.clear()
-        self._used.zero_()
+        self._used = bytearray(len(self.params))
         self._forget()
 
     def _put_aside(self, i: int) -> None:
@@ -251,7 +255,7 @@ class DDPEngine:
 
     def _tail(self, has_failed: bool) -> Tensor:
         flags = [has_failed, bool(self.penalties.parts), *(bucket.has_late_parts for bucket in self.buckets)]
-        return torch.cat([torch.tensor(flags), self._used])
+        return torch.tensor([*flags, *self._used], dtype=torch.uint8)
 
     def _sum(self, flat: Tensor) -> Any:
         return dist.all_reduce(flat, group=self.world.gradient_group(), async_op=True)
@@ -321,7 +325,7 @@ class DDPEngine:
                 else:
                     self.params[i].grad = grad if used[i] else None
         self._summed = set(range(len(self.params)))
-        self._used.zero_()
+        self._used = bytearray(len(self.params))
 
     def _forget(self) -> None:
         self._num_sent = 0
