@@ -452,7 +452,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "stream-that-raised-is-over",
-        "            self._items = None  # a generator that has raised gives nothing more, which would look like the epoch's end\n",
+        "            self.end()  # a generator that has raised gives nothing more, which would look like the epoch's end\n",
         "",
         "tests/data/test_stream.py -k raised",
         "the rest of an epoch is missed after an error that was caught",
@@ -1086,7 +1086,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "last-window-trained-twice",
-        "return self._state_at(epoch, end, state), 0",
+        "return self._state_at(*self._ends.get(self._used, (epoch, start + self.global_batch, None))), 0",
         "return self._state_at(epoch, start, None), 0",
         "tests/state/test_resumed_data.py -k 'not_lost or readers_ahead'",
         "a resumed run trains the last window once more",

@@ -151,6 +151,7 @@ class Loader:
         self.epoch = 0
         self._position = 0
         self._state: Any = None  # of a stream at the position
+        self._is_over = False  # the position is that of the end of a stream
         self._number = next(_NUMBERS)
         _LOADERS[self._number] = self
         self._begin()
@@ -170,7 +171,7 @@ class Loader:
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         self._turn += 1
         turn = self._turn
-        if self.num_samples is not None and self._position >= self.num_samples:
+        if self._is_over or (self.num_samples is not None and self._position >= self.num_samples):
             self._next_epoch()
         for window in self._windows() if self._stream is None else self._windows_of(self._stream):
             self._num_handed_out += 1
@@ -219,11 +220,17 @@ class Loader:
             self.waited_s = place.waited_s = time.perf_counter() - began
             self._position += len(samples)
             self._state = stream.state()
-            self._ends[tuple(place)] = self._position, self._state
+            self._is_over = stream.has_ended
+            self._ends[tuple(place)] = (
+                (self.epoch + 1, 0, None) if self._is_over else (self.epoch, self._position, self._state)
+            )
             yield window
+            if self._is_over:
+                stream.end()
+                return
 
     def _next_epoch(self) -> None:
-        self.epoch, self._position, self._state = self.epoch + 1, 0, None
+        self.epoch, self._position, self._state, self._is_over = self.epoch + 1, 0, None, False
 
     @property
     def _length(self) -> int:
@@ -293,8 +300,8 @@ class Loader:
         # The dataset's state after each window not yet used: if windows are read ahead, its state now is not the one
         # after the last used window.
         self._states: dict[tuple[int, int], DatasetState] = {}
-        # Of a stream: the position and the state of the dataset after each window not yet used.
-        self._ends: dict[tuple[int, int], tuple[int, Any]] = {}
+        # Of a stream: epoch, position and the dataset's own state after each window not yet used.
+        self._ends: dict[tuple[int, int], tuple[int, int, Any]] = {}
 
     def _reading(self, place: Place) -> None:
         """Keeps the dataset's own state from before the window at ``place`` is read."""
@@ -322,8 +329,7 @@ class Loader:
         """
         if self._used is not None:
             epoch, start = self._used
-            end, state = self._ends.get(self._used, (start + self.global_batch, None))
-            return self._state_at(epoch, end, state), 0
+            return self._state_at(*self._ends.get(self._used, (epoch, start + self.global_batch, None))), 0
         if num_trained == 0:
             return self._state_at(*self._begun), 0
         return self.state_dict(), max(0, self._num_handed_out - (num_trained or self._num_handed_out))
@@ -357,6 +363,8 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """The position after the last window yielded, as plain numbers, and the own state of a dataset that is read by
         iterating; the same on every rank."""
+        if self._is_over:
+            return self._state_at(self.epoch + 1, 0, None)
         return self._state_at(self.epoch, self._position, self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -369,7 +377,7 @@ class Loader:
         """
         self.check_state_dict(state)
         self.epoch, self._position, self.seed = int(state["epoch"]), int(state["position"]), int(state["seed"])
-        self._state = state.get("dataset")
+        self._state, self._is_over = state.get("dataset"), False
         if self._stream is not None:
             self._stream.end()
         self._turn += 1

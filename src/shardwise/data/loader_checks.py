@@ -52,8 +52,8 @@ def refuse_own_state(found: DatasetState) -> None:
 
 
 def refuse_data_loader(dataset: Any) -> None:
-    """Raises UsageError for torch's DataLoader: it makes batches."""
-    if isinstance(dataset, DataLoader):
+    """Raises UsageError for torch's DataLoader, unless it gives samples: then it is a stream."""
+    if isinstance(dataset, DataLoader) and dataset.batch_sampler is not None:
         raise UsageError(
             "a DataLoader where a dataset goes",
             why="it makes batches in an order of its own, which neither ranks nor a resumed run would share",

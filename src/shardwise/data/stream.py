@@ -1,6 +1,7 @@
 """A dataset that is read in its own order, one sample after the other: an iterable, of known or unknown length."""
 
 import copy
+import itertools
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -53,6 +54,8 @@ class Stream:
         self.has_state = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
         self._first = self._taken()  # its state before anything was read
         self._items: Iterator[Any] | None = None
+        self._held: list[Any] = []  # the sample after those that were taken, if there is one
+        self._state: Any = None  # of the dataset, before it gave that one
         self._place: tuple[int, int] | None = None
         self.digest = 0
 
@@ -71,7 +74,7 @@ class Stream:
         if self.has_state:
             # Without a position too: an epoch that has ended is no start.
             self.dataset.load_state_dict(copy.deepcopy(self._first if state is None else state))
-        self._items, self._place, self.digest = iter(self.dataset), (epoch, position), 0
+        self._items, self._held, self._place, self.digest = iter(self.dataset), [], (epoch, position), 0
         if state is None:
             for number in range(position):
                 if next(self._items, self) is self:
@@ -82,29 +85,33 @@ class Stream:
                     )
 
     def take(self, count: int) -> list[Any]:
-        """The next ``count`` samples; fewer where the epoch ends."""
+        """The next ``count`` samples; fewer where the epoch ends. One more is read, to know whether it has ended."""
         assert self._items is not None and self._place is not None, "start() comes first"
-        samples = []
+        samples = self._held
         try:
-            for sample in self._items:
-                samples.append(sample)
-                if len(samples) == count:
-                    break
+            samples += itertools.islice(self._items, count - len(samples))
+            self._state = self._taken()
+            self._held = list(itertools.islice(self._items, 1))
         except BaseException:
-            self._items = None  # a generator that has raised gives nothing more, which would look like the epoch's end
+            self.end()  # a generator that has raised gives nothing more, which would look like the epoch's end
             raise
         self._place = (self._place[0], self._place[1] + len(samples))
         for sample in samples[:: max(1, -(-len(samples) // _SAMPLES))]:
             self.digest = _digest(sample, self.digest)
         return samples
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether no sample of the epoch is left."""
+        return not self._held
+
     def end(self) -> None:
-        """Called when the epoch has ended."""
-        self._items = None
+        """Called when it will be started anew: the epoch has ended, another position was loaded."""
+        self._items, self._held = None, []
 
     def state(self) -> Any:
-        """The dataset's own state; None if it has none."""
-        return self._taken()
+        """The dataset's own state after what was taken; None if it has none."""
+        return self._state
 
     def _taken(self) -> Any:
         return copy.deepcopy(self.dataset.state_dict()) if self.has_state else None
