@@ -1,6 +1,6 @@
 """Where the figures of a run go besides ``metrics.jsonl``: CSV, TensorBoard, Weights & Biases, or a logger of your own.
 
-Torch-free until a TensorBoard file is opened: what is missing is told before a process starts.
+Torch-free until a TensorBoard file is opened: what is missing is an error before a process starts.
 """
 
 import contextlib
