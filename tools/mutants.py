@@ -281,10 +281,31 @@ MUTANTS: tuple[Mutant, ...] = (
     # ---- techniques: replicas ----------------------------------------------------------------------------------------
     Mutant(
         "late-gradients-dropped",
+        "for bucket, part in zip(buckets, self._late_sums(",
+        "for bucket, part in zip((), self._late_sums(",
+        "tests/step/test_late_gradients.py",
+        "the gradients of a second backward in a micro-batch are lost",
+    ),
+    Mutant(
+        "late-gradients-dropped-outside",
         "bucket.flat[: len(part)] += part",
         "pass",
-        "tests/techniques/data/test_loops.py tests/techniques/data/test_traps_sharding.py -k 'test_replicas or ddp_bypass'",
-        "the gradients of a second backward in a micro-batch are lost",
+        "tests/techniques/data/test_loops.py -k parts_of_a_window",
+        "the gradients of a second backward of an accumulation are lost",
+    ),
+    Mutant(
+        "norm-without-late-gradients",
+        "            if w.has_late:",
+        "            if False:",
+        "tests/step/test_late_gradients.py",
+        "gradients are clipped by the norm of those that were sent in time",
+    ),
+    Mutant(
+        "late-gradients-of-one-part",
+        "        self.engine.add_late(num_ranks, place)\n        self.sum_partial(place)",
+        "        self.engine.add_late(num_ranks, place)",
+        "tests/step/test_late_gradients.py",
+        "late gradients of parameters that the ranks along tp share stay parts",
     ),
     Mutant(
         "last-bucket-too-early",
@@ -295,8 +316,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "unused-gets-zeros",
-        "self.params[i].grad = grad if used[i] else None",
-        "self.params[i].grad = grad",
+        "self._told = bool(self.penalties.parts), bytearray(self._used)",
+        "self._told = bool(self.penalties.parts), bytearray(b'1' * len(self._used))",
         "'tests/verify/test_parity.py::test_sharded_equals_one_process[odd-ddp-4-acc1-noclip-blocks]'",
         "parameters that no rank used get zeros, and decay by the optimizer's weight decay",
     ),
@@ -309,8 +330,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "failed-backward-counts",
-        "self._post(bucket, dict.fromkeys(bucket.members), has_failed=True)",
-        "self._post(bucket, dict.fromkeys(bucket.members), has_failed=False)",
+        "tail = [True, *self._flags(), *self._used]",
+        "tail = [False, *self._flags(), *self._used]",
         "tests/techniques/data/test_loops.py -k 'one_that_failed or ends_otherwise'",
         "a batch that failed on one rank counts with the gradients of the others",
     ),

@@ -92,12 +92,9 @@ def test_a_step_of_one_rank_reads_the_device_once(ranks, name):
 
 
 @pytest.mark.parametrize("name", ["clip", "metrics", "scaler", "skip"])
-def test_a_step_of_shards_reads_the_device_once(ranks, name):
-    assert ranks.run(reads, 2, "dp_shard=2", name, 2) == [["together"]] * 2
-
-
-def test_replicas_read_once_more_which_parameters_were_used(ranks):
-    assert ranks.run(reads, 2, "dp_replicate=2", "clip", 2) == [["together"] * 2] * 2
+@pytest.mark.parametrize("layout", ["dp_shard=2", "dp_replicate=2"])
+def test_a_step_of_two_ranks_reads_the_device_once(ranks, layout, name):
+    assert ranks.run(reads, 2, layout, name, 4) == [["together"]] * 2
 
 
 def test_accumulation_and_buffers_cost_no_further_read(ranks):

@@ -58,11 +58,20 @@ class Engine(Protocol):
         summed."""
 
     def complete(self, place: str) -> None:
-        """Called after the last backward of a window: its gradients are final on return. ``place`` is for messages."""
+        """Called after the last backward of a window: on return its gradients are summed, but for what :meth:`used` and
+        :meth:`late` tell, which ranks exchange next. After that of ``accumulate``: they are final. ``place`` is for
+        messages."""
 
     def used(self) -> Tensor | None:
         """uint8 flag per trainable parameter, in the order of ``Runtime.trainable``: it got a gradient on this rank
         since :meth:`begin`. None if the engine itself leaves gradients of unused parameters None."""
+
+    def late(self) -> Tensor | None:
+        """uint8 flags of what this rank has and :meth:`complete` did not sum: gradients that came after the others of a
+        window were sent. None: there never are any."""
+
+    def add_late(self, num_ranks: Sequence[float], place: str) -> None:
+        """Adds the sums over the ranks of such gradients to ``.grad``. ``num_ranks``: how many ranks set each flag."""
 
     def entered(self) -> list[str]:
         """Units entered since :meth:`begin`, in order: they must be the same on every rank, or collectives mismatch."""
@@ -209,6 +218,18 @@ class Runtime:
                 )
                 for each, summed in zip(of_dtype, flat.split([each.numel for each in of_dtype]), strict=True):
                     each.put(summed)
+
+    def add_late(self, num_ranks: Sequence[float], place: str) -> None:
+        """Sums the gradients that came after the others of a window were sent; see :meth:`Engine.late`."""
+        before = {name: param.grad for name, param in self.parameters.items()}
+        for param in self.parameters.values():
+            param.grad = None
+        self.engine.add_late(num_ranks, place)
+        self.sum_partial(place)
+        for name, grad in before.items():
+            param = self.parameters[name]
+            if grad is not None:
+                param.grad = grad if param.grad is None else grad + param.grad
 
     def _slots(self, name: str, axis: Axis) -> list[tuple[int, Slice | None]]:
         """What of parameter ``name`` is summed over ``axis``: numbers of elements, equal on every rank of it, each with the

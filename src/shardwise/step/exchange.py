@@ -33,15 +33,16 @@ class Exchange:
         runtime = self.runtime
         units = runtime.engine.entered()
         found = {"units": runtime.world.agreement.same(digest_of("\n".join(units)))}
-        used = runtime.engine.used()
-        if used is not None:
-            found["used"] = used
+        told = {"used": runtime.engine.used(), "late": runtime.engine.late()}
+        found |= {name: flags for name, flags in told.items() if flags is not None}
         found |= self._whole.entries()
         if len(written := buffers_written(runtime, self.versions)):
             found["buffers"] = written
         return found
 
-    def apply(self, summed: Mapping[str, Tensor]) -> None:
+    def apply(self, summed: Mapping[str, Tensor]) -> bool:
+        """Completes the gradients. Returns whether some came late, so that what was computed from them is to be computed
+        again."""
         runtime = self.runtime
         if not runtime.world.agreement.all_same(summed["units"]):
             raise self._units_differ()
@@ -51,8 +52,11 @@ class Exchange:
                     runtime.parameters[name].grad = None
         if runtime.replicated:
             self._whole.set(summed, [bool(summed["used"][runtime.trainable.index(n)]) for n in runtime.replicated])
+        if is_late := "late" in summed and bool(summed["late"].any()):
+            runtime.add_late(summed["late"].tolist(), f"window {runtime.step + 1}")
         if "buffers" in summed and bool(summed["buffers"].any()):
             sync_buffers(runtime, summed["buffers"], f"window {runtime.step + 1}")
+        return is_late
 
     def _units_differ(self) -> RankError:
         lists = self.runtime.world.agreement.gather(self.runtime.engine.entered(), "naming the units that differ")

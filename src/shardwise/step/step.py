@@ -172,6 +172,9 @@ class TrainStep:
             # drift apart.
             norm_entry = f"norm ({clipping})"
             agreed = w.finish({**self._entries(sums, problem), norm_entry: norm_of.entry()})
+            if w.has_late:
+                place = f"step {self.num_steps + 1}, the norm with gradients that came late"
+                agreed |= self._runtime.world.agreement.sum({norm_entry: norm_of.entry()}, place)
         if float(agreed["problem"]):
             self._drop_gradients()
             raise agreed_problem(self._runtime, problem)

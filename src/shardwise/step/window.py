@@ -75,6 +75,7 @@ class Window:
         self.waited_s = 0.0
         self._count_of_tokens = TokenCount(0)
         self.agreed: dict[str, Tensor] | None = None  # sums over the ranks of the second exchange
+        self.has_late = False  # gradients were added after the second exchange
         self._count = count_of(loss, count)
         self._trains = trains  # a backward follows each forward (TrainStep)
         self._padding = False
@@ -208,7 +209,7 @@ class Window:
         )
         refuse_other_count(self.agreed, self._tokens, self.place)
         self._written.check(self.agreed["written"])
-        own.apply(self.agreed)
+        self.has_late = own.apply(self.agreed)
         runtime.engine.end()
         if self._trains and self._tokens and not float(self.agreed.get("problem", 0)):
             refuse_unused(runtime, self.agreed.get("used"))

@@ -252,9 +252,9 @@ def test_a_step_by_gradients_of_one_rank_is_warned_of(ranks, layout, where, num)
             assert_equal(gradients, {name: p.grad for name, p in plain.named_parameters() if p.grad is not None})
 
 
-def with_the_parts(layout: str) -> dict:
+def with_the_parts(layout: str, bucket_cap_mb: float) -> dict:
     with init(layout, device="cpu", timeout_s=20) as world:
-        sharded = parallelize(model(), world)
+        sharded = parallelize(model(), world, ddp=DDP(bucket_cap_mb=bucket_cap_mb))
         for step in range(2):  # the second on top of the first, which is summed already
             given = [batch(4 * step + i) for i in range(world.rank, 4, 2)]
             n = count_tokens(sharded, given, count=count)
@@ -264,14 +264,16 @@ def with_the_parts(layout: str) -> dict:
         return whole(sharded)
 
 
-@pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2"])
-def test_the_parts_of_a_window(ranks, layout):
+@pytest.mark.parametrize(
+    ("layout", "bucket_cap_mb"), [("dp_replicate=2", 25.0), ("dp_replicate=2", 1e-4), ("dp_shard=2", 25.0)]
+)
+def test_the_parts_of_a_window(ranks, layout, bucket_cap_mb):
     plain = model()
     for step in range(2):
         given = [batch(4 * step + i) for i in range(4)]
         for each in given:
             LOOPS["one_forward_two_backwards"](plain, each["x"], float(sum(map(count, given))))
-    for found in ranks.run(with_the_parts, 2, layout):
+    for found in ranks.run(with_the_parts, 2, layout, bucket_cap_mb):
         want = {name: param.grad for name, param in plain.named_parameters()}
         assert_equal(found, want)
 

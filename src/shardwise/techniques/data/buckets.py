@@ -61,12 +61,10 @@ class Bucket:
         self.work: Any = None
         self.has_late_parts = False
 
-    def fill(self, grads: Mapping[int, Tensor | None], tail: Tensor | None) -> None:
-        """Writes ``grads`` (None counts as zeros) and ``tail`` into a new flat tensor."""
-        self.flat = self.packed(grads, num_more=0 if tail is None else len(tail))
+    def fill(self, grads: Mapping[int, Tensor | None], num_more: int) -> None:
+        """Writes ``grads`` (None counts as zeros) into a new flat tensor, with a tail of ``num_more`` zeros."""
+        self.flat = self.packed(grads, num_more)
         self.tail = self.flat[self.numel :]
-        if tail is not None:
-            self.tail.copy_(tail)
 
     def packed(self, grads: Mapping[int, Tensor | None], num_more: int = 0) -> Tensor:
         """``grads`` one after another in a new tensor, zeros for None, with room for ``num_more`` elements."""

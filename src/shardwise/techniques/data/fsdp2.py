@@ -251,6 +251,12 @@ class FSDP2Engine:
     def used(self) -> Tensor:
         return self._used
 
+    def late(self) -> None:
+        return None
+
+    def add_late(self, num_ranks: Sequence[float], place: str) -> None:
+        pass  # FSDP2 sums at the end of each backward
+
     def entered(self) -> list[str]:
         return self._taken.entries
 

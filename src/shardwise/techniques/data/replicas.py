@@ -7,8 +7,9 @@ is ready, and a bucket is sent when all of its parameters have theirs. These rul
   ranks that used other parameters, or in another order, still send the same buckets; and a resumed run is bit-equal.
 * A gradient moves into its bucket when it is sent. What a later backward adds (two losses, two forwards, a checkpoint
   that is recomputed, a parameter used outside forward) is then in ``.grad`` alone, and is sent after the rest.
-* The last bucket also carries which parameters were used, and which buckets have such late parts: no further message.
-  A parameter that no rank used ends with ``grad is None``, as in one process.
+* Which parameters were used, and which buckets have such late parts, is known to the host, and travels with what a
+  window exchanges before the step anyway: nothing is read from the device for it. Outside of windows the last bucket
+  carries it. A parameter that no rank used ends with ``grad is None``, as in one process.
 * A backward outside a window that raised (a batch that was too large, and is skipped) is completed with zeros before
   the next one begins, marked as failed: ranks stay in step, and one whose own backward was complete gets an error.
 
@@ -20,7 +21,7 @@ by itself, or a loss on a block's attribute ended in errors.
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,8 +65,13 @@ class DDPEngine:
         self._running = RunningBackward()
         self._summed: set[int] = set()  # parameters whose .grad is a sum over the ranks already
         self._done = SetAsideGradients[int](params)  # such sums, set aside while new parts are summed
+        self._late: dict[
+            int, Tensor | None
+        ] = {}  # of the window's buckets: what came after they were sent, on this rank
+        self._told: tuple[bool, bytearray] | None = None  # of a summed window: gradients kept apart, parameters used
         self._ending = EndOfBackward()
         self._sync: bool | None = None  # the argument of set_sync
+        self._in_window = False
         self.summed: Callable[[], None] = lambda: None  # called when a backward outside of windows was summed
         self.has_own = False
         self.penalties = PenaltyGradients(params, self._end_of_backward)
@@ -81,11 +87,10 @@ class DDPEngine:
 
     def begin(self, *, keeps_casts: bool) -> None:
         self._end_failed()
-        self._forget()
+        self._drop()
         self._summed.clear()
-        self._done.clear()
-        self._used = bytearray(len(self.params))
         self.penalties.take()
+        self._in_window = True
 
     def set_sync(self, sync: bool | None) -> None:
         self._sync = sync
@@ -98,12 +103,22 @@ class DDPEngine:
 
     def complete(self, place: str) -> None:
         self._sync = None
-        if not self._is_alone:
-            self._send_rest()
-            self._collect(place)
+        if self._is_alone:
+            return
+        if not self._in_window or self._told is not None:
+            self._complete_alone(place)
+            return
+        self._send_rest(is_told=False)
+        self._wait(f"{place}, summing gradients")
+        self._told = bool(self.penalties.parts), bytearray(self._used)
+        late = [i for bucket in self.buckets if bucket.has_late_parts for i in bucket.members]
+        self._late = {i: self._take(i) for i in late}
+        self.has_own = self.has_own and not any(self._used)
+        self._set_gradients([True] * len(self.params))
+        self._forget()
 
     def end(self) -> None:
-        pass
+        self._in_window, self._told, self._late = False, None, {}
 
     def abandon(self) -> None:
         for bucket in self.buckets:
@@ -114,6 +129,7 @@ class DDPEngine:
         self._done.put_back(self._done.kept)
         self._drop()
         self._sync = None
+        self.end()
         self._summed = set(range(len(self.params)))  # what was restored is a sum already
 
     def waits(self) -> bool:
@@ -122,8 +138,21 @@ class DDPEngine:
     def holds(self) -> bool:
         return self._num_sent > 0 or bool(self.penalties.parts)
 
-    def used(self) -> None:
-        return None
+    def used(self) -> Tensor | None:
+        return None if self._told is None else torch.tensor(list(self._told[1]), dtype=torch.uint8)
+
+    def late(self) -> Tensor | None:
+        # Ranks along other axes may have other buckets, so that what is late is not told for each.
+        return None if self._told is None else torch.tensor([self._told[0], bool(self._late)], dtype=torch.uint8)
+
+    def add_late(self, num_ranks: Sequence[float], place: str) -> None:
+        any_penalties, any_late = num_ranks
+        buckets = self.buckets if any_late else []
+        for bucket, part in zip(buckets, self._late_sums(buckets, self._late, place), strict=True):
+            for i, view in bucket.views_of(part).items():
+                add_to_gradient(self.params[i], view)
+        if any_penalties:
+            self._add_penalties(place)
 
     def entered(self) -> list[str]:
         return []
@@ -180,7 +209,7 @@ class DDPEngine:
             add_to_gradient(self.params[i], torch.zeros_like(part) if self._padding.is_on else part)
             self._arrived(i)
         if any_apart and self._sync is None:
-            self.complete("a backward outside a window")
+            self._complete_alone("a backward outside a window")
 
     def _arrived(self, i: int) -> None:
         if self.penalties.after(i):
@@ -205,15 +234,16 @@ class DDPEngine:
 
     def _end_alone(self) -> None:
         self._ending.forget()
-        self.complete("a backward outside a window")
+        self._complete_alone("a backward outside a window")
         self.summed()
 
     def _end_failed(self) -> None:
         """Completes a backward that raised before its sums: sends zeros for the rest, and drops all gradients."""
         if not self._ending.was_dropped:
             return
+        tail = [True, *self._flags(), *self._used]
         for bucket in self.buckets[self._num_sent :]:
-            self._post(bucket, dict.fromkeys(bucket.members), has_failed=True)
+            self._post(bucket, dict.fromkeys(bucket.members), tail)
         self._wait("after a backward that failed")
         self._drop()
 
@@ -239,56 +269,74 @@ class DDPEngine:
     def _send_ready(self) -> None:
         """Sends the complete buckets, in order; never the last one, which describes the whole pass."""
         while self._num_sent < len(self.buckets) - 1 and not self.buckets[self._num_sent].missing:
-            self._send(self.buckets[self._num_sent])
+            bucket = self.buckets[self._num_sent]
+            self._post(bucket, self._own_of(bucket))
 
-    def _send(self, bucket: Bucket) -> None:
+    def _own_of(self, bucket: Bucket) -> dict[int, Tensor | None]:
+        """This rank's gradients of a bucket; removes them from ``.grad``."""
         grads = {i: self._take(i) for i in bucket.members}
         for i, grad in grads.items():
             if grad is not None:  # perhaps assigned by hand, which no hook notices
                 self._used[i] = 1
-        self._post(bucket, grads)
+        return grads
 
-    def _post(self, bucket: Bucket, grads: Mapping[int, Tensor | None], *, has_failed: bool = False) -> None:
-        bucket.fill(grads, self._tail(has_failed) if bucket is self.buckets[-1] else None)
+    def _post(self, bucket: Bucket, grads: Mapping[int, Tensor | None], tail: Sequence[int] | None = None) -> None:
+        """Starts the sum of a bucket. The last one has room for a tail, which stays 0 where an exchange tells its content."""
+        is_last = bucket is self.buckets[-1]
+        bucket.fill(grads, 2 + len(self.buckets) + len(self.params) if is_last else 0)
+        if is_last and tail is not None:
+            bucket.tail.copy_(torch.tensor(tail, dtype=torch.uint8))
         bucket.work = self._sum(bucket.flat)
         self._num_sent += 1
 
-    def _tail(self, has_failed: bool) -> Tensor:
-        flags = [has_failed, bool(self.penalties.parts), *(bucket.has_late_parts for bucket in self.buckets)]
-        return torch.tensor([*flags, *self._used], dtype=torch.uint8)
+    def _flags(self) -> list[bool]:
+        """Whether this rank has gradients that were kept apart, and late ones of each bucket."""
+        return [bool(self.penalties.parts), *(bucket.has_late_parts for bucket in self.buckets)]
 
     def _sum(self, flat: Tensor) -> Any:
         return dist.all_reduce(flat, group=self.world.gradient_group(), async_op=True)
 
-    def _send_rest(self) -> None:
+    def _send_rest(self, *, is_told: bool) -> None:
         for bucket in self.buckets[self._num_sent :]:
-            self._send(bucket)
+            grads = self._own_of(bucket)
+            self._post(bucket, grads, [False, *self._flags(), *self._used] if is_told else None)
 
     def _wait(self, place: str) -> None:
         self.world.agreement.carry_out(lambda: [bucket.work for bucket in self.buckets], place)
 
-    def _collect(self, place: str) -> None:
-        agreement = self.world.agreement
+    def _complete_alone(self, place: str) -> None:
+        """Sums the gradients where no exchange follows: what ranks must know of each other is read from the last bucket."""
+        self._send_rest(is_told=True)
         self._wait(f"{place}, summing gradients")
         tail = on_host([self.buckets[-1].tail])[0]
-        failed, penalties, late, used = tail.split([1, 1, len(self.buckets), len(self.params)])
-        if failed.item():
+        failed, flags, used = (piece.tolist() for piece in tail.split([1, 1 + len(self.buckets), len(self.params)]))
+        if failed[0]:
             self._drop()
             raise RankError(
                 f"{place}, which failed on other ranks",
                 why="their gradients are missing in the sum",
                 fix="see the error there; to skip a batch, all ranks must skip it",
             )
-        late_buckets = [bucket for bucket, flag in zip(self.buckets, late.tolist(), strict=True) if flag]
-        if late_buckets:
-            parts = [bucket.packed({i: self._take(i) for i in bucket.members}) for bucket in late_buckets]
-            agreement.carry_out(lambda: [self._sum(part) for part in parts], f"{place}, summing late gradients")
-            for bucket, part in zip(late_buckets, parts, strict=True):
-                bucket.flat[: len(part)] += part
-        self._set_gradients(used.tolist())
-        if penalties.item():
+        late_buckets = [bucket for bucket, flag in zip(self.buckets, flags[1:], strict=True) if flag]
+        late = {i: self._take(i) for bucket in late_buckets for i in bucket.members}
+        for bucket, part in zip(late_buckets, self._late_sums(late_buckets, late, place), strict=True):
+            bucket.flat[: len(part)] += part
+        self.has_own = self.has_own and not any(used)
+        self._set_gradients(used)
+        if flags[0]:
             self._add_penalties(place)
         self._forget()
+        if self._told is not None:  # a backward after the last micro-batch of a window
+            self._told[1][:] = bytes(bool(before or now) for before, now in zip(self._told[1], used, strict=True))
+
+    def _late_sums(self, buckets: list[Bucket], late: Mapping[int, Tensor | None], place: str) -> list[Tensor]:
+        """The sums over the ranks of what came after these buckets were sent, packed like them."""
+        parts = [bucket.packed({i: late.get(i) for i in bucket.members}) for bucket in buckets]
+        if parts:
+            self.world.agreement.carry_out(
+                lambda: [self._sum(part) for part in parts], f"{place}, summing late gradients"
+            )
+        return parts
 
     def _add_penalties(self, place: str) -> None:
         """Adds the gradients that ranks have kept apart; counts them once where they are the same on all ranks."""
@@ -315,8 +363,7 @@ class DDPEngine:
                 if i in key:
                     add_to_gradient(self.params[i], view.clone() if found["differs"] else view / size)
 
-    def _set_gradients(self, used: list[float]) -> None:
-        self.has_own = self.has_own and not any(used)
+    def _set_gradients(self, used: Sequence[float]) -> None:
         for bucket in self.buckets:
             for i, grad in bucket.views().items():
                 done = self._done.kept.pop(i, None)
