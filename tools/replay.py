@@ -84,7 +84,25 @@ MOVED: dict[str, Callable[[Any], Any]] = {
 
 _FIRST = "transforms stands first among the keys of parallel, as transforms run first: the same lines in another order"
 _ROWS = "Parallel is made from the rows of techniques; a recipe keeps what belongs to one below its name"
+_ALONE = "a group of one: nothing is gathered, a TrainStep casts each unit once, and the recipe says so"
+_UNITS = "by default a model below 64 MiB is one unit, and units of a larger one hold at least 8 MiB"
+_SIZES = "the tests' model has other sizes today, which tp=2 can cut"
+_ODD = "two numbers more for each 0-dim parameter: which gradients kept apart came with it, as those are judged together"
+_SELECTIVE = "ranks exchange what the first run of each block keeps and costs, by which selective remat chooses"
 EXPLAINED: dict[str, str] = {
+    "recipes / qwen3-vl-moe | ": _SIZES,
+    "recipes / experts | * / recipe / params": _SIZES,
+    **{
+        f"recipes / *| {layout} | bf16 and remat / {what}": _ALONE
+        for layout in ("dp_replicate=2", "dp_shard=1")
+        for what in ("describe", "recipe / notes", "recipe / units*reshard")
+    },
+    "recipes / *| default / describe": _UNITS,
+    "recipes / *| default / recipe / notes*why": _UNITS,
+    "steps / * | odd | * / collectives [": _ODD,
+    "steps / train_step | * | selective, kept, ahead | *collectives": _SELECTIVE,
+    "steps / train_step | experts | dp_shard=1 | bf16 and remat | rank 0 / window 2 / grad_norm": "the last bit: gradients of "
+    "one rank are added up without FSDP2's buffers",
     **{
         f"public / commands / {command} / stdout": _FIRST
         for command in (

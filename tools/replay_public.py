@@ -90,7 +90,7 @@ train examples/finetune.yaml --print-config
 train --parallel.layout=dp_shard=3 --nproc 4
 train --parallel.layout=dp_shard=3 --nproc 4 --print-config
 train --parallel.layout=dp_shard=x
-train --parallel.layout=tp=2
+train --parallel.layout=pp=2
 train --train.stepz=5
 train --train.steps=five
 train --train.steps=-1

@@ -1,5 +1,6 @@
 """Code that runs twice gets the numbers of Python's and numpy's global generators twice, and leaves them as one run does."""
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,9 @@ DRAWS: dict[str, Callable[[], Any]] = {
     "all words of numpy's state": lambda: np.random.rand(
         312
     ).tolist(),  # each takes two of 624: the position is the same
+    "all words of Python's state": lambda: [random.random() for _ in range(312)],
+    "one of Python's pair": lambda: random.gauss(0, 1),
+    "the other of Python's pair": lambda: [random.gauss(0, 1) for _ in range(2)],
     "one of a pair": np.random.randn,
     "the other of a pair": lambda: np.random.randn(2).tolist(),
     "seeded": lambda: (np.random.seed(3), random.seed(4), np.random.rand(), random.random())[2:],
@@ -50,7 +54,11 @@ def states() -> tuple[Any, str]:
 def test_the_second_run_draws_what_the_first_did(monkeypatch, draws, before, reads_words):
     if not reads_words:
         monkeypatch.setattr(rng, "_reads_words", lambda: False)
+        monkeypatch.setattr(rng, "_reads_words_of_python", lambda: False)
     np.random.seed(1)
+    random.seed(1)
+    for _ in range(before):
+        random.gauss(0, 1)
     np.random.randn(before)  # with 1, the other number of a pair is left
     for _ in range(3):  # what is known of the state before
         numbers = HostNumbers()
@@ -64,14 +72,19 @@ def test_the_second_run_draws_what_the_first_did(monkeypatch, draws, before, rea
             assert states() == kept
 
 
-def test_numpys_state_is_copied_once_where_nothing_is_drawn(monkeypatch):
-    assert rng._reads_words()
-    np.random.seed(1)
-    copies, copy = [], np.random.get_state
-    monkeypatch.setattr(np.random, "get_state", lambda: copies.append(1) or copy())
+@pytest.mark.parametrize(("module", "name"), [(np.random, "get_state"), (random, "getstate")])
+def test_a_state_is_copied_once_where_nothing_is_drawn(monkeypatch, module, name):
+    assert rng._reads_words() and rng._reads_words_of_python()
+    np.random.seed(11), random.seed(11)
+    copies, copy = [], getattr(module, name)
+    counted = functools.wraps(copy)(lambda: copies.append(1) or copy())
+    if module is random:
+        counted.__self__ = copy.__self__
+    monkeypatch.setattr(module, name, counted)
     for _ in range(5):
         numbers = HostNumbers()
         numbers.end()
+        assert not numbers.were_drawn
         with numbers.again():
             pass
     assert len(copies) == 1

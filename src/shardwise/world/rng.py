@@ -93,20 +93,26 @@ class HostNumbers:
     """The random numbers that Python's and numpy's global generators give from now on, for code that runs twice: made
     before the first run, :meth:`end` after it, and the second run within :meth:`again`.
 
-    Copying numpy's state takes 50 us, and most code draws nothing there: it is copied once for all that comes before the
-    next draw.
+    Copying numpy's state takes 50 us and Python's 10, and most code draws nothing there: they are copied once for all that
+    comes before the next draw.
     """
 
     def __init__(self) -> None:
-        self._python: Any = random.getstate()
+        self._python: Any = _python_state()
         self._numpy: Any = _numpy_state()
 
     def end(self) -> None:
         """Forgets the generators of which the first run has drawn nothing: the second draws nothing either."""
-        if self._python == random.getstate():
+        now = _python_state()
+        if self._python is now or self._python == now:
             self._python = None
         if self._numpy is _numpy_state():
             self._numpy = None
+
+    @property
+    def were_drawn(self) -> bool:
+        """Whether the first run has drawn some."""
+        return self._python is not None or self._numpy is not None
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -124,6 +130,35 @@ class HostNumbers:
 _taken: tuple[Any, bytes, Any] | None = (
     None  # numpy's bit generator, its words, and the whole state that goes with them
 )
+_taken_of_python: tuple[Any, bytes, Any] | None = None  # the same of Python's generator
+
+
+def _python_state() -> Any:
+    """``random.getstate()``; the same object as before where nothing was drawn in between."""
+    global _taken_of_python
+    generator: Any = getattr(random.getstate, "__self__", None)
+    if type(generator) is not random.Random or generator.gauss_next is not None or not _reads_words_of_python():
+        return random.getstate()
+    words = _words_of_python(generator)
+    if _taken_of_python is None or _taken_of_python[0] is not generator or _taken_of_python[1] != words:
+        _taken_of_python = generator, words, random.getstate()
+    return _taken_of_python[2]
+
+
+def _words_of_python(generator: random.Random) -> bytes:
+    """The position in the words of CPython's Mersenne twister, and the words: its fields after those of any object."""
+    return ctypes.string_at(id(generator) + object.__basicsize__, 4 + _NUM_WORDS * 4)
+
+
+@functools.cache
+def _reads_words_of_python() -> bool:
+    """Whether Python keeps them where ``_words_of_python`` reads them."""
+    generator = random.Random(7)
+    words = generator.getstate()[1]
+    if generator.__sizeof__() < object.__basicsize__ + 4 + _NUM_WORDS * 4 or len(words) != _NUM_WORDS + 1:
+        return False
+    known = b"".join(word.to_bytes(4, sys.byteorder) for word in (words[-1], *words[:-1]))
+    return _words_of_python(generator) == known
 
 
 def _numpy_state() -> Any:
