@@ -84,10 +84,14 @@ MOVED: dict[str, Callable[[Any], Any]] = {
 
 _FIRST = "transforms stands first among the keys of parallel, as transforms run first: the same lines in another order"
 _ROWS = "Parallel is made from the rows of techniques; a recipe keeps what belongs to one below its name"
+_ADDED = "added since, see CHANGELOG.md"
+_REWORDED = "the same refusal in other words: of streams, sizes or tensor parallelism too"
 _ALONE = "a group of one: nothing is gathered, a TrainStep casts each unit once, and the recipe says so"
 _UNITS = "by default a model below 64 MiB is one unit, and units of a larger one hold at least 8 MiB"
 _SIZES = "the tests' model has other sizes today, which tp=2 can cut"
-_ODD = "two numbers more for each 0-dim parameter: which gradients kept apart came with it, as those are judged together"
+_ODD = (
+    "two numbers more for each 0-dim parameter: which gradients kept apart came with it, as those are judged together"
+)
 _SELECTIVE = "ranks exchange what the first run of each block keeps and costs, by which selective remat chooses"
 EXPLAINED: dict[str, str] = {
     "recipes / qwen3-vl-moe | ": _SIZES,
@@ -135,6 +139,39 @@ EXPLAINED: dict[str, str] = {
     'public / messages / warnings / f"torch {torch.__version__} is newer': "the same",
     "public / messages / errors / ConfigError | notice_s={": "launch_local refuses what it ignored outside the main thread",
     "public / signatures / shardwise.init": "World is not named in a string",
+    "public / signatures / names": _ADDED,
+    **{
+        f"public / signatures / shardwise.{name}": f"{what}: {_ADDED}"
+        for name, what in {
+            "Loader": "num_workers, prefetch, pin_memory",
+            "MicroBatch": "host",
+            "Remat": "budget",
+            "Sharding": "min_unit_bytes may be None",
+            "StepOutput": "data_s",
+            "TrainStep": "fused",
+            "evaluate": "fused",
+            "verify": "example",
+        }.items()
+    },
+    "public / commands / train --parallel.remat=some / stderr": "remat is also given as a size",
+    **{
+        f"public / messages / errors / {start}": _REWORDED
+        for start in (
+            "ConfigError | --max-shard-bytes {text}",
+            "ConfigError | an empty dataset",
+            "RankError | rank {self.rank} waited {waited} s",
+            "RankError | ranks that came to {place} with micro-batches",
+            "RankError | sw.Loader: the ranks have other samples",
+            "RankError | {what} differ between ranks",
+            "UnsupportedError | a hook on a parameter that is cut",
+            "UnsupportedError | deepcopy of a sharded module",
+            "UsageError | a dataset of type",
+            "UsageError | example={{...}} for",
+        )
+    },
+    "errors / RankError: ranks that came to different exchanges": "the entries of the exchange before a step have changed",
+    "errors / RankError: ranks that came to window *micro-batches of different windows": _REWORDED,
+    "errors / UnsupportedError: deepcopy of a sharded module": _REWORDED,
 }
 """Beginning of a difference's name, with ``*`` for anything -> why it is meant (a line of CHANGELOG.md)."""
 
@@ -204,7 +241,13 @@ def compare(scene: str, before: Record, after: Record) -> list[str]:
     found = [*differences({key: moved(fact) for key, fact in before.items()} if moved else before, after)]
     unexplained = []
     for name, words in found:
-        reason = next((why for start, why in EXPLAINED.items() if _begins(f"{scene} / {name}", start)), None)
+        # What is new in these scenes is a feature: of what there was nothing is other.
+        is_added = scene in ("public", "errors") and words.startswith("is new")
+        reason = (
+            _ADDED
+            if is_added
+            else next((why for start, why in EXPLAINED.items() if _begins(f"{scene} / {name}", start)), None)
+        )
         if reason is None:
             unexplained.append(name)
             if len(unexplained) <= 40:
