@@ -302,8 +302,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "late-gradients-of-one-part",
-        "        self.engine.add_late(num_ranks, place)\n        self.sum_partial(place)",
-        "        self.engine.add_late(num_ranks, place)",
+        "        self.engine.add_late(late, used, place)\n        self.sum_partial(place)",
+        "        self.engine.add_late(late, used, place)",
         "tests/step/test_late_gradients.py",
         "late gradients of parameters that the ranks along tp share stay parts",
     ),

@@ -150,9 +150,10 @@ EXPLAINED: dict[str, str] = {
             "StepOutput": "data_s",
             "TrainStep": "fused",
             "evaluate": "fused",
-            "verify": "example",
+            "verify": "fused",
         }.items()
     },
+    "public / commands / train --parallel.layout=pp=2 / stderr": "tp is among the axes that work",
     "public / commands / train --parallel.remat=some / stderr": "remat is also given as a size",
     **{
         f"public / messages / errors / {start}": _REWORDED

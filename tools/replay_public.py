@@ -163,6 +163,8 @@ def commands() -> Record:
 
 
 def _common(text: str) -> str:
+    # The program is shown by the shortest path from where it is called.
+    text = re.sub(r"[^\s'\"]*/bin/shardwise\b", "shardwise", text)
     text = text.replace(str(Path.cwd()), "TREE")
     return re.sub(r"(/tmp|/var/folders)/[^\s'\"),:;]+", "TMP", text)
 

@@ -70,8 +70,9 @@ class Engine(Protocol):
         """uint8 flags of what this rank has and :meth:`complete` did not sum: gradients that came after the others of a
         window were sent. None: there never are any."""
 
-    def add_late(self, num_ranks: Sequence[float], place: str) -> None:
-        """Adds the sums over the ranks of such gradients to ``.grad``. ``num_ranks``: how many ranks set each flag."""
+    def add_late(self, late: Sequence[float], used: Sequence[float], place: str) -> None:
+        """Adds the sums over the ranks of such gradients to ``.grad``. ``late``, ``used``: how many ranks set each flag of
+        :meth:`late` and :meth:`used`."""
 
     def entered(self) -> list[str]:
         """Units entered since :meth:`begin`, in order: they must be the same on every rank, or collectives mismatch."""
@@ -158,6 +159,7 @@ class Runtime:
         self.tokenizer: Path | Literal[False] | None = None
         engine.tell_sums(functools.partial(_note_loose_sums, weakref.ref(self)))
         self._structure = ModuleSnapshot(module, num_ranks=world.size)
+        self.modules = [*canonical_modules(module)]  # which the snapshot holds to be all there are
         self.half_loaded: set[str] = set()  # tensors that a failed load had begun to write
         self._withheld: ShardwiseError | None = None
 
@@ -169,11 +171,21 @@ class Runtime:
     def local_tensors(self) -> dict[str, Tensor]:
         """Name -> what this rank stores: local shards of parameters, full buffers, full plain tensor attributes."""
         found = {name: local_tensor(param).detach() for name, param in self.parameters.items()}
-        buffers = tensors_of(self.module, "_buffers")
+        buffers = self.buffers()
         registered = (*self.parameters.values(), *buffers.values())
         for name, tensor in (*buffers.items(), *loose_tensors(self.module, registered).items()):
             found.setdefault(name, local_tensor(tensor).detach())
         return found
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Canonical name -> buffer, each under its first name. Without a walk through the module, which takes a millisecond
+        for some hundred modules."""
+        found: dict[int, tuple[str, Tensor]] = {}
+        for prefix, module in self.modules:
+            for attr, buffer in module._buffers.items():
+                if buffer is not None:
+                    found.setdefault(id(buffer), (f"{prefix}.{attr}" if prefix else attr, buffer))
+        return dict(found.values())
 
     def local_tensors_of(self, name: str) -> Tensor:
         """What this rank stores of parameter ``name``."""
@@ -219,12 +231,12 @@ class Runtime:
                 for each, summed in zip(of_dtype, flat.split([each.numel for each in of_dtype]), strict=True):
                     each.put(summed)
 
-    def add_late(self, num_ranks: Sequence[float], place: str) -> None:
+    def add_late(self, late: Sequence[float], used: Sequence[float], place: str) -> None:
         """Sums the gradients that came after the others of a window were sent; see :meth:`Engine.late`."""
         before = {name: param.grad for name, param in self.parameters.items()}
         for param in self.parameters.values():
             param.grad = None
-        self.engine.add_late(num_ranks, place)
+        self.engine.add_late(late, used, place)
         self.sum_partial(place)
         for name, grad in before.items():
             param = self.parameters[name]

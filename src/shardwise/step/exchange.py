@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise._torch.modules import BatchNormBase
 from shardwise.errors import RankError
-from shardwise.model.tensors import checksums, tensors_of
+from shardwise.model.tensors import checksums
 from shardwise.parallel import Runtime
 from shardwise.techniques.data.rule import DataEntry
 from shardwise.techniques.data.scalar_gradients import ScalarGradients
@@ -53,7 +53,7 @@ class Exchange:
         if runtime.replicated:
             self._whole.set(summed, [bool(summed["used"][runtime.trainable.index(n)]) for n in runtime.replicated])
         if is_late := "late" in summed and bool(summed["late"].any()):
-            runtime.add_late(summed["late"].tolist(), f"window {runtime.step + 1}")
+            runtime.add_late(summed["late"].tolist(), summed["used"].tolist(), f"window {runtime.step + 1}")
         if "buffers" in summed and bool(summed["buffers"].any()):
             sync_buffers(runtime, summed["buffers"], f"window {runtime.step + 1}")
         return is_late
@@ -94,13 +94,13 @@ class BufferMarks:
 
 def buffer_versions(runtime: Runtime) -> BufferMarks:
     """What :func:`buffers_written` compares with."""
-    return _marks(tensors_of(runtime.module, "_buffers"))
+    return _marks(runtime.buffers())
 
 
 def buffers_written(runtime: Runtime, before: BufferMarks) -> Tensor:
     """A flag per buffer, to be summed over the ranks: whether this rank wrote it since :func:`buffer_versions` returned
     ``before``. On the device of the first buffer."""
-    buffers = tensors_of(runtime.module, "_buffers")
+    buffers = runtime.buffers()
     now = _marks(buffers)
     known = {name: i for i, name in enumerate(before.objects)}
     digests = before.digests if buffers else now.digests
@@ -120,7 +120,7 @@ def sync_buffers(runtime: Runtime, summed: Tensor, place: str) -> None:
     written = summed.tolist()
     if not any(written):
         return
-    flags = zip(tensors_of(runtime.module, "_buffers").values(), written, strict=True)
+    flags = zip(runtime.buffers().values(), written, strict=True)
     _same_buffers(runtime, [buffer for buffer, flag in flags if flag], place)
 
 
@@ -135,7 +135,7 @@ def _always_written(runtime: Runtime) -> set[int]:
     changing their version."""
     return {
         id(buffer)
-        for module in runtime.module.modules()
+        for _, module in runtime.modules
         if isinstance(module, BatchNormBase) and module.training
         for buffer in module.buffers(recurse=False)
     }

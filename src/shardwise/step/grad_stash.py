@@ -4,7 +4,6 @@ from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
-from shardwise.model.tensors import tensors_of
 from shardwise.parallel import Runtime
 from shardwise.techniques.data.gradients import SetAsideGradients
 
@@ -53,11 +52,11 @@ class GradStash:
 
 def clone_buffers(runtime: Runtime) -> dict[str, Tensor]:
     """Copies of all buffers, for :func:`restore_buffers`."""
-    return {name: buffer.clone() for name, buffer in tensors_of(runtime.module, "_buffers").items()}
+    return {name: buffer.clone() for name, buffer in runtime.buffers().items()}
 
 
 def restore_buffers(runtime: Runtime, kept: Mapping[str, Tensor]) -> None:
     """Writes the values of ``kept`` back into the buffers of those names."""
-    for name, buffer in tensors_of(runtime.module, "_buffers").items():
+    for name, buffer in runtime.buffers().items():
         if name in kept:
             buffer.copy_(kept[name])

@@ -28,9 +28,12 @@ def make_buckets(params: list[nn.Parameter], cap_bytes: int) -> list["Bucket"]:
     return [Bucket({i: params[i] for i in group}) for group in groups]
 
 
-def _is_dense(param: nn.Parameter) -> bool:
-    """Whether a gradient can have the parameter's own strides (channels_last), which fused optimizers require."""
-    return param.numel() > 0 and torch.empty_like(param, device="meta").stride() == param.stride()
+def _has_own_order(param: nn.Parameter) -> bool:
+    """Whether a parameter has strides of its own (channels_last), in which its gradient fills memory without gaps too: fused
+    optimizers require the same of both."""
+    if param.numel() == 0 or param.stride() == torch.empty(param.shape, device="meta").stride():
+        return False
+    return torch.empty_like(param, device="meta").stride() == param.stride()
 
 
 def _kind(param: nn.Parameter) -> tuple[torch.dtype, torch.device]:
@@ -51,44 +54,47 @@ class Bucket:
     def __init__(self, members: dict[int, nn.Parameter]):
         self.members = members
         self.numel = sum(param.numel() for param in members.values())
-        self._has_own_order = {i: _is_dense(param) for i, param in members.items()}
+        self._sizes = [param.numel() for param in members.values()]
+        self._has_own_order = {i: _has_own_order(param) for i, param in members.items()}
         self.reset()
 
     def reset(self) -> None:
         """Prepares the bucket for the next pass. The flat tensor stays alive where gradients are views of it."""
         self.missing = set(self.members)
         self.flat = self.tail = torch.empty(0)
+        self._views: dict[int, Tensor] = {}
         self.work: Any = None
         self.has_late_parts = False
 
     def fill(self, grads: Mapping[int, Tensor | None], num_more: int) -> None:
         """Writes ``grads`` (None counts as zeros) into a new flat tensor, with a tail of ``num_more`` zeros."""
-        self.flat = self.packed(grads, num_more)
+        self.flat, self._views = self._packed(grads, num_more)
         self.tail = self.flat[self.numel :]
 
-    def packed(self, grads: Mapping[int, Tensor | None], num_more: int = 0) -> Tensor:
-        """``grads`` one after another in a new tensor, zeros for None, with room for ``num_more`` elements."""
+    def packed(self, grads: Mapping[int, Tensor | None]) -> Tensor:
+        """``grads`` one after another in a new tensor, zeros for None."""
+        return self._packed(grads, 0)[0]
+
+    def _packed(self, grads: Mapping[int, Tensor | None], num_more: int) -> tuple[Tensor, dict[int, Tensor]]:
         like = next(iter(self.members.values()))
         flat = torch.zeros(self.numel + num_more, dtype=like.dtype, device=like.device)
-        for i, view in self.views_of(flat).items():
+        views = self.views_of(flat)
+        for i, view in views.items():
             grad = grads[i]
             if grad is not None:
                 view.copy_(grad.to_dense() if grad.is_sparse else grad)
-        return flat
+        return flat, views
 
     def views(self) -> dict[int, Tensor]:
         """Index -> gradient, as a view of the flat tensor."""
-        return self.views_of(self.flat)
+        return self._views
 
     def views_of(self, flat: Tensor) -> dict[int, Tensor]:
-        found, start = {}, 0
-        for i, param in self.members.items():
-            piece = flat[start : start + param.numel()]
-            if self._has_own_order[i]:
-                piece = piece.as_strided(param.shape, param.stride(), start)
-            found[i] = piece if self._has_own_order[i] else piece.view(param.shape)
-            start += param.numel()
-        return found
+        pieces = zip(self.members.items(), flat[: self.numel].split(self._sizes), strict=True)
+        return {
+            i: piece.as_strided(param.shape, param.stride()) if self._has_own_order[i] else piece.view(param.shape)
+            for (i, param), piece in pieces
+        }
 
     def settle(self) -> None:
         """Waits for an all-reduce that was left running; bounded, since a peer that has ended will never take part."""

@@ -254,7 +254,7 @@ class FSDP2Engine:
     def late(self) -> None:
         return None
 
-    def add_late(self, num_ranks: Sequence[float], place: str) -> None:
+    def add_late(self, late: Sequence[float], used: Sequence[float], place: str) -> None:
         pass  # FSDP2 sums at the end of each backward
 
     def entered(self) -> list[str]:

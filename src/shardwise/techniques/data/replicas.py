@@ -145,12 +145,13 @@ class DDPEngine:
         # Ranks along other axes may have other buckets, so that what is late is not told for each.
         return None if self._told is None else torch.tensor([self._told[0], bool(self._late)], dtype=torch.uint8)
 
-    def add_late(self, num_ranks: Sequence[float], place: str) -> None:
-        any_penalties, any_late = num_ranks
+    def add_late(self, late: Sequence[float], used: Sequence[float], place: str) -> None:
+        any_penalties, any_late = late
         buckets = self.buckets if any_late else []
         for bucket, part in zip(buckets, self._late_sums(buckets, self._late, place), strict=True):
             for i, view in bucket.views_of(part).items():
-                add_to_gradient(self.params[i], view)
+                if used[i]:
+                    add_to_gradient(self.params[i], view)
         if any_penalties:
             self._add_penalties(place)
 
@@ -323,11 +324,11 @@ class DDPEngine:
             bucket.flat[: len(part)] += part
         self.has_own = self.has_own and not any(used)
         self._set_gradients(used)
-        if flags[0]:
-            self._add_penalties(place)
+        apart = self._add_penalties(place) if flags[0] else set()
         self._forget()
         if self._told is not None:  # a backward after the last micro-batch of a window
-            self._told[1][:] = bytes(bool(before or now) for before, now in zip(self._told[1], used, strict=True))
+            for i in {*apart, *(i for i, flag in enumerate(used) if flag)}:
+                self._told[1][i] = 1
 
     def _late_sums(self, buckets: list[Bucket], late: Mapping[int, Tensor | None], place: str) -> list[Tensor]:
         """The sums over the ranks of what came after these buckets were sent, packed like them."""
@@ -338,12 +339,15 @@ class DDPEngine:
             )
         return parts
 
-    def _add_penalties(self, place: str) -> None:
-        """Adds the gradients that ranks have kept apart; counts them once where they are the same on all ranks."""
+    def _add_penalties(self, place: str) -> set[int]:
+        """Adds the gradients that ranks have kept apart; counts them once where they are the same on all ranks. Returns the
+        numbers of their parameters."""
         own, agreement = self.penalties.take(), self.world.agreement
         keys = agreement.gather([sorted(key) for key in own], f"{place}, naming parameters that backward came to alone")
-        for key in dict.fromkeys(tuple(each) for keys_of_rank in keys for each in keys_of_rank):
+        every_key = dict.fromkeys(tuple(each) for keys_of_rank in keys for each in keys_of_rank)
+        for key in every_key:
             self._add_penalty(key, own.get(frozenset(key), {}), place)
+        return {i for key in every_key for i in key}
 
     def _add_penalty(self, key: tuple[int, ...], own: Mapping[int, Tensor], place: str) -> None:
         size, agreement = self.world.axis("dp").size, self.world.agreement
