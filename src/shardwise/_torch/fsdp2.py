@@ -78,8 +78,8 @@ class Unit:
         self._hooked_before: set[int] = set()
         self._is_whole = all(map(_is_whole, self.groups))
         self._is_alone = self._is_whole and not any(map(_has_replicas, self.groups))
-        self._keeps_whole = self._keeps_casts = False
-        self._cast_version = -1  # of the shards when they were cast
+        self._keeps_whole = self._reuses = self._ends = False
+        self._version = -1  # of the shards when they were cast or gathered, if that is used again
 
     @property
     def is_trained(self) -> bool:
@@ -111,6 +111,8 @@ class Unit:
                 if self._is_whole:
                     self._cast(group)
                     continue
+                if self._reuses and not group.is_unsharded:
+                    self._version = self.version()
                 group.unshard(group.unshard_async_op)
                 group.wait_for_unshard()
         self.show_whole()
@@ -119,7 +121,7 @@ class Unit:
         """Does what an all-gather over one rank does, by one copy of each parameter."""
         if group.is_unsharded:
             return
-        self._cast_version = self.version()
+        self._version = self.version()
         for param in group.fsdp_params:
             shard = param._sharded_param_data
             param.init_all_gather_outputs([shard.numel()], [param.param_dtype or shard.dtype], 1, group.device)
@@ -163,20 +165,26 @@ class Unit:
         self.show_shards()
 
     def release(self) -> None:
-        """Frees the gathered parameters, unless :meth:`keep_casts` keeps them and the shards were not written since."""
-        if self._keeps_casts and self.version() == self._cast_version:
+        """Frees the gathered parameters, unless :meth:`reuse` keeps them and the shards were not written since."""
+        if self._reuses and self.version() == self._version:
             self.show_shards()
         else:
             self.free()
 
-    def keep_casts(self, keep: bool) -> None:
-        """Sets whether shards that are whole are cast once for several forwards and backwards: until the argument is
-        False. No effect where they are gathered."""
-        if not self._is_whole:
+    def reuse(self, keep: bool, *, gathered: bool) -> None:
+        """Sets whether what is computed with is used again by several forwards and backwards, until the argument is False:
+        casts of shards that are whole and, with ``gathered``, gathered parameters that a forward leaves gathered."""
+        if not (self._is_whole or gathered):
             return
         self.free()
-        self._keeps_casts = keep
+        self._reuses, self._ends = keep, False
         self._set_resharding()
+
+    def end_reuse(self, ends: bool) -> None:
+        """Sets whether the next backward is the last one before parameters change: gathered ones are freed by it."""
+        if self._reuses and not self._is_whole and ends != self._ends:
+            self._ends = ends
+            self._set_resharding()
 
     def show_whole(self) -> None:
         """Sets the gathered parameters on the modules."""
@@ -294,7 +302,7 @@ class Unit:
 
     def _set_resharding(self) -> None:
         for group in self.groups:
-            group.reshard_after_backward = not (self._keeps_whole or self._keeps_casts)
+            group.reshard_after_backward = not (self._keeps_whole or (self._reuses and not self._ends))
 
     def release_buffers(self) -> None:
         """Called on the root at the end of a forward or a backward: releases buffers of finished collectives."""

@@ -122,7 +122,7 @@ class Window:
                 runtime.last_count = self._count_of_tokens
         self._versions, self._written = buffer_versions(runtime), ParamWriteCheck(runtime)
         # A loop of the user's own may write parameters in between, in ways that count in no version.
-        runtime.engine.begin(keeps_casts=self._trains)
+        runtime.engine.begin(reuses=self._trains)
         self._kept_gradients = GradStash(runtime)
         self._hook = None
         if runtime.step < _NUM_WINDOWS_CHECKED and shifts_labels(self.model):

@@ -172,6 +172,7 @@ class FSDP2Engine:
     def __init__(self, module: nn.Module, recipe: Recipe, world: World):
         self.root, self.recipe, self.world = module, recipe, world
         self._sync_each = _entry(recipe).sync_every_microbatch
+        self._keeps_root = _root_unit(recipe).reshard is False
         trainable = [name for name, param in recipe.params.items() if param.trainable]
         self._position = {name: i for i, name in enumerate(trainable)}
         self._used = torch.zeros(len(trainable), dtype=torch.uint8)
@@ -215,6 +216,7 @@ class FSDP2Engine:
         reduces = sync or bool(each)
         for unit in self.order.units.all():
             unit.sum_gradients(reduces, sync if each == "reduce_scatter" else reduces)
+        self.order.units.root.end_reuse(sync)
 
     def set_padding(self, padding: bool) -> None:
         self._padding.set(padding, self.penalties.params)
@@ -260,7 +262,7 @@ class FSDP2Engine:
     def entered(self) -> list[str]:
         return self._taken.entries
 
-    def begin(self, *, keeps_casts: bool) -> None:
+    def begin(self, *, reuses: bool) -> None:
         self._loose_backward.abandon()
         self.penalties.take()
         self._leave_window()
@@ -269,7 +271,7 @@ class FSDP2Engine:
         if not self._taken.num_windows:
             self._taken.entries = []
         self._taken.num_windows += 1
-        self.order.keep_casts(keeps_casts)
+        self.order.reuse(reuses, root=self._keeps_root)
 
     def abandon(self) -> None:
         self.set_sync(None)
@@ -328,7 +330,7 @@ class FSDP2Engine:
 
     def _leave_window(self) -> None:
         if self._in_window:
-            self.order.keep_casts(False)
+            self.order.reuse(False, root=self._keeps_root)
         self._taken.num_windows -= self._in_window
         self._in_window = False
 

@@ -85,7 +85,7 @@ class DDPEngine:
 
     # ---- called by a window ----------------------------------------------------------------------------------
 
-    def begin(self, *, keeps_casts: bool) -> None:
+    def begin(self, *, reuses: bool) -> None:
         self._end_failed()
         self._drop()
         self._summed.clear()

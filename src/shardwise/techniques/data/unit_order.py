@@ -97,10 +97,12 @@ class Order:
         for unit in self.units.all():
             unit.free()
 
-    def keep_casts(self, keep: bool) -> None:
-        """Sets whether parameters that are whole are cast once, and not for each forward and backward."""
-        for unit in self.units.all():
-            unit.keep_casts(keep)
+    def reuse(self, keep: bool, *, root: bool) -> None:
+        """Sets whether parameters that are whole are cast once, and with ``root`` those of the root gathered once, not for
+        each forward and backward. Ranks may skip other units, and then have them gathered at other times."""
+        self.units.root.reuse(keep, gathered=root)
+        for unit in self.units.inner:
+            unit.reuse(keep, gathered=False)
 
     def look(self) -> None:
         """Notices a backward that raised, if nothing has run since, and calls the listener."""
