@@ -87,7 +87,7 @@ def test_every_option_is_a_row():
 # ---- FSDP1's strategies ------------------------------------------------------------------------------------------------
 
 UNITS, MICRO = 4, 2  # three blocks and the root
-FREED, KEPT = MICRO * (2 * (UNITS - 1) + 1), MICRO * UNITS  # gathers of a window
+FREED, KEPT = MICRO * 2 * (UNITS - 1) + 1, MICRO * (UNITS - 1) + 1  # gathers of a window: the root's once
 
 
 @pytest.mark.parametrize(
