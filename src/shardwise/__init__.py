@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shardwise.data.labels import shift_labels
     from shardwise.data.loader import Loader
     from shardwise.data.padding import pad_collate
+    from shardwise.data.sft.dataset import SFTDataset
     from shardwise.dialects.fsdp1 import from_fsdp1
     from shardwise.errors import (
         CheckpointError,
@@ -121,6 +122,7 @@ _HOME = {
     "shardwise.step.parameter_groups": ("parameter_groups",),
     "shardwise.data.labels": ("shift_labels",),
     "shardwise.data.padding": ("pad_collate",),
+    "shardwise.data.sft.dataset": ("SFTDataset",),
     "shardwise.step.linear_loss": ("linear_cross_entropy",),
     "shardwise.step.loss": ("TaskModel", "next_token_loss"),
     "shardwise.step.local_optimizer": ("local_optimizer",),
@@ -155,6 +157,7 @@ __all__ = [
     "RankError",
     "Recipe",
     "Remat",
+    "SFTDataset",
     "Sharding",
     "ShardwiseError",
     "StateDictType",

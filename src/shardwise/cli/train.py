@@ -125,8 +125,18 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
             fix="give the path of a text file, or of tokens as .npy or .bin",
         )
     check_tokens(config, origins)
+    if config.data.val_path is not None and not Path(config.data.val_path).is_file():
+        raise ConfigError(
+            f"data.val_path={config.data.val_path!r} ({origins['data.val_path']})",
+            why=f"there is no such file (relative to {Path.cwd()})",
+            fix="give the path of a file like that of data.path",
+        )
     # A token is a byte or more, and training and validation each need one window.
-    if path is not None and (size := Path(path).stat().st_size) < 2 * (config.data.seq_len + 1):
+    if (
+        path is not None
+        and not config.data.has_records
+        and (size := Path(path).stat().st_size) < 2 * (config.data.seq_len + 1)
+    ):
         raise ConfigError(
             f"data.path={path!r} ({origins['data.path']}): {size} bytes",
             why=f"training and validation each need a window of seq_len={config.data.seq_len} + 1 tokens",

@@ -161,13 +161,15 @@ class Display:
         self.row("device", device)
         self.row("layout", f"{layout}: {why}")
 
-    def _show_data(self, *, name: str, train_samples: int, val_samples: int, tokens_per_step: int) -> None:
+    def _show_data(self, *, name: str, train_samples: int, val_samples: int, tokens_per_step: int, report: str) -> None:
         self.began = True  # from here on this run has files
         self.row(
             "data",
             f"{name}: {train_samples:,} samples to train on, {val_samples:,} to validate; "
-            f"{tokens_per_step:,} tokens a step",
+            f"{'at most ' if report else ''}{tokens_per_step:,} tokens a step",
         )
+        if report:
+            self.row("records", report)
 
     def _show_model(self, *, name: str, num_params: int, units: int, why: str) -> None:
         self.row("model", f"{name}, {num_params:,} parameters in {units} unit{'s' if units > 1 else ''}")

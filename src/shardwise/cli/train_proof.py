@@ -122,7 +122,9 @@ def _task(config: "RunConfig", world: "World", num_steps: int, most: int) -> Any
     alone = SimpleNamespace(
         seed=world.seed, device=torch.device("cpu"), axis=lambda name: SimpleNamespace(rank=0, size=1)
     )
-    loader = Loader(corpus.train, alone, global_batch=data.global_batch, micro_batch=data.micro_batch)
+    loader = Loader(
+        corpus.train, alone, global_batch=data.global_batch, micro_batch=data.micro_batch, collate=corpus.collate
+    )
     windows: list[Any] = []
     while len(windows) < num_steps:
         for window in loader:

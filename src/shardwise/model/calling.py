@@ -31,7 +31,8 @@ TARGETS = {"labels", "label", "targets", "target", "y"}  # for the loss, unless 
 def call(model: nn.Module, batch: Batch) -> Any:
     """Calls the model on a batch: each key that the forward has a parameter for, by name (labels are for the loss); all
     of them to a forward with ``**kwargs``. Where no key is one of its parameters and it asks for one tensor, the
-    batch's only input, in place.
+    batch's only input, in place. With ``position_ids`` a forward that has ``use_cache`` gets False: models of transformers find
+    documents packed into one sample by their positions only without a key/value cache, which their default makes.
 
     Raises:
         UsageError: a parameter would receive nothing, or the batch has more than one input for it; pass ``forward=``.
@@ -45,12 +46,13 @@ def call(model: nn.Module, batch: Batch) -> Any:
     missing = [p.name for p in required if p.name not in inputs or p.name not in by_name]
     named = {key: value for key, value in inputs.items() if key in by_name}
     others = [key for key in inputs if key not in by_name]
+    options: dict[str, Any] = {"use_cache": False} if "position_ids" in named and "use_cache" in by_name else {}
     rest = [key for key in others if key not in TARGETS and not _is_number(inputs[key])]
     if takes_any and not missing:
-        return model(**inputs)
+        return model(**{**options, **inputs})
     # Keys beyond the required parameters are for the loss; if none is required, a key may be a misspelt parameter.
     if named and not missing and (required or not rest):
-        return model(**named)
+        return model(**{**options, **named})
     in_place = len(required) == 1 and required[0].kind is not inspect.Parameter.KEYWORD_ONLY
     if not named and len(rest or others) == 1 and (in_place or (takes_many and not required)):
         return model(inputs[(rest or others)[0]])

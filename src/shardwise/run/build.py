@@ -6,17 +6,19 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.config.suggest import did_you_mean, missing_blank
 from shardwise.config.target import load_target
 from shardwise.config.tokenizer import is_tokens, tokenizer_path
 from shardwise.data.corpus import BYTES, TokenFile, TokenWindows, encode, pydoc_text
+from shardwise.data.sft.dataset import SFTDataset
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, UsageError
 from shardwise.model.calling import call, run_on
 from shardwise.parallel import recipe_of, runtime_of, shard, world_of
@@ -57,18 +59,21 @@ _SENTENCE = re.compile(r"(?<=[.\n] )[A-Z][a-z]+(?:\s[a-z]+){7}(?=\s)")
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """The data of a run: datasets for training and validation, and the training text if the tokens are bytes."""
+    """The data of a run: datasets for training and validation, how their samples are put together (None: stacked), the
+    training text if the tokens are bytes, and what is to be told of the records."""
 
     name: str
-    train: TokenWindows
-    val: TokenWindows | None
+    train: TokenWindows | SFTDataset
+    val: TokenWindows | SFTDataset | None
     text: str | None
+    collate: Callable[[list[Any]], Mapping[str, Tensor]] | None = None
+    report: str = ""
 
 
 def prompt_of(corpus: Corpus) -> str:
     """A prompt: the first eight words of a sentence in the validation text; if it has none, its first words, about 40
     bytes."""
-    source = corpus.val or corpus.train
+    source: Any = corpus.val or corpus.train
     text = bytes(source.tokens[: 1 << 16]).decode(errors="ignore")
     if match := _SENTENCE.search(text):
         return " ".join(match.group().split()) + " "
@@ -90,18 +95,33 @@ def open_data(data: Data, *, vocab: int | None) -> Corpus:
         ConfigError: as for :class:`~shardwise.data.corpus.TokenFile` and :func:`~shardwise.data.corpus.encode`.
     """
     tokenizer = tokenizer_path(data.tokenizer)
+    whole = _open(data, data.path, tokenizer, vocab)
+    parts: tuple[Any, Any] = (whole, None)
+    if data.val_path is not None:
+        parts = whole, _open(data, data.val_path, tokenizer, vocab)
+    elif data.val_fraction > 0:
+        parts = whole.split(data.val_fraction)
+    if isinstance(whole, SFTDataset):
+        return Corpus(
+            name=whole.name, train=parts[0], val=parts[1], text=None, collate=whole.collate, report=str(whole.report)
+        )
     is_bytes = tokenizer is None and not is_tokens(data.path)
-    if tokenizer is not None:
-        name = f"{data.path or _TOPICS}, by {tokenizer}"
-        whole = TokenWindows(encode(data.path, tokenizer), data.seq_len, vocab=vocab, name=name)
-    elif data.path is None:
-        whole = TokenWindows.from_text(pydoc_text(), data.seq_len, vocab=vocab, name=_TOPICS)
-    else:
-        raw = data.dtype if data.path.endswith(".bin") else None
-        whole = TokenFile(data.path, data.seq_len, dtype=raw, vocab=vocab)
-    parts = whole.split(data.val_fraction) if data.val_fraction > 0 else (whole, None)
     text = bytes(parts[0].tokens[: 1 << 24]).decode(errors="replace") if is_bytes else None
     return Corpus(name=whole.name, train=parts[0], val=parts[1], text=text)
+
+
+def _open(data: Data, path: str | None, tokenizer: Path | None, vocab: int | None) -> TokenWindows | SFTDataset:
+    if data.has_records and path is not None:
+        records = SFTDataset(path, str(tokenizer), seq_len=data.seq_len, pack=data.pack, unusable=data.unusable)
+        if vocab is not None:
+            records.limit(vocab)
+        return records
+    if tokenizer is not None:
+        name = f"{path or _TOPICS}, by {tokenizer}"
+        return TokenWindows(encode(path, tokenizer), data.seq_len, vocab=vocab, name=name)
+    if path is None:
+        return TokenWindows.from_text(pydoc_text(), data.seq_len, vocab=vocab, name=_TOPICS)
+    return TokenFile(path, data.seq_len, dtype=data.dtype if path.endswith(".bin") else None, vocab=vocab)
 
 
 def vocab_of(config: RunConfig) -> int | None:

@@ -17,7 +17,8 @@ from shardwise.config.loader import load_config as load
 from shardwise.config.record import Options, default_of, doc
 from shardwise.config.suggest import did_you_mean
 from shardwise.config.target import looks_like_target
-from shardwise.config.tokenizer import is_tokens
+from shardwise.config.tokenizer import BYTES_MEANT, is_tokens
+from shardwise.data.sft.records import is_records
 from shardwise.errors import ConfigError
 from shardwise.techniques import Parallel
 from shardwise.techniques.precision.options import precision_of
@@ -111,12 +112,19 @@ class Model(Options, frozen=True, kw_only=True):
 class Data(Options, frozen=True, kw_only=True):
     """Section ``data``: the training data, sequence length and batch sizes."""
 
-    path: Annotated[str | None, doc("a text file, or .npy or .bin of tokens; null: Python's help topics")] = None
+    path: Annotated[
+        str | None,
+        doc(
+            "a text file, .npy or .bin of tokens, or .jsonl of records for fine-tuning (text; prompt and completion; messages); null: Python's "
+            "help topics"
+        ),
+    ] = None
+    val_path: Annotated[str | None, doc("validation data of the same kind; null: val_fraction of path")] = None
     tokenizer: Annotated[
         str | None,
         doc(
             "how a text becomes tokens. bytes: each byte is one; hf: by the tokenizer.json in the directory model.hf; the path of another "
-            "directory: by the tokenizer.json in it; null: bytes, refused for a model that has a tokenizer"
+            "directory: by the tokenizer.json in it; null: bytes, refused for a model that has a tokenizer; for .jsonl hf"
         ),
     ] = None
     dtype: Annotated[Literal["uint8", "uint16", "uint32", "int32", "int64"], doc("dtype of the tokens in a .bin")] = (
@@ -126,6 +134,12 @@ class Data(Options, frozen=True, kw_only=True):
     seq_len: Annotated[Positive, doc("tokens a sample predicts")] = 128
     global_batch: Annotated[Positive, doc("samples of one optimizer step, over all ranks")] = 16
     micro_batch: Annotated[Positive, doc("samples of one forward on one rank")] = 8
+    pack: Annotated[
+        bool, doc("of .jsonl: several records share a sample of seq_len tokens, and none attends to another")
+    ] = False
+    unusable: Annotated[
+        Literal["refuse", "drop"], doc("of .jsonl: a record without an answer within seq_len is an error, or left out")
+    ] = "refuse"
     num_workers: Annotated[Count, doc("processes of each rank that read samples ahead of training; 0: none")] = 0
     prefetch: Annotated[Positive | None, doc("micro-batches that each of them is ahead; null: 2")] = None
 
@@ -144,6 +158,15 @@ class Data(Options, frozen=True, kw_only=True):
                 why="nothing is read ahead without workers, so it would have no effect",
                 fix="give data.num_workers=2 too, or remove data.prefetch",
             )
+        for key in ("pack", "unusable"):
+            if getattr(self, key) != default_of(Data, key) and not self.has_records:
+                raise ConfigError(
+                    f"data.{key}={getattr(self, key)} with data.path={self.path!r}",
+                    why="it is for records in a .jsonl, which a tokenizer reads, so it would have no effect",
+                    fix=f"name such a file, or remove data.{key}",
+                )
+        if self.val_path is not None:
+            self._check_val_path(self.val_path)
         if self.tokenizer is not None and is_tokens(self.path):
             raise ConfigError(
                 f"data.tokenizer={self.tokenizer!r} with data.path={self.path!r}",
@@ -155,6 +178,28 @@ class Data(Options, frozen=True, kw_only=True):
                 f"data.dtype={self.dtype!r} with data.path={self.path!r}",
                 why="only a .bin file needs a dtype, so this would have no effect",
                 fix="remove data.dtype, or name a .bin file",
+            )
+
+    @property
+    def has_records(self) -> bool:
+        """Whether ``path`` holds records for fine-tuning, read by a tokenizer."""
+        return is_records(self.path) and self.tokenizer != BYTES_MEANT
+
+    def _check_val_path(self, path: str) -> None:
+        if self.val_fraction != default_of(Data, "val_fraction"):
+            raise ConfigError(
+                f"data.val_fraction={self.val_fraction} with data.val_path={path!r}",
+                why="nothing of data.path is kept for validation, so it would have no effect",
+                fix="remove one of them",
+            )
+        kinds = [
+            Path(each).suffix if is_tokens(each) or is_records(each) else "text" for each in (self.path or "", path)
+        ]
+        if kinds[0] != kinds[1]:
+            raise ConfigError(
+                f"data.val_path={path!r} with data.path={self.path!r}",
+                why="one is read otherwise than the other",
+                fix="give both as a text, .npy, .bin or .jsonl",
             )
 
 
@@ -410,7 +455,7 @@ class RunConfig(Options, frozen=True, kw_only=True):
                 why="the model would never get values",
                 fix="add model.weights, or remove parallel.init",
             )
-        if self.data.tokenizer == "hf":
+        if self.data.tokenizer == "hf" or (self.data.tokenizer is None and self.data.has_records and self.model.hf):
             if self.model.hf is None:
                 raise ConfigError(
                     "data.tokenizer='hf' without model.hf",

@@ -23,6 +23,7 @@ from torch import nn
 
 from shardwise.config.render import dump_config
 from shardwise.data.loader import Loader
+from shardwise.data.sft.dataset import SFTDataset
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.parallel import describe, recipe_of, runtime_of
 from shardwise.run.build import (
@@ -90,6 +91,8 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
         emit("loaded", text=str(load_start(config, model)))
     limit_to_model(corpus, model)
     check_takes_tokens(config, model)
+    if isinstance(corpus.train, SFTDataset) and config.data.pack:
+        corpus.train.check_attention(model)
     set_tokenizer(config, model)
     step = make_step(config, model)
     run = _Run(config=config, world=world, corpus=corpus, model=model, step=step, emit=emit)
@@ -126,6 +129,7 @@ class _Run:
             self.world,
             global_batch=data.global_batch,
             micro_batch=data.micro_batch,
+            collate=self.corpus.collate,
             num_workers=data.num_workers,
             prefetch=data.prefetch,
         )
@@ -235,6 +239,7 @@ class _Run:
             train_samples=len(self.corpus.train),
             val_samples=len(val) if val else 0,
             tokens_per_step=data.global_batch * data.seq_len,
+            report=self.corpus.report,
         )
         name = type(self.model).__name__ if self.config.model.build or self.config.model.hf else "the reference model"
         recipe = recipe_of(self.model)
@@ -342,7 +347,14 @@ class _Run:
         self.emit("phase", text="validating")
         micro = self.config.data.micro_batch
         ranks = self.world.axis("dp").size
-        val = Loader(self.corpus.val, self.world, global_batch=micro * ranks, micro_batch=micro, shuffle=False)
+        val = Loader(
+            self.corpus.val,
+            self.world,
+            global_batch=micro * ranks,
+            micro_batch=micro,
+            collate=self.corpus.collate,
+            shuffle=False,
+        )
         figures: Mapping[str, Any] = evaluate(self.model, val, fused=self.config.train.fused)
         self.last["val_loss"] = float(figures["loss"])
         self.tell("val", step=done, **{name: float(value) for name, value in figures.items()})

@@ -47,7 +47,19 @@ START = dict.fromkeys(("model.weights", "model.rename", "model.cast", "model.str
 """Keys for a run's initial values: the command that resumes it may leave them out."""
 FIXED = {
     "model.": _MODEL,
-    **dict.fromkeys(("data.path", "data.tokenizer", "data.dtype", "data.val_fraction", "data.seq_len"), _DATA),
+    **dict.fromkeys(
+        (
+            "data.path",
+            "data.val_path",
+            "data.tokenizer",
+            "data.dtype",
+            "data.val_fraction",
+            "data.seq_len",
+            "data.pack",
+            "data.unusable",
+        ),
+        _DATA,
+    ),
 }
 _OPEN = ("model.args.", "model.rename.", "parallel.")
 """Prefixes of keys that are not in the defaults: the user's own, or keys that depend on another value."""
@@ -164,6 +176,8 @@ def _as_read(value: Any) -> Any:
 def _files_of(config: RunConfig) -> dict[str, str]:
     """Key -> size and digest of the file that it names, as text."""
     found = {"data.path": _told("data.path", config.data.path)}
+    if config.data.val_path is not None:
+        found["data.val_path"] = file_sample(Path(config.data.val_path))
     tokenizer = tokenizer_path(config.data.tokenizer)
     if tokenizer is not None:
         found["data.tokenizer"] = file_sample(tokenizer)

@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from shardwise.config.tokenizer import BYTES_MEANT, is_tokens, tokenizer_files, tokenizer_path
+from shardwise.data.sft.records import read_records
 from shardwise.errors import ConfigError
 from shardwise.run.config import RunConfig
 from shardwise.run.pretrained import vocab_in
@@ -18,6 +19,7 @@ __all__ = ["check_tokens", "vocab_of_folder"]
 
 _BYTES = 256
 _HEAD = 1 << 16  # bytes of a file that are checked
+_RECORDS = 20_000  # lines
 _INSTALL = "pip install 'shardwise[hf]'"
 
 
@@ -31,6 +33,9 @@ def check_tokens(config: RunConfig, origins: Mapping[str, str]) -> None:
     data = config.data
     if is_tokens(data.path) or data.tokenizer == BYTES_MEANT:
         return
+    if data.has_records:
+        _check_records(config, origins)
+        return
     if data.path is not None:
         _refuse_no_text(data.path, origins["data.path"])
     if data.tokenizer is None:
@@ -43,6 +48,24 @@ def check_tokens(config: RunConfig, origins: Mapping[str, str]) -> None:
             why="the library tokenizers, which reads it, is not installed",
             fix=f"{_INSTALL}, or give tokens as .npy",
         )
+
+
+def _check_records(config: RunConfig, origins: Mapping[str, str]) -> None:
+    """Refuses records for fine-tuning without a tokenizer, or that are none; the first ones, as all are read later."""
+    data = config.data
+    given = f"data.path={data.path!r} ({origins['data.path']})"
+    if data.tokenizer is None:
+        raise ConfigError(
+            f"{given} without data.tokenizer",
+            why="records become tokens by the tokenizer of the model, with its special tokens and its chat template",
+            fix="name the directory that has it: --data.tokenizer=DIRECTORY; or train a model directory: --model.hf=DIRECTORY",
+        )
+    tokenizer_path(data.tokenizer)
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError(given, why="records are read by transformers, which is not installed", fix=_INSTALL)
+    for path in (data.path, data.val_path):
+        for record in () if path is None else read_records(path, most=_RECORDS):
+            del record
 
 
 def _refuse_bytes(config: RunConfig, origins: Mapping[str, str]) -> None:
@@ -83,8 +106,8 @@ def _refuse_no_text(path: str, origin: str) -> None:
     if path.endswith((".jsonl", ".ndjson", ".json")) or (first and all(_is_object(line) for line in first)):
         why = "it is JSON; read as a text, names of fields, quotes and escapes would be trained on"
         fix = (
-            "write the text of its records to a file (json.loads(line)['text'] of each line), or their tokens to a .npy: "
-            "numpy.save(path, numpy.concatenate(ids).astype('uint32'))"
+            "name it .jsonl, if it has a record for fine-tuning in each line: text, or prompt and completion, or messages; for one long text "
+            "write the text of its records to a file (json.loads(line)['text'] of each line)"
         )
     elif b"\0" in head:
         why = "it is no text: it has bytes of value 0, as tables, archives and UTF-16 have"

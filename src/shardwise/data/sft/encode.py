@@ -1,0 +1,176 @@
+"""Tokens of a record, and which of them are trained on: those of its answers, by the chat template of the tokenizer.
+
+A template may mark the answers itself (``{% generation %}``), as those of TRL do. One without such marks is rendered up to each
+answer, with the words that ask for it (``add_generation_prompt``), and up to the answer's end: what is between the two is the
+answer. That is right only if each of these texts begins the next one, which is checked for every record; templates that drop
+earlier reasoning, for example, are refused.
+
+Special tokens come from the template alone, so that the beginning of a sequence (BOS) is there once. Completions and texts end with
+the tokenizer's EOS, so that a model learns to stop.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from shardwise.data.sft.records import Chat, Completion, Record, Text, where
+from shardwise.errors import ConfigError
+
+__all__ = ["Encoded", "Encoder", "load_tokenizer"]
+
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+Encoded = tuple[list[int], list[bool]]
+"""Token ids [n], and whether each is trained on [n]."""
+
+
+def load_tokenizer(file: Path) -> Any:
+    """The tokenizer of transformers that belongs to a ``tokenizer.json``, with the chat template next to it.
+
+    Raises:
+        ConfigError: transformers is missing, or cannot read it.
+    """
+    given = f"data.tokenizer={str(file)!r}"
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            given, why=f"chat templates need transformers: {error}", fix="pip install 'shardwise[hf]'"
+        ) from error
+    try:
+        if file.name == "tokenizer.json":
+            return transformers.AutoTokenizer.from_pretrained(str(file.parent), local_files_only=True)
+        return transformers.PreTrainedTokenizerFast(tokenizer_file=str(file))
+    except Exception as error:  # transformers and tokenizers raise whatever they come across
+        raise ConfigError(
+            given,
+            why=f"transformers cannot read it: {type(error).__name__}: {error}",
+            fix="give a directory that save_pretrained of a tokenizer has written",
+        ) from error
+
+
+class Encoder:
+    """Turns records into tokens.
+
+    Args:
+        tokenizer: a fast tokenizer of transformers.
+        path: the file of the records, for messages.
+
+    Attributes:
+        num_inside: answers that began inside a token, which then is not trained on.
+    """
+
+    def __init__(self, tokenizer: Any, path: str | Path):
+        if not getattr(tokenizer, "is_fast", False):
+            raise ConfigError(
+                f"a {type(tokenizer).__name__}",
+                why="which tokens belong to an answer is found from their places in the text, which only a fast tokenizer gives",
+                fix="give a directory with a tokenizer.json, or AutoTokenizer.from_pretrained(..., use_fast=True)",
+            )
+        self.tokenizer, self.path, self.num_inside = tokenizer, path, 0
+        self._template: str | None = getattr(tokenizer, "chat_template", None)
+
+    def encode(self, record: Record) -> Encoded:
+        """The tokens of a record.
+
+        Raises:
+            ConfigError: it needs a chat template and there is none, the template raises an error, or it does not show which
+                tokens are answers. The line is named.
+        """
+        if isinstance(record, Text):
+            ids = self.tokenizer(record.text, add_special_tokens=True)["input_ids"]
+            return self._ended([*ids], [True] * len(ids), record.line, is_needed=False)
+        if isinstance(record, Completion):
+            text = record.prompt + record.completion
+            return self._ended(*self._of_spans(text, [(len(record.prompt), len(text))], special=True), record.line)
+        return self._of_chat(record)
+
+    # ---- texts -----------------------------------------------------------------------------------------------
+
+    def _of_spans(self, text: str, spans: list[tuple[int, int]], *, special: bool) -> Encoded:
+        """Tokens of a text, of which those that begin within one of ``spans`` (characters) are trained on."""
+        found = self.tokenizer(
+            text, add_special_tokens=special, return_offsets_mapping=True, return_special_tokens_mask=True
+        )
+        ids, trained = [*found["input_ids"]], []
+        is_added = found["special_tokens_mask"] if special else [0] * len(ids)
+        for (start, end), added in zip(found["offset_mapping"], is_added, strict=True):
+            # Special tokens that the tokenizer adds have no place in the text.
+            is_of_text = not (added and start == end)
+            trained.append(is_of_text and any(first <= start < last for first, last in spans))
+            self.num_inside += any(start < first < end for first, _ in spans)
+        return ids, trained
+
+    def _ended(self, ids: list[int], trained: list[bool], line: int, *, is_needed: bool = True) -> Encoded:
+        """With the end of the sequence, which is trained on, and one beginning of it."""
+        first, last = getattr(self.tokenizer, "bos_token_id", None), getattr(self.tokenizer, "eos_token_id", None)
+        if first is not None and ids[:2] == [first, first]:  # the text has it too
+            ids, trained = ids[1:], trained[1:]
+        if last is None:
+            if not is_needed:
+                return ids, trained
+            raise ConfigError(
+                f"{where(self.path, line)}: a completion, for a tokenizer without an EOS token",
+                why="the model would never learn where an answer ends",
+                fix='set it and save the tokenizer: tokenizer.eos_token = "..."; or give texts, with the end written out',
+            )
+        if ids and ids[-1] == last:
+            return ids, [*trained[:-1], True]
+        return [*ids, last], [*trained, True]
+
+    # ---- conversations ---------------------------------------------------------------------------------------
+
+    def _of_chat(self, chat: Chat) -> Encoded:
+        if not self._template:
+            raise ConfigError(
+                f"{where(self.path, chat.line)}: messages, for a tokenizer without a chat template",
+                why="nothing says how messages become a text",
+                fix="use the tokenizer of an instruction model, or save a template with it: tokenizer.chat_template = ...; "
+                "or give prompt and completion as texts",
+            )
+        if not chat.num_given and isinstance(self._template, str) and _MARKED.search(self._template):
+            found = self._render(
+                chat, chat.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+            return [*found["input_ids"]], [bool(flag) for flag in found["assistant_masks"]]
+        whole = self._render(chat, chat.messages, tokenize=False)
+        answers = (
+            [(chat.num_given, len(chat.messages))]
+            if chat.num_given
+            else [(i, i + 1) for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        )
+        return self._of_spans(whole, [self._span(chat, whole, *answer) for answer in answers], special=False)
+
+    def _span(self, chat: Chat, whole: str, first: int, end: int) -> tuple[int, int]:
+        """The characters of the messages ``first`` to ``end`` (not included) in the text of the whole conversation."""
+        if first == 0:
+            raise self._unclear(chat, "the conversation begins with an answer, and nothing asks for it")
+        before = self._render(chat, chat.messages[:first], tokenize=False, add_generation_prompt=True)
+        upto = whole if end == len(chat.messages) else self._render(chat, chat.messages[:end], tokenize=False)
+        if not upto.startswith(before):
+            raise self._unclear(
+                chat, f"what it writes to ask for message {first + 1} is not how the conversation goes on", before, upto
+            )
+        if not whole.startswith(upto):
+            raise self._unclear(chat, f"it writes message {end} otherwise once others follow", upto, whole)
+        return len(before), len(upto)
+
+    def _unclear(self, chat: Chat, why: str, one: str = "", other: str = "") -> ConfigError:
+        at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+        seen = f" ({one[at : at + 30]!r} becomes {other[at : at + 30]!r})" if one else ""
+        return ConfigError(
+            f"{where(self.path, chat.line)}: a conversation whose answers cannot be found in the chat template's text",
+            why=f"{why}{seen}",
+            fix="mark the answers in the template, {% generation %}...{% endgeneration %} around them; or give records of prompt and "
+            "completion, one for each answer",
+        )
+
+    def _render(self, chat: Chat, messages: list[dict[str, Any]], **options: Any) -> Any:
+        try:
+            return self.tokenizer.apply_chat_template(messages, tools=chat.tools, **options)
+        except Exception as error:  # a template is code of its own
+            raise ConfigError(
+                f"{where(self.path, chat.line)}: the chat template raised {type(error).__name__}",
+                why=f"{error}; the roles are {', '.join(message['role'] for message in messages)}",
+                fix="write the messages as the template wants them, or use another template",
+            ) from error

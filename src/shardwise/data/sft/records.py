@@ -1,0 +1,191 @@
+"""Records of a JSONL file for fine-tuning, one in each line, checked before anything is tokenized. Torch-free: launchers use it
+too.
+
+The fields are those that TRL, torchtune and the providers of fine-tuning take::
+
+    {"text": "..."}                                                     every token is trained on
+    {"prompt": "...", "completion": "..."}                              the completion is
+    {"prompt": [{"role": "user", ...}], "completion": [{"role": "assistant", ...}]}
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}     every answer is
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError
+
+__all__ = ["Chat", "Completion", "Record", "Text", "is_records", "read_records", "where"]
+
+_FIELDS = "the fields are text, or prompt and completion, or messages"
+_MESSAGE = '{"role": "user", "content": "..."}'
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text that is trained on as a whole."""
+
+    line: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A prompt, and what is to be written after it."""
+
+    line: int
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation.
+
+    Attributes:
+        messages: mappings with ``role``, ``content`` and whatever else the chat template reads.
+        num_given: how many of the first messages are a prompt, in which no answer is trained on.
+        tools: for the chat template.
+    """
+
+    line: int
+    messages: list[dict[str, Any]]
+    num_given: int = 0
+    tools: list[Any] | None = None
+
+
+Record = Text | Completion | Chat
+
+
+def is_records(path: str | None) -> bool:
+    """Whether a data file holds such records, by its ending."""
+    return path is not None and path.endswith((".jsonl", ".ndjson"))
+
+
+def where(path: str | Path, line: int) -> str:
+    """A line of a file, as errors name it."""
+    return f"line {line} of {str(path)!r}"
+
+
+def read_records(path: str | Path, *, most: int | None = None) -> Iterator[Record]:
+    """The records of a file, in order; empty lines are passed over.
+
+    Args:
+        path: in UTF-8, a JSON object in each line.
+        most: only so many lines are read; None: all.
+
+    Raises:
+        ConfigError: the file cannot be read or has no record, or a line is none, which is named by its number.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            found = 0
+            for line, raw in enumerate(islice(file, most), start=1):
+                if raw.strip():
+                    found += 1
+                    yield _record(_object(raw, path, line), path, line)
+    except OSError as error:
+        raise ConfigError(
+            f"data file {str(path)!r}",
+            why=f"it cannot be read: {error.strerror or error} (relative to {Path.cwd()})",
+            fix="give the path of a JSONL file: a JSON object in each line",
+        ) from error
+    if not found:
+        raise ConfigError(
+            f"data file {str(path)!r}", why="it has no record", fix=f"write one JSON object in each line: {_FIELDS}"
+        )
+
+
+def _object(raw: bytes, path: str | Path, line: int) -> dict[str, Any]:
+    try:
+        found = json.loads(raw)
+    except (UnicodeDecodeError, ValueError) as error:
+        why = f"it is not UTF-8: {error.reason}" if isinstance(error, UnicodeDecodeError) else f"it is no JSON: {error}"
+        raise ConfigError(
+            where(path, line), why=why, fix="write one JSON object in each line, without line breaks in it"
+        ) from error
+    if not isinstance(found, dict):
+        raise ConfigError(
+            where(path, line), why=f"it is a JSON {_kind(found)}, and a record is an object", fix=f"{_FIELDS}"
+        )
+    return found
+
+
+def _record(given: dict[str, Any], path: str | Path, line: int) -> Record:
+    place = where(path, line)
+    kinds = [kind for kind in ("text", "messages", "prompt") if kind in given]
+    if len(kinds) != 1 or ("completion" in given) != (kinds == ["prompt"]):
+        raise ConfigError(
+            f"{place}: an object with the keys {sorted(given)}",
+            why="it does not say what is trained on"
+            if not kinds
+            else "it has a part of one kind of record, or parts of several",
+            fix=f"{_FIELDS}; rename or remove the others",
+        )
+    if kinds == ["text"]:
+        return Text(line, _text(given, "text", place))
+    if kinds == ["messages"]:
+        return Chat(line, _messages(given, "messages", place), tools=_tools(given, place))
+    if isinstance(given["prompt"], list) != isinstance(given["completion"], list):
+        raise ConfigError(
+            f"{place}: a prompt of type {_kind(given['prompt'])} with a completion of type {_kind(given['completion'])}",
+            why="both are texts, or both are lists of messages",
+            fix="write both in one way",
+        )
+    if isinstance(given["prompt"], list):
+        prompt, answers = _messages(given, "prompt", place), _messages(given, "completion", place)
+        return Chat(line, [*prompt, *answers], num_given=len(prompt), tools=_tools(given, place))
+    return Completion(line, _text(given, "prompt", place), _text(given, "completion", place))
+
+
+def _text(given: Mapping[str, Any], key: str, place: str) -> str:
+    if not isinstance(given[key], str):
+        raise ConfigError(
+            f"{place}: {key} is a JSON {_kind(given[key])}", why="it is a text", fix=f'write "{key}": "..."'
+        )
+    return given[key]
+
+
+def _tools(given: Mapping[str, Any], place: str) -> list[Any] | None:
+    tools = given.get("tools")
+    if tools is not None and not isinstance(tools, list):
+        raise ConfigError(
+            f"{place}: tools is a JSON {_kind(tools)}",
+            why="it is a list of schemas",
+            fix="write a list, or leave it out",
+        )
+    return tools or None
+
+
+def _messages(given: Mapping[str, Any], key: str, place: str) -> list[dict[str, Any]]:
+    messages = given[key]
+    if not isinstance(messages, list) or not messages:
+        raise ConfigError(
+            f"{place}: {key} is {'an empty list' if messages == [] else 'a JSON ' + _kind(messages)}",
+            why="it is a list of messages",
+            fix=f"write them as {_MESSAGE}",
+        )
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            keys = f" with the keys {sorted(message)}" if isinstance(message, dict) else f" of type {_kind(message)}"
+            raise ConfigError(
+                f"{place}: message {i + 1} of {key}{keys}",
+                why="a message says who speaks: role",
+                fix=f"write it as {_MESSAGE}; ShareGPT's from and value are role and content, human and gpt are user and assistant",
+            )
+        content = message.get("content")
+        if not (isinstance(content, str) or (content is None and message.get("tool_calls"))):
+            raise ConfigError(
+                f"{place}: message {i + 1} of {key}, whose content is a JSON {_kind(content)}",
+                why="it is a text; parts of other kinds (images) are not read",
+                fix=f"write it as {_MESSAGE}",
+            )
+    return messages
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")
