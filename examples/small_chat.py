@@ -48,7 +48,8 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     special = ["<|im_start|>", "<|im_end|>", "<pad>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+        texts,
+        trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<pad>")
     tokenizer.chat_template = TEMPLATE

@@ -187,6 +187,11 @@ class Display:
     def _show_sample(self, *, when: str, prompt: str, text: str, word_share: float) -> None:
         self.row(when, f"{100 * word_share:.0f}% real words: {prompt}|{_printable(text)}")
 
+    def _show_answer(self, *, when: str, prompt: str, text: str, reference: str) -> None:
+        self.row(when, f"{_printable(prompt[-120:])}|{_printable(text)}")
+        if when == "after":
+            self.row("", f"the record has: {_printable(reference)}")
+
     def _show_memory(self, *, per_rank: list[int], one_process: int, **_: Any) -> None:
         self._state = max(per_rank)
         share = f"{self._state / max(1, one_process):.0%}"

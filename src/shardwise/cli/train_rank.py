@@ -101,7 +101,11 @@ def _facts(config: "RunConfig") -> tuple[dict[str, Any], dict[str, str]]:
     del facts["parallel.layout"]
     facts["checkpoint.export"] = None if config.checkpoint.export is None else "a folder"
     shown: dict[str, str] = {}
-    files = {"data.path": config.data.path, "data.tokenizer": tokenizer_path(config.data.tokenizer)}
+    files = {
+        "data.path": config.data.path,
+        "data.val_path": config.data.val_path,
+        "data.tokenizer": tokenizer_path(config.data.tokenizer),
+    }
     for key, path in files.items():
         if path is not None:
             facts[key] = contents = file_sample(Path(path))

@@ -5,9 +5,9 @@ after, the weights. Every rank runs all of it, because every rank takes part in 
 and reports. It reports *events*, small dicts passed to ``emit``; the process that started the ranks decides how to show
 them.
 
-Events (``kind`` and its fields): ``phase`` text; ``data`` name, train_samples, val_samples, tokens_per_step; ``model``
-name, num_params, units, why; ``loaded`` text; ``resumed`` text; ``saved`` text; ``sample`` when, prompt, text,
-word_share; ``step`` step, steps, loss, grad_norm, lr, tokens_per_s, seconds_left, skipped, num_skipped (so far),
+Events (``kind`` and its fields): ``phase`` text; ``data`` name, train_samples, val_samples, tokens_per_step, report;
+``model`` name, num_params, units, why; ``loaded`` text; ``resumed`` text; ``saved`` text; ``sample`` when, prompt, text,
+word_share; ``answer`` when, prompt, text, reference; ``step`` step, steps, loss, grad_norm, lr, tokens_per_s, seconds_left, skipped, num_skipped (so far),
 memory, and tflops, mfu, comm_bytes as far as they are known; ``memory`` per_rank, one_process, rss; ``chosen`` name, text; ``val`` step, loss, num_tokens; ``stop`` reason; ``weights`` path;
 ``trace`` path; ``trouble`` text.
 """
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwise.config.render import dump_config
@@ -46,7 +47,7 @@ from shardwise.run.disk_space import check_space, spare_folders
 from shardwise.run.loggers import Loggers
 from shardwise.run.memory import memory_of, state_bytes
 from shardwise.run.metrics import MetricsWriter, Pace, cut_metrics
-from shardwise.run.sample import complete_text, vocabulary, word_share
+from shardwise.run.sample import complete_text, generate, vocabulary, word_share
 from shardwise.run.watch import Watch, arithmetic
 from shardwise.state import check_dtypes, save_weights, weights_bytes
 from shardwise.step.evaluate import evaluate
@@ -59,6 +60,7 @@ Emit = Callable[..., None]
 
 SAMPLE_BYTES = 160
 SAMPLE_TEMPERATURE = 0.6
+ANSWER_TOKENS = 48
 
 
 def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
@@ -90,9 +92,8 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
         emit("phase", text="loading weights")
         emit("loaded", text=str(load_start(config, model)))
     limit_to_model(corpus, model)
-    check_takes_tokens(config, model)
-    if isinstance(corpus.train, SFTDataset) and config.data.pack:
-        corpus.train.check_attention(model)
+    if not checkpoints.are_there:  # a run that goes on has been tried, and its model has no values yet
+        check_takes_tokens(config, model)
     set_tokenizer(config, model)
     step = make_step(config, model)
     run = _Run(config=config, world=world, corpus=corpus, model=model, step=step, emit=emit)
@@ -100,9 +101,13 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
     with arithmetic(config.train, world), contextlib.closing(run):
         with checkpoints.opened(step, run.last, emit):
             run.resume(checkpoints)
+            if isinstance(corpus.train, SFTDataset) and config.data.pack:
+                corpus.train.check_attention(model)
             run.open_files()
             run.introduce()
             run.complete("before")
+            if isinstance(corpus.train, SFTDataset) and not run.done:
+                run.validate(0)  # what a pretrained model knows already
             run.all_steps(checkpoints)
             checkpoints.settle(is_over=True)
         run.complete("after")
@@ -249,7 +254,11 @@ class _Run:
     def complete(self, when: str) -> None:
         """Completes a prompt, the same before and after training; on every rank, since every rank takes part in each
         forward."""
-        if self.corpus.text is None or (when == "before" and self.done):
+        if when == "before" and self.done:
+            return
+        if isinstance(self.corpus.train, SFTDataset):
+            self.answer(when)
+        if self.corpus.text is None:
             return
         self.emit("phase", text=f"completing a prompt {when} training")
         prompt = prompt_of(self.corpus)
@@ -265,6 +274,17 @@ class _Run:
         if self.metrics is not None:  # rank 0: collecting the words of a long text takes a moment
             share = word_share(text, vocabulary(self.corpus.text))
             self.tell("sample", when=when, prompt=prompt, text=text, word_share=share)
+
+    def answer(self, when: str) -> None:
+        """Lets the model answer the first record of the validation data; on every rank."""
+        source = self.corpus.val or self.corpus.train
+        assert isinstance(source, SFTDataset)
+        self.emit("phase", text=f"answering a prompt {when} training")
+        ids, prompt, reference = source.question()
+        tokens = torch.tensor([ids], device=self.world.device)
+        made = generate(self.model, tokens, ANSWER_TOKENS, context=self.config.data.seq_len, stop=source.end)
+        text = source.decode(made[0, len(ids) :].tolist())
+        self.tell("answer", when=when, prompt=prompt, text=text, reference=reference)
 
     def all_steps(self, checkpoints: RunCheckpoints) -> None:
         """Runs the optimizer steps that are left, over one or more epochs, with validation and checkpoints in

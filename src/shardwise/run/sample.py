@@ -23,6 +23,7 @@ def generate(
     context: int,
     temperature: float = 0.0,
     seed: int = 0,
+    stop: int | None = None,
     on_token: Callable[[int], None] | None = None,
 ) -> Tensor:
     """Generates tokens, one at a time; every rank must call it, with the same arguments.
@@ -38,10 +39,11 @@ def generate(
         context: most positions that the model may see at once; the last ones are used.
         temperature: 0 takes the most likely token; larger values draw from softmax(logits / temperature).
         seed: of the generator.
+        stop: a token after which no more are made, once it has come in each sequence.
         on_token: called with the number of tokens generated so far.
 
     Returns:
-        integers [B, T + num_tokens], including the prompt.
+        integers [B, T + num_tokens], including the prompt; fewer columns where ``stop`` ended it.
 
     Raises:
         ConfigError: an empty prompt, a negative temperature, or no context.
@@ -52,7 +54,7 @@ def generate(
             why="it continues sequences [B, T] of at least one token, with temperature >= 0 and context >= 1",
             fix="give at least one token as prompt, and temperature=0.0 for the most likely continuation",
         )
-    draws = torch.Generator().manual_seed(seed)
+    draws, begin = torch.Generator().manual_seed(seed), prompt.shape[1]
     was_training = model.training
     model.eval()
     try:
@@ -67,6 +69,8 @@ def generate(
             prompt = torch.cat((prompt, token.to(prompt)), dim=1)
             if on_token is not None:
                 on_token(made + 1)
+            if stop is not None and bool((prompt[:, begin:] == stop).any(1).all()):
+                break
     finally:
         model.train(was_training)
         if isinstance(model, FSDPModule):

@@ -22,6 +22,7 @@ from shardwise.model.calling import call
 
 __all__ = ["SFTDataset", "SFTReport"]
 
+_FIRST = 8  # tokens of a text from which it is continued, to try a model
 Unusable = Literal["refuse", "drop"]
 
 
@@ -164,6 +165,23 @@ class SFTDataset:
             ConfigError: one does.
         """
         check_attention(model, forward)
+
+    def question(self) -> tuple[list[int], str, str]:
+        """A prompt to try the model on: the first document up to its last answer, as tokens and as text; and that answer."""
+        ids, labels = (row.tolist() for row in self.documents[0])
+        last = max(t for t, label in enumerate(labels) if label != IGNORED)
+        first = next((t + 1 for t in range(last, -1, -1) if labels[t] == IGNORED), 0)
+        prompt = ids[: max(first, min(_FIRST - 1, last)) + 1]
+        return prompt, self.decode(prompt), self.decode(labels[len(prompt) - 1 : last + 1])
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of tokens, without special ones."""
+        return self._encoder.tokenizer.decode(ids, skip_special_tokens=True)
+
+    @property
+    def end(self) -> int | None:
+        """The token that ends a sequence."""
+        return self._encoder.tokenizer.eos_token_id
 
     def split(self, val_fraction: float) -> "tuple[SFTDataset, SFTDataset]":
         """Splits by position: the last ``val_fraction`` of the records is for validation.
