@@ -184,6 +184,7 @@ SMALL_DATA = "--data.val_fraction=0.001"  # of the text that the demo brings: a 
 
 # What a page's commands begin with: made once more for each, on a warm rank, where a process would import everything anew.
 FIRST = {
+    "examples/chat.": "python examples/small_chat.py runs/chat --num 40",
     "examples/finetune.": "python examples/small_model.py runs/small --steps 2",
     "shardwise convert ": "python examples/example_convert.py",
     "shardwise checkpoint ls runs": f"shardwise train --checkpoint.every=2 {SHORT} {SMALL_MODEL}",
@@ -231,6 +232,8 @@ def _shortened(command: str, folder: Path) -> str | None:
     match words:
         case ["python", "examples/small_model.py" | "examples/finetune.py", *_]:
             return f"{command} --steps 2"
+        case ["python", "examples/small_chat.py", *_]:
+            return f"{command} --num 40"
         case ["torchrun", *rest] if "examples/finetune.py" in rest:
             return f"{command} --steps 2"
         case ["shardwise", "train", "--checkpoint.every=100"]:

@@ -513,6 +513,63 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/data/test_padding.py",
         "padding tokens are trained on",
     ),
+    # ---- data: fine-tuning -------------------------------------------------------------------------------------------
+    Mutant(
+        "bos-twice",
+        "if first is not None and ids[:2] == [first, first]:",
+        "if False:",
+        "tests/data/sft/test_answers.py -k 'nothing_else and bos'",
+        "a text that begins with BOS begins with two",
+    ),
+    Mutant(
+        "prompts-trained-on",
+        "trained.append(is_of_text and any(first <= start < last for first, last in spans))",
+        "trained.append(is_of_text)",
+        "tests/data/sft/test_answers.py -k nothing_else",
+        "what the user says is learned, not only the answers",
+    ),
+    Mutant(
+        "answers-do-not-end",
+        "return [*ids, last], [*trained, True]",
+        "return [*ids, last], [*trained, False]",
+        "tests/data/sft/test_answers.py -k nothing_else",
+        "a model that was tuned on completions never stops",
+    ),
+    Mutant(
+        "template-taken-at-its-word",
+        "if not whole.startswith(upto):",
+        "if False:",
+        "tests/data/sft/test_answers.py -k does_not_show",
+        "a template that writes earlier answers otherwise moves what is trained on",
+    ),
+    Mutant(
+        "empty-answers-learned",
+        'return "" if all(said) else',
+        'return "" if True else',
+        "tests/data/sft/test_answers.py -k without_an_answer",
+        "a model learns to say nothing",
+    ),
+    Mutant(
+        "packed-positions-go-on",
+        "places = torch.cat([torch.arange(len(ids)) for ids, _ in parts])",
+        "places = torch.arange(len(ids))",
+        "tests/data/sft/test_packing.py -k 'single_records or anew'",
+        "a packed document attends to those before it",
+    ),
+    Mutant(
+        "packed-with-a-cache",
+        '{"use_cache": False} if "position_ids" in named',
+        '{} if "position_ids" in named',
+        "tests/data/sft/test_packing.py -k 'single_records or refused'",
+        "models of transformers make a cache, and their packed documents see each other",
+    ),
+    Mutant(
+        "packing-not-tried",
+        "if (one - two).abs().max() > 1e-6 * one.abs().max():",
+        "if False:",
+        "tests/data/sft/test_packing.py -k refused",
+        "a model whose attention goes from document to document trains on packed samples",
+    ),
     # ---- run: figures, loggers, traces ------------------------------------------------------------------------------
     Mutant(
         "csv-keeps-steps-done-again",

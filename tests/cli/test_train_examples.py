@@ -26,7 +26,7 @@ def run_script(path: str) -> str:
 
 
 # They take a directory (below), or train nothing (its page's commands run it).
-WITH_WORDS = ("small_model.py", "finetune.py", "finetune.yaml", "example_convert.py")
+WITH_WORDS = ("small_chat.py", "small_model.py", "finetune.py", "finetune.yaml", "example_convert.py")
 
 
 @pytest.mark.parametrize(
