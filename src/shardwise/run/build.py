@@ -110,7 +110,8 @@ def open_data(data: Data, *, vocab: int | None) -> Corpus:
     return Corpus(name=whole.name, train=parts[0], val=parts[1], text=text)
 
 
-def _open(data: Data, path: str | None, tokenizer: Path | None, vocab: int | None) -> TokenWindows | SFTDataset:
+def _open(data: Data, path: str | None, tokenizer: Path | None, vocab: int | None) -> Any:
+    """A :class:`TokenWindows`, or a :class:`SFTDataset`."""
     if data.has_records and path is not None:
         records = SFTDataset(path, str(tokenizer), seq_len=data.seq_len, pack=data.pack, unusable=data.unusable)
         if vocab is not None:

@@ -137,7 +137,9 @@ def _python_state() -> Any:
     """``random.getstate()``; the same object as before where nothing was drawn in between."""
     global _taken_of_python
     generator: Any = getattr(random.getstate, "__self__", None)
-    if type(generator) is not random.Random or generator.gauss_next is not None or not _reads_words_of_python():
+    if type(generator) is not random.Random or not _reads_words_of_python():
+        return random.getstate()
+    if vars(generator).get("gauss_next") is not None:  # a number left of a pair of normal numbers
         return random.getstate()
     words = _words_of_python(generator)
     if _taken_of_python is None or _taken_of_python[0] is not generator or _taken_of_python[1] != words:
