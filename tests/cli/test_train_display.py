@@ -52,7 +52,14 @@ def test_memory_says_per_rank_against_one_process():
 def test_rows_of_the_start():
     text = shown(
         {"kind": "world", "device": "cpu, over gloo", "layout": "dp_shard=2", "why": "cut over 2 ranks"},
-        {"kind": "data", "name": "a.txt", "train_samples": 3000, "val_samples": 300, "tokens_per_step": 2048},
+        {
+            "kind": "data",
+            "name": "a.txt",
+            "train_samples": 3000,
+            "val_samples": 300,
+            "tokens_per_step": 2048,
+            "report": "",
+        },
         {"kind": "model", "name": "M", "num_params": 803968, "units": 2, "why": "fsdp2: because"},
         {"kind": "val", "step": 100, "loss": 1.5, "num_tokens": 4},
     )

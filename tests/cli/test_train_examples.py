@@ -26,7 +26,7 @@ def run_script(path: str) -> str:
 
 
 # They take a directory (below), or train nothing (its page's commands run it).
-WITH_WORDS = ("small_chat.py", "small_model.py", "finetune.py", "finetune.yaml", "example_convert.py")
+WITH_WORDS = ("own_data.py", "small_chat.py", "small_model.py", "finetune.py", "finetune.yaml", "example_convert.py")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_the_command_line_fine_tunes_it_and_the_stock_library_measures_the_same_
     import torch
     from transformers import AutoModelForCausalLM
 
-    from shardwise.run.build import open_data
+    from shardwise.run.datasets import open_data
     from shardwise.run.metrics import read_metrics
 
     words = ["--train.steps=3", "--train.eval_every=0", f"--log.dir={tmp_path}", "--log.plot=false"]

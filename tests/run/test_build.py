@@ -14,11 +14,10 @@ from shardwise.run.build import (
     build_plain,
     make_optimizer,
     make_scheduler,
-    open_data,
-    prompt_of,
     put_on_schedule,
 )
 from shardwise.run.config import Data, Log, Model, Optim, Parallel, RunConfig, Schedule, Train
+from shardwise.run.datasets import open_data, prompt_of
 from shardwise.run.job import train
 from shardwise.run.reference import ReferenceModel
 

@@ -103,7 +103,7 @@ def test_a_tokenizer_that_is_not_there_or_has_no_effect_is_refused(models_of, st
 @pytest.mark.parametrize(
     ("name", "content", "error"),
     [
-        ("a.jsonl", b'{"text": "x"}\n' * 9, "it is JSON"),
+        ("a.jsonl", b'{"text": "x"}\n' * 9, "without data.tokenizer"),
         ("a.json", b'[{"text": "x"},\n {"text": "y"}]' * 9, "it is JSON"),
         ("a.txt", b'{"text": "a { cat"}\n\n{"text": "b"}\n' * 9, "it is JSON"),
         ("a.txt", b"PAR1\0\0\0" * 9, "bytes of value 0"),

@@ -108,6 +108,9 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
         check_reference_args(config.model.args, seq_len=config.data.seq_len, origins=origins)
     else:
         check_target(config.model.build, what="model.build", origin=origins["model.build"])
+    for section, key in (("data", "build"), ("train", "loss"), ("train", "count"), ("train", "forward")):
+        if (target := getattr(getattr(config, section), key)) is not None:
+            check_target(target, what=f"{section}.{key}", origin=origins[f"{section}.{key}"])
     fold.check_early(config.parallel, origins)
     check_loggers(config.log.to, config.log.wandb_mode, origins["log.to"])
     weights = config.model.weights

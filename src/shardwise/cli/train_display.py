@@ -161,12 +161,14 @@ class Display:
         self.row("device", device)
         self.row("layout", f"{layout}: {why}")
 
-    def _show_data(self, *, name: str, train_samples: int, val_samples: int, tokens_per_step: int, report: str) -> None:
+    def _show_data(
+        self, *, name: str, train_samples: int | None, val_samples: int, tokens_per_step: int | None, report: str
+    ) -> None:
         self.began = True  # from here on this run has files
         self.row(
             "data",
-            f"{name}: {train_samples:,} samples to train on, {val_samples:,} to validate; "
-            f"{'at most ' if report else ''}{tokens_per_step:,} tokens a step",
+            f"{name}: {'a stream of' if train_samples is None else f'{train_samples:,}'} samples to train on, {val_samples:,} to validate"
+            + ("" if tokens_per_step is None else f"; {'at most ' if report else ''}{tokens_per_step:,} tokens a step"),
         )
         if report:
             self.row("records", report)

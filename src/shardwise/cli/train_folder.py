@@ -158,6 +158,10 @@ def unit_of(config: "RunConfig") -> str:
     from shardwise.config.tokenizer import BYTES_MEANT, is_tokens
 
     data = config.data
+    if config.train.loss is not None:
+        return "per item counted"
+    if data.build is not None:
+        return "nats/label"
     return "nats/token" if is_tokens(data.path) or data.tokenizer not in (None, BYTES_MEANT) else "nats/byte"
 
 

@@ -113,11 +113,14 @@ def _task(config: "RunConfig", world: "World", num_steps: int, most: int) -> Any
 
     from shardwise.data.loader import Loader
     from shardwise.model.calling import call
-    from shardwise.run.build import build_plain, open_data, vocab_of
+    from shardwise.run.build import build_plain, functions_of
+    from shardwise.run.datasets import open_data, vocab_of
     from shardwise.step.loss import count_of, next_token_loss
     from shardwise.verify import Task
+    from shardwise.verify.oracle import cast_batches
 
-    data = config.data
+    data, functions = config.data, functions_of(config)
+    loss = functions.get("loss", next_token_loss)
     corpus = open_data(data, vocab=vocab_of(config))
     alone = SimpleNamespace(
         seed=world.seed, device=torch.device("cpu"), axis=lambda name: SimpleNamespace(rank=0, size=1)
@@ -133,10 +136,10 @@ def _task(config: "RunConfig", world: "World", num_steps: int, most: int) -> Any
                 break
     return Task(
         build=lambda: build_plain(config, world).eval(),
-        windows=windows,
-        loss=next_token_loss,
-        count=count_of(next_token_loss, None),
-        forward=call,
+        windows=cast_batches(windows, torch.float64),
+        loss=loss,
+        count=count_of(loss, functions.get("count")),
+        forward=functions.get("forward", call),
         optimizer=config.optim.name,
         max_grad_norm=config.train.max_grad_norm,
         norm_type=config.train.norm_type,

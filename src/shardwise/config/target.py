@@ -11,19 +11,20 @@ directory, as ``python -m`` does; a file may import modules from its own directo
 import ast
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shardwise.config.suggest import closest, listing
+from shardwise.config.suggest import closest, did_you_mean, listing, missing_blank
 from shardwise.errors import ConfigError
 
-__all__ = ["check_target", "load_target", "looks_like_target"]
+__all__ = ["called", "check_target", "load_target", "looks_like_target"]
 
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
@@ -91,6 +92,39 @@ def load_target(text: str, *, what: str = "target") -> Any:
         ]
         raise _missing_name(given, name, place, list(found), own)
     return getattr(module, name)
+
+
+def called(function: Callable[..., Any], args: Mapping[str, Any], given: str) -> Any:
+    """What ``function(**args)`` returns.
+
+    Args:
+        function: of the user.
+        args: its keyword arguments.
+        given: what was given, for the message.
+
+    Raises:
+        ConfigError: it does not take these arguments. An error inside it is passed on.
+    """
+    try:
+        return function(**args)
+    except TypeError as error:
+        # Only wrong arguments are an error of the config; a TypeError from inside the function is passed on.
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise
+        raise ConfigError(
+            given, why=f"it cannot be called with them: {error}", fix=_arguments_of(function, args)
+        ) from error
+
+
+def _arguments_of(function: Callable[..., object], given: Mapping[str, object]) -> str:
+    """The keyword arguments that a function takes, as text for an error's fix."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # a function written in C may have no signature
+        return "give the keyword arguments the function takes"
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    unknown = next((name for name in given if name not in names), "")
+    return missing_blank(unknown, given.get(unknown)) or did_you_mean(unknown, names, what="it takes")
 
 
 def _split(text: str, given: str) -> tuple[str, str]:

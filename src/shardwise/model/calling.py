@@ -84,7 +84,7 @@ def _unfit_batch(model: nn.Module, inputs: Batch, missing: list[str], named: Any
     )
 
 
-def run_on(example: Batch | None) -> Callable[[nn.Module], Any]:
+def run_on(example: Batch | None, forward: Callable[[nn.Module, Batch], Any] = call) -> Callable[[nn.Module], Any]:
     """A function that calls a model on ``example``, on the CPU and in the dtype of its parameters; None: on tokens, where its
     forward shows that it takes some.
 
@@ -96,7 +96,7 @@ def run_on(example: Batch | None) -> Callable[[nn.Module], Any]:
             return call(model, _tokens(model))
         dtype = next((param.dtype for param in model.parameters() if param.is_floating_point()), None)
         moved = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in example.items()}
-        return call(model, {key: value.to(dtype) if _casts(value) else value for key, value in moved.items()})
+        return forward(model, {key: value.to(dtype) if _casts(value) else value for key, value in moved.items()})
 
     return run
 

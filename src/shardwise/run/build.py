@@ -1,32 +1,23 @@
 """Builds data, model, optimizer, scheduler and scaler of a training run, each from its section of the configuration."""
 
-import contextlib
-import inspect
 import math
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.config.suggest import did_you_mean, missing_blank
-from shardwise.config.target import load_target
+from shardwise.config.target import called, load_target
 from shardwise.config.tokenizer import is_tokens, tokenizer_path
-from shardwise.data.corpus import BYTES, TokenFile, TokenWindows, encode, pydoc_text
-from shardwise.data.sft.dataset import SFTDataset
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, UsageError
 from shardwise.model.calling import call, run_on
 from shardwise.parallel import recipe_of, runtime_of, shard, world_of
-from shardwise.run.config import Data, Optim, RunConfig, Schedule
+from shardwise.run.config import Optim, RunConfig, Schedule
+from shardwise.run.datasets import Corpus
 from shardwise.run.pretrained import build_pretrained
 from shardwise.run.reference import build as build_reference
 from shardwise.run.reference_config import check_reference_args
-from shardwise.run.tokens import vocab_of_folder
 from shardwise.state import LoadReport, load_weights
 from shardwise.step.parameter_groups import grouped
 from shardwise.step.scale import computes_half
@@ -36,118 +27,18 @@ from shardwise.techniques.technique import Example
 from shardwise.world import World
 
 __all__ = [
-    "Corpus",
     "build_model",
     "build_plain",
     "check_takes_tokens",
-    "limit_to_model",
+    "functions_of",
     "load_start",
     "make_optimizer",
     "make_scaler",
     "make_scheduler",
     "make_step",
-    "open_data",
-    "prompt_of",
     "put_on_schedule",
     "set_tokenizer",
-    "vocab_of",
 ]
-
-_TOPICS = "Python's help topics"
-_SENTENCE = re.compile(r"(?<=[.\n] )[A-Z][a-z]+(?:\s[a-z]+){7}(?=\s)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Corpus:
-    """The data of a run: datasets for training and validation, how their samples are put together (None: stacked), the
-    training text if the tokens are bytes, and what is to be told of the records."""
-
-    name: str
-    train: TokenWindows | SFTDataset
-    val: TokenWindows | SFTDataset | None
-    text: str | None
-    collate: Callable[[list[Any]], Mapping[str, Tensor]] | None = None
-    report: str = ""
-
-
-def prompt_of(corpus: Corpus) -> str:
-    """A prompt: the first eight words of a sentence in the validation text; if it has none, its first words, about 40
-    bytes."""
-    source: Any = corpus.val or corpus.train
-    text = bytes(source.tokens[: 1 << 16]).decode(errors="ignore")
-    if match := _SENTENCE.search(text):
-        return " ".join(match.group().split()) + " "
-    words = text[:400].split()[1:] or ["The"]  # the text may begin in the middle of a word
-    taken: list[str] = []
-    while words and sum(map(len, taken)) < 32:
-        taken.append(words.pop(0))
-    return " ".join(taken) + " "
-
-
-def open_data(data: Data, *, vocab: int | None) -> Corpus:
-    """Opens the data a config names and splits it into training and validation.
-
-    Args:
-        data: the section of the config.
-        vocab: size of the model's vocabulary; None if it is not known.
-
-    Raises:
-        ConfigError: as for :class:`~shardwise.data.corpus.TokenFile` and :func:`~shardwise.data.corpus.encode`.
-    """
-    tokenizer = tokenizer_path(data.tokenizer)
-    whole = _open(data, data.path, tokenizer, vocab)
-    parts: tuple[Any, Any] = (whole, None)
-    if data.val_path is not None:
-        parts = whole, _open(data, data.val_path, tokenizer, vocab)
-    elif data.val_fraction > 0:
-        parts = whole.split(data.val_fraction)
-    if isinstance(whole, SFTDataset):
-        return Corpus(
-            name=whole.name, train=parts[0], val=parts[1], text=None, collate=whole.collate, report=str(whole.report)
-        )
-    is_bytes = tokenizer is None and not is_tokens(data.path)
-    text = bytes(parts[0].tokens[: 1 << 24]).decode(errors="replace") if is_bytes else None
-    return Corpus(name=whole.name, train=parts[0], val=parts[1], text=text)
-
-
-def _open(data: Data, path: str | None, tokenizer: Path | None, vocab: int | None) -> Any:
-    """A :class:`TokenWindows`, or a :class:`SFTDataset`."""
-    if data.has_records and path is not None:
-        records = SFTDataset(path, str(tokenizer), seq_len=data.seq_len, pack=data.pack, unusable=data.unusable)
-        if vocab is not None:
-            records.limit(vocab)
-        return records
-    if tokenizer is not None:
-        name = f"{path or _TOPICS}, by {tokenizer}"
-        return TokenWindows(encode(path, tokenizer), data.seq_len, vocab=vocab, name=name)
-    if path is None:
-        return TokenWindows.from_text(pydoc_text(), data.seq_len, vocab=vocab, name=_TOPICS)
-    return TokenFile(path, data.seq_len, dtype=data.dtype if path.endswith(".bin") else None, vocab=vocab)
-
-
-def vocab_of(config: RunConfig) -> int | None:
-    """Size of the vocabulary of a Hugging Face directory or of the reference model; None for a model of the user's
-    own."""
-    if config.model.hf is not None:
-        return vocab_of_folder(config.model.hf, config.model.args)
-    return config.model.args.get("vocab", BYTES) if config.model.build is None else None
-
-
-def limit_to_model(corpus: Corpus, model: nn.Module) -> None:
-    """Refuses tokens outside the vocabulary of a user's model, if it states its size: by ``get_input_embeddings()`` or
-    ``config.vocab_size``, as models of transformers do.
-
-    Raises:
-        ConfigError: a token is too large.
-    """
-    embeddings: Any = None
-    if callable(getattr(model, "get_input_embeddings", None)):
-        with contextlib.suppress(NotImplementedError):
-            embeddings = model.get_input_embeddings()  # type: ignore[operator]
-    size = getattr(embeddings, "num_embeddings", getattr(getattr(model, "config", None), "vocab_size", None))
-    for part in (corpus.train, corpus.val):
-        if part is not None and part.vocab is None and isinstance(size, int):
-            part.limit(size)
 
 
 def check_takes_tokens(config: RunConfig, model: nn.Module) -> None:
@@ -160,6 +51,8 @@ def check_takes_tokens(config: RunConfig, model: nn.Module) -> None:
     Raises:
         ConfigError: the forward of tokens failed.
     """
+    if config.data.build is not None or config.train.forward is not None:
+        return  # other batches, or called in another way
     if any(isinstance(child, nn.Embedding) for child in model.modules()):
         return
     device = world_of(model).device
@@ -180,8 +73,8 @@ def check_takes_tokens(config: RunConfig, model: nn.Module) -> None:
             f"model.build={config.model.build!r}" if config.model.build else f"model.hf={config.model.hf!r}",
             why=f"shardwise train feeds tokens (input_ids [B, T], integers) and takes logits [B, T, V]; {recipe_of(model).module_class} has no embedding, "
             f"and its forward of tokens {raised}",
-            fix="give a model of tokens; to train any other, write a script: sw.init, sw.parallelize, and sw.TrainStep with a loss= and a count= "
-            "(README.md, examples/train_step.py)",
+            fix="give a model of tokens; to train any other, name its data and its loss: data.build=pkg.mod:fn, train.loss=pkg.mod:fn and "
+            "train.count=pkg.mod:fn",
         ) from error
     finally:
         model.train(was_training)
@@ -189,8 +82,15 @@ def check_takes_tokens(config: RunConfig, model: nn.Module) -> None:
             model.reshard()  # plain FSDP2 keeps the parameters that the root's last forward gathered
 
 
-def build_model(config: RunConfig, world: World) -> nn.Module:
-    """Builds the model of a config and shards it over the ranks of ``world``; every rank must call it."""
+def functions_of(config: RunConfig) -> dict[str, Any]:
+    """The functions of the user with which a step trains: ``loss``, ``count`` and ``forward``, those that are named."""
+    named = {key: getattr(config.train, key) for key in ("loss", "count", "forward")}
+    return {key: load_target(name, what=f"train.{key}") for key, name in named.items() if name is not None}
+
+
+def build_model(config: RunConfig, world: World, corpus: Corpus | None = None) -> nn.Module:
+    """Builds the model of a config and shards it over the ranks of ``world``; every rank must call it. Where its data are the
+    user's own, ``corpus`` shows what a batch looks like."""
     parallel = config.parallel
     if config.model.build is not None:
         load_target(config.model.build, what="model.build")  # its file may also register a transform
@@ -198,6 +98,8 @@ def build_model(config: RunConfig, world: World) -> nn.Module:
     tokens = {"input_ids": torch.zeros(1, config.data.seq_len, dtype=torch.long)}  # for a model of a fixed length
     given = msgspec.structs.replace(parallel, init=start)
     runs = Example(run_on(None), otherwise=run_on(tokens))
+    if config.data.build is not None and corpus is not None:
+        runs = Example(run_on(corpus.example(), functions_of(config).get("forward", call)))
     return shard(lambda: _unprepared(config), world, given, runs=runs)
 
 
@@ -234,7 +136,7 @@ def load_start(config: RunConfig, model: nn.Module) -> LoadReport | None:
 def set_tokenizer(config: RunConfig, model: nn.Module) -> None:
     """Sets the tokenizer that is saved with the weights: the one that the run uses, and none for bytes. For tokens from
     a file it is the tokenizer of the directory that the weights were loaded from."""
-    if not is_tokens(config.data.path):
+    if config.data.build is None and not is_tokens(config.data.path):
         runtime_of(model).tokenizer = tokenizer_path(config.data.tokenizer) or False
 
 
@@ -256,18 +158,9 @@ def _unprepared(config: RunConfig) -> nn.Module:
     if model.build is None:
         sizes = check_reference_args(model.args, seq_len=config.data.seq_len)
         return build_reference(**{"max_seq": max(256, config.data.seq_len), **sizes})
-    function = load_target(model.build, what="model.build")
-    try:
-        module = function(**model.args)
-    except TypeError as error:
-        # Only wrong arguments are an error of the config; a TypeError from inside the function is passed on.
-        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            raise
-        raise ConfigError(
-            f"model.args={model.args} for {model.build}",
-            why=f"it cannot be called with them: {error}",
-            fix=_arguments_of(function, model.args),
-        ) from error
+    module = called(
+        load_target(model.build, what="model.build"), model.args, f"model.args={model.args} for {model.build}"
+    )
     if not isinstance(module, nn.Module):
         raise ConfigError(
             f"model.build={model.build!r}",
@@ -277,17 +170,6 @@ def _unprepared(config: RunConfig) -> nn.Module:
     return module
 
 
-def _arguments_of(function: Callable[..., object], given: Mapping[str, object]) -> str:
-    """The keyword arguments that a function takes, as text for an error's fix."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # a function written in C may have no signature
-        return "give the keyword arguments the function takes"
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    unknown = next((name for name in given if name not in names), "")
-    return missing_blank(unknown, given.get(unknown)) or did_you_mean(unknown, names, what="it takes")
-
-
 def make_step(config: RunConfig, model: nn.Module) -> TrainStep:
     """Builds the :class:`TrainStep` of a config, with optimizer and scheduler, for a sharded model; every rank must
     call it."""
@@ -295,6 +177,7 @@ def make_step(config: RunConfig, model: nn.Module) -> TrainStep:
     return TrainStep(
         model,
         optim,
+        **functions_of(config),
         scheduler=make_scheduler(config.schedule, optim, config.train.steps),
         max_grad_norm=config.train.max_grad_norm,
         norm_type=config.train.norm_type,

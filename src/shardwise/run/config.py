@@ -119,6 +119,13 @@ class Data(Options, frozen=True, kw_only=True):
             "help topics"
         ),
     ] = None
+    build: Annotated[
+        str | None,
+        doc(
+            "function that returns a dataset, or one to train on and one to validate: pkg.mod:fn or path/to/file.py:fn; null: path is read"
+        ),
+    ] = None
+    args: Annotated[dict[str, Any], doc("keyword arguments of build")] = msgspec.field(default_factory=dict)
     val_path: Annotated[str | None, doc("validation data of the same kind; null: val_fraction of path")] = None
     tokenizer: Annotated[
         str | None,
@@ -158,6 +165,7 @@ class Data(Options, frozen=True, kw_only=True):
                 why="nothing is read ahead without workers, so it would have no effect",
                 fix="give data.num_workers=2 too, or remove data.prefetch",
             )
+        self._check_build()
         for key in ("pack", "unusable"):
             if getattr(self, key) != default_of(Data, key) and not self.has_records:
                 raise ConfigError(
@@ -179,6 +187,29 @@ class Data(Options, frozen=True, kw_only=True):
                 why="only a .bin file needs a dtype, so this would have no effect",
                 fix="remove data.dtype, or name a .bin file",
             )
+
+    def _check_build(self) -> None:
+        if self.build is None:
+            if self.args:
+                raise ConfigError(
+                    f"data.args={self.args} without data.build",
+                    why="they are the arguments of that function, so they would have no effect",
+                    fix="add data.build, or remove data.args",
+                )
+            return
+        if not looks_like_target(self.build):
+            raise ConfigError(
+                f"data.build={self.build!r}",
+                why="it does not name a function",
+                fix="write pkg.mod:fn, or path/to/file.py:fn",
+            )
+        for key in ("path", "val_path", "tokenizer", "dtype", "seq_len", "pack", "unusable"):
+            if getattr(self, key) != default_of(Data, key):
+                raise ConfigError(
+                    f"data.{key}={getattr(self, key)!r} with data.build={self.build!r}",
+                    why="the function gives the samples as they are, so it would have no effect",
+                    fix=f"remove data.{key}, or pass it to the function: data.args={{{key}: ...}}",
+                )
 
     @property
     def has_records(self) -> bool:
@@ -269,6 +300,21 @@ class Train(Options, frozen=True, kw_only=True):
         bool | str,
         doc("the loss is computed where the head is called, and logits are never held; or the name of the head"),
     ] = False
+    loss: Annotated[
+        str | None,
+        doc(
+            "pkg.mod:fn, (output, batch) -> sum over the micro-batch, or a mapping of sums; null: cross entropy of labels"
+        ),
+    ] = None
+    count: Annotated[
+        str | None,
+        doc(
+            "pkg.mod:fn, batch -> what the loss is divided by; null: the loss's own count, else labels that are not -100"
+        ),
+    ] = None
+    forward: Annotated[
+        str | None, doc("pkg.mod:fn, (model, batch) -> output; null: the batch's keys that the model's forward names")
+    ] = None
     seed: Annotated[Count, doc("seed of the weights, the order of samples and dropout")] = 0
     eval_every: Annotated[Count, doc("steps between validations; 0: only at the end")] = 100
     on_nonfinite: Annotated[
@@ -303,6 +349,19 @@ class Train(Options, frozen=True, kw_only=True):
         return range(int(first), int(last or int(first) + 1))
 
     def check(self) -> None:
+        for key in ("loss", "count", "forward"):
+            if (target := getattr(self, key)) is not None and not looks_like_target(target):
+                raise ConfigError(
+                    f"train.{key}={target!r}",
+                    why="it does not name a function",
+                    fix="write pkg.mod:fn, or path/to/file.py:fn",
+                )
+        if self.fused and self.loss is not None:
+            raise ConfigError(
+                f"train.fused={self.fused!r} with train.loss={self.loss!r}",
+                why="the next-token loss is computed in place of the logits, which a loss of your own would be given",
+                fix="remove one of them",
+            )
         if self.profile is None:
             if self.profile_ranks != "main":
                 raise ConfigError(

@@ -52,6 +52,9 @@ class DeviceUse:
             return
         if nth == 0:
             config = self._config
+            if config.data.build is not None:  # what a sample is is not known
+                yield
+                return
             of_sample = flops_of_sample(build_plain(config), config.data.seq_len)
             self._flops = None if of_sample is None else of_sample * config.data.global_batch
             yield

@@ -28,20 +28,17 @@ from shardwise.data.sft.dataset import SFTDataset
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.parallel import describe, recipe_of, runtime_of
 from shardwise.run.build import (
-    Corpus,
     build_model,
     check_takes_tokens,
-    limit_to_model,
+    functions_of,
     load_start,
     make_step,
-    open_data,
-    prompt_of,
     put_on_schedule,
     set_tokenizer,
-    vocab_of,
 )
 from shardwise.run.checkpoints import RunCheckpoints
 from shardwise.run.config import RunConfig
+from shardwise.run.datasets import Corpus, limit_to_model, open_data, prompt_of, vocab_of
 from shardwise.run.device_use import DeviceUse
 from shardwise.run.disk_space import check_space, spare_folders
 from shardwise.run.loggers import Loggers
@@ -87,7 +84,7 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
     emit("phase", text="reading the data")
     corpus = open_data(config.data, vocab=vocab_of(config))
     emit("phase", text="building the model" + (", and trying what can be cut over tp" if world.layout.tp > 1 else ""))
-    model = build_model(config, world)
+    model = build_model(config, world, corpus)
     if config.model.start is not None and not checkpoints.are_there:
         emit("phase", text="loading weights")
         emit("loaded", text=str(load_start(config, model)))
@@ -237,13 +234,13 @@ class _Run:
 
     def introduce(self) -> None:
         """Emits the events that describe the data and the model."""
-        data, val = self.config.data, self.corpus.val
+        data, (num_train, num_val) = self.config.data, self.corpus.num_samples
         self.emit(
             "data",
             name=self.corpus.name,
-            train_samples=len(self.corpus.train),
-            val_samples=len(val) if val else 0,
-            tokens_per_step=data.global_batch * data.seq_len,
+            train_samples=num_train,
+            val_samples=num_val,
+            tokens_per_step=None if data.build is not None else data.global_batch * data.seq_len,
             report=self.corpus.report,
         )
         name = type(self.model).__name__ if self.config.model.build or self.config.model.hf else "the reference model"
@@ -375,7 +372,9 @@ class _Run:
             collate=self.corpus.collate,
             shuffle=False,
         )
-        figures: Mapping[str, Any] = evaluate(self.model, val, fused=self.config.train.fused)
+        figures: Mapping[str, Any] = evaluate(
+            self.model, val, **functions_of(self.config), fused=self.config.train.fused
+        )
         self.last["val_loss"] = float(figures["loss"])
         self.tell("val", step=done, **{name: float(value) for name, value in figures.items()})
         self.emit("phase", text="training")

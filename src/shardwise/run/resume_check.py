@@ -49,6 +49,11 @@ FIXED = {
     "model.": _MODEL,
     **dict.fromkeys(
         (
+            "train.loss",
+            "train.count",
+            "train.forward",
+            "data.build",
+            "data.args.",
             "data.path",
             "data.val_path",
             "data.tokenizer",
@@ -61,7 +66,7 @@ FIXED = {
         _DATA,
     ),
 }
-_OPEN = ("model.args.", "model.rename.", "parallel.")
+_OPEN = ("model.args.", "model.rename.", "data.args.", "parallel.")
 """Prefixes of keys that are not in the defaults: the user's own, or keys that depend on another value."""
 _OF_A_NODE = ("log.", "launch.", "checkpoint.")
 

@@ -31,6 +31,8 @@ def check_tokens(config: RunConfig, origins: Mapping[str, str]) -> None:
         ConfigError: with the option to set.
     """
     data = config.data
+    if data.build is not None:
+        return
     if is_tokens(data.path) or data.tokenizer == BYTES_MEANT:
         return
     if data.has_records:

@@ -18,6 +18,7 @@ from shardwise._torch.modules import cast_floating
 from shardwise.model.lift import LiftFloat32
 from shardwise.step.loss import count_of, forward_of
 from shardwise.step.step_state import StepState
+from shardwise.world.rng import derive_seed, forked_streams
 
 __all__ = ["StepRecord", "Task", "cast_batches", "make_optimizer", "run_oracle"]
 
@@ -156,7 +157,9 @@ def _step(task: Task, model: nn.Module, optim: torch.optim.Optimizer, number: in
     total = 0.0
     divisor = tokens or 1.0
     for index, batch in reversed(window) if otherwise else window:
-        with task.lifted():
+        # What a forward draws (noise, the times of a diffusion) depends on the step and the micro-batch, on the ranks too.
+        draws = forked_streams(derive_seed(task.seed, "forward", number, index), None, {})
+        with task.lifted(), draws:
             result = task.result(model, batch, StepState(number + 1, index))
         loss = result["loss"] if isinstance(result, Mapping) else result
         (loss if otherwise else loss / divisor).backward()

@@ -75,7 +75,7 @@ def run_sharded(task: Task, layout: str, parallel: Any = None, example: Any = No
     found.
     """
     # Inside a training run that is compared, the process group and its timeout are that run's.
-    with init(layout, device="cpu", timeout_s=None if dist.is_initialized() else 60) as world:
+    with init(layout, device="cpu", seed=task.seed, timeout_s=None if dist.is_initialized() else 60) as world:
         module = task.make(task.seed + world.rank)
         parallel = Parallel() if parallel is None else parallel
         runs = Example(task.run_once, otherwise=run_on(None)) if example is None else None

@@ -1,0 +1,159 @@
+"""The data of a training run: what the section ``data`` names, opened and split into training and validation."""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import Subset
+
+from shardwise.config.target import called, load_target
+from shardwise.config.tokenizer import is_tokens, tokenizer_path
+from shardwise.data.batch import default_collate
+from shardwise.data.corpus import BYTES, TokenFile, TokenWindows, encode, pydoc_text
+from shardwise.data.labels import make_labels
+from shardwise.data.sft.dataset import SFTDataset
+from shardwise.errors import ConfigError
+from shardwise.run.config import Data, RunConfig
+from shardwise.run.tokens import vocab_of_folder
+
+__all__ = ["Corpus", "limit_to_model", "open_data", "prompt_of", "vocab_of"]
+
+_TOPICS = "Python's help topics"
+_SENTENCE = re.compile(r"(?<=[.\n] )[A-Z][a-z]+(?:\s[a-z]+){7}(?=\s)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """The data of a run: datasets for training and validation, how their samples are put together (None: stacked), the
+    training text if the tokens are bytes, and what is to be told of the records."""
+
+    name: str
+    train: Any
+    val: Any
+    text: str | None
+    collate: Callable[[list[Any]], Mapping[str, Tensor]] | None = None
+    report: str = ""
+
+    def example(self) -> Mapping[str, Tensor]:
+        """A micro-batch of two samples, as a step gets it."""
+        if hasattr(self.train, "__getitem__"):
+            samples = [self.train[i] for i in range(min(2, len(self.train)))]
+        else:
+            samples = [*islice(self.train, 2)]
+        return make_labels((self.collate or default_collate)(samples))
+
+    @property
+    def num_samples(self) -> tuple[int | None, int]:
+        """Samples to train on (None: a stream does not say) and to validate."""
+        sizes = [len(part) if hasattr(part, "__len__") else None for part in (self.train, self.val)]
+        return sizes[0], sizes[1] or 0
+
+
+def prompt_of(corpus: Corpus) -> str:
+    """A prompt: the first eight words of a sentence in the validation text; if it has none, its first words, about 40
+    bytes."""
+    source: Any = corpus.val or corpus.train
+    text = bytes(source.tokens[: 1 << 16]).decode(errors="ignore")
+    if match := _SENTENCE.search(text):
+        return " ".join(match.group().split()) + " "
+    words = text[:400].split()[1:] or ["The"]  # the text may begin in the middle of a word
+    taken: list[str] = []
+    while words and sum(map(len, taken)) < 32:
+        taken.append(words.pop(0))
+    return " ".join(taken) + " "
+
+
+def open_data(data: Data, *, vocab: int | None) -> Corpus:
+    """Opens the data a config names and splits it into training and validation.
+
+    Args:
+        data: the section of the config.
+        vocab: size of the model's vocabulary; None if it is not known.
+
+    Raises:
+        ConfigError: as for :class:`~shardwise.data.corpus.TokenFile` and :func:`~shardwise.data.corpus.encode`.
+    """
+    if data.build is not None:
+        return _own(data, data.build)
+    tokenizer = tokenizer_path(data.tokenizer)
+    whole = _open(data, data.path, tokenizer, vocab)
+    parts: tuple[Any, Any] = (whole, None)
+    if data.val_path is not None:
+        parts = whole, _open(data, data.val_path, tokenizer, vocab)
+    elif data.val_fraction > 0:
+        parts = whole.split(data.val_fraction)
+    if isinstance(whole, SFTDataset):
+        return Corpus(
+            name=whole.name, train=parts[0], val=parts[1], text=None, collate=whole.collate, report=str(whole.report)
+        )
+    is_bytes = tokenizer is None and not is_tokens(data.path)
+    text = bytes(parts[0].tokens[: 1 << 24]).decode(errors="replace") if is_bytes else None
+    return Corpus(name=whole.name, train=parts[0], val=parts[1], text=text)
+
+
+def _own(data: Data, build: str) -> Corpus:
+    """The datasets that a function of the user returns: one, or one to train on and one to validate."""
+    made = called(load_target(build, what="data.build"), data.args, f"data.args={data.args} for {build}")
+    train, val = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    for part in (train, val):
+        if part is not None and not (hasattr(part, "__getitem__") or isinstance(part, Iterable)):
+            raise ConfigError(
+                f"data.build={build!r}",
+                why=f"it returned {type(part).__name__}, and a dataset has len() and [i], or is iterable",
+                fix="return a dataset, or a pair of one to train on and one to validate",
+            )
+    if val is None and data.val_fraction > 0 and hasattr(train, "__len__") and hasattr(train, "__getitem__"):
+        cut = len(train) - max(1, round(data.val_fraction * len(train)))
+        if cut < 1:
+            raise ConfigError(
+                f"data.build={build!r}: a dataset of {len(train)} samples",
+                why=f"with data.val_fraction={data.val_fraction} none would be left to train on",
+                fix="give more samples, or data.val_fraction=0",
+            )
+        train, val = Subset(train, range(cut)), Subset(train, range(cut, len(train)))
+    return Corpus(name=build, train=train, val=val, text=None)
+
+
+def _open(data: Data, path: str | None, tokenizer: Path | None, vocab: int | None) -> Any:
+    """A :class:`TokenWindows`, or a :class:`SFTDataset`."""
+    if data.has_records and path is not None:
+        records = SFTDataset(path, str(tokenizer), seq_len=data.seq_len, pack=data.pack, unusable=data.unusable)
+        if vocab is not None:
+            records.limit(vocab)
+        return records
+    if tokenizer is not None:
+        name = f"{path or _TOPICS}, by {tokenizer}"
+        return TokenWindows(encode(path, tokenizer), data.seq_len, vocab=vocab, name=name)
+    if path is None:
+        return TokenWindows.from_text(pydoc_text(), data.seq_len, vocab=vocab, name=_TOPICS)
+    return TokenFile(path, data.seq_len, dtype=data.dtype if path.endswith(".bin") else None, vocab=vocab)
+
+
+def vocab_of(config: RunConfig) -> int | None:
+    """Size of the vocabulary of a Hugging Face directory or of the reference model; None for a model of the user's
+    own."""
+    if config.model.hf is not None:
+        return vocab_of_folder(config.model.hf, config.model.args)
+    return config.model.args.get("vocab", BYTES) if config.model.build is None else None
+
+
+def limit_to_model(corpus: Corpus, model: nn.Module) -> None:
+    """Refuses tokens outside the vocabulary of a user's model, if it states its size: by ``get_input_embeddings()`` or
+    ``config.vocab_size``, as models of transformers do.
+
+    Raises:
+        ConfigError: a token is too large.
+    """
+    embeddings: Any = None
+    if callable(getattr(model, "get_input_embeddings", None)):
+        with contextlib.suppress(NotImplementedError):
+            embeddings = model.get_input_embeddings()  # type: ignore[operator]
+    size = getattr(embeddings, "num_embeddings", getattr(getattr(model, "config", None), "vocab_size", None))
+    for part in (corpus.train, corpus.val):
+        if isinstance(part, TokenWindows | SFTDataset) and part.vocab is None and isinstance(size, int):
+            part.limit(size)

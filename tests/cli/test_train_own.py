@@ -1,0 +1,174 @@
+"""``shardwise train`` on models, data and losses of the user's own: named functions, the same numbers, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from cli.commands import on_ranks
+
+from shardwise.cli import main as cli
+from shardwise.run.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+OWN = "examples/own_data.py"
+FEW = ("--train.steps=6", "--train.eval_every=3", "--log.every=1", "--log.plot=false")
+RUNS = {
+    "images": (f"--model.build={OWN}:images_model", f"--data.build={OWN}:images", "--data.args={num: 64}"),
+    "diffusion": ("examples/diffusion.yaml", "--data.args={num: 96}"),
+}
+REGRESSION = """
+import torch
+from torch import nn
+
+def stream(num=64):
+    class Rows:
+        def __iter__(self):
+            for i in range(num):
+                x = torch.full((3,), i / num)
+                yield {"x": x, "y": x.sum()[None]}
+    return Rows()
+
+def table(num=64):
+    return list(stream(num))
+
+def model():
+    return nn.Linear(3, 1)
+
+def squares(output, batch):
+    return {"loss": (output - batch["y"]).square().sum(), "absolute": (output - batch["y"]).abs().sum().detach()}
+
+squares.count = lambda batch: len(batch["y"])
+
+def nothing():
+    return 3
+
+def one():
+    return [torch.zeros(3)]
+
+def broken(num, other):
+    return []
+"""
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_it_trains_validates_and_is_proved(ranks, tmp_path, name):
+    """Under one rank and two the losses are the same, and so are the gradients of one process, whatever a forward draws."""
+    curves = []
+    for number in (1, 2):
+        dest = tmp_path / str(number)
+        said = on_ranks(ranks, "train", *RUNS[name], *FEW, f"--log.dir={dest}", folder=ROOT, num_ranks=number)
+        assert "proof largest gradient difference" in said
+        rows = read_metrics(dest / "metrics.jsonl")
+        curves.append([row["loss"] for row in rows if row["kind"] in ("step", "val")])
+    assert len(curves[0]) == 8
+    steps = [i for i in range(8) if name == "images" or i not in (3, 7)]  # each rank draws its own noise to validate
+    assert [curves[1][i] for i in steps] == pytest.approx([curves[0][i] for i in steps], rel=1e-4)
+    assert (tmp_path / "2" / "weights" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("data", ["table", "stream"])
+def test_a_regression_with_a_metric(ranks, tmp_path, data):
+    (tmp_path / "own.py").write_text(REGRESSION)
+    words = (
+        "--model.build=own.py:model",
+        f"--data.build=own.py:{data}",
+        "--train.loss=own.py:squares",
+        "--data.micro_batch=4",
+    )
+    said = on_ranks(ranks, "train", *words, *FEW, "--log.dir=run", folder=tmp_path)
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    steps = [row for row in rows if row["kind"] == "step"]
+    assert all({"loss", "absolute"} <= row.keys() and row["tokens"] in (16, 10) for row in steps)
+    assert ("a stream of samples" in said) == (data == "stream")
+    assert len([row for row in rows if row["kind"] == "val"]) == (2 if data == "table" else 0)
+
+
+def test_it_resumes_in_the_middle_of_an_epoch(ranks, tmp_path):
+    (tmp_path / "own.py").write_text(REGRESSION)
+    words = (
+        "--model.build=own.py:model",
+        "--data.build=own.py:table",
+        "--train.loss=own.py:squares",
+        "--data.micro_batch=4",
+    )
+    words += (
+        "--checkpoint.every=2",
+        "--train.eval_every=0",
+        "--log.every=1",
+        "--log.plot=false",
+        "--data.val_fraction=0",
+    )
+    on_ranks(ranks, "train", *words, "--train.steps=7", "--log.dir=whole", folder=tmp_path)
+    on_ranks(
+        ranks,
+        "train",
+        *words,
+        "--train.steps=6",
+        "--schedule.name=constant",
+        "--log.dir=parts",
+        folder=tmp_path,
+        num_ranks=1,
+    )
+    said = on_ranks(
+        ranks, "train", *words, "--train.steps=7", "--schedule.name=constant", "--log.dir=parts", folder=tmp_path
+    )
+    assert "from step 6" in said
+    told = on_ranks(
+        ranks, "train", *words, "--train.steps=8", "--log.dir=parts", "--data.args={num: 60}", folder=tmp_path, status=2
+    )
+    assert "data.args" in told
+
+
+REFUSED = {
+    "not a target": (("--data.build=own",), "it does not name a function"),
+    "no such function": (("--data.build=own.py:tabel",), "own.py:tabel"),
+    "no such loss": (("--train.loss=own.py:square",), "train.loss"),
+    "args alone": (("--data.args={num: 3}",), "without data.build"),
+    "with a path": (("--data.build=own.py:table", "--data.path=own.py"), "remove data.path"),
+    "with seq_len": (("--data.build=own.py:table", "--data.seq_len=8"), "remove data.seq_len"),
+    "fused": (("--train.loss=own.py:squares", "--train.fused=true"), "remove one of them"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused_before_a_rank_starts(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.setattr("shardwise.launch.launch_local", lambda *_, **__: pytest.fail("a rank was started"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(REGRESSION)
+    given, said = REFUSED[name]
+    assert cli.main(["train", "--log.dir=run", *given]) == 2
+    assert said in " ".join(capsys.readouterr().err.split()) and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("nothing", "it returned int, and a dataset has len()"),
+        ("one", "none would be left to train on"),
+        ("broken", "it cannot be called with them"),
+    ],
+)
+def test_what_a_function_returns_is_checked_on_the_ranks(ranks, tmp_path, function, said):
+    (tmp_path / "own.py").write_text(REGRESSION)
+    words = (
+        "--model.build=own.py:model",
+        f"--data.build=own.py:{function}",
+        "--train.loss=own.py:squares",
+        "--log.dir=run",
+    )
+    assert said in on_ranks(ranks, "train", *words, *FEW, folder=tmp_path, status=2)
+
+
+def test_images_learn():
+    """The example's model can tell its images apart: the run above is too short to show it."""
+    import runpy
+
+    own = runpy.run_path(str(ROOT / OWN))
+    torch.manual_seed(0)
+    model, (train, val) = own["images_model"](), own["images"](256)
+    optim = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(60):
+        torch.nn.functional.cross_entropy(model(train.pixels), train.labels).backward()
+        optim.step()
+        optim.zero_grad()
+    assert (model(val.pixels).argmax(1) == val.labels).float().mean() > 0.8
