@@ -158,3 +158,12 @@ def test_what_cannot_work_is_refused_before_a_rank_starts(tmp_path, monkeypatch,
     status = cli.main(["train", f"--log.dir={out}", *(word.replace("FOLDER", str(tmp_path)) for word in given)])
     told = " ".join(capsys.readouterr().err.split())
     assert status == 2 and said in told and not out.exists()
+
+
+def test_a_forward_that_lets_packed_records_see_each_other_is_refused(ranks, small, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "def leaky(model, batch):\n    return model(input_ids=batch['input_ids'], position_ids=batch['position_ids'])\n"
+    )
+    more = ("--train.steps=1", "--data.pack=true", "--train.forward=own.py:leaky")
+    said = on_ranks(ranks, *words(small, tmp_path / "run", *more), folder=tmp_path, status=2)
+    assert "its attention goes from one document" in said and "use_cache=False" in said

@@ -60,8 +60,7 @@ class Cell:
             assert units >= 3
         if "dp_shard" in layout and num_ranks > 1:
             assert counts["_reduce_scatter_base"] == units
-            # The root stays gathered between the micro-batches of a step.
-            assert counts["_allgather_base"] == self.accumulate * 2 * (units - 1) + 1
+            assert counts["_allgather_base"] == self.accumulate * (2 * (units - 1) + 1)
             whole = report.bytes_per_rank
             assert max(whole) < sum(whole)
         if "dp_replicate=2" in layout or self.layout in ON_BOTH_AXES:

@@ -83,9 +83,9 @@ class Engine(Protocol):
     def holds(self) -> bool:
         """Whether there are gradients of this window, or of ``accumulate``, that are not in ``.grad``."""
 
-    def begin(self, *, reuses: bool) -> None:
+    def begin(self, *, reuses: bool, gathers_once: bool) -> None:
         """Called when a window starts. ``reuses``: nothing writes parameters between its micro-batches, so that where
-        they are whole they are cast once, and those of the root gathered once."""
+        they are whole they are cast once. ``gathers_once``: and those of the root are gathered once."""
 
     def end(self) -> None:
         """Called when a window has ended: ranks have exchanged the results of :meth:`used` and :meth:`entered`. A

@@ -26,6 +26,7 @@ from shardwise.config.render import dump_config
 from shardwise.data.loader import Loader
 from shardwise.data.sft.dataset import SFTDataset
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.model.calling import call
 from shardwise.parallel import describe, recipe_of, runtime_of
 from shardwise.run.build import (
     build_model,
@@ -99,7 +100,7 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
         with checkpoints.opened(step, run.last, emit):
             run.resume(checkpoints)
             if isinstance(corpus.train, SFTDataset) and config.data.pack:
-                corpus.train.check_attention(model)
+                corpus.train.check_attention(model, functions_of(config).get("forward", call))
             run.open_files()
             run.introduce()
             run.complete("before")

@@ -133,6 +133,8 @@ class TrainStep:
         self.model, self.optim, self.scheduler = model, optim, scheduler
         self.loss, self.forward = loss, forward_of(loss, forward)
         self.count = count if count is not None or loss is not None else getattr(model, "count", None)
+        # A forward of the user's own may write parameters, also through .data, which shows in no version.
+        self._gathers_once = forward is call
         if fused:
             self.loss, self.forward = None, fused_forward(model, fused, loss, self.forward)
         # Read at every step: a loop may change them between steps.
@@ -164,7 +166,9 @@ class TrainStep:
         self.eval_mode.warn_once(self.model)
         if self._runtime.step == 0:
             self.given.take()
-        with Window(self.model, window, loss=self.loss, count=self.count, trains=True) as w:
+        with Window(
+            self.model, window, loss=self.loss, count=self.count, trains=True, gathers_once=self._gathers_once
+        ) as w:
             may_skip = self.on_nonfinite == "skip" or self.scaler is not None
             kept = clone_buffers(self._runtime) if may_skip else {}
             sums, problem = self._forward_backward(w)

@@ -67,7 +67,14 @@ class Window:
     """
 
     def __init__(
-        self, model: nn.Module, batches: Iterable[Batch], *, loss: Any = None, count: Any = None, trains: bool = False
+        self,
+        model: nn.Module,
+        batches: Iterable[Batch],
+        *,
+        loss: Any = None,
+        count: Any = None,
+        trains: bool = False,
+        gathers_once: bool = False,
     ):
         self.model, self.batches = model, as_micro_batches(batches)
         self.runtime: Runtime = runtime_of(model)
@@ -78,6 +85,9 @@ class Window:
         self.has_late = False  # gradients were added after the second exchange
         self._count = count_of(loss, count)
         self._trains = trains  # a backward follows each forward (TrainStep)
+        self._gathers_once = (
+            gathers_once  # no code of the user's runs between micro-batches that could write parameters
+        )
         self._padding = False
         self._num_begun, self._is_complete = 0, False
         self._undo = contextlib.ExitStack()  # closed when the current micro-batch ends
@@ -122,7 +132,7 @@ class Window:
                 runtime.last_count = self._count_of_tokens
         self._versions, self._written = buffer_versions(runtime), ParamWriteCheck(runtime)
         # A loop of the user's own may write parameters in between, in ways that count in no version.
-        runtime.engine.begin(reuses=self._trains)
+        runtime.engine.begin(reuses=self._trains, gathers_once=self._gathers_once)
         self._kept_gradients = GradStash(runtime)
         self._hook = None
         if runtime.step < _NUM_WINDOWS_CHECKED and shifts_labels(self.model):

@@ -62,7 +62,9 @@ def check_attention(model: nn.Module, forward: Callable[[nn.Module, dict[str, Te
     model.eval()
     try:
         with torch.no_grad():
-            outputs = [forward(model, {"input_ids": each, "position_ids": places}) for each in (ids, other)]
+            outputs = [
+                forward(model, {"input_ids": each, "labels": each, "position_ids": places}) for each in (ids, other)
+            ]
     finally:
         model.train(was_training)
     one, two = (getattr(output, "logits", output)[:, _FEW:].double() for output in outputs)

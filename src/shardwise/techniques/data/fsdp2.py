@@ -262,7 +262,7 @@ class FSDP2Engine:
     def entered(self) -> list[str]:
         return self._taken.entries
 
-    def begin(self, *, reuses: bool) -> None:
+    def begin(self, *, reuses: bool, gathers_once: bool) -> None:
         self._loose_backward.abandon()
         self.penalties.take()
         self._leave_window()
@@ -271,7 +271,7 @@ class FSDP2Engine:
         if not self._taken.num_windows:
             self._taken.entries = []
         self._taken.num_windows += 1
-        self.order.reuse(reuses, root=self._keeps_root)
+        self.order.reuse(reuses, root=gathers_once and self._keeps_root)
 
     def abandon(self) -> None:
         self.set_sync(None)

@@ -85,7 +85,7 @@ class DDPEngine:
 
     # ---- called by a window ----------------------------------------------------------------------------------
 
-    def begin(self, *, reuses: bool) -> None:
+    def begin(self, *, reuses: bool, gathers_once: bool) -> None:
         self._end_failed()
         self._drop()
         self._summed.clear()
