@@ -269,11 +269,11 @@ class FileOfRecords(Mistake):
     says = "it is JSON"
 
     def plain(self):
-        Path("text.jsonl").write_text(RECORDS)
-        text = sum(len(json.loads(line)["text"]) for line in Path("text.jsonl").read_text().splitlines())
-        share = 1 - text / len(Path("text.jsonl").read_bytes())
+        Path("text.txt").write_text(RECORDS)
+        text = sum(len(json.loads(line)["text"]) for line in Path("text.txt").read_text().splitlines())
+        share = 1 - text / len(Path("text.txt").read_bytes())
         return Plain(f"{share:.0%} of the bytes that are trained are no text", share)
 
     def ours(self):
-        Path("text.jsonl").write_text(RECORDS)
-        return command("train", "--data.path=text.jsonl", "--log.dir=run", "--launch.device=cpu")
+        Path("text.txt").write_text(RECORDS)
+        return command("train", "--data.path=text.txt", "--log.dir=run", "--launch.device=cpu")

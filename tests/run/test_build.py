@@ -150,7 +150,7 @@ def test_a_run_of_a_model_that_takes_no_tokens_is_refused_before_the_first_step(
         with pytest.raises(ConfigError) as error:
             train(config, world, lambda *_, **__: None)
     assert told in error.value.why and "shardwise train feeds tokens" in error.value.why
-    assert "write a script" in error.value.fix and not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert "data.build=pkg.mod:fn" in error.value.fix and not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_the_reference_model_refuses_unknown_sizes():
