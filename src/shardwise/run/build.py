@@ -98,7 +98,7 @@ def build_model(config: RunConfig, world: World, corpus: Corpus | None = None) -
     tokens = {"input_ids": torch.zeros(1, config.data.seq_len, dtype=torch.long)}  # for a model of a fixed length
     given = msgspec.structs.replace(parallel, init=start)
     runs = Example(run_on(None), otherwise=run_on(tokens))
-    if config.data.build is not None and corpus is not None:
+    if corpus is not None and (config.data.build is not None or config.data.has_records):
         runs = Example(run_on(corpus.example(), functions_of(config).get("forward", call)))
     return shard(lambda: _unprepared(config), world, given, runs=runs)
 
