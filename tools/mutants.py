@@ -523,10 +523,24 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "prompts-trained-on",
-        "trained.append(is_of_text and any(first <= start < last for first, last in spans))",
-        "trained.append(is_of_text)",
+        "inside = any(first <= start < last for first, last in spans)",
+        "inside = True",
         "tests/data/sft/test_answers.py -k nothing_else",
         "what the user says is learned, not only the answers",
+    ),
+    Mutant(
+        "blanks-of-the-prompt-trained-on",
+        "any(first < start <= last for first, last in spans)",
+        "any(first <= start <= last for first, last in spans)",
+        "tests/data/sft/test_answers.py -k blanks",
+        "the blank that ends a prompt is learned as the beginning of each answer",
+    ),
+    Mutant(
+        "only-ends-learned",
+        "if targets and not isinstance(record, Text) and set(targets) == {self.end}:",
+        "if False:",
+        "tests/data/sft/test_answers.py -k without_an_answer",
+        "of short answers that begin inside a token a model learns to stop at once",
     ),
     Mutant(
         "answers-do-not-end",

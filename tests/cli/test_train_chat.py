@@ -49,12 +49,18 @@ def rows(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == kind]
 
 
-@pytest.mark.parametrize("pack", ["false", "true"])
-def test_it_learns_the_answers_and_stock_transformers_opens_them(ranks, small, tmp_path, pack):
+@pytest.mark.parametrize(
+    ("pack", "layout"), [("false", "dp_shard=2"), ("true", "dp_shard=2"), ("false", "tp=2"), ("true", "tp=2")]
+)
+def test_it_learns_the_answers_and_stock_transformers_opens_them(ranks, small, tmp_path, pack, layout):
     from transformers import AutoModelForCausalLM
 
     dest = tmp_path / "run"
-    said = on_ranks(ranks, *words(small, dest, "--train.steps=24", f"--data.pack={pack}"), folder=tmp_path)
+    said = on_ranks(
+        ranks,
+        *words(small, dest, "--train.steps=24", f"--data.pack={pack}", f"--parallel.layout={layout}"),
+        folder=tmp_path,
+    )
     assert "120 records" in said and "of them trained on" in said
     before, after = rows(dest, "answer")
     assert before["prompt"] == after["prompt"] and before["text"] != after["text"]

@@ -30,7 +30,13 @@ THINKS = CHATML.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assi
 RAISES = "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role here') }}{% endif %}{{ m['content'] }}{% endfor %}"
 
 
-def tokenizer(template: str | None = CHATML, *, pad: str | None = "<pad>", eos: str | None = "<|im_end|>") -> Any:
+def tokenizer(
+    template: str | None = CHATML,
+    *,
+    pad: str | None = "<pad>",
+    eos: str | None = "<|im_end|>",
+    trim_offsets: bool = False,
+) -> Any:
     """A byte-level BPE tokenizer that begins a text with ``<s>``."""
     found = Tokenizer(models.BPE())
     found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -42,7 +48,7 @@ def tokenizer(template: str | None = CHATML, *, pad: str | None = "<pad>", eos: 
     found.train_from_iterator([_WORDS] * 4, trainer)
     found.post_processor = processors.Sequence(
         [
-            processors.ByteLevel(trim_offsets=False),
+            processors.ByteLevel(trim_offsets=trim_offsets),
             processors.TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)]),
         ]
     )

@@ -48,6 +48,12 @@ class Corpus:
         return make_labels((self.collate or default_collate)(samples))
 
     @property
+    def records(self) -> SFTDataset | None:
+        """The records of fine-tuning that the model is tried on: those to validate, if there are some; None: other data."""
+        found = self.val or self.train
+        return found if isinstance(found, SFTDataset) else None
+
+    @property
     def num_samples(self) -> tuple[int | None, int]:
         """Samples to train on (None: a stream does not say) and to validate."""
         sizes = [len(part) if hasattr(part, "__len__") else None for part in (self.train, self.val)]

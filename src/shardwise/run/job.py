@@ -99,12 +99,12 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
     with arithmetic(config.train, world), contextlib.closing(run):
         with checkpoints.opened(step, run.last, emit):
             run.resume(checkpoints)
-            if isinstance(corpus.train, SFTDataset) and config.data.pack:
-                corpus.train.check_attention(model, functions_of(config).get("forward", call))
+            if corpus.records is not None and config.data.pack:
+                corpus.records.check_attention(model, functions_of(config).get("forward", call))
             run.open_files()
             run.introduce()
             run.complete("before")
-            if isinstance(corpus.train, SFTDataset) and not run.done:
+            if corpus.records is not None and not run.done:
                 run.validate(0)  # what a pretrained model knows already
             run.all_steps(checkpoints)
             checkpoints.settle(is_over=True)
@@ -254,8 +254,8 @@ class _Run:
         forward."""
         if when == "before" and self.done:
             return
-        if isinstance(self.corpus.train, SFTDataset):
-            self.answer(when)
+        if self.corpus.records is not None:
+            self.answer(self.corpus.records, when)
         if self.corpus.text is None:
             return
         self.emit("phase", text=f"completing a prompt {when} training")
@@ -273,10 +273,8 @@ class _Run:
             share = word_share(text, vocabulary(self.corpus.text))
             self.tell("sample", when=when, prompt=prompt, text=text, word_share=share)
 
-    def answer(self, when: str) -> None:
-        """Lets the model answer the first record of the validation data; on every rank."""
-        source = self.corpus.val or self.corpus.train
-        assert isinstance(source, SFTDataset)
+    def answer(self, source: SFTDataset, when: str) -> None:
+        """Lets the model answer the first record of ``source``; on every rank."""
         self.emit("phase", text=f"answering a prompt {when} training")
         ids, prompt, reference = source.question()
         tokens = torch.tensor([ids], device=self.world.device)

@@ -5,6 +5,7 @@ Torch-free: launchers use it too.
 
 import importlib.util
 import json
+from collections import deque
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
@@ -65,9 +66,8 @@ def _check_records(config: RunConfig, origins: Mapping[str, str]) -> None:
     tokenizer_path(data.tokenizer)
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(given, why="records are read by transformers, which is not installed", fix=_INSTALL)
-    for path in (data.path, data.val_path):
-        for record in () if path is None else read_records(path, most=_RECORDS):
-            del record
+    for path in filter(None, (data.path, data.val_path)):
+        deque(read_records(path, most=_RECORDS), maxlen=0)  # for what it refuses
 
 
 def _refuse_bytes(config: RunConfig, origins: Mapping[str, str]) -> None:

@@ -96,14 +96,26 @@ def test_what_is_beyond_the_context_is_cut_off_and_counted(tmp_path):
 
 def test_an_answer_that_begins_inside_a_token_is_counted(tmp_path):
     tokenizer = chat.tokenizer()
-    data = sw.SFTDataset(
-        written(tmp_path / "x.jsonl", {"prompt": "Hello ", "completion": "there"}), tokenizer, seq_len=200
-    )
-    assert trained(data, tokenizer) == ["<|im_end|>"]  # " there" is one token, and begins in the prompt
+    path = written(tmp_path / "x.jsonl", {"prompt": "Hello ", "completion": "there you are"})
+    data = sw.SFTDataset(path, tokenizer, seq_len=200)
+    assert trained(data, tokenizer) == [" you are<|im_end|>"]  # " there" is one token, and begins in the prompt
     assert data.report.inside == 1 and "1 answers begin inside a token" in str(data.report)
 
 
+@pytest.mark.parametrize("trims", [False, True])
+def test_blanks_at_the_end_of_a_prompt_belong_to_it(tmp_path, trims):
+    """Also for a tokenizer whose places leave blanks out."""
+    tokenizer = chat.tokenizer(trim_offsets=trims)
+    path = written(
+        tmp_path / "x.jsonl", {"prompt": "Q: ", "completion": "\u65e5x"}, {"prompt": "Q:", "completion": " are x "}
+    )
+    data = sw.SFTDataset(path, tokenizer, seq_len=200)
+    assert trained(data, tokenizer) == ["\u65e5x<|im_end|>"]
+    assert trained(data, tokenizer, 1) == [" are x <|im_end|>"]
+
+
 UNUSABLE = {
+    "all of an answer is inside a token that begins in its prompt": [{"prompt": "Hello ", "completion": "there"}],
     "an answer is empty": [
         {"messages": [USER, {"role": "assistant", "content": " "}]},
         {"prompt": "a", "completion": ""},
@@ -139,6 +151,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a number": ({"text": 3}, "text is a JSON number"),
     "no messages": ({"messages": []}, "messages is an empty list"),
     "ShareGPT": ({"messages": [{"from": "human", "value": "a"}]}, "human and gpt are user and assistant"),
+    "half a character": ('{"text": "a\\ud83d bc"}', "it is not UTF-8"),
+    "deep": ("[" * 100_000, "it is no JSON"),
     "an image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "parts of other kinds"),
 }
 
@@ -193,7 +207,12 @@ def test_a_vocabulary_that_is_too_small_is_told_with_the_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"), [({"seq_len": 0}, "seq_len=0"), ({"seq_len": 9, "unusable": "no"}, "unusable")]
+    ("options", "words"),
+    [
+        ({"seq_len": 0}, "seq_len=0"),
+        ({"seq_len": True}, "seq_len=True"),
+        ({"seq_len": 9, "unusable": "no"}, "unusable"),
+    ],
 )
 def test_wrong_options_are_refused(tmp_path, options, words):
     with pytest.raises(ConfigError, match=words):

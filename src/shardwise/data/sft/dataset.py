@@ -97,7 +97,7 @@ class SFTDataset:
         pack: bool = False,
         unusable: Unusable = "refuse",
     ):
-        if not isinstance(seq_len, int) or seq_len < 1:
+        if not isinstance(seq_len, int) or isinstance(seq_len, bool) or seq_len < 1:
             raise ConfigError(
                 f"seq_len={seq_len!r}", why="it counts the positions of a sample", fix="give seq_len >= 1"
             )
@@ -235,7 +235,7 @@ class SFTDataset:
             self.report.records += 1
             empty = _empty_answer(record)
             ids, trained = ([], []) if empty else self._encoder.encode(record)
-            why = empty or self._problem(ids, trained)
+            why = empty or self._problem(record, ids, trained)
             if why:
                 self._refuse(record, why)
                 dropped[why] += 1
@@ -254,8 +254,11 @@ class SFTDataset:
         self.report.trained += int(trained[1:].sum())
         return ids[:-1], labels
 
-    def _problem(self, ids: list[int], trained: list[bool]) -> str:
-        """Why nothing of a record would be trained on; "" if something is."""
+    def _problem(self, record: Record, ids: list[int], trained: list[bool]) -> str:
+        """Why nothing of a record would be trained on, or nothing but ends; "" if something is."""
+        targets = [i for i, flag in zip(ids[1:], trained[1:], strict=True) if flag]
+        if targets and not isinstance(record, Text) and set(targets) == {self.end}:
+            return "all of an answer is inside a token that begins in its prompt"
         if any(trained[1 : self.seq_len + 1]):
             return ""
         if any(trained[1:]):
@@ -266,9 +269,7 @@ class SFTDataset:
         if self._unusable == "refuse":
             raise ConfigError(
                 f"{where(self.path, record.line)}: {why}",
-                why="nothing of it would be trained on"
-                if why != "an answer is empty"
-                else "a model would learn to say nothing",
+                why="a model would learn to say nothing" if "an answer" in why else "nothing of it would be trained on",
                 fix='correct it, or leave such records out: unusable="drop" (data.unusable=drop)'
                 + ("; or give a larger seq_len" if "longer" in why else ""),
             )

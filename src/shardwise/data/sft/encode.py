@@ -95,9 +95,11 @@ class Encoder:
         ids, trained = [*found["input_ids"]], []
         is_added = found["special_tokens_mask"] if special else [0] * len(ids)
         for (start, end), added in zip(found["offset_mapping"], is_added, strict=True):
-            # Special tokens that the tokenizer adds have no place in the text.
-            is_of_text = not (added and start == end)
-            trained.append(is_of_text and any(first <= start < last for first, last in spans))
+            if start == end:  # blanks that the tokenizer trims end here; special tokens that it adds have no place
+                inside = not added and any(first < start <= last for first, last in spans)
+            else:
+                inside = any(first <= start < last for first, last in spans)
+            trained.append(inside)
             self.num_inside += any(start < first < end for first, _ in spans)
         return ids, trained
 

@@ -102,8 +102,11 @@ def read_records(path: str | Path, *, most: int | None = None) -> Iterator[Recor
 def _object(raw: bytes, path: str | Path, line: int) -> dict[str, Any]:
     try:
         found = json.loads(raw)
-    except (UnicodeDecodeError, ValueError) as error:
-        why = f"it is not UTF-8: {error.reason}" if isinstance(error, UnicodeDecodeError) else f"it is no JSON: {error}"
+        json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair is no character
+    except (RecursionError, ValueError) as error:
+        why = f"it is no JSON: {error}"
+        if isinstance(error, UnicodeError):
+            why = f"it is not UTF-8: {error.reason}"  # type: ignore[attr-defined]
         raise ConfigError(
             where(path, line), why=why, fix="write one JSON object in each line, without line breaks in it"
         ) from error
