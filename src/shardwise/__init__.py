@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from shardwise.step.linear_loss import linear_cross_entropy
     from shardwise.step.local_optimizer import local_optimizer
     from shardwise.step.loss import TaskModel, next_token_loss
+    from shardwise.step.model_loss import model_loss
     from shardwise.step.parameter_groups import parameter_groups
     from shardwise.step.scale import unscale_gradients_
     from shardwise.step.step import StepOutput, TrainStep
@@ -125,6 +126,7 @@ _HOME = {
     "shardwise.data.sft.dataset": ("SFTDataset",),
     "shardwise.step.linear_loss": ("linear_cross_entropy",),
     "shardwise.step.loss": ("TaskModel", "next_token_loss"),
+    "shardwise.step.model_loss": ("model_loss",),
     "shardwise.step.local_optimizer": ("local_optimizer",),
     "shardwise.step.scale": ("unscale_gradients_",),
     "shardwise.step.step_state": ("StepState",),
@@ -190,6 +192,7 @@ __all__ = [
     "load_state_dict",
     "load_weights",
     "local_optimizer",
+    "model_loss",
     "next_token_loss",
     "pad_collate",
     "parallel_embedding",

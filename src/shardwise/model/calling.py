@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import UsageError
 
-__all__ = ["TARGETS", "call", "cropped", "line_of", "run_on", "tensors_given"]
+__all__ = ["FOR_LOSS", "TARGETS", "arguments_of", "call", "cropped", "line_of", "run_on", "tensors_given"]
 
 Batch = Mapping[str, Tensor]
 _OWN = (Path(torch.__file__).parent, Path(__file__).parents[1])
@@ -24,6 +24,8 @@ the batch; there are enough of them that ReLU hides few outputs at all of them."
 _LARGE, _LARGE_SAMPLES = 1 << 15, 1 << 11
 """Columns times width of a model, and samples of many positions times width, that are not exceeded: the search of a 70B model in
 2 x 64 tokens takes a minute and 5 GB."""
+
+FOR_LOSS = {"shift_labels", "num_items_in_batch"}  # what models of transformers pass on to their loss
 
 TARGETS = {"labels", "label", "targets", "target", "y"}  # for the loss, unless it is a parameter of the forward
 
@@ -37,8 +39,21 @@ def call(model: nn.Module, batch: Batch) -> Any:
     Raises:
         UsageError: a parameter would receive nothing, or the batch has more than one input for it; pass ``forward=``.
     """
+    args, kwargs = arguments_of(model, batch)
+    return model(*args, **kwargs)
+
+
+def arguments_of(
+    model: nn.Module, batch: Batch, given: Collection[str] = ()
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, in place and by name, with which :func:`call` calls the model. ``given``: parameters of the forward that
+    the caller gives itself.
+
+    Raises:
+        UsageError: as there.
+    """
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    parameters = inspect.signature(model.forward).parameters.values()
+    parameters = [p for p in inspect.signature(model.forward).parameters.values() if p.name not in given]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     takes_many = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -49,13 +64,13 @@ def call(model: nn.Module, batch: Batch) -> Any:
     options: dict[str, Any] = {"use_cache": False} if "position_ids" in named and "use_cache" in by_name else {}
     rest = [key for key in others if key not in TARGETS and not _is_number(inputs[key])]
     if takes_any and not missing:
-        return model(**{**options, **inputs})
+        return (), {**options, **inputs}
     # Keys beyond the required parameters are for the loss; if none is required, a key may be a misspelt parameter.
     if named and not missing and (required or not rest):
-        return model(**{**options, **named})
+        return (), {**options, **named}
     in_place = len(required) == 1 and required[0].kind is not inspect.Parameter.KEYWORD_ONLY
     if not named and len(rest or others) == 1 and (in_place or (takes_many and not required)):
-        return model(inputs[(rest or others)[0]])
+        return (inputs[(rest or others)[0]],), {}
     raise _unfit_batch(model, inputs, missing, named, rest)
 
 

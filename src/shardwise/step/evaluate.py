@@ -18,8 +18,11 @@ from shardwise.step.exchange import buffer_versions, buffers_written, sync_buffe
 from shardwise.step.fused import fused_forward
 from shardwise.step.grad_stash import clone_buffers, restore_buffers
 from shardwise.step.guards import refuse_autocast
-from shardwise.step.loss import Batch, Loss, as_sums, count_of, forward_of, next_token_loss, refuse_uncallable
+from shardwise.step.loss import Batch, Loss, as_sums, count_of, forward_of, next_token_loss, refuse_uncallable, with_count
 from shardwise.step.loss_check import SumCheck
+from shardwise.step.mode import eval_mode
+from shardwise.step.model_loss import ModelLoss
+from shardwise.step.model_loss_check import ModelLossCheck
 from shardwise.step.step_state import StepState
 from shardwise.world.rng import derive_seed, forked_streams
 
@@ -63,11 +66,12 @@ def evaluate(
     refuse_uncallable(loss=loss, forward=forward)
     refuse_autocast(runtime_of(model), "an evaluation")
     counter = count_of(loss, count if count is not None or loss is not None else getattr(model, "count", None))
+    loss = with_count(loss, count)
     call_model = forward_of(loss, forward)
     if fused:
         loss, call_model = None, fused_forward(model, fused, loss, call_model)
     sums = _Sums(runtime_of(model), loss, counter, call_model)
-    with _eval_mode(model):
+    with eval_mode(model):
         sums.run(loader)
         return sums.means()
 
@@ -81,6 +85,7 @@ class _Sums:
         self.tokens = torch.zeros((), dtype=torch.float64)
         self.written = torch.zeros(0)
         self._check = SumCheck(counter)
+        self._last: Batch = {}
 
     def run(self, loader: Iterable[Any]) -> None:
         versions = buffer_versions(self.runtime)
@@ -101,6 +106,7 @@ class _Sums:
 
     def _add(self, item: "_Item") -> None:
         model, loss, check, batch, counts = self.runtime.module, self.loss, self._check, item.batch, item.counts
+        self._last = batch
         output = self.forward(model, batch, StepState.at(self.runtime.step, batch, item.number, is_training=False))
         sums = as_sums(output if loss is None else loss(output, batch))
         check.try_loss(loss, output, batch, sums, counts=counts)
@@ -124,13 +130,15 @@ class _Sums:
             "evaluation, adding up",
         )
         sync_buffers(self.runtime, agreed["buffers"], "evaluation")
+        state = StepState(self.runtime.step, is_training=False)
+
+        def forward(batch: Batch) -> Any:
+            return self.forward(self.runtime.module, batch, state)
+
         if float(agreed["unclear"]):
-            state = StepState(self.runtime.step, is_training=False)
-
-            def forward(batch: Batch) -> Any:
-                return self.forward(self.runtime.module, batch, state)
-
             self._check.try_forward(self.runtime, forward, self.loss)
+        if isinstance(self.loss, ModelLoss):
+            ModelLossCheck(self.loss).run(self.runtime, forward, [self._last])
         num_tokens = float(agreed["tokens"])
         if not num_tokens:
             raise UsageError(
@@ -140,17 +148,6 @@ class _Sums:
             )
         means = {name: float(agreed[f"sum of {name}"]) / num_tokens for name in sorted(self.totals)}
         return {"loss": means.pop("loss"), "num_tokens": num_tokens, **means}
-
-
-@contextlib.contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 class _Item(NamedTuple):

@@ -17,6 +17,7 @@ from shardwise.data.batch import IGNORED
 from shardwise.data.labels import Batch, valid_labels
 from shardwise.errors import ConfigError, UsageError
 from shardwise.model.calling import call
+from shardwise.step.model_loss import ModelLoss
 from shardwise.step.step_state import StepState, batch_of_forward, with_state
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "logits_of",
     "next_token_loss",
     "refuse_uncallable",
+    "with_count",
 ]
 
 Loss = Callable[[Any, Batch], Tensor | Mapping[str, Tensor]]
@@ -136,6 +138,11 @@ class _Count:
             ) from error
 
 
+def with_count(loss: Any, count: Callable[[Batch], Any] | None) -> Any:
+    """``loss``; :data:`model_loss` as a mean over what ``count`` counts, where that is given."""
+    return ModelLoss(count_of(loss, count)) if isinstance(loss, ModelLoss) and count is not None else loss
+
+
 def refuse_uncallable(**given: Any) -> None:
     """Raises UsageError for an argument ``loss``, ``count`` or ``forward`` that is neither None nor a function."""
     for name, value in given.items():
@@ -149,7 +156,10 @@ def refuse_uncallable(**given: Any) -> None:
 
 def forward_of(loss: Loss | None, forward: Callable[..., Any]) -> Callable[[nn.Module, Batch, StepState], Any]:
     """The function that calls the model: ``forward``; or, without a loss and with the default ``forward``, the module
-    on the batch itself. Either also receives the step's state if it takes one."""
+    on the batch itself; with :data:`model_loss` and the default, the module on the batch with its labels. Each also receives
+    the step's state if it takes one."""
+    if isinstance(loss, ModelLoss) and forward is call:
+        return with_state(loss.forward)
     return batch_of_forward if loss is None and forward is call else with_state(forward)
 
 
@@ -172,8 +182,8 @@ def as_sums(result: Any) -> dict[str, Tensor]:
                 f"a loss whose {name!r} is None",
                 why="it returns nothing, or it takes the loss that the model computes itself, and the model was given no labels: the default "
                 "forward leaves them out",
-                fix="return the sum; to have the model compute it, pass forward=lambda model, batch: model(**batch). The .loss of a "
-                "Hugging Face model is a mean: times what is counted, it is a sum",
+                fix="return the sum; to train with the loss that the model computes, pass loss=sw.model_loss, which gives it labels and makes its "
+                "mean a sum",
             )
         if not isinstance(value, Tensor):
             raise ConfigError(

@@ -23,7 +23,7 @@ from shardwise.step.growth import Copies, Growth, growths_of
 from shardwise.step.loss import Batch, Loss, as_sums
 from shardwise.world.rng import derive_seed, forked_streams
 
-__all__ = ["SumCheck", "agreed_problem"]
+__all__ = ["SumCheck", "agreed_problem", "seeded", "without_a_trace"]
 
 T = TypeVar("T")
 
@@ -160,14 +160,14 @@ class SumCheck:
         self, runtime: Runtime, forward: Callable[[Batch], Any], loss: Loss | None, batch: Batch
     ) -> dict[str, Growth]:
         """How each entry grows when forward runs on the copies; empty where it cannot run on them."""
-        with _without_a_trace(runtime):
+        with without_a_trace(runtime):
             try:
                 plain = Copies(batch, None)
                 if not plain.is_of_samples:
                     raise ValueError(
                         "its tensors have different numbers of rows, so that copies would be another kind of batch"
                     )
-                outputs = [_seeded(runtime, i, forward, plain.batch(num)) for i, num in enumerate(_RUNS)]
+                outputs = [seeded(runtime, i, forward, plain.batch(num)) for i, num in enumerate(_RUNS)]
                 if loss is None:
                     runs = [as_sums(output) for output in outputs]
                 else:
@@ -198,7 +198,8 @@ def _in_float64_or_as_it_is(run: Callable[[bool], T]) -> T:
         return run(False)
 
 
-def _seeded(runtime: Runtime, i: int, forward: Callable[[Batch], Any], batch: dict[str, Any]) -> Any:
+def seeded(runtime: Runtime, i: int, forward: Callable[[Batch], Any], batch: dict[str, Any]) -> Any:
+    """What ``forward`` returns for a batch, with random numbers of the stream ``i`` of such trials in this step."""
     seed = derive_seed(runtime.world.seed, "trying the loss", runtime.step, i)
     with forked_streams(seed, runtime.world.device, runtime.generators):
         return forward(MicroBatch(batch))
@@ -269,7 +270,7 @@ def _part(name: str, growth: Growth) -> ConfigError:
 
 
 @contextlib.contextmanager
-def _without_a_trace(runtime: Runtime) -> Iterator[None]:
+def without_a_trace(runtime: Runtime) -> Iterator[None]:
     """Within: no gradients, no warnings, and compiled blocks run uncompiled, since sizes that never come again would
     have torch compile them for any size. Buffers are restored afterwards."""
     kept = clone_buffers(runtime)

@@ -1,14 +1,29 @@
-"""A warning for training steps of a model in eval mode: dropout and batch norm act differently there, and torch does
-not warn."""
+"""Eval mode for a while; and a warning for training steps of a model in eval mode: dropout and batch norm act differently
+there, and torch does not warn."""
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 
 from torch import nn
 
 from shardwise._torch.modules import BatchNormBase
 from shardwise.model import canonical_modules
 
-__all__ = ["EvalMode", "acts_by_mode"]
+__all__ = ["EvalMode", "acts_by_mode", "eval_mode"]
+
+
+@contextlib.contextmanager
+def eval_mode(model: nn.Module, *, on: bool = True) -> Iterator[None]:
+    """Within, if ``on``: the model is in eval mode. Afterwards each module is in the mode in which it was."""
+    modes = {module: module.training for module in model.modules()}
+    if on:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 class EvalMode:

@@ -26,9 +26,11 @@ from shardwise.step.guards import (
     refuse_unfit,
 )
 from shardwise.step.local_optimizer import local_optimizer
-from shardwise.step.loss import Batch, Loss, as_sums, count_of, forward_of, next_token_loss, refuse_uncallable
+from shardwise.step.loss import Batch, Loss, as_sums, count_of, forward_of, next_token_loss, refuse_uncallable, with_count
 from shardwise.step.loss_check import SumCheck, agreed_problem
 from shardwise.step.mode import EvalMode
+from shardwise.step.model_loss import ModelLoss
+from shardwise.step.model_loss_check import ModelLossCheck
 from shardwise.step.norm import GradientNorm
 from shardwise.step.scale import LossScale
 from shardwise.step.settings import agree_on_settings, digest_of_settings
@@ -77,8 +79,8 @@ class TrainStep:
         model: from ``parallelize``.
         optim: built from the model's parameters after ``parallelize``.
         loss: ``loss(output, batch)`` -> sum over valid tokens, 0-dim, or a mapping of such sums with the key
-            ``"loss"``; None: the forward returns that: the module's own, which takes the batch (:class:`TaskModel`), or
-            ``forward``.
+            ``"loss"``; :data:`model_loss`: the mean that the model computes itself; None: the forward returns the sum: the
+            module's own, which takes the batch (:class:`TaskModel`), or ``forward``.
         count: ``count(batch)`` -> valid tokens; default ``loss.count``, else labels that are not -100.
         forward: ``forward(model, batch)`` -> output, how to call the model on a batch; or
             ``forward(model, batch, state)``, with the step's :class:`StepState`.
@@ -131,6 +133,7 @@ class TrainStep:
         refuse_unfit(runtime, optim, scheduler)
         clipping.refuse_unfit(runtime)
         self.model, self.optim, self.scheduler = model, optim, scheduler
+        loss = with_count(loss, count)
         self.loss, self.forward = loss, forward_of(loss, forward)
         self.count = count if count is not None or loss is not None else getattr(model, "count", None)
         # A forward of the user's own may write parameters, also through .data, which shows in no version.
@@ -149,6 +152,7 @@ class TrainStep:
         runtime.labels_seen, runtime.same_data = torch.zeros(3), []  # another step may be given other data
         self._scale = LossScale(runtime, optim, scaler)
         self._sums = SumCheck(count_of(loss, self.count))
+        self._means = ModelLossCheck(loss) if isinstance(loss, ModelLoss) else None
         self._before_step = methods_called(model, "pre_optimizer_step")
         self._after_step = methods_called(model, "post_optimizer_step")
         agree_on_settings(self)
@@ -187,7 +191,9 @@ class TrainStep:
             agree_on_settings(self)
         self._sums.agree(sorted(sums), agreed["told"])
         if float(agreed["unclear"]):
-            self._try_forward()
+            self._try(lambda forward: self._sums.try_forward(self._runtime, forward, self.loss))
+        if (means_of := self._means) is not None and means_of.is_due(self.num_steps, w.num_ignored):
+            self._try(lambda forward: means_of.run(self._runtime, forward, w.batches))
         means = {name: float(agreed[f"sum of {name}"]) / w.num_tokens for name in sorted(sums)}
         scale = self._scale.agree(agreed)
         norm, loss = float(norm_of.finish(agreed[norm_entry])) / (scale or 1.0), means.pop("loss")
@@ -270,16 +276,16 @@ class TrainStep:
                 totals[name] = totals[name] + value if name in totals else value
         return totals, detached
 
-    def _try_forward(self) -> None:
-        """Runs forward and loss on copies of a micro-batch, where the loss alone did not show that it is a sum. Called
-        before the optimizer steps."""
+    def _try(self, check: Callable[[Callable[[Batch], Any]], None]) -> None:
+        """Calls a check of the loss with the forward, which it runs on other micro-batches. Called before the optimizer
+        steps."""
         state = StepState(self.num_steps + 1)
 
         def forward(batch: Batch) -> Any:
             return self.forward(self.model, batch, state)
 
         try:
-            self._sums.try_forward(self._runtime, forward, self.loss)
+            check(forward)
         except ShardwiseError:
             self._drop_gradients()
             raise

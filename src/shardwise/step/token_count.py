@@ -28,10 +28,12 @@ class Counted(NamedTuple):
     Attributes:
         tokens: valid ones over all ranks.
         waited_s: seconds that ranks waited for the window's data, on average; 0 where it is of no Loader.
+        num_ignored: labels over all ranks that are -100; None: labels are not what is counted.
     """
 
     tokens: int | float
     waited_s: float
+    num_ignored: int | None
 
 
 def agree_on_count(runtime: Runtime, batches: list[Batch], counter: Callable[[Batch], Any], *, trains: bool) -> Counted:
@@ -45,6 +47,7 @@ def agree_on_count(runtime: Runtime, batches: list[Batch], counter: Callable[[Ba
             at their own places.
     """
     tokens, problem, labels = 0, None, torch.zeros(3)
+    counted: list[Batch] = []
     on_host = [_on_host(batch, counter) for batch in batches]
     try:
         if trains:
@@ -71,6 +74,7 @@ def agree_on_count(runtime: Runtime, batches: list[Batch], counter: Callable[[Ba
             "dataset": agreement.same(0 if loader is None else getattr(data, "digest", 0)),
             "tokens": tokens if runtime.world.counts else 0,
             "labels": labels,
+            "positions": _num_labels(counted) if runtime.world.counts and counter is valid_labels else 0,
             "waited": getattr(data, "waited_s", 0.0) / runtime.world.size,
             "length": float(len(batches)),
             "length2": float(len(batches) ** 2),
@@ -98,7 +102,12 @@ def agree_on_count(runtime: Runtime, batches: list[Batch], counter: Callable[[Ba
             why="count(batch) is what a sum of the loss runs over: a number, 0 or more",
             fix="look at what count= returns",
         )
-    return Counted(int(total) if total.is_integer() else total, float(sums["waited"]))
+    num_ignored = int(float(sums["positions"]) - total) if counter is valid_labels else None
+    return Counted(int(total) if total.is_integer() else total, float(sums["waited"]), num_ignored)
+
+
+def _num_labels(batches: list[Batch]) -> float:
+    return float(sum(batch["labels"].numel() for batch in batches))
 
 
 def count_again(runtime: Runtime, batches: list[Batch], counter: Callable[[Batch], Any]) -> dict[str, Tensor]:

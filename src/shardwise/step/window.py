@@ -64,6 +64,7 @@ class Window:
             While a padding micro-batch runs it is infinite, so that its sums count as 0.
         num_valid: the same count, but 0 if there are none.
         waited_s: seconds that ranks waited for the Loader of these micro-batches, on average over the ranks.
+        num_ignored: labels of all ranks that are -100; None: labels are not what is counted.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Window:
         self.runtime: Runtime = runtime_of(model)
         self._tokens: int | float = 0
         self.waited_s = 0.0
+        self.num_ignored: int | None = None
         self._count_of_tokens = TokenCount(0)
         self.agreed: dict[str, Tensor] | None = None  # sums over the ranks of the second exchange
         self.has_late = False  # gradients were added after the second exchange
@@ -124,7 +126,8 @@ class Window:
         runtime.check_unchanged()
         refuse_unreduced(runtime, "a window")
         _warn_of_unread(runtime)
-        self._tokens, self.waited_s = agree_on_count(runtime, self.batches, self._count, trains=self._trains)
+        counted = agree_on_count(runtime, self.batches, self._count, trains=self._trains)
+        self._tokens, self.waited_s, self.num_ignored = counted
         self._counted_again = count_again(runtime, self.batches, self._count)
         if not self._trains:
             self._count_of_tokens = TokenCount(len(self.batches) * runtime.world.axis("dp").size)

@@ -14,7 +14,7 @@ from shardwise.launch import launch_local
 from shardwise.layout import layout_of, parse_layout
 from shardwise.model.calling import call
 from shardwise.parallel import parallelize
-from shardwise.step.loss import count_of, next_token_loss
+from shardwise.step.loss import count_of, next_token_loss, with_count
 from shardwise.techniques import AXES_IN_USE, Parallel
 from shardwise.techniques.fold import Prepared
 from shardwise.verify.compare import Report, compare, counted
@@ -85,7 +85,7 @@ def verify(
     task = Task(
         build=Prepared(build, parallel),
         windows=cast_batches(batches, dtype),
-        loss=loss,
+        loss=with_count(loss, count),
         count=count_of(loss, count) if loss is not None or count is not None else None,
         forward=forward,
         optimizer=optimizer,

@@ -14,7 +14,7 @@ from shardwise.errors import UnsupportedError, UsageError
 from shardwise.layout import Coord
 from shardwise.model import canonical_modules, canonical_tensors
 from shardwise.model.attention import write_out
-from shardwise.model.calling import TARGETS, tensors_given
+from shardwise.model.calling import FOR_LOSS, TARGETS, tensors_given
 from shardwise.model.tensors import replace_tensors, tensors_of
 from shardwise.recipe import Edit, Param, Recipe, extents, local_shape
 from shardwise.techniques.technique import Act
@@ -119,7 +119,7 @@ class TensorParallelAct(Act):
 def _refusing_more(recipe: Recipe) -> Callable[..., None]:
     """A hook on the model that refuses tensors in training which the example did not have: they may take another way
     through the code than what was tried."""
-    known = {*recipe.entry("tp", TensorParallelEntry).given, *TARGETS}
+    known = {*recipe.entry("tp", TensorParallelEntry).given, *TARGETS, *FOR_LOSS}
 
     def check(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         if torch.is_grad_enabled() and (more := sorted(tensors_given(module, args, kwargs) - known)):
