@@ -1134,8 +1134,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "means-in-an-evaluation",
-        'if float(agreed["unclear"]):\n            state = StepState(self.runtime.step, is_training=False)',
-        'if agreed["unclear"] is None:\n            state = StepState(self.runtime.step, is_training=False)',
+        'if float(agreed["unclear"]):\n            self._check.try_forward',
+        'if agreed["unclear"] is None:\n            self._check.try_forward',
         "tests/step/test_step_faults.py -k mean_in_an_evaluation",
         "an evaluation whose loss is a mean reports a number that depends on the batches",
     ),
@@ -1149,7 +1149,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "evaluation-in-train-mode",
-        "    model.eval()\n    try:\n        yield",
+        "    if on:\n        model.eval()\n    try:\n        yield",
         "    try:\n        yield",
         "tests/step/test_silent.py tests/step/test_streams.py tests/step/test_layout_free.py -k evaluation",
         "dropout and batch norm act in evaluations as in training",
@@ -1862,6 +1862,41 @@ MUTANTS: tuple[Mutant, ...] = (
         "if False:",
         "tests/step/test_fused.py -k refused",
         "capped logits are left uncapped, or the loss is capped in their place",
+    ),
+    Mutant(
+        "model-loss-of-nothing",
+        "return torch.where(count > 0, mean * count, torch.zeros_like(mean))",
+        "return mean * count",
+        "tests/step/test_model_loss.py -k tuple",
+        "a micro-batch without a label makes the loss NaN",
+    ),
+    Mutant(
+        "model-loss-shifted-twice",
+        'given["shift_labels"] = batch["labels"]',
+        "pass",
+        "tests/step/test_model_loss.py -k transformers",
+        "a model of transformers is trained on the token after next",
+    ),
+    Mutant(
+        "model-loss-weighed-once",
+        "if num_ignored and not self._has_tried_ignored:",
+        "if False and num_ignored:",
+        "tests/step/test_model_loss.py -k another_mean",
+        "a mean of means is not seen where the first window has all its labels",
+    ),
+    Mutant(
+        "model-loss-shift-unseen",
+        "if by_first > _UNCHANGED * by_second:",
+        "if True:",
+        "tests/step/test_model_loss.py -k twice",
+        "a model that shifts labels itself is trained on the token after next",
+    ),
+    Mutant(
+        "model-loss-of-other-counts",
+        "return ModelLoss(count_of(loss, count)) if isinstance(loss, ModelLoss) and count is not None else loss",
+        "return loss",
+        "tests/step/test_model_loss.py -k users",
+        "the model's mean is multiplied by the labels, and divided by what count= counts",
     ),
 )
 

@@ -83,6 +83,41 @@ def test_a_regression_with_a_metric(ranks, tmp_path, data):
     assert len([row for row in rows if row["kind"] == "val"]) == (2 if data == "table" else 0)
 
 
+OWN_LOSS = """
+import torch.nn.functional as F
+from torch import nn
+
+class GPT(nn.Module):
+    def __init__(self, dim=16):
+        super().__init__()
+        self.wte, self.up, self.head = nn.Embedding(256, dim), nn.Linear(dim, dim), nn.Linear(dim, 256)
+
+    def forward(self, idx, targets=None):
+        x = self.wte(idx)
+        logits = self.head(x + self.up(x).relu())
+        loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        return logits, loss
+
+def logits(model, batch):
+    return model(batch["input_ids"], batch["labels"])[0]
+"""
+
+
+def test_a_model_that_returns_its_loss(ranks, tmp_path):
+    """As a nanoGPT has it: the run, its validation and its proof are those of the cross entropy of its logits."""
+    (tmp_path / "own.py").write_text(OWN_LOSS)
+    words = ("--model.build=own.py:GPT", "--data.seq_len=16", *FEW)
+    rows = {}
+    for name, more in {
+        "model": ("--train.loss=model",),
+        "logits": ("--train.forward=own.py:logits",),
+    }.items():
+        said = on_ranks(ranks, "train", *words, *more, f"--log.dir={name}", folder=tmp_path)
+        assert "proof largest gradient difference" in said
+        rows[name] = [row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl") if "loss" in row]
+    assert len(rows["model"]) == 8 and rows["model"] == pytest.approx(rows["logits"], rel=1e-5)
+
+
 def test_it_resumes_in_the_middle_of_an_epoch(ranks, tmp_path):
     (tmp_path / "own.py").write_text(REGRESSION)
     words = (
@@ -122,6 +157,7 @@ def test_it_resumes_in_the_middle_of_an_epoch(ranks, tmp_path):
 REFUSED = {
     "not a target": (("--data.build=own",), "it does not name a function"),
     "no such function": (("--data.build=own.py:tabel",), "own.py:tabel"),
+    "no loss": (("--train.loss=modell",), "or model, for the loss that the model returns"),
     "no such loss": (("--train.loss=own.py:square",), "train.loss"),
     "args alone": (("--data.args={num: 3}",), "without data.build"),
     "with a path": (("--data.build=own.py:table", "--data.path=own.py"), "remove data.path"),

@@ -129,7 +129,7 @@ WORDS = {
     "DataLoader": "pass loader.dataset; Loader makes the batches itself",
     "tuple output": "loss=lambda output, batch: sw.next_token_loss(output[1], batch)",
     "dict output": "next_token_loss of a dict with the keys ['scores']",
-    "loss of a model without labels": "pass forward=lambda model, batch: model(**batch)",
+    "loss of a model without labels": "pass loss=sw.model_loss, which gives it labels",
     "no count of tokens": 'count=lambda batch: batch["input_ids"].numel()',
     "no count of samples": 'count=lambda batch: batch["pixels"].shape[0]',
     "float labels": "a cross entropy: a label is the number of a class",

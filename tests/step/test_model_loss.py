@@ -49,26 +49,26 @@ def test_a_forward_and_a_count_of_the_users():
     def forward(model, batch):
         return model(batch["input_ids"], batch["labels"])
 
-    assert model_losses.says(forward=forward) == (3, "")
-    assert model_losses.says(mean="samples", count=lambda batch: len(batch["labels"])) == (3, "")
+    assert model_losses.says(forward=forward) == (5, "")
+    assert model_losses.says(mean="samples", count=lambda batch: len(batch["labels"])) == (5, "")
     # Labels in the places of their tokens, that the model shifts, counted as it does.
-    assert model_losses.says(shifts=True, count=lambda batch: (batch["labels"][:, 1:] != -100).sum()) == (3, "")
+    assert model_losses.says(shifts=True, count=lambda batch: (batch["labels"][:, 1:] != -100).sum()) == (5, "")
 
 
 def test_a_loss_that_ignores_another_label_is_given_no_other():
-    assert model_losses.says(ignored=0, windows=3) == (3, "")
+    assert model_losses.says(ignored=0) == (5, "")
 
 
 @pytest.mark.parametrize("layout", ["dp_shard=1", "dp_shard=2"])
 def test_a_loss_that_is_another_mean_is_refused_when_it_shows(ranks, layout):
     for says in ranks.run(model_losses.says, LAYOUTS[layout], mean="samples", layout=layout):
-        assert says[0] == 1  # where all samples have as many tokens, both means are one
+        assert says[0] == 3  # where all samples have as many tokens, both means are one
         assert "the mean of the means of samples" in says[1] and "count=lambda batch: len(batch['labels'])" in says[1]
 
 
 def test_a_count_that_is_another_than_the_means_is_refused():
     number, text = model_losses.says(count=lambda batch: len(batch["labels"]))
-    assert number == 1 and "the mean over labels that are not -100" in text and "leave count= out" in text
+    assert number == 4 and "the mean over labels that are not -100" in text and "leave count= out" in text
 
 
 def test_a_sum_is_refused():
@@ -85,7 +85,7 @@ def test_labels_are_not_shifted_twice(head):
 
 def test_what_is_added_for_pairs_of_samples_is_warned_of():
     number, text = model_losses.says(mean="pairs")
-    assert number == 3 and "not quite a mean over what is counted" in text
+    assert number == 5 and "not quite a mean over what is counted" in text
 
 
 @pytest.mark.parametrize(

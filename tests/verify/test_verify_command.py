@@ -226,6 +226,29 @@ def users(tmp_path, warm):
     return tmp_path
 
 
+OWN_LOSS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class OwnLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte, self.head = nn.Embedding(9, 4), nn.Linear(4, 9)
+    def forward(self, idx, targets=None):
+        logits = self.head(self.wte(idx))
+        loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return logits, loss
+
+def texts(index):
+    ids = torch.randint(0, 9, (2, 7), generator=torch.Generator().manual_seed(index))
+    return {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+
+def logits(model, batch):
+    return model(batch["input_ids"], batch["labels"])[0]
+"""
+
+
 def saved(folder):
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -239,15 +262,18 @@ def saved(folder):
         ("users.py:Images", ["--batch", "users.py:classes"]),
         ("users.py:Images", ["--batch", "users.py:images", "--loss", "users.py:squared", "--count", "users.py:rows"]),
         ("users.py:Images", ["--batch", "users.py:images", "--loss", "users.py:counted"]),
+        ("own.py:OwnLoss", ["--batch", "own.py:texts", "--loss", "model"]),
+        ("own.py:OwnLoss", ["--batch", "own.py:texts", "--forward", "own.py:logits"]),
         ("model", []),
     ],
-    ids=["float32 images", "--count", "loss.count", "a directory"],
+    ids=["float32 images", "--count", "loss.count", "its own loss", "--forward", "a directory"],
 )
 def test_images_counts_and_directories_are_compared_and_told_in_80_columns(users, monkeypatch, model, words):
     monkeypatch.setenv("COLUMNS", "80")
     if model == "model":
         saved(users / model)
-    words = [f"{users}/{word}" if word.startswith("users.py") else word for word in words]
+    (users / "own.py").write_text(OWN_LOSS)
+    words = [f"{users}/{word}" if word.startswith(("users.py", "own.py")) else word for word in words]
     done = _verify(f"{users}/{model}", *words, "--steps=1", cwd=users)
     assert done.returncode == 0, done.stderr
     assert "equal: 2 ranks, layout dp_shard=2, fsdp2, 1 unit, 1 step\n" in done.stdout

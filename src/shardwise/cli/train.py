@@ -108,8 +108,11 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
         check_reference_args(config.model.args, seq_len=config.data.seq_len, origins=origins)
     else:
         check_target(config.model.build, what="model.build", origin=origins["model.build"])
+    from shardwise.run.config import MODEL_LOSS
+
     for section, key in (("data", "build"), ("train", "loss"), ("train", "count"), ("train", "forward")):
-        if (target := getattr(getattr(config, section), key)) is not None:
+        target = getattr(getattr(config, section), key)
+        if target is not None and (key, target) != ("loss", MODEL_LOSS):
             check_target(target, what=f"{section}.{key}", origin=origins[f"{section}.{key}"])
     fold.check_early(config.parallel, origins)
     check_loggers(config.log.to, config.log.wandb_mode, origins["log.to"])

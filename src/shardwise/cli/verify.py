@@ -31,11 +31,20 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--batch", metavar="FN", help="pkg.mod:fn, index -> micro-batch (a mapping of tensors); default: random tokens"
     )
-    parser.add_argument("--loss", metavar="FN", help="pkg.mod:fn, (output, batch) -> sum; default: next-token loss")
+    parser.add_argument(
+        "--loss",
+        metavar="FN",
+        help="pkg.mod:fn, (output, batch) -> sum; model: the mean that the model returns; default: next-token loss",
+    )
     parser.add_argument(
         "--count",
         metavar="FN",
         help="pkg.mod:fn, batch -> what the loss is divided by; default: labels that are not -100",
+    )
+    parser.add_argument(
+        "--forward",
+        metavar="FN",
+        help="pkg.mod:fn, (model, batch) -> output; default: the batch's keys that the model's forward names",
     )
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps to compare (3)")
     parser.add_argument(
@@ -45,9 +54,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--accumulate", type=int, default=2, metavar="N", help="micro-batches per rank and step (2)")
     parser.instead = {"--nproc": _NUM_RANKS}
-    parser.usage = (
-        "shardwise verify MODEL [--layout L] [--batch FN] [--loss FN] [--count FN] [--fused] [--parallel.key=value ...]"
-    )
+    parser.usage = "shardwise verify MODEL [--layout L] [--batch FN] [--loss FN] [--count FN] [--forward FN] [--fused] [--parallel.key=value ...]"
 
 
 def more_help() -> str:
@@ -67,12 +74,14 @@ def run(args: argparse.Namespace) -> int:
     from shardwise.config.target import check_target
     from shardwise.errors import ConfigError
     from shardwise.layout import layout_of, parse_layout
+    from shardwise.run.config import MODEL_LOSS
     from shardwise.techniques import AXES_IN_USE
 
     _check_model(args.model)
-    for option in ("batch", "loss", "count"):
-        if getattr(args, option):
-            check_target(getattr(args, option), what=f"--{option}")
+    for option in ("batch", "loss", "count", "forward"):
+        target = getattr(args, option)
+        if target and (option, target) != ("loss", MODEL_LOSS):
+            check_target(target, what=f"--{option}")
     for option in ("steps", "accumulate"):
         if getattr(args, option) < 1:
             given = f"--{option} {getattr(args, option)}"
@@ -99,6 +108,7 @@ def run(args: argparse.Namespace) -> int:
         batch=args.batch,
         loss=args.loss,
         count=args.count,
+        forward=args.forward,
         steps=args.steps,
         accumulate=args.accumulate,
         fused=args.fused,

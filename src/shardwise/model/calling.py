@@ -43,9 +43,7 @@ def call(model: nn.Module, batch: Batch) -> Any:
     return model(*args, **kwargs)
 
 
-def arguments_of(
-    model: nn.Module, batch: Batch, given: Collection[str] = ()
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_of(model: nn.Module, batch: Batch, given: Collection[str] = ()) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments, in place and by name, with which :func:`call` calls the model. ``given``: parameters of the forward that
     the caller gives itself.
 

@@ -13,12 +13,13 @@ from shardwise.config.tokenizer import is_tokens, tokenizer_path
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, UsageError
 from shardwise.model.calling import call, run_on
 from shardwise.parallel import recipe_of, runtime_of, shard, world_of
-from shardwise.run.config import Optim, RunConfig, Schedule
+from shardwise.run.config import MODEL_LOSS, Optim, RunConfig, Schedule
 from shardwise.run.datasets import Corpus
 from shardwise.run.pretrained import build_pretrained
 from shardwise.run.reference import build as build_reference
 from shardwise.run.reference_config import check_reference_args
 from shardwise.state import LoadReport, load_weights
+from shardwise.step.model_loss import model_loss
 from shardwise.step.parameter_groups import grouped
 from shardwise.step.scale import computes_half
 from shardwise.step.step import TrainStep
@@ -85,7 +86,11 @@ def check_takes_tokens(config: RunConfig, model: nn.Module) -> None:
 def functions_of(config: RunConfig) -> dict[str, Any]:
     """The functions of the user with which a step trains: ``loss``, ``count`` and ``forward``, those that are named."""
     named = {key: getattr(config.train, key) for key in ("loss", "count", "forward")}
-    return {key: load_target(name, what=f"train.{key}") for key, name in named.items() if name is not None}
+    return {
+        key: model_loss if (key, name) == ("loss", MODEL_LOSS) else load_target(name, what=f"train.{key}")
+        for key, name in named.items()
+        if name is not None
+    }
 
 
 def build_model(config: RunConfig, world: World, corpus: Corpus | None = None) -> nn.Module:

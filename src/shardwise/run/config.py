@@ -24,6 +24,7 @@ from shardwise.techniques import Parallel
 from shardwise.techniques.precision.options import precision_of
 
 __all__ = [
+    "MODEL_LOSS",
     "Checkpoint",
     "Data",
     "Launch",
@@ -48,6 +49,7 @@ Shrink = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 
 
 LOGGERS = ("csv", "tensorboard", "wandb")
+MODEL_LOSS = "model"  # train.loss: the loss that the model returns
 
 
 class Model(Options, frozen=True, kw_only=True):
@@ -303,7 +305,8 @@ class Train(Options, frozen=True, kw_only=True):
     loss: Annotated[
         str | None,
         doc(
-            "pkg.mod:fn, (output, batch) -> sum over the micro-batch, or a mapping of sums; null: cross entropy of labels"
+            "pkg.mod:fn, (output, batch) -> sum over the micro-batch, or a mapping of sums; model: the mean that the model returns, as (logits, "
+            "loss) or .loss; null: cross entropy of labels"
         ),
     ] = None
     count: Annotated[
@@ -350,11 +353,13 @@ class Train(Options, frozen=True, kw_only=True):
 
     def check(self) -> None:
         for key in ("loss", "count", "forward"):
-            if (target := getattr(self, key)) is not None and not looks_like_target(target):
+            target = getattr(self, key)
+            if target is not None and not looks_like_target(target) and (key, target) != ("loss", MODEL_LOSS):
                 raise ConfigError(
                     f"train.{key}={target!r}",
                     why="it does not name a function",
-                    fix="write pkg.mod:fn, or path/to/file.py:fn",
+                    fix="write pkg.mod:fn, or path/to/file.py:fn"
+                    + ("; or model, for the loss that the model returns" if key == "loss" else ""),
                 )
         if self.fused and self.loss is not None:
             raise ConfigError(

@@ -1,7 +1,8 @@
 """Generates completions of a prompt, and measures how many of their words occur in the training text."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,8 +61,7 @@ def generate(
     try:
         for made in range(num_tokens):
             out = model(prompt[:, -context:])
-            # Hugging Face models return an object with `.logits`.
-            logits = getattr(out, "logits", out)[:, -1].float().cpu()
+            logits = _logits_in(out)[:, -1].float().cpu()
             if temperature == 0:
                 token = logits.argmax(-1, keepdim=True)
             else:
@@ -76,6 +76,13 @@ def generate(
         if isinstance(model, FSDPModule):
             model.reshard()  # plain FSDP2 keeps what the root's last forward gathered, and would use it again
     return prompt
+
+
+def _logits_in(output: Any) -> Tensor:
+    """The logits [B, T, V] in what a model returned: an object of transformers, a mapping, or a tuple of logits and a loss."""
+    if isinstance(output, tuple | list) and not hasattr(output, "logits"):
+        return next((part for part in output if isinstance(part, Tensor) and part.dim() == 3), output[0])
+    return output["logits"] if isinstance(output, Mapping) else getattr(output, "logits", output)
 
 
 def complete_text(model: nn.Module, prompt: str, num_bytes: int, *, device: torch.device, **options: object) -> str:

@@ -18,7 +18,16 @@ from shardwise.step.exchange import buffer_versions, buffers_written, sync_buffe
 from shardwise.step.fused import fused_forward
 from shardwise.step.grad_stash import clone_buffers, restore_buffers
 from shardwise.step.guards import refuse_autocast
-from shardwise.step.loss import Batch, Loss, as_sums, count_of, forward_of, next_token_loss, refuse_uncallable, with_count
+from shardwise.step.loss import (
+    Batch,
+    Loss,
+    as_sums,
+    count_of,
+    forward_of,
+    next_token_loss,
+    refuse_uncallable,
+    with_count,
+)
 from shardwise.step.loss_check import SumCheck
 from shardwise.step.mode import eval_mode
 from shardwise.step.model_loss import ModelLoss

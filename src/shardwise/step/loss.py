@@ -71,8 +71,8 @@ def logits_of(output: Any) -> Tensor:
     raise ConfigError(
         f"next_token_loss of a {name}",
         why="the default loss takes logits [B, T, V]: the model's output, or its .logits",
-        fix=f"take them out: loss=lambda output, batch: sw.next_token_loss({take}, batch), "
-        "or give a loss of your own for what the model returns",
+        fix=f"take them out: loss=lambda output, batch: sw.next_token_loss({take}, batch); "
+        "or give a loss of your own for what the model returns, or loss=sw.model_loss for the loss that it computes itself",
     )
 
 

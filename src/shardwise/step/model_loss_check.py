@@ -10,7 +10,7 @@ itself shows in the first label of each sample: then the loss does not change wi
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,10 @@ from shardwise.step.model_loss import ModelLoss, loss_of_output
 
 __all__ = ["ModelLossCheck"]
 
-_ROUNDING = {8: 1e-9, 4: 1e-5}  # bytes per number -> relative differences up to this prove nothing; 2e-2 for fewer bytes
+_ROUNDING = {
+    8: 1e-9,
+    4: 1e-5,
+}  # bytes per number -> relative differences up to this prove nothing; 2e-2 for fewer bytes
 _OTHER = 10  # a guess is told from another one where they differ by this many times the rounding
 _MOST_ROUNDING = 1e-2  # what differs by more between one and two copies of a part is no mean
 _UNCHANGED = 1e-3  # of the change that another label makes
@@ -73,7 +76,9 @@ class ModelLossCheck:
         """
         trials = _Trials.of(max(batches, key=_num_ignored))
         means, error = self._means(runtime, forward, trials, in_eval_mode=True)
-        if float(runtime.world.agreement.sum({"failed": float(error is not None)}, "trying the model's loss")["failed"]):
+        if float(
+            runtime.world.agreement.sum({"failed": float(error is not None)}, "trying the model's loss")["failed"]
+        ):
             # Such as of a model that computes a loss in train mode only.
             means, error = self._means(runtime, forward, trials, in_eval_mode=False)
         problem: ShardwiseError | None = None
@@ -134,7 +139,9 @@ class ModelLossCheck:
         }
         if off(expected) <= limit and by_number <= _MOST_ROUNDING:
             # A guess that says nearly the same would fit as well.
-            return all(abs(other - expected) / scale > _OTHER * limit or off(other) > limit for other in others.values())
+            return all(
+                abs(other - expected) / scale > _OTHER * limit or off(other) > limit for other in others.values()
+            )
         name = min(others, key=lambda name: off(others[name]))
         if off(others[name]) <= max(limit, off(expected) / _OTHER):
             raise _other_mean(name, parts, counts, expected, means.both)
@@ -217,11 +224,16 @@ def _refuse_shift(runtime: Runtime, trials: _Trials, means: _Means) -> bool:
     )
 
 
-def _other_mean(name: str, parts: Sequence[float], counts: Sequence[float], expected: float, both: float) -> ConfigError:
+def _other_mean(
+    name: str, parts: Sequence[float], counts: Sequence[float], expected: float, both: float
+) -> ConfigError:
     told = {
         "samples": ("the mean of the means of samples", "count samples: count=lambda batch: len(batch['labels'])"),
         "labels": ("the mean over labels that are not -100", "leave count= out: these labels are counted by default"),
-        "sum": ("the sum", "it is a sum already: loss=None, forward=lambda model, batch: model(batch['input_ids'], batch['labels'])[1]"),
+        "sum": (
+            "the sum",
+            "it is a sum already: loss=None, forward=lambda model, batch: model(batch['input_ids'], batch['labels'])[1]",
+        ),
     }
     is_what, fix = told[name]
     return ConfigError(

@@ -26,7 +26,16 @@ from shardwise.step.guards import (
     refuse_unfit,
 )
 from shardwise.step.local_optimizer import local_optimizer
-from shardwise.step.loss import Batch, Loss, as_sums, count_of, forward_of, next_token_loss, refuse_uncallable, with_count
+from shardwise.step.loss import (
+    Batch,
+    Loss,
+    as_sums,
+    count_of,
+    forward_of,
+    next_token_loss,
+    refuse_uncallable,
+    with_count,
+)
 from shardwise.step.loss_check import SumCheck, agreed_problem
 from shardwise.step.mode import EvalMode
 from shardwise.step.model_loss import ModelLoss

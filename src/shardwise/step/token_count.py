@@ -107,7 +107,8 @@ def agree_on_count(runtime: Runtime, batches: list[Batch], counter: Callable[[Ba
 
 
 def _num_labels(batches: list[Batch]) -> float:
-    return float(sum(batch["labels"].numel() for batch in batches))
+    found = [batch.get("labels") for batch in batches]
+    return float(sum(labels.numel() for labels in found if isinstance(labels, Tensor)))
 
 
 def count_again(runtime: Runtime, batches: list[Batch], counter: Callable[[Batch], Any]) -> dict[str, Tensor]:

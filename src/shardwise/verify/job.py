@@ -16,7 +16,9 @@ from shardwise.errors import ConfigError
 from shardwise.layout import parse_layout
 from shardwise.model import read_anatomy
 from shardwise.model.calling import call
-from shardwise.step.loss import count_of, next_token_loss
+from shardwise.run.config import MODEL_LOSS
+from shardwise.step.loss import count_of, next_token_loss, with_count
+from shardwise.step.model_loss import model_loss
 from shardwise.techniques.fold import Prepared
 from shardwise.verify.compare import Report, counted
 from shardwise.verify.draws import drawing_modules, places_of
@@ -49,6 +51,7 @@ def main(
     batch: str | None = None,
     loss: str | None = None,
     count: str | None = None,
+    forward: str | None = None,
     steps: int = 3,
     accumulate: int = 2,
     fused: bool | str = False,
@@ -62,8 +65,9 @@ def main(
         layout: a layout without -1.
         batch: "pkg.mod:fn", takes the index of a micro-batch and returns it (``str -> Tensor``); None: random tokens,
             for a module that takes ``input_ids`` and has an embedding.
-        loss: "pkg.mod:fn", as TrainStep takes it; None: cross entropy of aligned labels.
+        loss: "pkg.mod:fn", as TrainStep takes it; "model": the loss that the model returns; None: cross entropy of aligned labels.
         count: "pkg.mod:fn", as TrainStep takes it; None: the loss's own ``count``, else labels that are not -100.
+        forward: "pkg.mod:fn", as TrainStep takes it; None: keys of the batch that the model's forward names.
         steps: optimizer steps.
         accumulate: micro-batches per rank and step.
         fused: as in ``TrainStep``, on the ranks.
@@ -79,8 +83,10 @@ def main(
     build = named_model(model)
     num_ranks = math.prod(int(degree) for degree in parse_layout(layout).values())
     windows = _windows(build(), batch, [num_ranks * accumulate] * steps)
-    sums: Any = Function(loss, "--loss") if loss else next_token_loss
+    sums: Any = model_loss if loss == MODEL_LOSS else Function(loss, "--loss") if loss else next_token_loss
+    runs: Any = Function(forward, "--forward") if forward else call
     counts = _counts(sums, count, batch, windows[0][0])
+    sums = with_count(sums, counts)
     _print(
         f"{counted(num_ranks, 'rank')} ({layout}) against one process: {counted(steps, 'step')}, "
         f"{accumulate} micro-batch{'' if accumulate == 1 else 'es'} per rank"
@@ -92,10 +98,10 @@ def main(
         else f"correct it, or give the batches it takes: {_FIX_BATCH}"
     )
     with user_errors(given, "its forward, or the loss,", fix):
-        build, why = _without_dropout(build, parallel, windows, sums)
+        build, why = _without_dropout(build, parallel, windows, sums, runs)
     if why:
         _print(why)
-    task = Task(Prepared(build, parallel), windows, sums, count_of(sums, counts), call, fused=fused)
+    task = Task(Prepared(build, parallel), windows, sums, count_of(sums, counts), runs, fused=fused)
     reference = Reference(task, _say)
     _say(f"sharded: the same steps on {counted(num_ranks, 'rank')} (each loads torch, a few seconds)")
     if small_units and _has_blocks(build, parallel):
@@ -182,13 +188,13 @@ def _say(text: str) -> None:
 
 
 def _without_dropout(
-    build: Callable[[], nn.Module], parallel: Any, windows: Any, loss: Any
+    build: Callable[[], nn.Module], parallel: Any, windows: Any, loss: Any, forward: Any
 ) -> tuple[Callable[[], nn.Module], str]:
     """``build``, in eval mode if the module draws random numbers only in train mode; and a text that says so."""
     evaluating = _Evaluating(build)
 
     def drawing(make: Callable[[], nn.Module]) -> list[str]:
-        return drawing_modules(Task(Prepared(make, parallel), windows, loss, None, call))
+        return drawing_modules(Task(Prepared(make, parallel), windows, loss, None, forward))
 
     names = drawing(build)
     if not names or drawing(evaluating):

@@ -29,8 +29,8 @@ def user_errors(given: str, doing: str, fix: str) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        if "forward=" in error.fix:  # the command has no option for that
-            error.fix = "name the keys of what --batch returns as the arguments of the forward"
+        if "forward=" in error.fix:  # of the Python call
+            error.fix = "name the keys of what --batch returns as the arguments of the forward, or say how it is called: --forward pkg.mod:fn"
         raise
     except ShardwiseError:
         raise

@@ -14,6 +14,7 @@ from shardwise.data.batch import MicroBatch
 from shardwise.model.calling import call, run_on
 from shardwise.parallel import recipe_of, runtime_of, shard
 from shardwise.recipe import Recipe
+from shardwise.step.model_loss import ModelLoss
 from shardwise.step.step import TrainStep
 from shardwise.techniques import Parallel
 from shardwise.techniques.data.options import Sharding
@@ -83,12 +84,14 @@ def run_sharded(task: Task, layout: str, parallel: Any = None, example: Any = No
         optim = make_optimizer(task, [p for p in model.parameters() if p.requires_grad])
         if task.loss is None:
             model.forward = _Lifted(task, model.forward)
+        has_own_loss = isinstance(task.loss, ModelLoss)
+        forward = task.loss.forward if has_own_loss and task.forward is call else task.forward  # type: ignore[union-attr]
         step = TrainStep(
             model,
             optim,
-            loss=None if task.loss is None else task.loss if task.fused else _Lifted(task, task.loss),
+            loss=task.loss if task.loss is None or task.fused or has_own_loss else _Lifted(task, task.loss),
             count=task.count,
-            forward=call if task.loss is None and task.forward is call else _Lifted(task, task.forward),
+            forward=call if task.loss is None and task.forward is call else _Lifted(task, forward),
             max_grad_norm=task.max_grad_norm,
             norm_type=task.norm_type,
             clip_grad_value=task.clip_grad_value,
