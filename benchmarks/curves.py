@@ -32,10 +32,11 @@ from torch import Tensor, nn
 from shardwise.data.loader import Loader
 from shardwise.launch import launch_local
 from shardwise.parallel import recipe_of
-from shardwise.run.build import build_model, build_plain, make_optimizer, make_scheduler, make_step
+from shardwise.run.build import build_model, build_plain, make_step
 from shardwise.run.config import RunConfig, load_config
 from shardwise.run.datasets import open_data, vocab_of
 from shardwise.run.memory import memory_of
+from shardwise.run.optim import make_optimizer, make_scheduler
 from shardwise.state import full_state_dict
 from shardwise.world import init
 

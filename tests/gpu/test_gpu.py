@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.run.build import build_model, make_optimizer, make_scheduler
+from shardwise.run.build import build_model
 from shardwise.run.config import load_config
 from shardwise.run.datasets import open_data, vocab_of
+from shardwise.run.optim import make_optimizer, make_scheduler
 from shardwise.run.reference import ReferenceConfig, ReferenceModel
 
 # Warnings of the driver and of nccl differ from machine to machine; elsewhere in the suite a warning is a failure.

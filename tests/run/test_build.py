@@ -12,13 +12,11 @@ from shardwise.errors import ConfigError
 from shardwise.run.build import (
     build_model,
     build_plain,
-    make_optimizer,
-    make_scheduler,
-    put_on_schedule,
 )
 from shardwise.run.config import Data, Log, Model, Optim, Parallel, RunConfig, Schedule, Train
 from shardwise.run.datasets import open_data, prompt_of
 from shardwise.run.job import train
+from shardwise.run.optim import make_optimizer, make_scheduler, put_on_schedule
 from shardwise.run.reference import ReferenceModel
 
 SMALL = {"dim": 32, "num_layers": 1, "ffn": 48}

@@ -9,8 +9,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.parallel import parallelize
-from shardwise.run.build import make_optimizer
 from shardwise.run.config import Optim
+from shardwise.run.optim import make_optimizer
 from shardwise.step.step import TrainStep
 from shardwise.world import init
 

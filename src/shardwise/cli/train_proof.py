@@ -29,9 +29,8 @@ step."""
 _LEAST_S = 15.0
 _FLOPS_PER_S = 5e9  # of a CPU in fp64: a low guess, used only to choose the number of micro-batches
 _SIDES = 2
-_OF_ADAMW = (
-    10  # AdamW divides a gradient by its own size plus 1e-8: rounding of tiny ones moves the weights of the next step
-)
+_OF_ADAMW = 10
+# AdamW divides a gradient by its own size plus 1e-8 (Adafactor likewise): rounding of tiny ones moves the weights of the next step.
 
 
 def prove(config: "RunConfig", world: "World", *, seconds: float = math.inf) -> dict[str, Any]:
@@ -99,7 +98,7 @@ def _compared(config: "RunConfig", world: "World", parallel: Any, num_steps: int
     records = world.gather(run_sharded(task, str(world.layout), parallel))
     outcome: Any = None
     if world.is_main:
-        gate = GATES[task.dtype] * (_OF_ADAMW if config.optim.name == "adamw" else 1)
+        gate = GATES[task.dtype] * (1 if config.optim.name == "sgd" else _OF_ADAMW)
         try:
             outcome = compare(task, run_oracle(task), records, gate=gate).worst["grad"]
         except VerifyError as error:

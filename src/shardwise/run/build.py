@@ -1,6 +1,5 @@
 """Builds data, model, optimizer, scheduler and scaler of a training run, each from its section of the configuration."""
 
-import math
 from typing import Any
 
 import msgspec
@@ -13,15 +12,15 @@ from shardwise.config.tokenizer import is_tokens, tokenizer_path
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, UsageError
 from shardwise.model.calling import call, run_on
 from shardwise.parallel import recipe_of, runtime_of, shard, world_of
-from shardwise.run.config import MODEL_LOSS, Optim, RunConfig, Schedule
+from shardwise.run.config import MODEL_LOSS, RunConfig
 from shardwise.run.datasets import Corpus
+from shardwise.run.freeze import freeze_parameters
+from shardwise.run.optim import make_optimizer, make_scaler, make_scheduler
 from shardwise.run.pretrained import build_pretrained
 from shardwise.run.reference import build as build_reference
 from shardwise.run.reference_config import check_reference_args
 from shardwise.state import LoadReport, load_weights
 from shardwise.step.model_loss import model_loss
-from shardwise.step.parameter_groups import grouped
-from shardwise.step.scale import computes_half
 from shardwise.step.step import TrainStep
 from shardwise.techniques.fold import prepared
 from shardwise.techniques.technique import Example
@@ -33,11 +32,7 @@ __all__ = [
     "check_takes_tokens",
     "functions_of",
     "load_start",
-    "make_optimizer",
-    "make_scaler",
-    "make_scheduler",
     "make_step",
-    "put_on_schedule",
     "set_tokenizer",
 ]
 
@@ -157,6 +152,12 @@ def build_plain(config: RunConfig, world: World | None = None) -> nn.Module:
 
 
 def _unprepared(config: RunConfig) -> nn.Module:
+    module = _built(config)
+    freeze_parameters(module, config.model)
+    return module
+
+
+def _built(config: RunConfig) -> nn.Module:
     model = config.model
     if model.hf is not None:
         return build_pretrained(model.hf, model.args)
@@ -191,52 +192,3 @@ def make_step(config: RunConfig, model: nn.Module) -> TrainStep:
         on_nonfinite=config.train.on_nonfinite,
         scaler=make_scaler(config, model),
     )
-
-
-def make_scaler(config: RunConfig, model: nn.Module) -> torch.amp.GradScaler | None:
-    """The gradient scaler with the config's settings; None where :class:`TrainStep` would not make one."""
-    if not computes_half(runtime_of(model)):
-        return None
-    return torch.amp.GradScaler(world_of(model).device.type, **msgspec.structs.asdict(config.train.scaler))
-
-
-def make_optimizer(optim: Optim, model: nn.Module) -> torch.optim.Optimizer:
-    """Builds the optimizer of a config over the trained parameters, in the groups of the model's method
-    ``make_parameter_groups()`` if it has one; fused unless the config says otherwise."""
-    params = grouped(model)
-    fused = True if optim.fused is None else optim.fused
-    if optim.name == "sgd":
-        return torch.optim.SGD(
-            params, lr=optim.lr, momentum=optim.momentum, weight_decay=optim.weight_decay, fused=fused
-        )
-    return torch.optim.AdamW(params, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=fused)
-
-
-def make_scheduler(
-    schedule: Schedule, optim: torch.optim.Optimizer, num_steps: int
-) -> torch.optim.lr_scheduler.LRScheduler:
-    """The learning rate scheduler: linear warmup, then constant or a cosine decay to the minimum at the last step."""
-    warmup = schedule.warmup_steps or 0
-
-    def factor(done: int) -> float:
-        rise = (done + 1) / (warmup + 1) if done < warmup else 1.0
-        if schedule.name == "constant" or done < warmup:
-            return rise
-        through = (done - warmup) / max(1, num_steps - 1 - warmup)
-        low = schedule.min_lr_ratio
-        return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, through)))
-
-    return torch.optim.lr_scheduler.LambdaLR(optim, factor)
-
-
-def put_on_schedule(step: TrainStep) -> None:
-    """Sets the learning rates of a resumed step from this run's schedule: the checkpoint has those of the schedule of
-    the run that saved it, which may have been shorter."""
-    optim, scheduler = step.optim, step.scheduler
-    rates = [
-        base * factor(scheduler.last_epoch)
-        for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-    ]
-    for group, rate in zip(optim.param_groups, rates, strict=True):
-        group["lr"] = rate
-    scheduler._last_lr = rates

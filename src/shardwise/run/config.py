@@ -20,6 +20,8 @@ from shardwise.config.target import looks_like_target
 from shardwise.config.tokenizer import BYTES_MEANT, is_tokens
 from shardwise.data.sft.records import is_records
 from shardwise.errors import ConfigError
+from shardwise.layout import parse_layout
+from shardwise.run.optim_config import Optim, Scaler, Schedule
 from shardwise.techniques import Parallel
 from shardwise.techniques.precision.options import precision_of
 
@@ -40,12 +42,8 @@ __all__ = [
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
-Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 BelowOne = Annotated[float, msgspec.Meta(ge=0, lt=1)]
-NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 AboveZero = Annotated[float, msgspec.Meta(gt=0)]
-AboveOne = Annotated[float, msgspec.Meta(gt=1)]
-Shrink = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 
 
 LOGGERS = ("csv", "tensorboard", "wandb")
@@ -84,12 +82,23 @@ class Model(Options, frozen=True, kw_only=True):
         doc("false: missing weights are initialised (a new head), extra ones are left out; both are reported"),
     ] = True
 
+    freeze: Annotated[
+        tuple[str, ...], doc("parameters that are not trained: names with * and ?, such as model.embed_tokens.*")
+    ] = ()
+    train_only: Annotated[tuple[str, ...], doc("the only parameters that are trained, named in the same way")] = ()
+
     def check(self) -> None:
         if self.hf is not None and self.build is not None:
             raise ConfigError(
                 f"model.hf={self.hf!r} with model.build={self.build!r}",
                 why="each of them says which model is built",
                 fix="remove one; a function of your own can start from the weights: model.weights",
+            )
+        if self.freeze and self.train_only:
+            raise ConfigError(
+                f"model.freeze={list(self.freeze)} with model.train_only={list(self.train_only)}",
+                why="each of them says which parameters are trained",
+                fix="remove one",
             )
         for key, default in (("rename", {}), ("cast", False), ("strict", True)):
             if self.start is None and getattr(self, key) != default:
@@ -234,59 +243,6 @@ class Data(Options, frozen=True, kw_only=True):
                 why="one is read otherwise than the other",
                 fix="give both as a text, .npy, .bin or .jsonl",
             )
-
-
-class Optim(Options, frozen=True, kw_only=True):
-    """Section ``optim``: the optimizer and its settings."""
-
-    name: Annotated[Literal["adamw", "sgd"], doc("adamw or sgd, as in torch.optim")] = "adamw"
-    lr: Annotated[AboveZero, doc("learning rate at its highest")] = 3e-3
-    betas: Annotated[tuple[BelowOne, BelowOne], doc("decay of the two running means (adamw)")] = (0.9, 0.95)
-    weight_decay: Annotated[NotNegative, doc("weight decay")] = 0.1
-    momentum: Annotated[BelowOne, doc("momentum (sgd)")] = 0.9
-    fused: Annotated[bool | None, doc("torch's fused kernel; null: where the device has it")] = None
-
-    def check(self) -> None:
-        key, default = ("betas", (0.9, 0.95)) if self.name == "sgd" else ("momentum", 0.9)
-        if getattr(self, key) != default:
-            raise ConfigError(
-                f"optim.{key}={getattr(self, key)} with optim.name={self.name!r}",
-                why=f"{self.name} has no {key}, so it would have no effect",
-                fix=f"remove {key}, or use name={'adamw' if self.name == 'sgd' else 'sgd'}",
-            )
-
-
-class Schedule(Options, frozen=True, kw_only=True):
-    """Section ``schedule``: the learning rate schedule."""
-
-    name: Annotated[Literal["cosine", "constant"], doc("after warm-up: cosine down to the floor, or constant")] = (
-        "cosine"
-    )
-    warmup_steps: Annotated[Count | None, doc("steps of linear rise from 0; null: a tenth of the run, at most 50")] = (
-        None
-    )
-    min_lr_ratio: Annotated[Fraction, doc("floor of the cosine, as a part of optim.lr")] = 0.1
-
-    def check(self) -> None:
-        if self.name == "constant" and self.min_lr_ratio != 0.1:
-            raise ConfigError(
-                f"schedule.min_lr_ratio={self.min_lr_ratio} with schedule.name='constant'",
-                why="a constant rate has no floor, so it would have no effect",
-                fix="remove min_lr_ratio, or use name=cosine",
-            )
-
-
-class Scaler(Options, frozen=True, kw_only=True):
-    """Section ``train.scaler``: loss scaling for float16, with the argument names of ``torch.amp.GradScaler``."""
-
-    init_scale: Annotated[AboveZero, doc("what the loss is multiplied by at first")] = 65536.0
-    growth_factor: Annotated[
-        AboveOne, doc("the scale grows by this after growth_interval steps that overflow nowhere")
-    ] = 2.0
-    backoff_factor: Annotated[
-        Shrink, doc("the scale is multiplied by this after a step that overflowed, which is skipped")
-    ] = 0.5
-    growth_interval: Annotated[Positive, doc("steps without overflow before the scale grows")] = 2000
 
 
 class Train(Options, frozen=True, kw_only=True):
@@ -504,7 +460,12 @@ class RunConfig(Options, frozen=True, kw_only=True):
     launch: Annotated[Launch, doc("on what it runs")] = Launch()
 
     def computed(self) -> dict[tuple[str, str], Any]:
-        return {("schedule", "warmup_steps"): min(50, self.train.steps // 10)}
+        computed: dict[tuple[str, str], Any] = {
+            ("optim", "lr"): Optim().settled_lr(is_pretrained=self.model.hf is not None)
+        }
+        if self.schedule.warmup_ratio is None:
+            computed["schedule", "warmup_steps"] = Schedule().settled_warmup(self.train.steps)
+        return computed
 
     def check(self) -> None:
         if self.train.scaler != Scaler() and not precision_of(self.parallel.precision).has_float16:
@@ -519,6 +480,8 @@ class RunConfig(Options, frozen=True, kw_only=True):
                 why="the model would never get values",
                 fix="add model.weights, or remove parallel.init",
             )
+        if self.optim.name == "adafactor":
+            self._check_whole_parameters()
         if self.data.tokenizer == "hf" or (self.data.tokenizer is None and self.data.has_records and self.model.hf):
             if self.model.hf is None:
                 raise ConfigError(
@@ -529,17 +492,29 @@ class RunConfig(Options, frozen=True, kw_only=True):
             # Resolved here, like warmup_steps below: code that reads the data need not know the model.
             settled_data = msgspec.structs.replace(self.data, tokenizer=self.model.hf)
             msgspec.structs.force_setattr(self, "data", settled_data)
-        schedule, steps = self.schedule, self.train.steps
-        if schedule.warmup_steps is None:
-            # Resolved here, so that all later code sees a number, and --print-config shows it.
-            warmup = self.computed()["schedule", "warmup_steps"]
-            settled = msgspec.structs.replace(schedule, warmup_steps=warmup)
-            msgspec.structs.force_setattr(self, "schedule", settled)
-        elif schedule.warmup_steps > steps:
+        # Resolved here, so that all later code sees a number, and --print-config shows it.
+        for (section, key), value in self.computed().items():
+            record = getattr(self, section)
+            if getattr(record, key) is None:
+                msgspec.structs.force_setattr(self, section, msgspec.structs.replace(record, **{key: value}))
+        steps, warmup = self.train.steps, self.schedule.settled_warmup(self.train.steps)
+        decay = round(self.schedule.decay_ratio * steps) if self.schedule.name == "wsd" else 0
+        if warmup + decay > steps:
             raise ConfigError(
-                f"schedule.warmup_steps={schedule.warmup_steps} with train.steps={steps}",
-                why="the run would end before the learning rate has risen",
+                f"schedule.warmup_steps={warmup} with train.steps={steps}"
+                + (f" and decay_ratio={self.schedule.decay_ratio}" if decay else ""),
+                why="the run would end before the learning rate has risen" + (", and gone down" if decay else ""),
                 fix=f"use warmup_steps={steps // 10}, or more steps",
+            )
+
+    def _check_whole_parameters(self) -> None:
+        degrees = parse_layout(self.parallel.layout)
+        cut = next((axis for axis in ("dp_shard", "tp") if degrees.get(axis, 1) != 1), None)
+        if cut is not None:
+            raise ConfigError(
+                f"optim.name={self.optim.name!r} with parallel.layout={self.parallel.layout!r}",
+                why=f"it mixes elements of a whole matrix, and with {cut} a rank holds a part of it",
+                fix="use --parallel.layout=dp_replicate=-1, or optim.name=adamw",
             )
 
 

@@ -34,7 +34,6 @@ from shardwise.run.build import (
     functions_of,
     load_start,
     make_step,
-    put_on_schedule,
     set_tokenizer,
 )
 from shardwise.run.checkpoints import RunCheckpoints
@@ -45,6 +44,7 @@ from shardwise.run.disk_space import check_space, spare_folders
 from shardwise.run.loggers import Loggers
 from shardwise.run.memory import memory_of, state_bytes
 from shardwise.run.metrics import MetricsWriter, Pace, cut_metrics
+from shardwise.run.optim import put_on_schedule
 from shardwise.run.sample import complete_text, generate, vocabulary, word_share
 from shardwise.run.watch import Watch, arithmetic
 from shardwise.state import check_dtypes, save_weights, weights_bytes
@@ -185,7 +185,7 @@ class _Run:
         """Estimates the size of a checkpoint in bytes."""
         trained = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
         optim = self.config.optim
-        moments = 2 if optim.name == "adamw" else int(optim.momentum > 0)
+        moments = {"adamw": 2, "sgd": int(optim.momentum > 0), "adafactor": 0}[optim.name]
         return weights_bytes(self.model) + moments * trained
 
     def resume(self, checkpoints: RunCheckpoints) -> None:

@@ -59,7 +59,7 @@ class Task:
         loss: ``loss(output, batch)`` -> sum, or a mapping of sums; None: what ``forward`` returns is the sum.
         count: ``count(batch)`` -> valid tokens; None: the module's own ``count``, else valid labels.
         forward: ``forward(model, batch)`` -> output; without a loss the default is ``model(batch)``.
-        optimizer: "sgd" (with momentum), "adamw", or a callable taking parameters.
+        optimizer: "sgd" (with momentum), "adamw", "adafactor", or a callable taking parameters.
         max_grad_norm: None: no clipping.
         norm_type: p of that norm.
         clip_grad_value: each element is clamped to [-value, value], after the norm; None: it is not.
@@ -134,6 +134,8 @@ def make_optimizer(task: Task, params: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=task.lr, momentum=0.9)
     if task.optimizer == "adamw":
         return torch.optim.AdamW(params, lr=task.lr * 0.1, weight_decay=0.1)
+    if task.optimizer == "adafactor":
+        return torch.optim.Adafactor(params, lr=task.lr * 0.1, weight_decay=0.1)
     return task.optimizer(params)
 
 

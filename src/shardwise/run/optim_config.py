@@ -1,0 +1,148 @@
+"""The sections ``optim``, ``schedule`` and ``train.scaler`` of the configuration of ``shardwise train``: which optimizer changes
+which parameters, and with which learning rates. Torch-free."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from shardwise.config.record import Options, default_of, doc
+from shardwise.errors import ConfigError
+
+__all__ = ["Group", "Optim", "Scaler", "Schedule"]
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
+BelowOne = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+AboveZero = Annotated[float, msgspec.Meta(gt=0)]
+AboveOne = Annotated[float, msgspec.Meta(gt=1)]
+Shrink = Annotated[float, msgspec.Meta(gt=0, lt=1)]
+
+_FROM_SCRATCH, _FINE_TUNING = 3e-3, 2e-5
+_OF_OPTIMIZERS = {"betas": ("adamw",), "momentum": ("sgd",), "fused": ("adamw", "sgd")}
+"""Settings that not every optimizer has."""
+
+
+class Group(Options, frozen=True, kw_only=True):
+    """What the optimizer does otherwise with some parameters: a value of ``optim.groups``."""
+
+    lr: Annotated[AboveZero | None, doc("their learning rate at its highest; null: optim.lr")] = None
+    lr_scale: Annotated[AboveZero | None, doc("their learning rate, as a multiple of optim.lr")] = None
+    weight_decay: Annotated[NotNegative | None, doc("their weight decay; null: optim.weight_decay")] = None
+
+    def check(self) -> None:
+        if self.lr is not None and self.lr_scale is not None:
+            raise ConfigError(
+                f"optim.groups: lr={self.lr} with lr_scale={self.lr_scale}",
+                why="each of them says what the learning rate is",
+                fix="remove one",
+            )
+        if (self.lr, self.lr_scale, self.weight_decay) == (None, None, None):
+            raise ConfigError(
+                "optim.groups: a pattern without settings",
+                why="it says nothing of these parameters, so it would have no effect",
+                fix="give it lr, lr_scale or weight_decay; to keep parameters as they are: model.freeze",
+            )
+
+
+class Optim(Options, frozen=True, kw_only=True):
+    """Section ``optim``: the optimizer and its settings."""
+
+    name: Annotated[
+        Literal["adamw", "sgd", "adafactor"],
+        doc("adamw, sgd or adafactor (no state as large as the parameters), as in torch.optim"),
+    ] = "adamw"
+    lr: Annotated[
+        AboveZero | None, doc("learning rate at its highest; null: 3e-3, and 2e-5 with model.hf")
+    ] = None
+    betas: Annotated[tuple[BelowOne, BelowOne], doc("decay of the two running means (adamw)")] = (0.9, 0.95)
+    weight_decay: Annotated[NotNegative, doc("weight decay")] = 0.1
+    decay_on: Annotated[
+        Literal["all", "matrices"],
+        doc("what weight decay is for; matrices: parameters of two dims and more, so neither biases nor norms"),
+    ] = "all"
+    groups: Annotated[
+        dict[str, dict[str, Any]],
+        doc(
+            "parameters with other settings: pattern of names (lm_head.*, *.bias) -> {lr or lr_scale, weight_decay}; the first that "
+            "matches holds"
+        ),
+    ] = msgspec.field(default_factory=dict)
+    momentum: Annotated[BelowOne, doc("momentum (sgd)")] = 0.9
+    fused: Annotated[bool | None, doc("torch's fused kernel; null: where the device has it")] = None
+
+    def check(self) -> None:
+        for key, names in _OF_OPTIMIZERS.items():
+            if self.name not in names and getattr(self, key) != default_of(Optim, key):
+                raise ConfigError(
+                    f"optim.{key}={getattr(self, key)} with optim.name={self.name!r}",
+                    why=f"{self.name} has no {key}, so it would have no effect",
+                    fix=f"remove {key}, or use name={names[0]}",
+                )
+
+        for pattern, given in self.groups.items():
+            try:
+                Group(**given)
+            except ConfigError as error:
+                error.given = f"optim.groups[{pattern!r}]: {error.given}"
+                raise
+
+    def settled_lr(self, *, is_pretrained: bool) -> float:
+        """The learning rate, also where it is not given."""
+        return self.lr if self.lr is not None else _FINE_TUNING if is_pretrained else _FROM_SCRATCH
+
+
+class Schedule(Options, frozen=True, kw_only=True):
+    """Section ``schedule``: the learning rate schedule."""
+
+    name: Annotated[
+        Literal["cosine", "linear", "constant", "wsd"],
+        doc(
+            "after warm-up: down to the floor as a cosine or a line, constant, or wsd: constant, then a line at the end"
+        ),
+    ] = "cosine"
+    warmup_steps: Annotated[Count | None, doc("steps of linear rise from 0; null: a tenth of the run, at most 50")] = (
+        None
+    )
+    warmup_ratio: Annotated[Fraction | None, doc("the same as a part of the run")] = None
+    min_lr_ratio: Annotated[Fraction, doc("floor, as a part of optim.lr")] = 0.1
+    decay_ratio: Annotated[Fraction, doc("with wsd: the part of the run, at its end, in which the rate goes down")] = (
+        0.2
+    )
+
+    def check(self) -> None:
+        for key, names in (("min_lr_ratio", ("cosine", "linear", "wsd")), ("decay_ratio", ("wsd",))):
+            if self.name not in names and getattr(self, key) != default_of(Schedule, key):
+                raise ConfigError(
+                    f"schedule.{key}={getattr(self, key)} with schedule.name={self.name!r}",
+                    why=f"{'a constant rate has no floor' if self.name == 'constant' else 'it goes down until the end'}, so it would have no effect"
+                    if key == "decay_ratio" or self.name == "constant"
+                    else "it would have no effect",
+                    fix=f"remove {key}, or use name={names[0]}",
+                )
+        if self.warmup_steps is not None and self.warmup_ratio is not None:
+            raise ConfigError(
+                f"schedule.warmup_steps={self.warmup_steps} with schedule.warmup_ratio={self.warmup_ratio}",
+                why="each of them says how long the learning rate rises",
+                fix="remove one",
+            )
+
+    def settled_warmup(self, num_steps: int) -> int:
+        """Steps of warm-up in a run of ``num_steps``, also where they are not given."""
+        if self.warmup_ratio is not None:
+            return round(self.warmup_ratio * num_steps)
+        return min(50, num_steps // 10) if self.warmup_steps is None else self.warmup_steps
+
+
+class Scaler(Options, frozen=True, kw_only=True):
+    """Section ``train.scaler``: loss scaling for float16, with the argument names of ``torch.amp.GradScaler``."""
+
+    init_scale: Annotated[AboveZero, doc("what the loss is multiplied by at first")] = 65536.0
+    growth_factor: Annotated[
+        AboveOne, doc("the scale grows by this after growth_interval steps that overflow nowhere")
+    ] = 2.0
+    backoff_factor: Annotated[
+        Shrink, doc("the scale is multiplied by this after a step that overflowed, which is skipped")
+    ] = 0.5
+    growth_interval: Annotated[Positive, doc("steps without overflow before the scale grows")] = 2000

@@ -1,0 +1,141 @@
+"""The optimizer of a run: parameter groups, frozen parameters, schedules; with the numbers of plain torch under every layout."""
+
+import numpy as np
+import pytest
+import torch
+from run import tuned
+from torch import nn
+
+from shardwise.errors import ConfigError
+from shardwise.run.config import Model, RunConfig, load_config
+from shardwise.run.freeze import freeze_parameters
+from shardwise.run.optim import make_optimizer, make_scheduler
+from shardwise.run.optim_config import Optim, Schedule
+
+LAYOUTS = {"dp_shard=1": 1, "dp_replicate=2": 2, "dp_shard=2": 2, "dp_replicate=2,dp_shard=2": 4, "dp_shard=1,tp=2": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        (name, layout)
+        for name in tuned.SETTINGS
+        for layout in LAYOUTS
+        if name != "adafactor" or "2" not in layout.partition("dp_shard")[2]
+    ],
+)
+def test_the_parameters_are_those_of_plain_torch(ranks, name, layout):
+    expected = tuned.in_torch(name)
+    state, trained = ranks.run(tuned.in_a_run, LAYOUTS[layout], name, layout)[0]
+    before = dict(tuned.build().named_parameters())
+    for key, value in expected.items():
+        assert float((state[key] - value).abs().max()) <= 1e-12, key
+        assert (key in trained) == (not torch.equal(value, before[key].detach())), key
+
+
+def rates(schedule: Schedule, steps: int) -> list[float]:
+    optim = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = make_scheduler(schedule, optim, steps)
+    found = []
+    for _ in range(steps):
+        found.append(optim.param_groups[0]["lr"])
+        optim.step()
+        scheduler.step()
+    return found
+
+
+def test_linear_ends_at_the_floor():
+    assert rates(Schedule(name="linear", warmup_steps=0, min_lr_ratio=0.0), 5) == pytest.approx([1, 0.75, 0.5, 0.25, 0])
+    assert rates(Schedule(name="linear", warmup_ratio=0.4, min_lr_ratio=0.5), 5) == pytest.approx(
+        [1 / 3, 2 / 3, 1, 0.75, 0.5]
+    )
+
+
+def test_wsd_is_constant_and_then_a_line():
+    found = rates(Schedule(name="wsd", warmup_steps=1, decay_ratio=0.4, min_lr_ratio=0.2), 10)
+    assert found == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
+    assert rates(Schedule(name="wsd", warmup_steps=0, decay_ratio=0.0), 4) == [1.0] * 4
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
+def test_no_schedule_rises_after_its_warm_up(name):
+    for steps in (1, 2, 3, 7, 50):
+        found = rates(Schedule(name=name, warmup_steps=steps // 3), steps)
+        assert np.all(np.diff(found[steps // 3 :]) <= 0) and min(found) > 0 and max(found) <= 1.0
+
+
+def test_the_learning_rate_of_a_pretrained_model_is_small(tmp_path):
+    assert RunConfig().optim.lr == 3e-3
+    assert RunConfig(model=Model(hf=str(tmp_path))).optim.lr == 2e-5
+    assert RunConfig(model=Model(hf=str(tmp_path)), optim=Optim(lr=1e-4)).optim.lr == 1e-4
+
+
+def test_adafactor_keeps_less_than_the_parameters():
+    model = nn.Linear(64, 64)
+    optim = make_optimizer(Optim(name="adafactor"), model)
+    model(torch.ones(1, 64)).sum().backward()
+    optim.step()
+    numbers = sum(t.numel() for state in optim.state.values() for t in state.values() if isinstance(t, torch.Tensor))
+    assert numbers < 64 * 64 / 8
+
+
+class Grouped(nn.Linear):
+    def make_parameter_groups(self):
+        return [{"params": [self.weight], "lr": 0.1}, {"params": [self.bias]}]
+
+
+REFUSED = {
+    "optim.groups={'*.wieght': {lr: 1}}": "optim.groups['*.wieght']\n  why: it names no parameter that is trained",
+    "optim.groups={'*.bias': {lr: 1}, 'embed.bais': {lr: 2}}": "why: it names no parameter that is trained",
+    "optim.groups={'*': {lr: 1}, '*.bias': {lr: 2}}": "an earlier pattern has all of these parameters",
+    "model.freeze=[blocks.3.*]": "model.freeze: 'blocks.3.*'\n  why: it names no parameter of the model",
+    "model.freeze=['*']": "no parameter would be left to train",
+    "model.train_only=[nosuch]": "model.train_only: 'nosuch'",
+}
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_patterns_without_effect_are_refused(word):
+    config = load_config(None, [word]).config
+    with pytest.raises(ConfigError) as caught:
+        model = tuned.build()
+        freeze_parameters(model, config.model)
+        make_optimizer(config.optim, model)
+    assert REFUSED[word] in str(caught.value)
+
+
+def test_groups_beside_those_of_the_model_are_refused():
+    for optim in (Optim(decay_on="matrices"), Optim(groups={"bias": {"lr": 1.0}})):
+        with pytest.raises(ConfigError, match=r"its method make_parameter_groups\(\) says which"):
+            make_optimizer(optim, Grouped(2, 2))
+
+
+CONFIGS = {
+    ("optim.groups={x: {lr: 1, lr_scale: 2}}",): "optim.groups['x']: optim.groups: lr=1.0 with lr_scale=2.0",
+    ("optim.groups={x: {}}",): "a pattern without settings",
+    ("optim.groups={x: {momentum: 1}}",): "Group(momentum=1)",
+    ("optim.name=adafactor", "optim.betas=[0.9, 0.99]"): "adafactor has no betas",
+    ("optim.name=adafactor",): "with parallel.layout='dp_shard=-1'",
+    ("optim.name=adafactor", "parallel.layout=dp_shard=1,tp=2"): "with tp a rank holds a part of it",
+    ("schedule.warmup_steps=3", "schedule.warmup_ratio=0.1"): "each of them says how long",
+    ("schedule.decay_ratio=0.3",): "use name=wsd",
+    ("schedule.name=constant", "schedule.min_lr_ratio=0"): "a constant rate has no floor",
+    ("schedule.name=wsd", "schedule.warmup_ratio=0.5", "schedule.decay_ratio=0.6"): "has risen, and gone down",
+    ("model.freeze=[a]", "model.train_only=[b]"): "each of them says which parameters are trained",
+}
+
+
+@pytest.mark.parametrize("words", CONFIGS, ids=" ".join)
+def test_settings_that_cannot_work_together_are_refused(words):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, list(words))
+    assert CONFIGS[words] in str(caught.value)
+
+
+def test_a_run_is_described_by_its_file_again(tmp_path):
+    """What is written beside a checkpoint, with everything resolved, is the same run."""
+    from shardwise.config.render import dump_config
+
+    config = tuned.config_of("groups").config
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "config.yaml").config == config
