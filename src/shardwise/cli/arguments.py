@@ -62,9 +62,12 @@ def read_arguments(command: ModuleType, parser: Parser, words: Sequence[str]) ->
     """Parses the arguments of one command, with ``overrides`` if it takes them.
 
     Raises:
-        ConfigError: an option is unknown, an argument is missing or surplus, or an override has no value.
+        ConfigError: an option is unknown or of another tool, an argument is missing or surplus, or an override has no
+            value.
     """
     takes_overrides = getattr(command, "OVERRIDES", False)
+    if getattr(command, "OTHER_TOOLS", False):
+        _refuse_other_tools(words, parser)
     overrides, rest = _split(words, parser) if takes_overrides else ([], list(words))
     args, extra = parser.parse_known_args(rest)
     if takes_overrides:
@@ -72,6 +75,17 @@ def read_arguments(command: ModuleType, parser: Parser, words: Sequence[str]) ->
     if extra:
         raise _surplus(extra[0], parser, takes_overrides)
     return args
+
+
+def _refuse_other_tools(words: Sequence[str], parser: Parser) -> None:
+    """Raises ConfigError if there are options of other tools, showing what to write for each of them."""
+    own = parser.option_names()
+    if all(word.partition("=")[0] in own for word in words if word.startswith("--") or "=" in word):
+        return  # the usual case, without the table
+    from shardwise.config.other_tools import command_line_error
+
+    if (error := command_line_error(parser.prog, words, own, _sections())) is not None:
+        raise error
 
 
 def _split(words: Sequence[str], parser: Parser) -> tuple[list[str], list[str]]:

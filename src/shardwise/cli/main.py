@@ -1,8 +1,9 @@
 """``shardwise <command>``: finds the command, reads its arguments, runs it, and prints errors as text.
 
 A command is one file of this folder with ``add_arguments(parser)`` and ``run(args) -> int``. With ``OVERRIDES = True``
-it also takes ``--a.b=c`` (in ``args.overrides``), and ``more_help() -> str`` adds to its ``--help``. Only the command
-that is called is imported, so that help and errors appear at once.
+it also takes ``--a.b=c`` (in ``args.overrides``), with ``OTHER_TOOLS = True`` options of other tools are answered with
+what to write in their place, and ``more_help() -> str`` adds to its ``--help``. Only the command that is called is
+imported, so that help and errors appear at once.
 
 Exit status: 0 done, 1 failed, 2 not understood (a :class:`~shardwise.errors.ConfigError`), 75 stopped after saving, can
 be resumed (:class:`~shardwise.errors.Stopped`), 130 interrupted, 141 the reader of its output has gone.

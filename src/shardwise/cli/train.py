@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from shardwise.config.loader import Loaded
     from shardwise.run.config import RunConfig
 
-__all__ = ["NEXT", "OVERRIDES", "add_arguments", "check_early", "more_help", "next_commands", "run"]
+__all__ = ["NEXT", "OTHER_TOOLS", "OVERRIDES", "add_arguments", "check_early", "more_help", "next_commands", "run"]
 
 OVERRIDES = True
+OTHER_TOOLS = True
 
 NEXT = (
     (
