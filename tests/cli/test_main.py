@@ -92,7 +92,7 @@ def test_the_help_of_train_names_every_key(capsys, monkeypatch):
         (["train", "--nporc", "2"], "why: there is no option --nporc\n  fix: did you mean --nproc?"),
         (["train", "--nporc=2"], "fix: did you mean --nproc=2?"),
         (["train", "--stpes=5"], "fix: did you mean --train.steps=5?"),
-        (["train", "--zzz"], "fix: options: --help, --nproc, --fresh, --print-config"),
+        (["train", "--zzz"], "fix: options: --help, --no-config, --nproc, --fresh, --print-config"),
         (["train", "--print"], "why: there is no option --print\n"),
         (["train", "a.yaml", "b.yaml"], "why: 'b.yaml' is one argument more than shardwise train takes"),
         (["train", "--train.steps", "5"], "fix: write --train.steps=5"),

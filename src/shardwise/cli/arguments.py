@@ -59,7 +59,7 @@ def _fitted(text: str) -> str:
 
 
 def read_arguments(command: ModuleType, parser: Parser, words: Sequence[str]) -> argparse.Namespace:
-    """Parses the arguments of one command, with ``overrides`` if it takes them.
+    """Parses the arguments of one command, with ``overrides`` if it takes them, and ``words``, all of them as typed.
 
     Raises:
         ConfigError: an option is unknown or of another tool, an argument is missing or surplus, or an override has no
@@ -70,6 +70,7 @@ def read_arguments(command: ModuleType, parser: Parser, words: Sequence[str]) ->
         _refuse_other_tools(words, parser)
     overrides, rest = _split(words, parser) if takes_overrides else ([], list(words))
     args, extra = parser.parse_known_args(rest)
+    args.words = list(words)
     if takes_overrides:
         args.overrides = overrides
     if extra:

@@ -1,4 +1,5 @@
-"""``shardwise train [CONFIG] [--a.b=c ...]``: trains a model on one or more ranks.
+"""``shardwise train [CONFIG] [--a.b=c ...]``: trains a model on one or more ranks. Without CONFIG, ``shardwise.yaml`` of the
+working directory is read if it is there.
 
 Everything that can be checked without a process is checked first: the configuration, the layout, the model's function,
 the data file. Then the ranks are started (or this process is one, if torchrun or SLURM has started it), and their
@@ -20,6 +21,8 @@ from shardwise.cli.arguments import Parser
 from shardwise.errors import ConfigError, LayoutError, ShardwiseError
 
 if TYPE_CHECKING:
+    from shardwise.cli.train_command import Command
+    from shardwise.cli.train_display import Display
     from shardwise.cli.train_folder import RunFolder
     from shardwise.config.loader import Loaded
     from shardwise.run.config import RunConfig
@@ -50,7 +53,10 @@ def add_arguments(parser: Parser) -> None:
         "config",
         metavar="CONFIG",
         nargs="?",
-        help="a .yaml, .toml or .json file, or pkg.mod:fn; without it, every key has its default",
+        help="a .yaml, .toml or .json file, or pkg.mod:fn; without it shardwise.yaml of this directory, else the defaults",
+    )
+    parser.add_argument(
+        "--no-config", action="store_true", help="the defaults, also where this directory has a shardwise.yaml"
     )
     parser.add_argument("--nproc", metavar="N", help="local processes; the same as --launch.nproc=N")
     parser.add_argument(
@@ -61,7 +67,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--print-config", action="store_true", help="show the configuration, and where each value came from; do not run"
     )
-    parser.usage = "shardwise train [CONFIG] [--nproc N] [--fresh] [--print-config] [--section.key=value ...]"
+    parser.usage = (
+        "shardwise train [CONFIG] [--no-config] [--nproc N] [--fresh] [--print-config] [--section.key=value ...]"
+    )
 
 
 def more_help() -> str:
@@ -73,18 +81,28 @@ def more_help() -> str:
 
 
 def run(args: argparse.Namespace) -> int:
+    from shardwise.cli.train_command import FOUND, Command, configuration_of
     from shardwise.config.render import print_config
     from shardwise.run.config import load_config
 
     overrides = args.overrides + ([f"--launch.nproc={args.nproc}"] if args.nproc is not None else [])
     overrides += ["--checkpoint.resume=false"] if args.fresh else []
     with _shown_once_a_node():
-        loaded = load_config(args.config, overrides)
+        loaded = load_config(configuration_of(args), overrides)
         check_early(loaded)
+    command = Command.of(args, loaded, is_of_launcher=_started_by_others())
     if args.print_config:
-        print(print_config(loaded), end="")
+        print(f"# {FOUND} of {Path.cwd()}\n" if command.has_found else "", print_config(loaded), sep="", end="")
         return 0
-    return _be_a_rank(loaded) if _started_by_others() else _launch(loaded)
+    return (_be_a_rank if command.is_of_launcher else _launch)(loaded, command)
+
+
+def _show_found(command: "Command", display: "Display") -> None:
+    """Says which configuration was found, where none was named."""
+    from shardwise.cli.train_command import FOUND
+
+    if command.has_found:
+        display.row("config", f"{FOUND}, found in this directory (--no-config: without it)")
 
 
 def check_early(loaded: "Loaded[RunConfig]") -> None:
@@ -165,7 +183,7 @@ def _check_hf(folder: str, origin: str) -> None:
 # ---- started here: this process launches the ranks and shows their events --------------------------------------------
 
 
-def _launch(loaded: "Loaded[RunConfig]") -> int:
+def _launch(loaded: "Loaded[RunConfig]", command: "Command") -> int:
     import msgspec
 
     from shardwise.cli.rank_logs import RankLogs
@@ -194,8 +212,9 @@ def _launch(loaded: "Loaded[RunConfig]") -> int:
         passed_over(saves),
         contextlib.closing(logs),
         Display(unit=unit_of(config)) as display,
-        RunFolder(config, display) as folder,
+        RunFolder(config, display, command) as folder,
     ):
+        _show_found(command, display)
         display.row("ranks", f"{nproc} local process{'es' if nproc > 1 else ''}: {why}")
         display.on_phase("starting the ranks (loading torch, a few seconds)")
         results = launch_local(
@@ -252,7 +271,7 @@ def _shown_once_a_node() -> Iterator[None]:
         raise
 
 
-def _be_a_rank(loaded: "Loaded[RunConfig]") -> int:
+def _be_a_rank(loaded: "Loaded[RunConfig]", command: "Command") -> int:
     from shardwise.cli.train_display import Display
     from shardwise.cli.train_folder import RunFolder, unit_of
     from shardwise.cli.train_rank import run_rank
@@ -280,8 +299,9 @@ def _be_a_rank(loaded: "Loaded[RunConfig]") -> int:
         passed_over(_signals_that_save(config)),
         terminable(),
         Display(unit=unit_of(config)) as display,
-        RunFolder(config, display) as folder,
+        RunFolder(config, display, command) as folder,
     ):
+        _show_found(command, display)
         display.row("ranks", f"{size}, as the launcher of this environment started them")
         display.on_phase("loading torch")
         result = run_rank(config, lambda event: display.on_event(0, event))
