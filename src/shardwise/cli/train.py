@@ -127,7 +127,13 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
         check_reference_args(config.model.args, seq_len=config.data.seq_len, origins=origins)
     else:
         check_target(config.model.build, what="model.build", origin=origins["model.build"])
-    for section, key in (("data", "build"), ("train", "loss"), ("train", "count"), ("train", "forward")):
+    for section, key in (
+        ("data", "build"),
+        ("train", "loss"),
+        ("train", "count"),
+        ("train", "forward"),
+        ("train", "callback"),
+    ):
         if (target := getattr(getattr(config, section), key)) is not None:
             check_target(target, what=f"{section}.{key}", origin=origins[f"{section}.{key}"])
     fold.check_early(config.parallel, origins)
@@ -276,12 +282,12 @@ def _be_a_rank(loaded: "Loaded[RunConfig]", command: "Command") -> int:
     from shardwise.cli.train_folder import RunFolder, unit_of
     from shardwise.cli.train_rank import run_rank
     from shardwise.launch import passed_over, terminable
+    from shardwise.launch.process_name import rank_and_size
     from shardwise.layout import layout_of
     from shardwise.techniques import AXES_IN_USE
 
     config = loaded.config
-    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
-    size = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or 1)
+    rank, size = rank_and_size()
     with _shown_once_a_node():
         if config.launch.nproc not in (None, size):
             raise ConfigError(

@@ -159,6 +159,9 @@ class Display:
         asked = "Ctrl-C" if self._interrupted and reason == "SIGTERM" else reason  # the launcher sends it after Ctrl-C
         self.on_phase(f"{asked}: saving, to stop")
 
+    def _show_ended(self, *, step: int, callback: str) -> None:
+        self.row("ended", f"after step {step}, as train.callback={callback} asked")
+
     def _show_world(self, *, device: str, layout: str, why: str) -> None:
         self.row("device", device)
         self.row("layout", f"{layout}: {why}")
