@@ -15,7 +15,7 @@ from typing import NoReturn
 from shardwise.config.suggest import closest, listing
 from shardwise.errors import ConfigError
 
-__all__ = ["Parser", "read_arguments"]
+__all__ = ["Parser", "parser_of", "read_arguments"]
 
 _OVERRIDE = re.compile(r"(?:--)?[A-Za-z_][\w-]*(?:\.[\w-]+)+=.*", re.DOTALL)
 _OVERRIDE_WITHOUT_VALUE = re.compile(r"--[A-Za-z_][\w-]*(?:\.[\w-]+)+")
@@ -45,6 +45,14 @@ class Parser(argparse.ArgumentParser):
     def option_names(self) -> list[str]:
         """The long options that this parser has."""
         return [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+
+
+def parser_of(name: str, text: str, command: ModuleType) -> Parser:
+    """The parser of a command, with its line of help."""
+    parser = Parser(prog=f"shardwise {name}", description=f"{text[:1].upper()}{text[1:]}.")
+    parser.more_help = getattr(command, "more_help", None)
+    command.add_arguments(parser)
+    return parser
 
 
 def _fitted(text: str) -> str:

@@ -27,7 +27,17 @@ if TYPE_CHECKING:
     from shardwise.config.loader import Loaded
     from shardwise.run.config import RunConfig
 
-__all__ = ["NEXT", "OTHER_TOOLS", "OVERRIDES", "add_arguments", "check_early", "more_help", "next_commands", "run"]
+__all__ = [
+    "NEXT",
+    "OTHER_TOOLS",
+    "OVERRIDES",
+    "add_arguments",
+    "check_early",
+    "keys",
+    "more_help",
+    "next_commands",
+    "run",
+]
 
 OVERRIDES = True
 OTHER_TOOLS = True
@@ -70,6 +80,14 @@ def add_arguments(parser: Parser) -> None:
     parser.usage = (
         "shardwise train [CONFIG] [--no-config] [--nproc N] [--fresh] [--print-config] [--section.key=value ...]"
     )
+
+
+def keys() -> list[str]:
+    """Every key of the configuration."""
+    from shardwise.config.loader import dotted_keys
+    from shardwise.run.config import RunConfig
+
+    return dotted_keys(RunConfig)
 
 
 def more_help() -> str:
