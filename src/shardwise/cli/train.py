@@ -130,6 +130,7 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
     from shardwise.layout import parse_layout
     from shardwise.run.loggers import check_loggers
     from shardwise.run.reference_config import check_reference_args
+    from shardwise.run.stored_dtype import check_stored_dtype
     from shardwise.run.tokens import check_tokens
     from shardwise.techniques import fold
 
@@ -171,6 +172,7 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
             fix="give the path of a text file, or of tokens as .npy or .bin",
         )
     check_tokens(config, origins)
+    check_stored_dtype(config, origins)
     if config.data.val_path is not None and not Path(config.data.val_path).is_file():
         raise ConfigError(
             f"data.val_path={config.data.val_path!r} ({origins['data.val_path']})",
