@@ -350,6 +350,7 @@ _PLAIN = {
     **dict.fromkeys(("lora", "peft"), _NO_ADAPTERS),
     **dict.fromkeys(("int8", "quantize", "quantization"), _BITS),
     "resume": _RESUME,
+    "config": _FILE,
     "model": _MODEL,
     "data": to("data.path", "FILE"),
     "tokenizer": to("data.tokenizer", "DIRECTORY", "one with a tokenizer.json"),
