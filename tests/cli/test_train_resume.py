@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -139,6 +140,10 @@ def test_a_run_that_is_asked_to_stop_saves_and_says_so(ranks, tmp_path, whole, n
     output = " ".join(process.communicate(timeout=60)[0].split())
     assert process.returncode == 75, output
     assert f"stopped {number.name}; the same command resumes" in output and "(newest checkpoint)" in output
+    step = int(max(path.name for path in tmp_path.glob("checkpoints/step-*")).partition("-")[2])
+    command = output.partition("resume ")[2].partition(" # ")
+    assert shlex.split(command[0])[-len(words_of(tmp_path, 14, 1000)) :] == [*words_of(tmp_path, 14, 1000)]
+    assert command[2].startswith(f"continues after step {step} of 14")
     assert "of 14 steps are left" in finish(ranks, tmp_path)
     assert weights(tmp_path) == weights(whole)
     assert losses(tmp_path) == losses(whole)

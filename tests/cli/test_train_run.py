@@ -219,6 +219,7 @@ def test_a_killed_rank_ends_the_others_and_is_named_and_metrics_are_kept(tmp_pat
     assert "rank 1 was killed by signal 9 (SIGKILL)" in done.stderr
     assert "kept       3 of 50 steps were done\n" in done.stdout
     assert "           runs/latest/metrics.jsonl (metrics up to step 3)\n           no weights\n" in done.stdout
+    assert "--checkpoint.every=3 would have kept step 3" in " ".join(done.stdout.split())
     steps = [row["step"] for row in read_metrics(tmp_path / "runs/latest/metrics.jsonl") if row["kind"] == "step"]
     assert steps == [1, 2, 3]  # two micro-batches a step on each rank: the seventh forward is in step 4
 
@@ -371,7 +372,8 @@ def test_an_interrupted_run_says_what_is_kept_and_leaves_no_rank(tmp_path, text,
     end = re.search(
         r"^kept       (\d+) of 100000 steps were done\n"
         r"           runs/latest/metrics.jsonl \(metrics up to step (\d+)\)\n"
-        r"           no weights\n\Z",
+        r"           no weights\n"
+        r"resume     not possible, no checkpoint is there: no checkpoint was asked for; --checkpoint.every=\d+ would have\s+kept step \d+\n\Z",
         out,
         re.MULTILINE,
     )
@@ -453,9 +455,8 @@ def test_a_rank_killed_while_weights_are_written_leaves_the_older_ones_or_none(t
     act = STOP_IN_WRITING.format(whom="os.getpid()", what="SIGKILL")
     done = start(tmp_path, *own(tmp_path, text, act), "--nproc=2")
     assert done.returncode == 1 and "rank 0 was killed by signal 9" in done.stderr
-    assert done.stdout.endswith(
-        "no weights (those in runs/latest/weights are older)\n" if older else "           no weights\n"
-    )
+    weights_line = "no weights (those in runs/latest/weights are older)\n" if older else "           no weights\n"
+    assert f"{weights_line}resume     " in done.stdout
     assert weights.exists() == older
     assert not older or [file.read_bytes() for file in weights.iterdir()] == [b"older"]
     assert not list(weights.parent.glob(".weights*"))
@@ -466,7 +467,7 @@ def test_ctrl_c_while_weights_are_written_leaves_no_half_of_them(tmp_path, text)
     act = STOP_IN_WRITING.format(whom="LAUNCHER", what="SIGINT")
     done = start(tmp_path, *own(tmp_path, text, act), "--nproc=2")
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
-    assert "kept       4 of 4 steps were done\n" in done.stdout and done.stdout.endswith("  no weights\n")
+    assert "kept       4 of 4 steps were done\n" in done.stdout and "  no weights\nresume  " in done.stdout
     assert not (tmp_path / "runs/latest/weights").exists()
     assert not list((tmp_path / "runs/latest").glob(".weights*"))
 

@@ -15,7 +15,7 @@ from typing import NoReturn
 from shardwise.config.suggest import closest, listing
 from shardwise.errors import ConfigError
 
-__all__ = ["Parser", "read_arguments"]
+__all__ = ["Parser", "parser_of", "read_arguments"]
 
 _OVERRIDE = re.compile(r"(?:--)?[A-Za-z_][\w-]*(?:\.[\w-]+)+=.*", re.DOTALL)
 _OVERRIDE_WITHOUT_VALUE = re.compile(r"--[A-Za-z_][\w-]*(?:\.[\w-]+)+")
@@ -47,6 +47,14 @@ class Parser(argparse.ArgumentParser):
         return [name for action in self._actions for name in action.option_strings if name.startswith("--")]
 
 
+def parser_of(name: str, text: str, command: ModuleType) -> Parser:
+    """The parser of a command, with its line of help."""
+    parser = Parser(prog=f"shardwise {name}", description=f"{text[:1].upper()}{text[1:]}.")
+    parser.more_help = getattr(command, "more_help", None)
+    command.add_arguments(parser)
+    return parser
+
+
 def _fitted(text: str) -> str:
     """Wraps lines that are wider than the terminal, between words, with the rest indented below."""
     width = max(40, min(110, shutil.get_terminal_size().columns))
@@ -59,19 +67,34 @@ def _fitted(text: str) -> str:
 
 
 def read_arguments(command: ModuleType, parser: Parser, words: Sequence[str]) -> argparse.Namespace:
-    """Parses the arguments of one command, with ``overrides`` if it takes them.
+    """Parses the arguments of one command, with ``overrides`` if it takes them, and ``words``, all of them as typed.
 
     Raises:
-        ConfigError: an option is unknown, an argument is missing or surplus, or an override has no value.
+        ConfigError: an option is unknown or of another tool, an argument is missing or surplus, or an override has no
+            value.
     """
     takes_overrides = getattr(command, "OVERRIDES", False)
+    if getattr(command, "OTHER_TOOLS", False):
+        _refuse_other_tools(words, parser)
     overrides, rest = _split(words, parser) if takes_overrides else ([], list(words))
     args, extra = parser.parse_known_args(rest)
+    args.words = list(words)
     if takes_overrides:
         args.overrides = overrides
     if extra:
         raise _surplus(extra[0], parser, takes_overrides)
     return args
+
+
+def _refuse_other_tools(words: Sequence[str], parser: Parser) -> None:
+    """Raises ConfigError if there are options of other tools, showing what to write for each of them."""
+    own = parser.option_names()
+    if all(word.partition("=")[0] in own for word in words if word.startswith("--") or "=" in word):
+        return  # the usual case, without the table
+    from shardwise.config.other_tools import command_line_error
+
+    if (error := command_line_error(parser.prog, words, own, _sections())) is not None:
+        raise error
 
 
 def _split(words: Sequence[str], parser: Parser) -> tuple[list[str], list[str]]:

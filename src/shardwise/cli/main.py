@@ -1,8 +1,9 @@
 """``shardwise <command>``: finds the command, reads its arguments, runs it, and prints errors as text.
 
 A command is one file of this folder with ``add_arguments(parser)`` and ``run(args) -> int``. With ``OVERRIDES = True``
-it also takes ``--a.b=c`` (in ``args.overrides``), and ``more_help() -> str`` adds to its ``--help``. Only the command
-that is called is imported, so that help and errors appear at once.
+it also takes ``--a.b=c`` (in ``args.overrides``; ``keys()`` are those it reads), with ``OTHER_TOOLS = True`` options of other tools are answered with
+what to write in their place, and ``more_help() -> str`` adds to its ``--help``. Only the command that is called is
+imported, so that help and errors appear at once.
 
 Exit status: 0 done, 1 failed, 2 not understood (a :class:`~shardwise.errors.ConfigError`), 75 stopped after saving, can
 be resumed (:class:`~shardwise.errors.Stopped`), 130 interrupted, 141 the reader of its output has gone.
@@ -14,10 +15,9 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from types import ModuleType
 from typing import TextIO
 
-from shardwise.cli.arguments import Parser, read_arguments
+from shardwise.cli.arguments import parser_of, read_arguments
 from shardwise.config.suggest import did_you_mean
 from shardwise.errors import ConfigError, ShardwiseError, Stopped
 
@@ -28,6 +28,7 @@ COMMANDS = {
     "convert": ("shardwise.cli.convert", "weights of any kind to any other: Hugging Face, safetensors, torch, DCP"),
     "checkpoint": ("shardwise.cli.checkpoint", "list, show, verify and prune the checkpoints of a run"),
     "verify": ("shardwise.cli.verify", "run your model sharded and in one process, and compare every gradient"),
+    "completion": ("shardwise.cli.completion", "a script by which bash, zsh or fish complete commands and keys"),
 }
 """Command -> (module, line of help)."""
 
@@ -88,7 +89,7 @@ def _run(words: list[str]) -> int:
     if first not in COMMANDS:
         raise _unknown(first)
     command = importlib.import_module(COMMANDS[first][0])
-    return command.run(read_arguments(command, _parser(first, command), words[1:]))
+    return command.run(read_arguments(command, parser_of(first, COMMANDS[first][1], command), words[1:]))
 
 
 def _help() -> str:
@@ -129,11 +130,3 @@ def _unknown(word: str) -> ConfigError:
         why=f"there is no command '{word}'",
         fix=did_you_mean(word, list(COMMANDS), what="commands"),
     )
-
-
-def _parser(name: str, command: ModuleType) -> Parser:
-    description = COMMANDS[name][1]
-    parser = Parser(prog=f"shardwise {name}", description=f"{description[:1].upper()}{description[1:]}.")
-    parser.more_help = getattr(command, "more_help", None)
-    command.add_arguments(parser)
-    return parser

@@ -1,4 +1,5 @@
-"""``shardwise train [CONFIG] [--a.b=c ...]``: trains a model on one or more ranks.
+"""``shardwise train [CONFIG] [--a.b=c ...]``: trains a model on one or more ranks. Without CONFIG, ``shardwise.yaml`` of the
+working directory is read if it is there.
 
 Everything that can be checked without a process is checked first: the configuration, the layout, the model's function,
 the data file. Then the ranks are started (or this process is one, if torchrun or SLURM has started it), and their
@@ -20,13 +21,26 @@ from shardwise.cli.arguments import Parser
 from shardwise.errors import ConfigError, LayoutError, ShardwiseError
 
 if TYPE_CHECKING:
+    from shardwise.cli.train_command import Command
+    from shardwise.cli.train_display import Display
     from shardwise.cli.train_folder import RunFolder
     from shardwise.config.loader import Loaded
     from shardwise.run.config import RunConfig
 
-__all__ = ["NEXT", "OVERRIDES", "add_arguments", "check_early", "more_help", "next_commands", "run"]
+__all__ = [
+    "NEXT",
+    "OTHER_TOOLS",
+    "OVERRIDES",
+    "add_arguments",
+    "check_early",
+    "keys",
+    "more_help",
+    "next_commands",
+    "run",
+]
 
 OVERRIDES = True
+OTHER_TOOLS = True
 
 NEXT = (
     (
@@ -49,7 +63,10 @@ def add_arguments(parser: Parser) -> None:
         "config",
         metavar="CONFIG",
         nargs="?",
-        help="a .yaml, .toml or .json file, or pkg.mod:fn; without it, every key has its default",
+        help="a .yaml, .toml or .json file, or pkg.mod:fn; without it shardwise.yaml of this directory, else the defaults",
+    )
+    parser.add_argument(
+        "--no-config", action="store_true", help="the defaults, also where this directory has a shardwise.yaml"
     )
     parser.add_argument("--nproc", metavar="N", help="local processes; the same as --launch.nproc=N")
     parser.add_argument(
@@ -60,7 +77,17 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--print-config", action="store_true", help="show the configuration, and where each value came from; do not run"
     )
-    parser.usage = "shardwise train [CONFIG] [--nproc N] [--fresh] [--print-config] [--section.key=value ...]"
+    parser.usage = (
+        "shardwise train [CONFIG] [--no-config] [--nproc N] [--fresh] [--print-config] [--section.key=value ...]"
+    )
+
+
+def keys() -> list[str]:
+    """Every key of the configuration."""
+    from shardwise.config.loader import dotted_keys
+    from shardwise.run.config import RunConfig
+
+    return dotted_keys(RunConfig)
 
 
 def more_help() -> str:
@@ -72,18 +99,28 @@ def more_help() -> str:
 
 
 def run(args: argparse.Namespace) -> int:
+    from shardwise.cli.train_command import FOUND, Command, configuration_of
     from shardwise.config.render import print_config
     from shardwise.run.config import load_config
 
     overrides = args.overrides + ([f"--launch.nproc={args.nproc}"] if args.nproc is not None else [])
     overrides += ["--checkpoint.resume=false"] if args.fresh else []
     with _shown_once_a_node():
-        loaded = load_config(args.config, overrides)
+        loaded = load_config(configuration_of(args), overrides)
         check_early(loaded)
+    command = Command.of(args, loaded, is_of_launcher=_started_by_others())
     if args.print_config:
-        print(print_config(loaded), end="")
+        print(f"# {FOUND} of {Path.cwd()}\n" if command.has_found else "", print_config(loaded), sep="", end="")
         return 0
-    return _be_a_rank(loaded) if _started_by_others() else _launch(loaded)
+    return (_be_a_rank if command.is_of_launcher else _launch)(loaded, command)
+
+
+def _show_found(command: "Command", display: "Display") -> None:
+    """Says which configuration was found, where none was named."""
+    from shardwise.cli.train_command import FOUND
+
+    if command.has_found:
+        display.row("config", f"{FOUND}, found in this directory (--no-config: without it)")
 
 
 def check_early(loaded: "Loaded[RunConfig]") -> None:
@@ -91,8 +128,10 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
     that do not fit, a missing data file."""
     from shardwise.config.target import check_target
     from shardwise.layout import parse_layout
+    from shardwise.run.config import MODEL_LOSS
     from shardwise.run.loggers import check_loggers
     from shardwise.run.reference_config import check_reference_args
+    from shardwise.run.stored_dtype import check_stored_dtype
     from shardwise.run.tokens import check_tokens
     from shardwise.techniques import fold
 
@@ -108,9 +147,8 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
         check_reference_args(config.model.args, seq_len=config.data.seq_len, origins=origins)
     else:
         check_target(config.model.build, what="model.build", origin=origins["model.build"])
-    from shardwise.run.config import MODEL_LOSS
-
-    for section, key in (("data", "build"), ("train", "loss"), ("train", "count"), ("train", "forward")):
+    targets = (("data", "build"), ("train", "loss"), ("train", "count"), ("train", "forward"), ("train", "callback"))
+    for section, key in targets:
         target = getattr(getattr(config, section), key)
         if target is not None and (key, target) != ("loss", MODEL_LOSS):
             check_target(target, what=f"{section}.{key}", origin=origins[f"{section}.{key}"])
@@ -131,6 +169,7 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
             fix="give the path of a text file, or of tokens as .npy or .bin",
         )
     check_tokens(config, origins)
+    check_stored_dtype(config, origins)
     if config.data.val_path is not None and not Path(config.data.val_path).is_file():
         raise ConfigError(
             f"data.val_path={config.data.val_path!r} ({origins['data.val_path']})",
@@ -167,7 +206,7 @@ def _check_hf(folder: str, origin: str) -> None:
 # ---- started here: this process launches the ranks and shows their events --------------------------------------------
 
 
-def _launch(loaded: "Loaded[RunConfig]") -> int:
+def _launch(loaded: "Loaded[RunConfig]", command: "Command") -> int:
     import msgspec
 
     from shardwise.cli.rank_logs import RankLogs
@@ -196,8 +235,9 @@ def _launch(loaded: "Loaded[RunConfig]") -> int:
         passed_over(saves),
         contextlib.closing(logs),
         Display(unit=unit_of(config)) as display,
-        RunFolder(config, display) as folder,
+        RunFolder(config, display, command) as folder,
     ):
+        _show_found(command, display)
         display.row("ranks", f"{nproc} local process{'es' if nproc > 1 else ''}: {why}")
         display.on_phase("starting the ranks (loading torch, a few seconds)")
         results = launch_local(
@@ -254,17 +294,17 @@ def _shown_once_a_node() -> Iterator[None]:
         raise
 
 
-def _be_a_rank(loaded: "Loaded[RunConfig]") -> int:
+def _be_a_rank(loaded: "Loaded[RunConfig]", command: "Command") -> int:
     from shardwise.cli.train_display import Display
     from shardwise.cli.train_folder import RunFolder, unit_of
     from shardwise.cli.train_rank import run_rank
     from shardwise.launch import passed_over, terminable
+    from shardwise.launch.process_name import rank_and_size
     from shardwise.layout import layout_of
     from shardwise.techniques import AXES_IN_USE
 
     config = loaded.config
-    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
-    size = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or 1)
+    rank, size = rank_and_size()
     with _shown_once_a_node():
         if config.launch.nproc not in (None, size):
             raise ConfigError(
@@ -282,8 +322,9 @@ def _be_a_rank(loaded: "Loaded[RunConfig]") -> int:
         passed_over(_signals_that_save(config)),
         terminable(),
         Display(unit=unit_of(config)) as display,
-        RunFolder(config, display) as folder,
+        RunFolder(config, display, command) as folder,
     ):
+        _show_found(command, display)
         display.row("ranks", f"{size}, as the launcher of this environment started them")
         display.on_phase("loading torch")
         result = run_rank(config, lambda event: display.on_event(0, event))

@@ -8,6 +8,7 @@ nothing was printed for a while.
 import contextlib
 import io
 import os
+import re
 import sys
 import textwrap
 import threading
@@ -24,6 +25,7 @@ _QUIET_LATER_S = 30.0
 _EARLY_S = 300.0
 _SHOWN_WAIT = 0.1  # of the time of a step
 _INDENT = " " * 11
+_SHELL_WORD = re.compile(r"""(?:[^\s'"]|'[^']*'|"[^"]*")+""")
 
 
 class Display:
@@ -156,6 +158,9 @@ class Display:
     def _show_stop(self, *, reason: str) -> None:
         asked = "Ctrl-C" if self._interrupted and reason == "SIGTERM" else reason  # the launcher sends it after Ctrl-C
         self.on_phase(f"{asked}: saving, to stop")
+
+    def _show_ended(self, *, step: int, callback: str) -> None:
+        self.row("ended", f"after step {step}, as train.callback={callback} asked")
 
     def _show_world(self, *, device: str, layout: str, why: str) -> None:
         self.row("device", device)
@@ -304,8 +309,12 @@ def _wrapped(line: str, width: int) -> list[str]:
 
 
 def _continued(command: str, width: int) -> list[str]:
-    """A command wrapped over several lines, with the shell's backslashes."""
-    first, *rest = textwrap.wrap(command, width - 4, break_long_words=False, break_on_hyphens=False)
+    """A command wrapped over several lines, with the shell's backslashes; never within quotes, where a backslash is one."""
+    lines = [""]
+    for word in _SHELL_WORD.findall(command):
+        is_first = not lines[-1] or (len(lines[-1]) + len(word) < width - 4)
+        lines = [*lines[:-1], f"{lines[-1]} {word}".strip()] if is_first else [*lines, word]
+    first, *rest = lines
     lines = [first, *(f"  {line}" for line in rest)]
     return [*(f"{line} \\" for line in lines[:-1]), lines[-1]]
 

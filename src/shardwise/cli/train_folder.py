@@ -11,6 +11,7 @@ from shardwise.errors import CheckpointError, Stopped
 from shardwise.launch.lock import release, try_lock
 
 if TYPE_CHECKING:
+    from shardwise.cli.train_command import Command
     from shardwise.cli.train_display import Display
     from shardwise.run.config import RunConfig
 
@@ -23,15 +24,16 @@ class RunFolder:
     """The folder of a run, locked for this process inside ``with``; a process that is killed releases it.
 
     The run's own files are written by rank 0, once it is certain that there will be a run. A run that ends before
-    leaves the folder as it was: what locking it made is removed again.
+    leaves the folder as it was: what locking it made is removed again. One that ends early says what is kept, and by which
+    command it resumes.
 
     Raises:
         CheckpointError: the folder cannot be made or written, or another run is writing there.
         ConfigError: its disk has too little space.
     """
 
-    def __init__(self, config: "RunConfig", display: "Display"):
-        self.config, self.display = config, display
+    def __init__(self, config: "RunConfig", display: "Display", command: "Command"):
+        self.config, self.display, self.command = config, display, command
         self.path = Path(config.log.dir)
         self.metrics = self.path / "metrics.jsonl"
         export = config.checkpoint.export
@@ -67,9 +69,13 @@ class RunFolder:
             if kind is not None:
                 self._clear()
                 if isinstance(error, Stopped):
-                    self.display.row("stopped", f"{error.reason}; the same command resumes")
+                    which = "the same command" if self.command.is_the_same else "the command below"
+                    self.display.row("stopped", f"{error.reason}; {which} resumes")
                 if self.display.began:
-                    self.display.row("kept", "\n".join(self._kept()))
+                    rows, notes = self._metrics()
+                    done = max([self.display.latest.get("step", 0), *rows])
+                    self.display.row("kept", "\n".join(self._kept(done, notes)))
+                    self._say_what_resumes(done)
                 else:
                     self._leave_no_trace()
         finally:
@@ -108,19 +114,20 @@ class RunFolder:
             notes[self.weights] = " (weights, safetensors)"
         return [f"{path}{note}" for path, note in notes.items() if path.exists()]
 
-    def _kept(self) -> list[str]:
-        """After a failure or an interruption: the steps that were done, and the files that are left, a line each."""
+    def _metrics(self) -> tuple[list[int], list[str]]:
+        """The steps in the metrics, and lines that say what is there."""
         notes: list[str] = []
-        steps = [self.display.latest.get("step", 0)]
         try:
-            written = [row["step"] for row in self._rows(notes.append) if row["kind"] == "step"]
-            last = f"up to step {max(written)}" if written else "without a step"
-            metrics = f"{self.metrics} (metrics {last})"
-            steps += written
+            steps = [row["step"] for row in self._rows(notes.append) if row["kind"] == "step"]
         except OSError as error:
-            metrics = f"no metrics ({self.metrics}: {error.strerror or error})"
-        lines = [f"{max(steps)} of {self.config.train.steps} steps were done", metrics, *notes]
-        newest = max(self.path.glob("checkpoints/step-*"), default=None)
+            return [], [f"no metrics ({self.metrics}: {error.strerror or error})"]
+        last = f"up to step {max(steps)}" if steps else "without a step"
+        return steps, [f"{self.metrics} (metrics {last})", *notes]
+
+    def _kept(self, done: int, metrics: list[str]) -> list[str]:
+        """After a failure or an interruption: the steps that were done, and the files that are left, a line each."""
+        lines = [f"{done} of {self.config.train.steps} steps were done", *metrics]
+        newest = self._newest()
         if newest is not None:
             lines.append(f"{newest} (newest checkpoint)")
         now = _weights_in(self.weights)
@@ -131,6 +138,27 @@ class RunFolder:
         elif self.weights is not None:
             lines.append(f"no weights{f' (those in {self.weights} are older)' if now else ''}")
         return lines
+
+    def _newest(self) -> Path | None:
+        return max(self.path.glob("checkpoints/step-*"), default=None)
+
+    def _say_what_resumes(self, done: int) -> None:
+        """Says by which command the run resumes, and at which step; or what would have kept a checkpoint."""
+        newest, steps, kept = self._newest(), self.config.train.steps, self.config.checkpoint
+        if newest is None:
+            every = max(1, min(steps // 10, done))
+            why = "no checkpoint was asked for" if kept.every is None else f"the first was due after step {kept.every}"
+            saved = f" would have kept step {done // every * every}" if done else " keeps some"
+            self.display.row(
+                "resume", f"not possible, no checkpoint is there: {why}; --checkpoint.every={every}{saved}"
+            )
+            return
+        where = f"continues after step {int(newest.name.partition('-')[2])} of {steps}"
+        if self.command.is_of_launcher:
+            less = "" if self.command.is_the_same else " without --fresh, or with --checkpoint.resume=true,"
+            self.display.row("resume", f"the same command of your launcher{less} {where}")
+        else:
+            self.display.commands("resume", [(self.command.resuming(), where)])
 
     def _rows(self, say: Callable[[str], None]) -> list[dict[str, Any]]:
         from shardwise.run.metrics import read_metrics

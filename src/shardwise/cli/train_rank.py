@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.launch import send_event
 from shardwise.launch.imports import import_frozen
+from shardwise.launch.process_name import name_of_rank, process_named, rank_and_size
 
 if TYPE_CHECKING:
     from shardwise.run.config import RunConfig
@@ -35,6 +36,11 @@ def run_rank(config: "RunConfig", send: Callable[[dict[str, Any]], object]) -> d
     Returns:
         what :func:`shardwise.run.job.train` returns, with ``seconds`` and ``proof``.
     """
+    with process_named(name_of_rank(*rank_and_size(), "train")):  # before torch is loaded, which takes seconds
+        return _run(config, send)
+
+
+def _run(config: "RunConfig", send: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
     import_frozen("shardwise.run.job")
 
     from shardwise.cli.train_proof import prove

@@ -11,7 +11,7 @@ from typing import Any
 from shardwise.cli.arguments import Parser
 from shardwise.launch.imports import import_frozen
 
-__all__ = ["OVERRIDES", "add_arguments", "more_help", "run"]
+__all__ = ["OVERRIDES", "add_arguments", "keys", "more_help", "run"]
 
 OVERRIDES = True
 
@@ -57,16 +57,20 @@ def add_arguments(parser: Parser) -> None:
     parser.usage = "shardwise verify MODEL [--layout L] [--batch FN] [--loss FN] [--count FN] [--forward FN] [--fused] [--parallel.key=value ...]"
 
 
-def more_help() -> str:
-    """Help text: the configuration keys that verify takes."""
+def keys() -> list[str]:
+    """The keys of the configuration that verify reads."""
     from shardwise.config.loader import dotted_keys
     from shardwise.run.config import RunConfig
 
     elsewhere = _elsewhere()
-    keys = [key for key in dotted_keys(RunConfig) if key.startswith("parallel.") and _section(key) not in elsewhere]
+    return [key for key in dotted_keys(RunConfig) if key.startswith("parallel.") and _section(key) not in elsewhere]
+
+
+def more_help() -> str:
+    """Help text: the configuration keys that verify takes."""
     return (
         "keys, as `shardwise train` takes them; without one of parallel.sharding the units are those of training, and then every block "
-        f"is one:\n  {', '.join(keys)}"
+        f"is one:\n  {', '.join(keys())}"
     )
 
 

@@ -22,6 +22,7 @@ import msgspec
 
 from shardwise.config.check import checked, struct_in
 from shardwise.config.foreign import replacement_for
+from shardwise.config.other_tools import file_error, override_error
 from shardwise.config.record import Options, default_of, hints_of
 from shardwise.config.sources import Keys, Layer, parse_yaml_value, read_file
 from shardwise.config.suggest import closest, did_you_mean, missing_blank
@@ -183,6 +184,8 @@ def _refuse_unknown_override(key: str, text: str, keys: Keys, cls: type[msgspec.
         hints = hints_of(record)
         if part not in hints:
             told = replacement_for(record, part, "override")
+            if not told and (error := override_error(key, text, inside=depth > 0)) is not None:
+                raise error
             near = _near_key(keys, depth, list(hints), cls)
             raise ConfigError(
                 f"override --{key}={text}",
@@ -217,9 +220,11 @@ def dotted_keys(cls: type[msgspec.Struct], prefix: str = "") -> list[str]:
 def _build(cls: type[C], values: Mapping[str, Any], path: Keys, layer: Layer, origins: dict[str, str]) -> C:
     """Build one record from plain values, checking each key, so that an error can name the key's line."""
     hints = hints_of(cls)
-    for key in values:
-        if key not in hints:
-            raise _unknown_key(key, values[key], list(hints), path, layer, replacement_for(cls, key, "file"))
+    unknown = {key: value for key, value in values.items() if key not in hints}
+    for key, value in unknown.items():
+        told = replacement_for(cls, key, "file")
+        error = None if told else file_error(unknown, path, _origin(layer, (*path, key)))
+        raise error or _unknown_key(key, value, list(hints), path, layer, told)
     built: dict[str, Any] = {}
     for key, hint in hints.items():
         here = (*path, key)

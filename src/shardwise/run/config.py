@@ -274,6 +274,10 @@ class Train(Options, frozen=True, kw_only=True):
     forward: Annotated[
         str | None, doc("pkg.mod:fn, (model, batch) -> output; null: the batch's keys that the model's forward names")
     ] = None
+    callback: Annotated[
+        str | None,
+        doc("pkg.mod:fn, called as fn(out) on every rank after every step; True of any rank ends the run; null: none"),
+    ] = None
     seed: Annotated[Count, doc("seed of the weights, the order of samples and dropout")] = 0
     eval_every: Annotated[Count, doc("steps between validations; 0: only at the end")] = 100
     on_nonfinite: Annotated[
@@ -308,7 +312,7 @@ class Train(Options, frozen=True, kw_only=True):
         return range(int(first), int(last or int(first) + 1))
 
     def check(self) -> None:
-        for key in ("loss", "count", "forward"):
+        for key in ("loss", "count", "forward", "callback"):
             target = getattr(self, key)
             if target is not None and not looks_like_target(target) and (key, target) != ("loss", MODEL_LOSS):
                 raise ConfigError(

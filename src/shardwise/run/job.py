@@ -8,7 +8,7 @@ them.
 Events (``kind`` and its fields): ``phase`` text; ``data`` name, train_samples, val_samples, tokens_per_step, report;
 ``model`` name, num_params, units, why; ``loaded`` text; ``resumed`` text; ``saved`` text; ``sample`` when, prompt, text,
 word_share; ``answer`` when, prompt, text, reference; ``step`` step, steps, loss, grad_norm, lr, tokens_per_s, seconds_left, skipped, num_skipped (so far),
-memory, and tflops, mfu, comm_bytes as far as they are known; ``memory`` per_rank, one_process, rss; ``chosen`` name, text; ``val`` step, loss, num_tokens; ``stop`` reason; ``weights`` path;
+memory, and tflops, mfu, comm_bytes as far as they are known; ``ended`` step, callback; ``memory`` per_rank, one_process, rss; ``chosen`` name, text; ``val`` step, loss, num_tokens; ``stop`` reason; ``weights`` path;
 ``trace`` path; ``trouble`` text.
 """
 
@@ -36,6 +36,7 @@ from shardwise.run.build import (
     make_step,
     set_tokenizer,
 )
+from shardwise.run.callback import Callback
 from shardwise.run.checkpoints import RunCheckpoints
 from shardwise.run.config import RunConfig
 from shardwise.run.datasets import Corpus, limit_to_model, open_data, prompt_of, vocab_of
@@ -51,6 +52,7 @@ from shardwise.state import check_dtypes, save_weights, weights_bytes
 from shardwise.step.evaluate import evaluate
 from shardwise.step.step import TrainStep
 from shardwise.world import World
+from shardwise.world.signals import EndOfRun
 
 __all__ = ["train"]
 
@@ -147,6 +149,9 @@ class _Run:
         self.use = DeviceUse(self.config, self.world)
         self.watch = Watch(self.config.train, self.world, self.folder, lambda path: self.emit("trace", path=path))
         self.unwritten: CheckpointError | None = None
+        self.callback = Callback(self.config.train.callback)
+        self.unlogged: dict[str, Any] | None = None  # figures of the last step, if they are not in the metrics
+        self.num_validated = 0  # the step of the last validation
 
     def tell(self, kind: str, **fields: Any) -> None:
         """Writes a line of metrics and emits the event. A full disk ends the metrics but not the training, whose
@@ -283,8 +288,15 @@ class _Run:
         self.tell("answer", when=when, prompt=prompt, text=text, reference=reference)
 
     def all_steps(self, checkpoints: RunCheckpoints) -> None:
-        """Runs the optimizer steps that are left, over one or more epochs, with validation and checkpoints in
-        between."""
+        """Runs the optimizer steps that are left, with validation and checkpoints in between; fewer if ``train.callback``
+        ends the run."""
+        try:
+            self.planned_steps(checkpoints)
+        except EndOfRun:
+            self.end_early(checkpoints)
+
+    def planned_steps(self, checkpoints: RunCheckpoints) -> None:
+        """Runs the optimizer steps that are left, over one or more epochs."""
         train = self.config.train
         pace, first = Pace(train.steps, done=self.done), self.done + 1
         self.emit("phase", text="training")
@@ -300,6 +312,8 @@ class _Run:
                     self.measure()
                     self.tell_chosen()
                 self.report(done, out, pace, is_first=done == first)
+                if self.callback(out) and done < train.steps:
+                    self.world.stop.ask_for_end()  # all ranks know of it before the next forward
                 if done == train.steps or (train.eval_every and done % train.eval_every == 0):
                     self.validate(done)
                     pace.pause()
@@ -308,6 +322,17 @@ class _Run:
                 checkpoints.save(done)
                 if done == train.steps:
                     return
+
+    def end_early(self, checkpoints: RunCheckpoints) -> None:
+        """Ends the run after the step that was the last, as after the last of the plan; all ranks must call it."""
+        self.world.stop.settle()
+        self.last["steps"] = self.done
+        self.emit("ended", step=self.done, callback=str(self.callback.name))
+        if self.unlogged is not None:
+            self.tell("step", **self.unlogged, memory=memory_of(self.model, self.step.optim).as_dict())
+        if self.num_validated != self.done:
+            self.validate(self.done)
+        checkpoints.save(self.done, is_over=True)
 
     def report(self, done: int, out: Any, pace: Pace, *, is_first: bool) -> None:
         """Reports the result of a step: an event for each, a line of metrics every ``log.every`` steps."""
@@ -331,8 +356,10 @@ class _Run:
         self.last["loss"], self.last["num_skipped"] = figures["loss"], figures["num_skipped"]
         if done % self.config.log.every == 0 or is_first or done == self.config.train.steps:
             self.tell("step", **figures, memory=memory_of(self.model, self.step.optim).as_dict())
+            self.unlogged = None
         else:
             self.emit("step", **figures)
+            self.unlogged = figures
 
     def measure(self) -> None:
         """Reports the memory of every rank, and what one process would need; all ranks must call it."""
@@ -374,7 +401,7 @@ class _Run:
         figures: Mapping[str, Any] = evaluate(
             self.model, val, **functions_of(self.config), fused=self.config.train.fused
         )
-        self.last["val_loss"] = float(figures["loss"])
+        self.last["val_loss"], self.num_validated = float(figures["loss"]), done
         self.tell("val", step=done, **{name: float(value) for name, value in figures.items()})
         self.emit("phase", text="training")
 

@@ -53,9 +53,7 @@ class Optim(Options, frozen=True, kw_only=True):
         Literal["adamw", "sgd", "adafactor"],
         doc("adamw, sgd or adafactor (no state as large as the parameters), as in torch.optim"),
     ] = "adamw"
-    lr: Annotated[
-        AboveZero | None, doc("learning rate at its highest; null: 3e-3, and 2e-5 with model.hf")
-    ] = None
+    lr: Annotated[AboveZero | None, doc("learning rate at its highest; null: 3e-3, and 2e-5 with model.hf")] = None
     betas: Annotated[tuple[BelowOne, BelowOne], doc("decay of the two running means (adamw)")] = (0.9, 0.95)
     weight_decay: Annotated[NotNegative, doc("weight decay")] = 0.1
     decay_on: Annotated[

@@ -5,12 +5,12 @@ Torch-free: launchers use it too.
 
 import importlib.util
 import json
-from collections import deque
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 
 from shardwise.config.tokenizer import BYTES_MEANT, is_tokens, tokenizer_files, tokenizer_path
+from shardwise.data.sft.first_look import look_at
 from shardwise.data.sft.records import read_records
 from shardwise.errors import ConfigError
 from shardwise.run.config import RunConfig
@@ -54,7 +54,8 @@ def check_tokens(config: RunConfig, origins: Mapping[str, str]) -> None:
 
 
 def _check_records(config: RunConfig, origins: Mapping[str, str]) -> None:
-    """Refuses records for fine-tuning without a tokenizer, or that are none; the first ones, as all are read later."""
+    """Refuses records for fine-tuning without a tokenizer, that are none, or that its template refuses; the first ones, as all
+    are read later."""
     data = config.data
     given = f"data.path={data.path!r} ({origins['data.path']})"
     if data.tokenizer is None:
@@ -63,11 +64,14 @@ def _check_records(config: RunConfig, origins: Mapping[str, str]) -> None:
             why="records become tokens by the tokenizer of the model, with its special tokens and its chat template",
             fix="name the directory that has it: --data.tokenizer=DIRECTORY; or train a model directory: --model.hf=DIRECTORY",
         )
-    tokenizer_path(data.tokenizer)
+    tokenizer = tokenizer_path(data.tokenizer)
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(given, why="records are read by transformers, which is not installed", fix=_INSTALL)
+    vocab = vocab_of_folder(config.model.hf, config.model.args)
     for path in filter(None, (data.path, data.val_path)):
-        deque(read_records(path, most=_RECORDS), maxlen=0)  # for what it refuses
+        records = read_records(path, most=_RECORDS)
+        if tokenizer is not None:
+            look_at(records, path, tokenizer, seq_len=data.seq_len, vocab=vocab, refuses=data.unusable == "refuse")
 
 
 def _refuse_bytes(config: RunConfig, origins: Mapping[str, str]) -> None:

@@ -1,5 +1,5 @@
 """The first exchange of a window: the token count over all ranks and micro-batches, whether every rank can begin, and
-whether the run was asked to stop after this window."""
+whether the run was asked to stop after this window, or to end before it."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,6 +16,7 @@ from shardwise.parallel import Runtime
 from shardwise.step.guards import refuse_gradless
 from shardwise.step.same_data import compare_shared, digest_of_data, judge_data, refuse_others
 from shardwise.world.agreement import digest_of
+from shardwise.world.signals import EndOfRun
 
 __all__ = ["agree_on_count", "count_again", "refuse_other_count"]
 
@@ -43,6 +44,7 @@ def agree_on_count(runtime: Runtime, batches: list[Batch], counter: Callable[[Ba
     Raises:
         RankError: ranks have different numbers of micro-batches, or one of them could not begin.
         UsageError: an empty window, a model or mode without a gradient.
+        EndOfRun: the window before was to be the last one.
         ConfigError: nothing says how many tokens a batch has, or the count is not a number; labels that are the inputs
             at their own places.
     """
@@ -84,6 +86,8 @@ def agree_on_count(runtime: Runtime, batches: list[Batch], counter: Callable[[Ba
         place,
     )
     runtime.world.stop.agree(sums["stop"])
+    if runtime.world.stop.ends:
+        raise EndOfRun
     _refuse_problem(runtime, sums, problem, place)
     if not agreement.all_same(sums["dataset"]):
         raise _datasets_differ(runtime, loader, data, place)

@@ -26,24 +26,32 @@ from shardwise.launch.stop_signals import (
     silence_closed_terminal,
 )
 
-__all__ = ["StopRequest"]
+__all__ = ["EndOfRun", "StopRequest"]
 
 Reason = Literal["SIGTERM", "SIGUSR1", "SIGHUP", "the time limit", "a call of stop()"]
 REASONS: tuple[Reason, ...] = ("SIGTERM", "SIGUSR1", "SIGHUP", "the time limit", "a call of stop()")
 
 
+class EndOfRun(Exception):  # noqa: N818 -- nothing is wrong
+    """Raised on all ranks in place of a window, before its first forward: a rank has asked that the window before it is the
+    last one. Nothing has changed."""
+
+
 class StopRequest:
-    """Whether the ranks of a world were asked to stop, or to save.
+    """Whether the ranks of a world were asked to stop, to save, or to end the run as if it were done.
 
     Attributes:
         agreed: who asked for a stop, as text, once all ranks know of it; None: continue. Equal on every rank.
         saves: whether a checkpoint was asked for, from when all ranks know of it until it is saved. Equal on every
             rank.
+        ends: whether the run ends before the window that begins, in order: then a stop is not wanted any more. Equal on
+            every rank.
     """
 
     def __init__(self) -> None:
         self.agreed: str | None = None
-        self.saves = False
+        self.saves = self.ends = False
+        self._asks_for_end = False
         self._asked: set[Reason] = set()
         # Counted: a request that arrives between the entry and the sum of an exchange belongs to the next exchange.
         self._num_saves = self._num_told = self._num_known = 0
@@ -57,24 +65,30 @@ class StopRequest:
         """Asks for a checkpoint, after which the run continues; may be called like :meth:`ask`."""
         self._num_saves += 1
 
+    def ask_for_end(self) -> None:
+        """Asks that no other window is run: the next one raises :class:`EndOfRun` on all ranks. One rank is enough."""
+        self._asks_for_end = True
+
     def entry(self, *, goes_on: bool = True) -> Tensor:
         """This rank's requests, as an entry of an exchange; a time limit counts only if the run ``goes_on``."""
         if goes_on and time.monotonic() >= self._deadline:
             self._asked.add("the time limit")
         self._num_told = self._num_saves
-        flags = [*(reason in self._asked for reason in REASONS), self._num_told > self._num_known]
+        flags = [*(reason in self._asked for reason in REASONS), self._num_told > self._num_known, self._asks_for_end]
         return torch.tensor([float(flag) for flag in flags], dtype=torch.float64)
 
     def agree(self, summed: Tensor) -> None:
         """Takes over the sum of all ranks' entries."""
-        *counts, saves = summed.tolist()
+        *counts, saves, ends = summed.tolist()
         asked = [reason for reason, count in zip(REASONS, counts, strict=True) if count]
         self.saves, self._num_known = self.saves or bool(saves), self._num_told
-        self.agreed = " and ".join(asked) or None
+        self.ends = bool(ends)
+        self.agreed = None if self.ends else " and ".join(asked) or None
 
     def settle(self) -> None:
-        """Called when the stop or the save is done: clears the requests."""
+        """Called when the stop, the save or the end is done: clears the requests."""
         self.agreed, self._asked, self._deadline, self.saves = None, set(), float("inf"), False
+        self.ends = self._asks_for_end = False
 
     @contextlib.contextmanager
     def handle_stop_signals(self, limit_s: float | None, *, usr1_saves: bool = False) -> Iterator[None]:

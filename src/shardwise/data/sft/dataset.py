@@ -16,7 +16,8 @@ from shardwise.data.batch import IGNORED, default_collate
 from shardwise.data.padding import pad_collate
 from shardwise.data.sft.encode import Encoded, Encoder, load_tokenizer
 from shardwise.data.sft.packing import check_attention, packs
-from shardwise.data.sft.records import Completion, Record, Text, read_records, where
+from shardwise.data.sft.records import Record, Text, read_records
+from shardwise.data.sft.refusals import beyond_vocabulary, empty_answer, too_long, unusable
 from shardwise.errors import ConfigError
 from shardwise.model.calling import call
 
@@ -219,13 +220,13 @@ class SFTDataset:
         for line, (ids, labels) in zip(self._lines, self.documents, strict=True):
             worst = int(max(ids.max(), labels.max()))
             if worst >= vocab:
-                token = self._encoder.tokenizer.convert_ids_to_tokens(worst)
-                raise ConfigError(
-                    f"token {worst} ({token!r}) in {where(self.path, line)}",
-                    why=f"the model's vocabulary has {vocab:,} tokens, 0 to {vocab - 1:,}, and the tokenizer's "
-                    f"{len(self._encoder.tokenizer):,}",
-                    fix="use the tokenizer that the model was made with, or enlarge the model's embeddings: "
-                    "model.resize_token_embeddings(len(tokenizer)), and save it",
+                raise beyond_vocabulary(
+                    self.path,
+                    line,
+                    token=worst,
+                    text=self._encoder.tokenizer.convert_ids_to_tokens(worst),
+                    vocab=vocab,
+                    num_known=len(self._encoder.tokenizer),
                 )
 
     def _documents(self, records: Iterable[Record]) -> Iterable[tuple[np.ndarray, np.ndarray]]:
@@ -233,7 +234,7 @@ class SFTDataset:
         dropped: Counter[str] = Counter()
         for record in records:
             self.report.records += 1
-            empty = _empty_answer(record)
+            empty = empty_answer(record)
             ids, trained = ([], []) if empty else self._encoder.encode(record)
             why = empty or self._problem(record, ids, trained)
             if why:
@@ -262,27 +263,9 @@ class SFTDataset:
         if any(trained[1 : self.seq_len + 1]):
             return ""
         if any(trained[1:]):
-            return f"its prompt is longer than seq_len = {self.seq_len:,}"
+            return too_long(self.seq_len)
         return "it has no answer" if len(ids) > 1 else "it has less than two tokens"
 
     def _refuse(self, record: Record, why: str) -> None:
         if self._unusable == "refuse":
-            raise ConfigError(
-                f"{where(self.path, record.line)}: {why}",
-                why="a model would learn to say nothing" if "an answer" in why else "nothing of it would be trained on",
-                fix='correct it, or leave such records out: unusable="drop" (data.unusable=drop)'
-                + ("; or give a larger seq_len" if "longer" in why else ""),
-            )
-
-
-def _empty_answer(record: Record) -> str:
-    """Whether a record has an answer that says nothing, as words; "" if not."""
-    if isinstance(record, Text):
-        return "" if record.text.strip() else "its text is empty"
-    if isinstance(record, Completion):
-        return "" if record.completion.strip() else "an answer is empty"
-    answers = [message for message in record.messages[record.num_given :] if message["role"] == "assistant"]
-    if not answers:
-        return "it has no answer"
-    said = (message.get("tool_calls") or (message.get("content") or "").strip() for message in answers)
-    return "" if all(said) else "an answer is empty"
+            raise unusable(self.path, record.line, why)

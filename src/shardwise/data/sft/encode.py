@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.data.sft.records import Chat, Completion, Record, Text, where
+from shardwise.data.sft.refusals import no_template, template_raised
 from shardwise.errors import ConfigError
 
 __all__ = ["Encoded", "Encoder", "load_tokenizer"]
@@ -124,12 +125,7 @@ class Encoder:
 
     def _of_chat(self, chat: Chat) -> Encoded:
         if not self._template:
-            raise ConfigError(
-                f"{where(self.path, chat.line)}: messages, for a tokenizer without a chat template",
-                why="nothing says how messages become a text",
-                fix="use the tokenizer of an instruction model, or save a template with it: tokenizer.chat_template = ...; "
-                "or give prompt and completion as texts",
-            )
+            raise no_template(self.path, chat.line)
         if not chat.num_given and isinstance(self._template, str) and _MARKED.search(self._template):
             found = self._render(
                 chat, chat.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
@@ -171,8 +167,4 @@ class Encoder:
         try:
             return self.tokenizer.apply_chat_template(messages, tools=chat.tools, **options)
         except Exception as error:  # a template is code of its own
-            raise ConfigError(
-                f"{where(self.path, chat.line)}: the chat template raised {type(error).__name__}",
-                why=f"{error}; the roles are {', '.join(message['role'] for message in messages)}",
-                fix="write the messages as the template wants them, or use another template",
-            ) from error
+            raise template_raised(self.path, chat, error) from error

@@ -1,0 +1,73 @@
+"""Why a record cannot be trained on, as errors: the same where a run is checked before its ranks start, and on the ranks.
+Torch-free."""
+
+from pathlib import Path
+
+from shardwise.data.sft.records import Chat, Completion, Record, Text, where
+from shardwise.errors import ConfigError
+
+__all__ = ["beyond_vocabulary", "empty_answer", "no_template", "template_raised", "too_long", "unusable"]
+
+
+def empty_answer(record: Record) -> str:
+    """Whether a record has an answer that says nothing, as words; "" if not."""
+    if isinstance(record, Text):
+        return "" if record.text.strip() else "its text is empty"
+    if isinstance(record, Completion):
+        return "" if record.completion.strip() else "an answer is empty"
+    answers = [message for message in record.messages[record.num_given :] if message["role"] == "assistant"]
+    if not answers:
+        return "it has no answer"
+    said = (message.get("tool_calls") or (message.get("content") or "").strip() for message in answers)
+    return "" if all(said) else "an answer is empty"
+
+
+def too_long(seq_len: int) -> str:
+    """That the answer of a record is beyond the context, as words."""
+    return f"its prompt is longer than seq_len = {seq_len:,}"
+
+
+def unusable(path: str | Path, line: int, why: str) -> ConfigError:
+    """Nothing of a record would be trained on; ``why`` as words."""
+    return ConfigError(
+        f"{where(path, line)}: {why}",
+        why="a model would learn to say nothing" if "an answer" in why else "nothing of it would be trained on",
+        fix='correct it, or leave such records out: unusable="drop" (data.unusable=drop)'
+        + ("; or give a larger seq_len" if "longer" in why else ""),
+    )
+
+
+def no_template(path: str | Path, line: int) -> ConfigError:
+    """A conversation for a tokenizer that has no chat template."""
+    return ConfigError(
+        f"{where(path, line)}: messages, for a tokenizer without a chat template",
+        why="nothing says how messages become a text",
+        fix="use the tokenizer of an instruction model, or save a template with it: tokenizer.chat_template = ...; "
+        "or give prompt and completion as texts",
+    )
+
+
+def template_raised(path: str | Path, chat: Chat, error: Exception) -> ConfigError:
+    """The chat template refuses a conversation."""
+    return ConfigError(
+        f"{where(path, chat.line)}: the chat template raised {type(error).__name__}",
+        why=f"{error}; the roles are {', '.join(message['role'] for message in chat.messages)}",
+        fix="write the messages as the template wants them, or use another template",
+    )
+
+
+def beyond_vocabulary(path: str | Path, line: int, *, token: int, text: str, vocab: int, num_known: int) -> ConfigError:
+    """A token that the model has no embedding for.
+
+    Args:
+        path, line: of the record.
+        token, text: its number and its text.
+        vocab: rows of the model's embedding.
+        num_known: tokens that the tokenizer knows.
+    """
+    return ConfigError(
+        f"token {token} ({text!r}) in {where(path, line)}",
+        why=f"the model's vocabulary has {vocab:,} tokens, 0 to {vocab - 1:,}, and the tokenizer's {num_known:,}",
+        fix="use the tokenizer that the model was made with, or enlarge the model's embeddings: "
+        "model.resize_token_embeddings(len(tokenizer)), and save it",
+    )

@@ -1,0 +1,127 @@
+"""Options of other tools: each is refused with the override to write, and every override in the table is one that is taken."""
+
+import re
+
+import pytest
+
+from shardwise.cli import main as cli
+from shardwise.config.foreign_words import WORDS
+from shardwise.config.loader import dotted_keys
+from shardwise.config.other_tools import hint
+from shardwise.errors import ConfigError
+from shardwise.run.config import RunConfig, load_config
+
+NEXT_TO = {  # a key without which another would have no effect
+    "data.pack": ("data.path=a.jsonl", "data.tokenizer=here"),
+    "data.prefetch": ("data.num_workers=1",),
+    "data.val_path": ("data.path=a.jsonl",),
+    "checkpoint.keep": ("checkpoint.every=2",),
+    "log.name": ("log.to=wandb",),
+    "data.micro_batch": ("data.global_batch=8",),
+}
+FOR_USER = {"N": "8", "DIRECTORY": "here", "FILE": "a.txt", "FILE.jsonl": "b.jsonl", "PATH": "there"}
+KEYS = dotted_keys(RunConfig)
+
+
+def is_key(name: str) -> bool:
+    return name in KEYS or any(key.startswith(f"{name}.") for key in KEYS)
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_every_override_of_the_table_is_taken(name, tmp_path):
+    word = WORDS[name]
+    for value in {word.like, *word.values}:
+        fix = hint(f"--{name}", value or None, "override").fix
+        assert fix, f"nothing is said of {name} {value}"
+        for override in re.findall(r"^write '?--([^;']+)'?", fix):
+            key, _, ours = override.partition("=")
+            assert is_key(key), key
+            for one in ours.split("|"):  # of which the user takes one
+                full = f"{key}={FOR_USER.get(one, one)}" if "=" not in one.partition("=")[0] else one
+                load_config(None, [full, *NEXT_TO.get(key, ())])
+        inside = hint(name, value or None, "file").fix
+        if inside.startswith("write "):
+            text = inside.removeprefix("write ").partition("; ")[0]
+            for theirs, ours in FOR_USER.items():
+                text = re.sub(rf"\b{re.escape(theirs)}(?![\w.])", ours, text)
+            if "|" not in text:
+                file = tmp_path / "run.yaml"
+                file.write_text(f"{text}\n")
+                load_config(file, NEXT_TO.get(text.split(": ")[0] + "." + text.split("{")[1].split(":")[0], ()))
+
+
+def test_every_key_that_a_text_of_the_table_names_is_there():
+    for name, word in WORDS.items():
+        named = re.findall(
+            rf"\b((?:{'|'.join(RunConfig.__struct_fields__)})\.[a-z_.]*[a-z_0-9]*[a-z0-9])", f"{word.text} {word.write}"
+        )
+        assert all(map(is_key, named)), (name, named)
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (["--learning_rate", "2e-5"], "write --optim.lr=2e-5"),
+        (["--learning-rate=2e-5"], "write --optim.lr=2e-5"),
+        (["--bf16"], "write --parallel.precision=bf16"),
+        (["--bf16=true"], "write --parallel.precision=bf16"),
+        (["--bf16", "true"], "write --parallel.precision=bf16"),
+        (["--bf16", "run.yaml"], "write --parallel.precision=bf16"),
+        (["--bf16", "False"], "leave it out"),
+        (["--mixed_precision", "bf16"], "write --parallel.precision=bf16"),
+        (["--gradient_accumulation_steps", "4"], "data.micro_batch x 4 x data-parallel ranks"),
+        (["--fsdp", "shard_grad_op auto_wrap"], "write --parallel.sharding.reshard_after_forward=false"),
+        (["--training.steps", "100"], "write --train.steps=100"),
+        (["--training.steps=100"], "write --train.steps=100"),
+        (["--train.learning_rate=1e-4"], "write --optim.lr=1e-4"),
+        (["--checkpoint.interval=5"], "write --checkpoint.every=5"),
+        (["--adam_beta2", "0.95"], "write '--optim.betas=[0.9,0.95]'"),
+        (["optimizer.lr=1e-3"], "write --optim.lr=1e-3"),
+        (["batch_size=4"], "write --data.micro_batch=4"),
+        (["--max_steps", "-1"], "leave it out"),
+        (["--model", "here"], "write --model.hf=here"),
+        (["--lora"], "there are no LoRA adapters"),
+        (["--load_in_4bit"], "weights are not quantised"),
+        (["--deepspeed", "ds.json"], "ZeRO-3 is parallel.layout=dp_shard=-1"),
+        (["--epochs", "3"], "write --train.steps=N; a run is counted in optimizer steps: N is 3 x samples"),
+        (["--resume"], "when its command is given again"),
+        (["--lr_scheduler_type", "linear"], "write --schedule.name=cosine|constant"),
+    ],
+)
+def test_a_command_line_of_another_tool_is_answered_with_what_to_write(capsys, words, fix):
+    assert cli.main(["train", *words]) == 2
+    told = capsys.readouterr().err
+    assert f"fix: {fix}" in told or fix in told.partition("fix: ")[2]
+    assert words[0] in told
+
+
+def test_all_options_of_a_command_are_answered_at_once(capsys):
+    assert (
+        cli.main(["train", "run.yaml", "--bf16", "--learning_rate", "2e-5", "--nproc", "2", "--num_train_epochs=3"])
+        == 2
+    )
+    told = capsys.readouterr().err
+    assert "--bf16 --learning_rate 2e-5 --num_train_epochs=3\n" in told
+    assert "fix: --bf16: write --parallel.precision=bf16\n       --learning_rate 2e-5: write --optim.lr=2e-5\n" in told
+
+
+def test_a_file_of_another_tool_is_answered_key_by_key(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        "[optim]\nlr = 0.1\n[training]\nsteps = 5\nseq_len = 64\n[parallelism]\ntensor_parallel_degree = 2\n"
+    )
+    with pytest.raises(ConfigError) as told:
+        load_config(file)
+    assert told.value.given.endswith(f"({file}:3)")
+    assert "training.steps: 5: write train: {steps: 5}\n" in told.value.fix
+    assert 'tensor_parallel_degree: 2: write parallel: {layout: "dp_shard=-1,tp=2"}' in told.value.fix
+    file = tmp_path / "run.yaml"
+    file.write_text("train:\n  learning_rate: 2e-5\n")
+    with pytest.raises(ConfigError) as told:
+        load_config(file)
+    assert told.value.given == f"train.learning_rate: 2e-05 ({file}:2)" and told.value.fix == "write optim: {lr: 2e-05}"
+
+
+def test_a_slip_is_still_told_with_the_nearest_key(capsys):
+    assert cli.main(["train", "--stpes=5"]) == 2
+    assert "did you mean --train.steps=5?" in capsys.readouterr().err
