@@ -106,8 +106,8 @@ def misplaced(objects: Mapping[str, Any]) -> Iterator[str]:
 
 def problems(name: str, value: Any) -> Iterator[str]:
     """What the docstrings of a public name lack."""
-    own = value.__doc__ if not inspect.isclass(value) else vars(value).get("__doc__")
-    if not (own or "").strip():
+    own: str = (value.__doc__ if not inspect.isclass(value) else vars(value).get("__doc__")) or ""
+    if not own.strip():
         yield f"{name}: no docstring"
         return
     if not inspect.isclass(value):
@@ -235,7 +235,9 @@ def signature(name: str, function: Callable[..., Any], *, result: bool = True) -
             shown.append("*")
             star = True
         star = star or argument.kind is argument.VAR_POSITIONAL
-        mark = {argument.VAR_POSITIONAL: "*", argument.VAR_KEYWORD: "**"}.get(argument.kind, "")
+        mark = (
+            "*" if argument.kind is argument.VAR_POSITIONAL else "**" if argument.kind is argument.VAR_KEYWORD else ""
+        )
         kind = "" if argument.annotation is argument.empty else f": {_type(argument.annotation)}"
         default = "" if argument.default is argument.empty else f"{' = ' if kind else '='}{_default(argument.default)}"
         shown.append(f"{mark}{argument.name}{kind}{default}")

@@ -59,7 +59,7 @@ def _file(path: str) -> str:
 
 
 def _difference(old: str, new: str) -> str:
-    lines = difflib.unified_diff(*(_file(path).splitlines() for path in (old, new)), lineterm="", n=2)
+    lines = difflib.unified_diff(_file(old).splitlines(), _file(new).splitlines(), lineterm="", n=2)
     kept = [line.rstrip() for line in lines if not line.startswith(("--- ", "+++ "))]
     return "\n".join(kept) + "\n"
 
