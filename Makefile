@@ -33,7 +33,7 @@ PURE = tests/config tests/cli/test_main.py tests/recipe tests/techniques/test_ma
 CODE = src tests tools $(wildcard examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check soak gpu lint picture
+.PHONY: help demo test check soak gpu lint picture docs
 
 help:  ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -63,6 +63,11 @@ gpu: $(ENV)  ## what makes sense on one CUDA device; says so if there is none
 	@$(PYTHON) tools/find_gpu.py
 	@$(PYTEST) -m gpu $(ARGS)
 	@$(PYTHON) -m shardwise train --launch.device=cuda --launch.nproc=1
+
+docs: $(ENV)  ## write the pages that are made from the code: API, errors, files that pages show
+	@$(PYTHON) tools/api_pages.py
+	@$(PYTHON) tools/error_index.py
+	@$(PYTHON) tools/shown_files.py
 
 picture: $(ENV)  ## measure the curves of 1, 2 and 4 ranks and of tp, check them, draw the pictures of README and docs (half an hour)
 	@$(PYTHON) tools/make_picture.py $(ARGS)

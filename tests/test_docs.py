@@ -1,7 +1,8 @@
 """What the pages say is run: every Python example, every command, every error shown, every link.
 
 A marker stands on the line before a block, as an HTML comment: ``run`` (the block is a script), ``run: 2 ranks`` (on that
-many), ``prints`` (a command after ``$`` and all that it prints), ``output`` (what the script before it prints).
+many), ``prints`` (a command after ``$`` and all that it prints), ``output`` (what the script before it prints), ``file`` and
+``diff`` (files, which tests/pages compares).
 """
 
 import contextlib
@@ -41,6 +42,15 @@ PAGES = (
             "checkpoint",
             "benchmarks",
             "torch-versions",
+            "moving",
+            "from-plain",
+            "from-accelerate",
+            "from-trainer",
+            "from-fabric",
+            "from-fsdp2",
+            "from-torchtune",
+            "launching",
+            "glossary",
         )
     ),
 )
@@ -87,7 +97,7 @@ def examples() -> list[tuple[Block, str | None]]:
     return [
         (block, following.text if following and following.marker == "output" else None)
         for block, following in zip(ALL, after, strict=True)
-        if block.language == "python"
+        if block.language == "python" and not block.marker.startswith("file: ")
     ]
 
 
@@ -194,6 +204,8 @@ FIRST = {
 def _warm(command: str) -> tuple[int, list[str]] | None:
     """On how many warm ranks a command is run, and its words; None: in processes of its own."""
     match shlex.split(command):
+        case [*_, script] if script.startswith("examples/from/"):  # they import what lies beside them
+            return None
         case ["python", script, *words] if script.startswith("examples/"):
             return 1, [script, *words]
         case ["torchrun", "--standalone", "--nproc-per-node", number, script, *words] if script.startswith("examples/"):
@@ -236,6 +248,10 @@ def _shortened(command: str, folder: Path) -> str | None:
             return f"{command} --num 40"
         case ["torchrun", *rest] if "examples/finetune.py" in rest:
             return f"{command} --steps 2"
+        case ["python", "examples/from/plain_before.py"]:
+            return command
+        case ["torchrun", *_, "-m", "shardwise", "train", _]:
+            return f"{command} {SHORT} {SMALL_DATA} --log.dir=run"
         case ["shardwise", "train", "--checkpoint.every=100"]:
             return f"shardwise train --checkpoint.every=2 {SHORT} {SMALL_MODEL}"
         case ["shardwise", "checkpoint", "ls", _]:
@@ -275,6 +291,8 @@ def _shortened(command: str, folder: Path) -> str | None:
             return "python benchmarks/tensor_parallel.py --rounds 2"
         case ["python", "benchmarks/linear_loss.py", *_]:  # its one size takes a minute a round
             return "python benchmarks/linear_loss.py --help"
+        case ["python", "benchmarks/moving.py", *_]:
+            return "python benchmarks/moving.py"
         case ["python", "benchmarks/zoo.py", *_]:
             return "python benchmarks/zoo.py --layout tp=2 --only gpt2"
         case ["python", "tools/draw_pages.py"]:
@@ -290,7 +308,7 @@ def _shortened(command: str, folder: Path) -> str | None:
         case ["make", "demo"]:
             words = f"{SHORT} {SMALL_DATA} --log.dir={folder / 'run'}"
             return f"{_make('demo')} ARGS={shlex.quote(words)}"
-        case ["make", "test" | "soak" | "gpu" | "check" | "picture" as target]:
+        case ["make", "test" | "soak" | "gpu" | "check" | "picture" | "docs" as target]:
             return f"{_make(target)} -n"
         case ["make", "soak", arguments]:
             path = arguments.removeprefix("ARGS=")
@@ -339,9 +357,12 @@ def test_every_selection_of_tests_selects_some(tmp_path):
     assert all(number > 0 for number in found.values()), found
 
 
-# What they do is seen in tests/benchmarks, tests/verify, tests/state and tests/cli; that they are spelled so, in soak.
+# What they do is seen in tests/benchmarks, tests/pages, tests/verify, tests/state and tests/cli; that they are spelled so, in soak.
 SEEN_ELSEWHERE = (
     "python benchmarks/",
+    "python examples/from/",
+    "torchrun --standalone --nproc-per-node 2 examples/from/",
+    "torchrun --standalone --nproc-per-node 2 -m shardwise",
     "shardwise train --checkpoint.every=100",
     "shardwise train --data.path=README.md",
     "python tools/draw_pages.py",
@@ -439,7 +460,8 @@ def test_every_link_leads_somewhere(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_no_block_is_left_to_chance(page):
     for block in blocks(page):
-        assert block.language in ("sh", "python", "console", "text"), f"{block}: {block.language!r}"
+        is_shown = block.marker.startswith(("file: ", "diff: "))
+        assert is_shown or block.language in ("sh", "python", "console", "text"), f"{block}: {block.language!r}"
         assert block.language == "sh" or block.marker, f"{block} has no marker, so nothing checks it"
 
 

@@ -103,7 +103,12 @@ class UsageError(ShardwiseError, RuntimeError):
 
 
 class RankError(ShardwiseError, RuntimeError):
-    """Another rank was lost, does not answer, or disagrees. ``.ranks`` names the ranks concerned."""
+    """Another rank was lost, does not answer, or disagrees.
+
+    Args:
+        given, why, fix, name: as for every :class:`ShardwiseError`.
+        ranks: the ranks concerned.
+    """
 
     def __init__(self, given: str, *, why: str, fix: str, name: str | None = None, ranks: tuple[int, ...] = ()):
         super().__init__(given, why=why, fix=fix, name=name)
@@ -111,7 +116,12 @@ class RankError(ShardwiseError, RuntimeError):
 
 
 class NonFiniteError(ShardwiseError, ArithmeticError):
-    """The loss or a gradient is NaN or infinite, on any rank. ``.ranks`` names the ranks concerned."""
+    """The loss or a gradient is NaN or infinite, on any rank.
+
+    Args:
+        given, why, fix, name: as for every :class:`ShardwiseError`.
+        ranks: the ranks concerned.
+    """
 
     def __init__(self, given: str, *, why: str, fix: str, name: str | None = None, ranks: tuple[int, ...] = ()):
         super().__init__(given, why=why, fix=fix, name=name)

@@ -31,6 +31,9 @@ _EXAMPLE = '"dp_shard=4" or "dp_replicate=2,dp_shard=-1"'
 class Layout:
     """How many ranks each mesh axis has; every degree is at least 1. Build one with :func:`layout_of`.
 
+    Args:
+        pp, dp_replicate, dp_shard, cp, tp: degrees, outer to inner; ``pp`` and ``cp`` are planned, and refused by ``init``.
+
     Example:
         >>> layout = Layout(dp_replicate=2, dp_shard=2)
         >>> layout.size, layout.coord(3).index("dp_shard"), layout.groups("dp_shard")

@@ -55,6 +55,9 @@ def shift_labels(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     The result has ``input_ids[:, :-1]`` and ``labels[:, 1:]``. A batch without ``input_ids`` is returned unchanged.
 
+    Args:
+        batch: ``input_ids`` [B, T+1], perhaps ``labels`` of the same shape, and whatever else the model reads.
+
     Raises:
         ConfigError: ``input_ids`` is not [B, T+1] with T >= 1, ``labels`` have another shape, or they are visibly
             shifted already: at least three labels differ from the input at their position, and each label is the next

@@ -193,6 +193,11 @@ def _warn_of_unregistered(module: nn.Module) -> None:
 def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
     """Applies ``recipe`` to ``module``, in place: shards it and allocates its tensors. Values are not written.
 
+    Args:
+        module: the module that the recipe was made for.
+        recipe: from :func:`recipe_of`, or read from JSON.
+        world: the world whose ranks it is laid over.
+
     Raises:
         PlanError: the recipe was made for another module or another layout.
     """
@@ -237,21 +242,32 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
 
 
 def describe(model: nn.Module) -> str:
-    """The recipe of a sharded module as a table, with the reason of every choice, and what was chosen
-    since training began. Any rank
-    may call it alone."""
+    """The recipe of a sharded module as a table, with the reason of every choice, and what was chosen since training
+    began. Any rank may call it alone.
+
+    Args:
+        model: from :func:`parallelize`.
+    """
     return fold.describe(recipe_of(model)) + "".join(
         f"{name}: {text}\n" for name, text in runtime_of(model).chosen.items()
     )
 
 
 def recipe_of(model: nn.Module) -> Recipe:
-    """The recipe by which ``model`` was sharded."""
+    """The recipe by which a model was sharded.
+
+    Args:
+        model: from :func:`parallelize`.
+    """
     return runtime_of(model).recipe
 
 
 def world_of(model: nn.Module) -> World:
-    """The world over which ``model`` was sharded."""
+    """The world over which a model was sharded.
+
+    Args:
+        model: from :func:`parallelize`.
+    """
     return runtime_of(model).world
 
 

@@ -50,6 +50,10 @@ def state_dict(model: nn.Module, kind: str | StateDictType = StateDictType.SHARD
     call it.
 
     SHARDED and LOCAL tensors share memory with the model. Tied names map to one tensor.
+
+    Args:
+        model: from ``parallelize``.
+        kind: a :class:`StateDictType`, or its name.
     """
     kind, runtime = StateDictType(kind), runtime_of(model)
     if kind is StateDictType.FULL_STATE_DICT:
@@ -72,6 +76,11 @@ def load_state_dict(
     kind: str | StateDictType = StateDictType.SHARDED_STATE_DICT,
 ) -> LoadReport:
     """Loads a state dict from :func:`state_dict` of the same ``kind``. All ranks must call it.
+
+    Args:
+        model: from ``parallelize``.
+        state: the state dict.
+        kind: a :class:`StateDictType`, or its name.
 
     Raises:
         CheckpointError: on every rank; names, shapes or dtypes do not fit, or the topology is not the one it was made

@@ -109,6 +109,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, norm_type: NormType = 
 def clip_grad_value_(model: nn.Module, value: float) -> None:
     """Clamps every gradient element to [-value, value]. No communication.
 
+    Args:
+        model: from ``parallelize``.
+        value: the largest absolute value of an element.
+
     Raises:
         UnsupportedError: a trained parameter is complex.
     """

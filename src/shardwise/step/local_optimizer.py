@@ -33,6 +33,9 @@ def local_optimizer(optim: Opt) -> Opt:
 
     Idempotent. No communication, no copy.
 
+    Args:
+        optim: an optimizer of the sharded model's parameters.
+
     Raises:
         UnsupportedError: an optimizer that is not known to be elementwise (Muon, LBFGS, Adafactor, your own): its
             update of a shard is not the shard of its update.

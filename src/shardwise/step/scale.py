@@ -86,6 +86,11 @@ def unscale_gradients_(model: nn.Module, optim: torch.optim.Optimizer, scaler: t
     """Replaces ``scaler.unscale_(optim)`` in your own training loop: divides the gradients of the optimizer's
     parameters by the loss scale. All ranks must call it, after the window and before clipping.
 
+    Args:
+        model: from ``parallelize``.
+        optim: the optimizer that ``scaler.step`` is called with.
+        scaler: torch's, which has scaled the losses of the window.
+
     Returns:
         whether they are finite on every rank; if not, ``scaler.step(optim)`` skips the step on all of them.
 

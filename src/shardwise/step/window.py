@@ -330,6 +330,9 @@ def count_tokens(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None
     """Counts the valid tokens of a window's micro-batches over all ranks; paddings count 0. All ranks must call it (one
     exchange).
 
+    Args:
+        model, batches, loss, count: as for :func:`window`.
+
     Raises:
         RankError, UsageError, ConfigError: as for :func:`window`.
     """

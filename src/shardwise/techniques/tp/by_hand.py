@@ -27,6 +27,10 @@ __all__ = [
 def tp_copy(x: Tensor, axis: Axis) -> Tensor:
     """``x``, which every rank has whole and uses for its part: the gradient is summed over the ranks.
 
+    Args:
+        x: equal on every rank of the axis.
+        axis: ``world.axis("tp")``.
+
     Raises:
         UnsupportedError: within a model that is given to ``parallelize`` with ``tp``, as is each of these functions.
     """
@@ -35,7 +39,12 @@ def tp_copy(x: Tensor, axis: Axis) -> Tensor:
 
 
 def tp_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """The sum of ``x`` over the ranks, each of which has a part of it; the gradient is that of the sum."""
+    """The sum of ``x`` over the ranks, each of which has a part of it; the gradient is that of the sum.
+
+    Args:
+        x: this rank's summand.
+        axis: ``world.axis("tp")``.
+    """
     group = _group(axis, "tp_reduce")
     return x if group is None else SumParts.apply(x, group)
 
@@ -43,6 +52,11 @@ def tp_reduce(x: Tensor, axis: Axis) -> Tensor:
 def tp_scatter(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
     """This rank's even part of ``x`` along ``dim``; the gradients of the parts are gathered, so that every rank has that of
     all of ``x``. Of a parameter that every rank keeps whole, the part to compute with.
+
+    Args:
+        x: equal on every rank of the axis.
+        axis: ``world.axis("tp")``.
+        dim: the dim that is cut.
 
     Raises:
         UsageError: the ranks do not divide the dim.
@@ -60,7 +74,13 @@ def tp_scatter(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
 
 
 def tp_gather(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
-    """The parts of all ranks, of one shape, side by side along ``dim``; the gradient is this rank's part of it."""
+    """The parts of all ranks, of one shape, side by side along ``dim``; the gradient is this rank's part of it.
+
+    Args:
+        x: this rank's part.
+        axis: ``world.axis("tp")``.
+        dim: the dim along which parts are joined.
+    """
     group = _group(axis, "tp_gather")
     return x if group is None else Gather.apply(x, group, axis.size, axis.rank, dim, False)
 
