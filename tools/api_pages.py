@@ -33,8 +33,8 @@ __all__ = ["GROUPS", "main", "markdown", "page", "problems"]
 GROUPS: dict[str, tuple[str, ...]] = {
     "Start": ("init", "World", "Axis", "Layout", "parallelize", "describe", "world_of"),
     "Train": (
-        "TrainStep", "StepOutput", "StepState", "evaluate", "next_token_loss", "linear_cross_entropy", "TaskModel",
-        "parameter_groups",
+        "TrainStep", "StepOutput", "StepState", "evaluate", "next_token_loss", "model_loss", "linear_cross_entropy",
+        "TaskModel", "parameter_groups",
     ),
     "A loop of your own": (
         "window", "accumulate", "count_tokens", "clip_grad_norm_", "clip_grad_value_", "unscale_gradients_", "local_optimizer",

@@ -1893,8 +1893,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "model-loss-of-other-counts",
-        "return ModelLoss(count_of(loss, count)) if isinstance(loss, ModelLoss) and count is not None else loss",
-        "return loss",
+        "return ModelLoss(count_of(loss, count)) if loss is model_loss else loss",
+        "return ModelLoss() if loss is model_loss else loss",
         "tests/step/test_model_loss.py -k users",
         "the model's mean is multiplied by the labels, and divided by what count= counts",
     ),

@@ -17,7 +17,7 @@ from shardwise.data.batch import IGNORED
 from shardwise.data.labels import Batch, valid_labels
 from shardwise.errors import ConfigError, UsageError
 from shardwise.model.calling import call
-from shardwise.step.model_loss import ModelLoss
+from shardwise.step.model_loss import ModelLoss, model_loss
 from shardwise.step.step_state import StepState, batch_of_forward, with_state
 
 __all__ = [
@@ -139,8 +139,8 @@ class _Count:
 
 
 def with_count(loss: Any, count: Callable[[Batch], Any] | None) -> Any:
-    """``loss``; :data:`model_loss` as a mean over what ``count`` counts, where that is given."""
-    return ModelLoss(count_of(loss, count)) if isinstance(loss, ModelLoss) and count is not None else loss
+    """``loss``; in place of :func:`model_loss`, one that is a mean over what ``count`` counts."""
+    return ModelLoss(count_of(loss, count)) if loss is model_loss else loss
 
 
 def refuse_uncallable(**given: Any) -> None:
@@ -156,7 +156,7 @@ def refuse_uncallable(**given: Any) -> None:
 
 def forward_of(loss: Loss | None, forward: Callable[..., Any]) -> Callable[[nn.Module, Batch, StepState], Any]:
     """The function that calls the model: ``forward``; or, without a loss and with the default ``forward``, the module
-    on the batch itself; with :data:`model_loss` and the default, the module on the batch with its labels. Each also receives
+    on the batch itself; with :func:`model_loss` and the default, the module on the batch with its labels. Each also receives
     the step's state if it takes one."""
     if isinstance(loss, ModelLoss) and forward is call:
         return with_state(loss.forward)

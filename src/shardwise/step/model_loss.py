@@ -81,10 +81,27 @@ class ModelLoss:
         return given
 
 
-model_loss = ModelLoss()
-"""A loss for ``TrainStep``, ``evaluate`` and ``sw.window``: the one that the model computes itself, which is a mean over what is
-counted (labels that are not -100; or ``count=``). The default ``forward`` gives the model its labels. See
-:class:`~shardwise.step.model_loss.ModelLoss`."""
+def model_loss(output: Any, batch: Batch) -> Tensor:
+    """The loss that a model computes itself, as a sum over the micro-batch: ``TrainStep(model, optim, loss=sw.model_loss)``.
+
+    The model returns ``(logits, loss)``, or an object or a mapping with ``loss``, where ``loss`` is a mean over the labels that
+    are not -100, or over what ``count=`` counts. The default ``forward`` then gives the model its labels. That it is such a
+    mean, of labels that are shifted once, is tried in the first window.
+
+    Args:
+        output: what the model returned.
+        batch: the micro-batch, with ``labels``.
+
+    Returns:
+        0-dim, in float32 or wider.
+
+    Raises:
+        ConfigError: there is no loss in the output.
+    """
+    return ModelLoss()(output, batch)
+
+
+model_loss.count = valid_labels  # type: ignore[attr-defined]
 
 
 def loss_of_output(output: Any) -> Tensor:

@@ -39,7 +39,7 @@ _UNCHANGED = 1e-3  # of the change that another label makes
 
 
 class ModelLossCheck:
-    """Tries the loss of :data:`~shardwise.step.model_loss.model_loss` in the first window, and again in others while the data
+    """Tries the loss of :func:`~shardwise.step.model_loss.model_loss` in the first window, and again in others while the data
     has not shown enough. All ranks take part in the same way.
 
     Args:

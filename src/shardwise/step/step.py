@@ -88,7 +88,7 @@ class TrainStep:
         model: from ``parallelize``.
         optim: built from the model's parameters after ``parallelize``.
         loss: ``loss(output, batch)`` -> sum over valid tokens, 0-dim, or a mapping of such sums with the key
-            ``"loss"``; :data:`model_loss`: the mean that the model computes itself; None: the forward returns the sum: the
+            ``"loss"``; :func:`model_loss`: the mean that the model computes itself; None: the forward returns the sum: the
             module's own, which takes the batch (:class:`TaskModel`), or ``forward``.
         count: ``count(batch)`` -> valid tokens; default ``loss.count``, else labels that are not -100.
         forward: ``forward(model, batch)`` -> output, how to call the model on a batch; or
