@@ -1220,10 +1220,45 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "never-down-to-the-floor",
-        "through = (done - warmup) / max(1, num_steps - 1 - warmup)",
-        "through = (done - warmup) / max(1, num_steps + 1 - warmup)",
+        "else (done - begin) / max(1, num_steps - 1 - begin)",
+        "else (done - begin) / max(1, num_steps + 1 - begin)",
         "tests/run/test_build.py -k cosine",
         "the learning rate ends above its floor",
+    ),
+    Mutant(
+        "wsd-without-its-end",
+        "(done - begin + 1) / max(1, num_steps - begin)",
+        "(done - begin) / max(1, num_steps - begin)",
+        "tests/run/test_optim.py -k wsd",
+        "a warm-up-stable-decay run ends above its floor",
+    ),
+    Mutant(
+        "groups-of-every-name",
+        "if any(fnmatchcase(name, pattern) for name in all_names)]",
+        "if fnmatchcase(all_names[-1], pattern)]",
+        "tests/run/test_optim.py -k 'plain_torch and (groups or sgd)'",
+        "a shared parameter is in no group of its first name",
+    ),
+    Mutant(
+        "groups-with-a-later-match",
+        "found |= {i: Group(**settings) for i in named if i not in found}",
+        "found |= {i: Group(**settings) for i in named}",
+        "tests/run/test_optim.py -k 'plain_torch and groups'",
+        "the last pattern holds, where the first is said to",
+    ),
+    Mutant(
+        "decay-of-biases",
+        'decay = 0.0 if optim.decay_on == "matrices" and param.dim() < 2 else optim.weight_decay',
+        "decay = optim.weight_decay",
+        "tests/run/test_optim.py -k 'plain_torch and (groups or adafactor)'",
+        "optim.decay_on=matrices has no effect",
+    ),
+    Mutant(
+        "frozen-and-trained",
+        "if param is not None and (id(param) in named) == bool(given.freeze):",
+        "if param is not None and id(param) in named:",
+        "tests/run/test_optim.py -k 'plain_torch and train'",
+        "model.train_only freezes what it names, and trains the rest",
     ),
     # ---- recipe ----------------------------------------------------------------------------------------------------
     Mutant(
@@ -1292,7 +1327,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # ---- config and layout -----------------------------------------------------------------------------------------
     Mutant(
         "unknown-keys-ignored",
-        'raise _unknown_key(key, values[key], list(hints), path, layer, replacement_for(cls, key, "file"))',
+        "raise error or _unknown_key(key, value, list(hints), path, layer, told)",
         "continue",
         "tests/config/test_loader.py -k unknown",
         "a misspelt key of a configuration has no effect",

@@ -85,7 +85,7 @@ def test_every_key_that_a_text_of_the_table_names_is_there():
         (["--deepspeed", "ds.json"], "ZeRO-3 is parallel.layout=dp_shard=-1"),
         (["--epochs", "3"], "write --train.steps=N; a run is counted in optimizer steps: N is 3 x samples"),
         (["--resume"], "when its command is given again"),
-        (["--lr_scheduler_type", "linear"], "write --schedule.name=cosine|constant"),
+        (["--lr_scheduler_type", "linear"], "write --schedule.name=linear"),
     ],
 )
 def test_a_command_line_of_another_tool_is_answered_with_what_to_write(capsys, words, fix):

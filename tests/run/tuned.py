@@ -41,10 +41,10 @@ SETTINGS = {
     "frozen": ["model.freeze=[embed.*, 'blocks.0.*']"],
     "train only": ["model.train_only=['blocks.*.bias']"],
     "groups": [
-        "optim.groups={'head.*': {lr_scale: 0.5}, '*.bias': {lr: 0.2, weight_decay: 0.3}}",
+        "optim.groups={'head.*': {lr_scale: 0.5}, 'blocks.0.1.bias': {lr: 0.1}, '*.bias': {lr: 0.2, weight_decay: 0.3}}",
         "optim.decay_on=matrices",
     ],
-    "sgd": ["optim.name=sgd", "optim.groups={'*.1.*': {weight_decay: 0}}"],
+    "sgd": ["optim.name=sgd", "optim.groups={'*.1.*': {weight_decay: 0}, 'embed.*': {lr: 0.02}}"],
     "adafactor": ["optim.name=adafactor", "optim.decay_on=matrices"],
 }
 
@@ -79,10 +79,14 @@ def groups_in_torch(name, model):
                 group["weight_decay"] = 0.0
             if key == "embed.weight":
                 group["lr"] = 0.025
+            elif key == "blocks.0.1.bias":
+                group["lr"] = 0.1
             elif key.endswith("bias"):
                 group |= {"lr": 0.2, "weight_decay": 0.3}
         if name == "sgd" and ".1." in key:
             group["weight_decay"] = 0.0
+        if name == "sgd" and key == "embed.weight":
+            group["lr"] = 0.02
         if name == "adafactor" and named[key].dim() < 2:
             group["weight_decay"] = 0.0
         groups.append(group)

@@ -19,7 +19,7 @@ _ACCUMULATION = fixed(
 )
 _EPOCHS = fixed("train.steps=N", "3", "a run is counted in optimizer steps: N is {} x samples / data.global_batch")
 _OTHER_EVERY = fixed("checkpoint.every=N", "epoch", "every N optimizer steps")
-_RATIO = fixed("schedule.warmup_steps=N", "0.03", "N is {} x train.steps")
+_RATIO = to("schedule.warmup_ratio", "0.03")
 _NODES = none("start the ranks by torchrun or srun on each node: torchrun --nnodes {} ... -m shardwise train", "2")
 _RENDEZVOUS = none(
     f"{_LEAVE}: a free port of this machine is found; over several, torchrun or srun sets address and rank", "29500"
@@ -102,8 +102,9 @@ _LENGTH = to("data.seq_len", "2048")
 _WARMUP = to("schedule.warmup_steps", "100")
 _CURVE = choice(
     "schedule.name",
-    "a linear fall is not there",
     cosine="cosine",
+    linear="linear",
+    warmup_stable_decay="wsd",
     constant="constant",
     constant_with_warmup="constant",
     cosine_with_min_lr="cosine",
@@ -114,7 +115,13 @@ _SEED = to("train.seed", "42")
 _WORKERS = to("data.num_workers", "2")
 _BETA1, _BETA2 = fixed("optim.betas=[{},0.95]", "0.9"), fixed("optim.betas=[0.9,{}]", "0.999")
 _OPTIMIZER = choice(
-    "optim.name", adamw="adamw", adamw_torch="adamw", adamw_torch_fused="adamw", adamw_hf="adamw", sgd="sgd"
+    "optim.name",
+    "adafactor is there where parameters are whole on each rank: --optim.name=adafactor --parallel.layout=dp_replicate=-1",
+    adamw="adamw",
+    adamw_torch="adamw",
+    adamw_torch_fused="adamw",
+    adamw_hf="adamw",
+    sgd="sgd",
 )
 _MICRO = to("data.micro_batch", "8", _BATCH)
 _ANSWERS = none(f"{_LEAVE}: of a conversation, or a prompt with its completion, only the answers are trained on")
