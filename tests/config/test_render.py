@@ -67,4 +67,4 @@ def test_help_names_every_key_with_its_default():
     text = config_help(RunConfig)
     for key in load_config(None).origins:
         assert f"    {key}=" in text
-    assert "optim.weight_decay=0.1\n        weight decay [a number >= 0]" in text
+    assert "train.steps=500\n        optimizer steps [a whole number >= 1]" in text

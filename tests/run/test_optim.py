@@ -139,3 +139,46 @@ def test_a_run_is_described_by_its_file_again(tmp_path):
     config = tuned.config_of("groups").config
     (tmp_path / "config.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "config.yaml").config == config
+
+
+def lion(groups, lr, sign=1.0):
+    return torch.optim.Adamax(groups, lr=lr * sign)
+
+
+def nothing(groups):
+    return groups
+
+
+def test_an_optimizer_of_the_users_own():
+    model = nn.Linear(2, 2)
+    made = make_optimizer(load_config(None, ["optim.build=torch.optim:NAdam"]).config.optim, model)
+    assert isinstance(made, torch.optim.NAdam)
+    assert (made.param_groups[0]["lr"], made.param_groups[0]["weight_decay"]) == (2e-3, 0)  # of its own
+    words = [
+        f"optim.build={__file__}:lion",
+        "optim.args={sign: 2}",
+        "optim.lr=0.25",
+        "optim.groups={bias: {lr_scale: 2}}",
+    ]
+    made = make_optimizer(load_config(None, words).config.optim, model)
+    assert [group["lr"] for group in made.param_groups] == [0.5, 0.5]  # the function's, and the group's
+
+
+OWN = {
+    ("optim.args={a: 1}",): "without optim.build",
+    ("optim.build=NAdam",): "such as torch.optim:NAdam",
+    ("optim.build=torch.optim:NAdam", "optim.betas=[0.8, 0.9]"): "or pass it: optim.args={betas: ...}",
+    ("optim.build=torch.optim:NAdam", "optim.name=sgd"): "remove optim.name",
+    ("optim.build=torch.optim:NAdam", "optim.args={lr: 1}"): "give it as optim.lr",
+    ("optim.build=torch.optim:NAdam", "optim.groups={'*': {lr_scale: 2}}"): "give optim.lr",
+    ("optim.build=torch.optim:NAdam", "optim.args={bets: 1}"): "did you mean 'betas'",
+    (f"optim.build={__file__}:nothing",): "it returned list, and training needs a torch.optim.Optimizer",
+    (f"optim.build={__file__}:nothing", "optim.lr=1"): "with lr=1.0\n  why: it cannot be called with them",
+}
+
+
+@pytest.mark.parametrize("words", OWN, ids=" ".join)
+def test_an_optimizer_that_cannot_be_built_is_refused(words):
+    with pytest.raises(ConfigError) as caught:
+        make_optimizer(load_config(None, list(words)).config.optim, nn.Linear(2, 2))
+    assert OWN[words] in str(caught.value)

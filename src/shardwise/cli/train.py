@@ -147,7 +147,8 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
         check_reference_args(config.model.args, seq_len=config.data.seq_len, origins=origins)
     else:
         check_target(config.model.build, what="model.build", origin=origins["model.build"])
-    targets = (("data", "build"), ("train", "loss"), ("train", "count"), ("train", "forward"), ("train", "callback"))
+    targets = [(section, "build") for section in ("data", "optim")]
+    targets += [("train", key) for key in ("loss", "count", "forward", "callback")]
     for section, key in targets:
         target = getattr(getattr(config, section), key)
         if target is not None and (key, target) != ("loss", MODEL_LOSS):

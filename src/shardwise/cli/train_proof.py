@@ -8,6 +8,7 @@ It runs on the CPU, whatever the run's device, and takes no longer than the run 
 says what it leaves out for that.
 """
 
+import functools
 import math
 import time
 from types import SimpleNamespace
@@ -98,7 +99,7 @@ def _compared(config: "RunConfig", world: "World", parallel: Any, num_steps: int
     records = world.gather(run_sharded(task, str(world.layout), parallel))
     outcome: Any = None
     if world.is_main:
-        gate = GATES[task.dtype] * (1 if config.optim.name == "sgd" else _OF_ADAMW)
+        gate = GATES[task.dtype] * (1 if (config.optim.build, config.optim.name) == (None, "sgd") else _OF_ADAMW)
         try:
             outcome = compare(task, run_oracle(task), records, gate=gate).worst["grad"]
         except VerifyError as error:
@@ -107,6 +108,17 @@ def _compared(config: "RunConfig", world: "World", parallel: Any, num_steps: int
     if isinstance(outcome, VerifyError):
         raise outcome
     return outcome, len(records[0].steps[0].grads)
+
+
+def _optimizer(config: "RunConfig") -> Any:
+    """The optimizer of both sides: that of the run, in one group and with the settings of a proof."""
+    from shardwise.config.target import load_target
+
+    optim = config.optim
+    if optim.build is None:
+        return optim.name
+    given = {} if optim.lr is None else {"lr": optim.lr}
+    return functools.partial(load_target(optim.build, what="optim.build"), **given, **optim.args)
 
 
 def _task(config: "RunConfig", world: "World", num_steps: int, most: int) -> Any:
@@ -143,7 +155,7 @@ def _task(config: "RunConfig", world: "World", num_steps: int, most: int) -> Any
         loss=loss,
         count=count_of(loss, functions.get("count")),
         forward=functions.get("forward", call),
-        optimizer=config.optim.name,
+        optimizer=_optimizer(config),
         max_grad_norm=config.train.max_grad_norm,
         norm_type=config.train.norm_type,
         clip_grad_value=config.train.clip_grad_value,

@@ -465,7 +465,8 @@ class RunConfig(Options, frozen=True, kw_only=True):
 
     def computed(self) -> dict[tuple[str, str], Any]:
         computed: dict[tuple[str, str], Any] = {
-            ("optim", "lr"): Optim().settled_lr(is_pretrained=self.model.hf is not None)
+            ("optim", "lr"): Optim(build=self.optim.build).settled_lr(is_pretrained=self.model.hf is not None),
+            ("optim", "weight_decay"): Optim(build=self.optim.build).settled_decay,
         }
         if self.schedule.warmup_ratio is None:
             computed["schedule", "warmup_steps"] = Schedule().settled_warmup(self.train.steps)

@@ -190,7 +190,8 @@ class _Run:
         """Estimates the size of a checkpoint in bytes."""
         trained = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
         optim = self.config.optim
-        moments = {"adamw": 2, "sgd": int(optim.momentum > 0), "adafactor": 0}[optim.name]
+        # Of an optimizer of the user's own it is not known: as of AdamW.
+        moments = 2 if optim.build else {"adamw": 2, "sgd": int(optim.momentum > 0), "adafactor": 0}[optim.name]
         return weights_bytes(self.model) + moments * trained
 
     def resume(self, checkpoints: RunCheckpoints) -> None:

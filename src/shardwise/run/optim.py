@@ -1,6 +1,8 @@
 """Builds optimizer, parameter groups, learning rate scheduler and gradient scaler of a training run from its configuration."""
 
+import functools
 import math
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.config.suggest import did_you_mean
+from shardwise.config.target import called, load_target
 from shardwise.errors import ConfigError
 from shardwise.model.names import canonical_tensors
 from shardwise.parallel import runtime_of, world_of
@@ -35,18 +38,35 @@ def make_optimizer(optim: Optim, model: nn.Module) -> torch.optim.Optimizer:
     Raises:
         ConfigError: groups that have no effect, or both kinds of them.
     """
-    lr = optim.settled_lr(is_pretrained=False)
-    params = _groups_of(optim, lr, model)
+    lr, decay = optim.settled_lr(is_pretrained=False), optim.settled_decay
+    groups = _groups_of(optim, model)
+    given = {key: value for key, value in (("lr", lr), ("weight_decay", decay)) if value is not None}
+    if optim.build is not None:
+        return _own_optimizer(optim.build, groups, {**given, **optim.args})
+    if optim.name == "adafactor":
+        return torch.optim.Adafactor(groups, **given)
     fused = True if optim.fused is None else optim.fused
     if optim.name == "sgd":
-        return torch.optim.SGD(params, lr=lr, momentum=optim.momentum, weight_decay=optim.weight_decay, fused=fused)
-    if optim.name == "adafactor":
-        return torch.optim.Adafactor(params, lr=lr, weight_decay=optim.weight_decay)
-    return torch.optim.AdamW(params, lr=lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=fused)
+        return torch.optim.SGD(groups, momentum=optim.momentum, fused=fused, **given)
+    return torch.optim.AdamW(groups, betas=optim.betas, fused=fused, **given)
 
 
-def _groups_of(optim: Optim, lr: float, model: nn.Module) -> list[dict[str, Any]]:
-    """Parameter groups, each with the learning rate and weight decay of its parameters."""
+def _own_optimizer(build: str, groups: list[dict[str, Any]], given: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """The optimizer that a function of the user, or a class, makes of parameter groups."""
+    shown = ", ".join(f"{key}={value}" for key, value in given.items())
+    make = load_target(build, what="optim.build")
+    made = called(functools.partial(make, groups), given, f"optim.build={build!r} with {shown or 'no arguments'}")
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optim.build={build!r}",
+            why=f"it returned {type(made).__name__}, and training needs a torch.optim.Optimizer",
+            fix="name a class of optimizers, or a function (groups, lr) that returns one",
+        )
+    return made
+
+
+def _groups_of(optim: Optim, model: nn.Module) -> list[dict[str, Any]]:
+    """Parameter groups, with the learning rate and weight decay of their parameters where these are not the optimizer's."""
     own = grouped(model)
     if not optim.groups and optim.decay_on == "all":
         return own
@@ -56,15 +76,18 @@ def _groups_of(optim: Optim, lr: float, model: nn.Module) -> list[dict[str, Any]
             why="its method make_parameter_groups() says which parameters have other settings",
             fix="remove one of them",
         )
-    settings = _matched(optim, model)
-    found: dict[tuple[float, float], list[Any]] = {}
+    settings, lr = _matched(optim, model), optim.settled_lr(is_pretrained=False)
+    found: dict[tuple[tuple[str, float], ...], list[Any]] = {}
     for param in own[0]["params"]:
-        group = settings.get(id(param), Group(lr_scale=1.0))
-        decay = 0.0 if optim.decay_on == "matrices" and param.dim() < 2 else optim.weight_decay
-        rate = group.lr if group.lr is not None else lr * (group.lr_scale or 1.0)
-        key = rate, decay if group.weight_decay is None else group.weight_decay
-        found.setdefault(key, []).append(param)
-    return [{"params": params, "lr": rate, "weight_decay": decay} for (rate, decay), params in found.items()]
+        others: dict[str, float] = {}
+        if optim.decay_on == "matrices" and param.dim() < 2:
+            others["weight_decay"] = 0.0
+        if (group := settings.get(id(param))) is not None:
+            rate = lr * group.lr_scale if lr is not None and group.lr_scale is not None else group.lr
+            given = (("lr", rate), ("weight_decay", group.weight_decay))
+            others |= {key: value for key, value in given if value is not None}
+        found.setdefault(tuple(sorted(others.items())), []).append(param)
+    return [{"params": params, **dict(others)} for others, params in found.items()]
 
 
 def _matched(optim: Optim, model: nn.Module) -> dict[int, Group]:

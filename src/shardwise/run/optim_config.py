@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from shardwise.config.record import Options, default_of, doc
+from shardwise.config.target import looks_like_target
 from shardwise.errors import ConfigError
 
 __all__ = ["Group", "Optim", "Scaler", "Schedule"]
@@ -19,7 +20,7 @@ AboveZero = Annotated[float, msgspec.Meta(gt=0)]
 AboveOne = Annotated[float, msgspec.Meta(gt=1)]
 Shrink = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 
-_FROM_SCRATCH, _FINE_TUNING = 3e-3, 2e-5
+_FROM_SCRATCH, _FINE_TUNING, _DECAY = 3e-3, 2e-5, 0.1
 _OF_OPTIMIZERS = {"betas": ("adamw",), "momentum": ("sgd",), "fused": ("adamw", "sgd")}
 """Settings that not every optimizer has."""
 
@@ -53,9 +54,19 @@ class Optim(Options, frozen=True, kw_only=True):
         Literal["adamw", "sgd", "adafactor"],
         doc("adamw, sgd or adafactor (no state as large as the parameters), as in torch.optim"),
     ] = "adamw"
-    lr: Annotated[AboveZero | None, doc("learning rate at its highest; null: 3e-3, and 2e-5 with model.hf")] = None
+    build: Annotated[
+        str | None,
+        doc(
+            "another optimizer: a class or function of parameter groups, pkg.mod:fn, such as torch.optim:NAdam; null: name"
+        ),
+    ] = None
+    args: Annotated[dict[str, Any], doc("keyword arguments of build")] = msgspec.field(default_factory=dict)
+    lr: Annotated[
+        AboveZero | None,
+        doc("learning rate at its highest; null: 3e-3, and 2e-5 with model.hf; with build: that of its own"),
+    ] = None
     betas: Annotated[tuple[BelowOne, BelowOne], doc("decay of the two running means (adamw)")] = (0.9, 0.95)
-    weight_decay: Annotated[NotNegative, doc("weight decay")] = 0.1
+    weight_decay: Annotated[NotNegative | None, doc("weight decay; null: 0.1; with build: that of its own")] = None
     decay_on: Annotated[
         Literal["all", "matrices"],
         doc("what weight decay is for; matrices: parameters of two dims and more, so neither biases nor norms"),
@@ -71,8 +82,9 @@ class Optim(Options, frozen=True, kw_only=True):
     fused: Annotated[bool | None, doc("torch's fused kernel; null: where the device has it")] = None
 
     def check(self) -> None:
+        self._check_build()
         for key, names in _OF_OPTIMIZERS.items():
-            if self.name not in names and getattr(self, key) != default_of(Optim, key):
+            if self.build is None and self.name not in names and getattr(self, key) != default_of(Optim, key):
                 raise ConfigError(
                     f"optim.{key}={getattr(self, key)} with optim.name={self.name!r}",
                     why=f"{self.name} has no {key}, so it would have no effect",
@@ -86,9 +98,53 @@ class Optim(Options, frozen=True, kw_only=True):
                 error.given = f"optim.groups[{pattern!r}]: {error.given}"
                 raise
 
-    def settled_lr(self, *, is_pretrained: bool) -> float:
-        """The learning rate, also where it is not given."""
-        return self.lr if self.lr is not None else _FINE_TUNING if is_pretrained else _FROM_SCRATCH
+    def _check_build(self) -> None:
+        if self.build is None:
+            if self.args:
+                raise ConfigError(
+                    f"optim.args={self.args} without optim.build",
+                    why="they are the arguments of that function, so they would have no effect",
+                    fix="add optim.build, or remove optim.args",
+                )
+            return
+        if not looks_like_target(self.build):
+            raise ConfigError(
+                f"optim.build={self.build!r}",
+                why="it does not name a class or function",
+                fix="write pkg.mod:fn, or path/to/file.py:fn; such as torch.optim:NAdam",
+            )
+        for key in ("name", *_OF_OPTIMIZERS):
+            if getattr(self, key) != default_of(Optim, key):
+                raise ConfigError(
+                    f"optim.{key}={getattr(self, key)} with optim.build={self.build!r}",
+                    why="it is of the optimizers that optim.name names, so it would have no effect",
+                    fix=f"remove optim.{key}" + ("" if key == "name" else f", or pass it: optim.args={{{key}: ...}}"),
+                )
+        for key in ("lr", "weight_decay"):
+            if key in self.args:
+                raise ConfigError(
+                    f"optim.args={self.args}: {key}",
+                    why=f"the {'schedule' if key == 'lr' else 'group'} of each parameter is made from optim.{key}",
+                    fix=f"give it as optim.{key}",
+                )
+        scaled = next((pattern for pattern, given in self.groups.items() if "lr_scale" in given), None)
+        if self.lr is None and scaled is not None:
+            raise ConfigError(
+                f"optim.groups[{scaled!r}]: lr_scale, without optim.lr",
+                why="with optim.build the learning rate is that of its own, which is not known",
+                fix="give optim.lr",
+            )
+
+    def settled_lr(self, *, is_pretrained: bool) -> float | None:
+        """The learning rate, also where it is not given; None: that of the optimizer ``build``."""
+        if self.lr is not None or self.build is not None:
+            return self.lr
+        return _FINE_TUNING if is_pretrained else _FROM_SCRATCH
+
+    @property
+    def settled_decay(self) -> float | None:
+        """The weight decay, also where it is not given; None: that of the optimizer ``build``."""
+        return _DECAY if self.weight_decay is None and self.build is None else self.weight_decay
 
 
 class Schedule(Options, frozen=True, kw_only=True):
