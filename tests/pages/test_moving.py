@@ -1,5 +1,6 @@
 """The scripts of the pages "from other libraries": both sides train on the same numbers, and the pages show these files."""
 
+import difflib
 import importlib.util
 import re
 import sys
@@ -29,16 +30,16 @@ def run(pool):
     return lambda fn, ranks, *args: pool.run(fn, ranks, *args, timeout_s=100)
 
 
-@pytest.mark.parametrize("name", ["plain", *moving.NAMES])
+@pytest.mark.parametrize("name", ["plain", "nanogpt", *moving.NAMES])
 def test_both_scripts_have_the_same_losses_and_weights(ranks, name):
-    before = run(ranks)(moving.run_script, 1 if name == "plain" else 2, f"{name}_before")[0]
+    before = run(ranks)(moving.run_script, 1 if name in ("plain", "nanogpt") else 2, f"{name}_before")[0]
     after = run(ranks)(moving.run_script, 2, f"{name}_after")[0]
     assert len(before[0]) == 6 and before[0][0] > 3
     tolerance = 1e-5 if name == "trainer" else 1e-9  # the loss of transformers is float32 in a float64 model too
     assert after[0] == pytest.approx(before[0], rel=0, abs=tolerance)
     assert moving.distance(before, after) < tolerance
     alone = run(ranks)(moving.run_script, 1, f"{name}_after")[0]
-    if name == "plain":  # its steps have as many micro-batches on any number of ranks
+    if name in ("plain", "nanogpt"):  # its steps have as many micro-batches on any number of ranks
         assert alone[0] == pytest.approx(after[0], rel=0, abs=1e-9)
 
 
@@ -70,6 +71,14 @@ def test_a_block_that_is_not_the_file_is_found():
     assert shown_files.filled(page) != page
     assert shown_files.filled(page).endswith("```\nrest\n")
     assert shown_files.filled(shown_files.filled(page)) == shown_files.filled(page)
+
+
+def test_a_script_like_nanogpts_gets_eight_new_lines():
+    before, after = (
+        (ROOT / "examples" / "from" / f"nanogpt_{end}.py").read_text().splitlines() for end in ("before", "after")
+    )
+    added = [line[2:] for line in difflib.ndiff(before, after) if line.startswith("+ ") and line[2:].strip()]
+    assert len(added) <= 8, added
 
 
 def test_scripts_are_short():

@@ -40,7 +40,7 @@ def make_optimizer(optim: Optim, model: nn.Module) -> torch.optim.Optimizer:
     """
     lr, decay = optim.settled_lr(is_pretrained=False), optim.settled_decay
     groups = _groups_of(optim, model)
-    given = {key: value for key, value in (("lr", lr), ("weight_decay", decay)) if value is not None}
+    given: dict[str, Any] = {key: value for key, value in (("lr", lr), ("weight_decay", decay)) if value is not None}
     if optim.build is not None:
         return _own_optimizer(optim.build, groups, {**given, **optim.args})
     if optim.name == "adafactor":
