@@ -1,6 +1,7 @@
 """``shardwise train`` on conversations: it learns answers, exports what stock transformers opens, and is resumed exactly."""
 
 import json
+import math
 import os
 import re
 import runpy
@@ -66,6 +67,8 @@ def test_it_learns_the_answers_and_stock_transformers_opens_them(ranks, small, t
     assert before["prompt"] == after["prompt"] and before["text"] != after["text"]
     losses = {row["step"]: row["loss"] for row in rows(dest, "val")}
     assert [*losses] == [0, 24] and losses[24] < 0.6 * losses[0]
+    assert [row["perplexity"] for row in rows(dest, "val")] == pytest.approx([math.exp(x) for x in losses.values()])
+    assert f"nats/token (perplexity {math.exp(losses[24]):.4g})" in said
     model = AutoModelForCausalLM.from_pretrained(dest / "weights").eval()
     _, val = sw.SFTDataset(small / "chat.jsonl", str(small), seq_len=96).split(0.1)
     with torch.no_grad():

@@ -212,9 +212,10 @@ def _launch(loaded: "Loaded[RunConfig]", command: "Command") -> int:
 
     from shardwise.cli.rank_logs import RankLogs
     from shardwise.cli.train_display import Display
-    from shardwise.cli.train_folder import RunFolder, unit_of
+    from shardwise.cli.train_folder import RunFolder
     from shardwise.launch import is_cpu, launch_local, passed_over
     from shardwise.layout import layout_of
+    from shardwise.run.loss_unit import unit_of
     from shardwise.techniques import AXES_IN_USE
 
     config = loaded.config
@@ -297,11 +298,12 @@ def _shown_once_a_node() -> Iterator[None]:
 
 def _be_a_rank(loaded: "Loaded[RunConfig]", command: "Command") -> int:
     from shardwise.cli.train_display import Display
-    from shardwise.cli.train_folder import RunFolder, unit_of
+    from shardwise.cli.train_folder import RunFolder
     from shardwise.cli.train_rank import run_rank
     from shardwise.launch import passed_over, terminable
     from shardwise.launch.process_name import rank_and_size
     from shardwise.layout import layout_of
+    from shardwise.run.loss_unit import unit_of
     from shardwise.techniques import AXES_IN_USE
 
     config = loaded.config
@@ -346,12 +348,14 @@ def _ranks_per_node() -> int:
 def _report(folder: "RunFolder", result: dict[str, Any], no_picture: str | None) -> None:
     from shardwise.cli.program import program
     from shardwise.cli.train_display import seconds_text
-    from shardwise.cli.train_folder import unit_of
+    from shardwise.run.loss_unit import perplexity_of, unit_of
 
     display, unit = folder.display, unit_of(folder.config)
     display.say()
     val = result["val_loss"]
     final = f"validation loss {val:.4f} {unit}" if val is not None else f"training loss {result['loss']:.4f} {unit}"
+    if (perplexity := perplexity_of(folder.config, result["loss"] if val is None else val)) is not None:
+        final += f" (perplexity {perplexity:.4g})"
     display.row("result", f"{final} after {result['steps']} steps in {seconds_text(result['seconds'])}")
     if result["num_skipped"]:
         display.row("skipped", _skipped_text(folder.config, result["num_skipped"], result["steps"]))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardwise.cli.train_display import Display
     from shardwise.run.config import RunConfig
 
-__all__ = ["RunFolder", "unit_of"]
+__all__ = ["RunFolder"]
 
 Stamp = dict[Path, tuple[int, int]]
 
@@ -179,18 +179,6 @@ class RunFolder:
         with contextlib.suppress(OSError):  # in use, or removed already
             for place in self._made:
                 place.rmdir() if place.is_dir() else place.unlink()
-
-
-def unit_of(config: "RunConfig") -> str:
-    """The unit of the loss: nats per token or per byte."""
-    from shardwise.config.tokenizer import BYTES_MEANT, is_tokens
-
-    data = config.data
-    if config.train.loss is not None:
-        return "per item counted"
-    if data.build is not None:
-        return "nats/label"
-    return "nats/token" if is_tokens(data.path) or data.tokenizer not in (None, BYTES_MEANT) else "nats/byte"
 
 
 def _hold(lock: Path, display: "Display") -> TextIO:

@@ -43,6 +43,7 @@ from shardwise.run.datasets import Corpus, limit_to_model, open_data, prompt_of,
 from shardwise.run.device_use import DeviceUse
 from shardwise.run.disk_space import check_space, spare_folders
 from shardwise.run.loggers import Loggers
+from shardwise.run.loss_unit import perplexity_of
 from shardwise.run.memory import memory_of, state_bytes
 from shardwise.run.metrics import MetricsWriter, Pace, cut_metrics
 from shardwise.run.optim import put_on_schedule
@@ -403,7 +404,9 @@ class _Run:
             self.model, val, **functions_of(self.config), fused=self.config.train.fused
         )
         self.last["val_loss"], self.num_validated = float(figures["loss"]), done
-        self.tell("val", step=done, **{name: float(value) for name, value in figures.items()})
+        perplexity = perplexity_of(self.config, self.last["val_loss"])
+        more = {} if perplexity is None else {"perplexity": perplexity}
+        self.tell("val", step=done, **{name: float(value) for name, value in figures.items()}, **more)
         self.emit("phase", text="training")
 
     def export(self, unsaved: CheckpointError | None) -> None:
