@@ -46,6 +46,7 @@ SETTINGS = {
     ],
     "sgd": ["optim.name=sgd", "optim.groups={'*.1.*': {weight_decay: 0}, 'embed.*': {lr: 0.02}}"],
     "adafactor": ["optim.name=adafactor", "optim.decay_on=matrices"],
+    "muon": ["optim.name=muon", "optim.decay_on=matrices"],
 }
 
 
@@ -87,10 +88,31 @@ def groups_in_torch(name, model):
             group["weight_decay"] = 0.0
         if name == "sgd" and key == "embed.weight":
             group["lr"] = 0.02
-        if name == "adafactor" and named[key].dim() < 2:
+        if name in ("adafactor", "muon") and named[key].dim() < 2:
             group["weight_decay"] = 0.0
         groups.append(group)
     return groups
+
+
+class Both:
+    """Muon for the matrices of blocks, AdamW for the rest: two optimizers of torch."""
+
+    def __init__(self, groups):
+        hidden = [group for group in groups if group["params"][0].shape == (DIM, DIM)]
+        others = [group for group in groups if group["params"][0].shape != (DIM, DIM)]
+        self.parts = (
+            torch.optim.Muon(hidden, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, betas=(0.9, 0.95)),
+        )
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    def zero_grad(self):
+        for part in self.parts:
+            part.zero_grad()
+
+    def step(self):
+        for part in self.parts:
+            part.step()
 
 
 def windows():
@@ -111,6 +133,7 @@ def in_torch(name):
     optim = {
         "sgd": lambda: torch.optim.SGD(groups, momentum=0.9),
         "adafactor": lambda: torch.optim.Adafactor(groups),
+        "muon": lambda: Both(groups),
     }.get(name, lambda: torch.optim.AdamW(groups, betas=(0.9, 0.95)))()
     base = [group["lr"] for group in optim.param_groups]
     for factor, window in zip((0.5, 1.0, 1.0, 0.1), windows(), strict=True):

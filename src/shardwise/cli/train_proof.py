@@ -115,6 +115,8 @@ def _optimizer(config: "RunConfig") -> Any:
     from shardwise.config.target import load_target
 
     optim = config.optim
+    if optim.name == "muon":
+        return "adamw"  # Muon computes in bfloat16, where the last bit of a sum shows: two right runs differ
     if optim.build is None:
         return optim.name
     given = {} if optim.lr is None else {"lr": optim.lr}

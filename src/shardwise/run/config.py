@@ -485,7 +485,7 @@ class RunConfig(Options, frozen=True, kw_only=True):
                 why="the model would never get values",
                 fix="add model.weights, or remove parallel.init",
             )
-        if self.optim.name == "adafactor":
+        if self.optim.name in ("adafactor", "muon"):
             self._check_whole_parameters()
         if self.data.tokenizer == "hf" or (self.data.tokenizer is None and self.data.has_records and self.model.hf):
             if self.model.hf is None:

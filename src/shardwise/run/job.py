@@ -192,7 +192,9 @@ class _Run:
         trained = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
         optim = self.config.optim
         # Of an optimizer of the user's own it is not known: as of AdamW.
-        moments = 2 if optim.build else {"adamw": 2, "sgd": int(optim.momentum > 0), "adafactor": 0}[optim.name]
+        moments = (
+            2 if optim.build else {"adamw": 2, "sgd": int(optim.momentum > 0), "adafactor": 0, "muon": 2}[optim.name]
+        )
         return weights_bytes(self.model) + moments * trained
 
     def resume(self, checkpoints: RunCheckpoints) -> None:

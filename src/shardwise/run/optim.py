@@ -16,6 +16,7 @@ from shardwise.errors import ConfigError
 from shardwise.model.names import canonical_tensors
 from shardwise.parallel import runtime_of, world_of
 from shardwise.run.config import RunConfig
+from shardwise.run.muon import Muon, is_hidden_matrix
 from shardwise.run.optim_config import Group, Optim, Schedule
 from shardwise.step.parameter_groups import grouped
 from shardwise.step.scale import computes_half
@@ -46,9 +47,24 @@ def make_optimizer(optim: Optim, model: nn.Module) -> torch.optim.Optimizer:
     if optim.name == "adafactor":
         return torch.optim.Adafactor(groups, **given)
     fused = True if optim.fused is None else optim.fused
+    if optim.name == "muon":
+        return _muon(groups, model, betas=optim.betas, fused=fused, **given)
     if optim.name == "sgd":
         return torch.optim.SGD(groups, momentum=optim.momentum, fused=fused, **given)
     return torch.optim.AdamW(groups, betas=optim.betas, fused=fused, **given)
+
+
+def _muon(groups: list[dict[str, Any]], model: nn.Module, **given: Any) -> Muon:
+    is_hidden = is_hidden_matrix(model)
+    hidden, others = (
+        [
+            {**group, "params": params}
+            for group in groups
+            if (params := [param for param in group["params"] if is_hidden(param) is wanted])
+        ]
+        for wanted in (True, False)
+    )
+    return Muon(hidden, others, **given)
 
 
 def _own_optimizer(build: str, groups: list[dict[str, Any]], given: Mapping[str, Any]) -> torch.optim.Optimizer:

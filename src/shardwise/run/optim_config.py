@@ -21,7 +21,7 @@ AboveOne = Annotated[float, msgspec.Meta(gt=1)]
 Shrink = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 
 _FROM_SCRATCH, _FINE_TUNING, _DECAY = 3e-3, 2e-5, 0.1
-_OF_OPTIMIZERS = {"betas": ("adamw",), "momentum": ("sgd",), "fused": ("adamw", "sgd")}
+_OF_OPTIMIZERS = {"betas": ("adamw", "muon"), "momentum": ("sgd",), "fused": ("adamw", "sgd", "muon")}
 """Settings that not every optimizer has."""
 
 
@@ -51,8 +51,10 @@ class Optim(Options, frozen=True, kw_only=True):
     """Section ``optim``: the optimizer and its settings."""
 
     name: Annotated[
-        Literal["adamw", "sgd", "adafactor"],
-        doc("adamw, sgd or adafactor (no state as large as the parameters), as in torch.optim"),
+        Literal["adamw", "sgd", "adafactor", "muon"],
+        doc(
+            "adamw, sgd, adafactor (no state as large as the parameters) or muon (for matrices between layers; adamw for the rest), as in torch.optim"
+        ),
     ] = "adamw"
     build: Annotated[
         str | None,
