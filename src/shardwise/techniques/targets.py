@@ -23,8 +23,9 @@ TARGETS = doc(
 )
 
 
-def word_or_record(key: str, value: Any, cls: type, words: dict[str, Any]) -> Any:
-    """``value`` if it is a record or None, else the record for a word; ``cls`` is the class of the record.
+def word_or_record(key: str, value: Any, cls: type, words: dict[str, Any], *, also: str = "") -> Any:
+    """``value`` if it is a record or None, else the record for a word; ``cls`` is the class of the record, ``also`` names what
+    else the caller takes.
 
     Raises:
         ConfigError: it is neither.
@@ -36,7 +37,7 @@ def word_or_record(key: str, value: Any, cls: type, words: dict[str, Any]) -> An
     raise ConfigError(
         f"{key}={value!r}",
         why=f"that is neither a word for {key} nor a {cls.__name__} record",
-        fix=did_you_mean(str(value), list(words), what="words") + f', or a record: {cls.__name__}(targets=("Block",))',
+        fix=did_you_mean(str(value), list(words), what="words") + f'{also}, or a record: {cls.__name__}(targets=("Block",))',
     )
 
 

@@ -113,4 +113,4 @@ def remat_of(value: str | Remat | None) -> Remat | None:
     words = {"none": None, "full": Remat(), "selective": Remat(mode="selective")}
     if isinstance(value, str) and is_size(value):
         return Remat(budget=value)
-    return word_or_record("remat", value, Remat, words)
+    return word_or_record("remat", value, Remat, words, also=", or a size that it may keep on each rank (8GiB)")
