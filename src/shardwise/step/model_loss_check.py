@@ -148,7 +148,8 @@ class ModelLossCheck:
         warnings.warn(
             f"the model's loss is not quite a mean over what is counted: on two parts of a micro-batch it is {parts[0]:.6g} and {parts[1]:.6g}, together "
             f"{means.both:.6g} where their mean is {expected:.6g}. What is added to it (a router's loss, a loss of pairs of samples) depends on how "
-            "samples are grouped into micro-batches",
+            "samples are grouped into micro-batches. If it is a mean over other items (cross entropy with class weights divides by the weights of the "
+            "labels), pass their number: count=lambda batch: weights[batch['labels']].sum()",
             stacklevel=2,
         )
         return True

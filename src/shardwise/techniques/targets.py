@@ -37,7 +37,8 @@ def word_or_record(key: str, value: Any, cls: type, words: dict[str, Any], *, al
     raise ConfigError(
         f"{key}={value!r}",
         why=f"that is neither a word for {key} nor a {cls.__name__} record",
-        fix=did_you_mean(str(value), list(words), what="words") + f'{also}, or a record: {cls.__name__}(targets=("Block",))',
+        fix=did_you_mean(str(value), list(words), what="words")
+        + f'{also}, or a record: {cls.__name__}(targets=("Block",))',
     )
 
 
