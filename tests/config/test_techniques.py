@@ -37,7 +37,10 @@ def test_words_stand_for_records():
         (lambda: Compile(backend="eager", mode="max-autotune"), "mode would have no effect"),
         (lambda: Compile(backend="eager", activation_memory_budget=0.5), "the budget would have no effect"),
         (lambda: Compile(activation_memory_budget=1.5), "expected a number >= 0 and <= 1"),
-        (lambda: Parallel(remat="some"), "words: none, full, selective, or a size that it may keep on each rank (8GiB), or a record"),
+        (
+            lambda: Parallel(remat="some"),
+            "words: none, full, selective, or a size that it may keep on each rank (8GiB), or a record",
+        ),
     ],
 )
 def test_values_that_cannot_work_are_refused(make, words):

@@ -50,11 +50,20 @@ class OwnLoss(nn.Module):
         }[self.returns]
 
     def loss(self, logits, targets):
-        if self.shifts:
+        if self.shifts == "roll":
+            targets = targets.roll(-1, 1)
+        elif self.shifts:
             logits, targets = logits[:, :-1], targets[:, 1:]
+        if self.mean == "view":
+            return F.cross_entropy(logits.view(-1, VOCAB), targets.view(-1))
+        if self.mean == "view of a sum":
+            return F.cross_entropy(logits.view(-1, VOCAB), targets.view(-1), reduction="sum")
+        if self.mean == "weights":
+            weights = torch.linspace(0.1, 3, VOCAB, dtype=logits.dtype)
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), weight=weights)
         each = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=self.ignored, reduction="none")
         valid = targets != self.ignored
-        if self.mean == "samples":
+        if self.mean == "samples" or (self.mean == "samples in training" and self.training):
             return (each.sum(1) / valid.sum(1).clamp(min=1)).mean()
         if self.mean == "sum":
             return each.sum()
@@ -151,6 +160,43 @@ def trained(name, layout, **options):
         losses = [step(plain.mine(window, world)).loss for window in windows(name)]
         state = sw.full_state_dict(model)
     return before, losses, state
+
+
+def padded(seed, batch, label, first_full=True):
+    """Samples of unequal lengths: labels beyond them are ``label``, or hidden by a mask where that is "mask"."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB, (batch, 7), generator=generator)
+    beyond = torch.arange(6)[None] >= torch.randint(1, 7, (batch, 1), generator=generator)
+    beyond &= torch.tensor(not (first_full and seed < 10))
+    labels = ids[:, 1:].clone()
+    if label == "mask":
+        return {"idx": ids[:, :-1].contiguous(), "labels": labels, "attention_mask": (~beyond).long()}
+    return {"idx": ids[:, :-1].contiguous(), "labels": labels if label is None else labels.masked_fill(beyond, label)}
+
+
+class Masked(OwnLoss):
+    """Its mean is over the attention mask."""
+
+    def forward(self, idx, attention_mask, targets=None):
+        logits, _ = super().forward(idx)
+        each = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+        return logits, (each * attention_mask).sum() / attention_mask.sum()
+
+
+def says_of_padded(label, *, batch=4, precision=None, kind=OwnLoss, **settings):
+    """What five steps say of samples of unequal lengths: the error, warnings, or nothing."""
+    torch.manual_seed(1)
+    options = {} if precision is None else {"precision": precision}
+    with sw.init("dp_shard=1", device="cpu") as world, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model = sw.parallelize(kind(**settings), world, **options)
+        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=sw.model_loss)
+        for number in range(5):
+            try:
+                step([padded(10 * number + i, batch, label) for i in range(2)])
+            except sw.ShardwiseError as error:
+                return f"{type(error).__name__}: {error}"
+    return " | ".join(str(one.message) for one in warned)
 
 
 def says(count=None, forward=None, windows=5, ignored=3, layout="dp_shard=1", **settings):

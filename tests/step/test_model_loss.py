@@ -71,6 +71,36 @@ def test_a_count_that_is_another_than_the_means_is_refused():
     assert number == 4 and "the mean over labels that are not -100" in text and "leave count= out" in text
 
 
+WRONG = {
+    "labels of -1": ((-1,), {"ignored": -1}, "the mean over labels that are not negative"),
+    "labels of -1, one sample": ((-1,), {"ignored": -1, "batch": 1}, "the mean over labels that are not negative"),
+    "a mask": (("mask",), {"kind": model_losses.Masked}, "count=lambda batch: batch['attention_mask'].sum()"),
+    "a mask, one sample": (("mask",), {"kind": model_losses.Masked, "batch": 1}, "the mean over attention_mask"),
+    "class weights": ((None,), {"mean": "weights"}, "count=lambda batch: weights[batch['labels']].sum()"),
+    "class weights, one sample": ((None,), {"mean": "weights", "batch": 1}, "weights[batch['labels']].sum()"),
+    "class weights, a head of zeros": ((None,), {"mean": "weights", "head": False}, "weights[batch['labels']].sum()"),
+    "class weights in bf16": ((None,), {"mean": "weights", "precision": "bf16"}, "weights[batch['labels']].sum()"),
+    "a roll": ((None,), {"shifts": "roll"}, "which shifts labels itself"),
+    "views of a sum": ((None,), {"mean": "view of a sum"}, "it is a sum already"),
+    "another mean in training": ((-100,), {"mean": "samples in training"}, "the mean of the means of samples"),
+    "means of samples in bf16": ((-100,), {"mean": "samples", "precision": "bf16"}, "the mean of the means of samples"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mean_over_something_else_is_not_trained_silently(name):
+    args, settings, words = WRONG[name]
+    assert words in model_losses.says_of_padded(*args, **settings)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("mean", ["view", "tokens"])
+def test_a_right_mean_is_not_refused(mean, precision):
+    label = None if mean == "view" else -100
+    for batch in (1, 4):
+        assert model_losses.says_of_padded(label, mean=mean, precision=precision, batch=batch) == ""
+
+
 def test_a_sum_is_refused():
     number, text = model_losses.says(mean="sum")
     assert number == 0 and "it is a sum already: loss=None" in text

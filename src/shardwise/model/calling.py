@@ -51,6 +51,7 @@ def arguments_of(model: nn.Module, batch: Batch, given: Collection[str] = ()) ->
         UsageError: as there.
     """
     inputs = {key: value for key, value in batch.items() if key != "labels"}
+    inputs |= _labels_asked_for(model, batch, given)
     parameters = [p for p in inspect.signature(model.forward).parameters.values() if p.name not in given]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     takes_many = any(p.kind is p.VAR_POSITIONAL for p in parameters)
@@ -70,6 +71,16 @@ def arguments_of(model: nn.Module, batch: Batch, given: Collection[str] = ()) ->
     if not named and len(rest or others) == 1 and (in_place or (takes_many and not required)):
         return (inputs[(rest or others)[0]],), {}
     raise _unfit_batch(model, inputs, missing, named, rest)
+
+
+def _labels_asked_for(model: nn.Module, batch: Batch, given: Collection[str]) -> dict[str, Any]:
+    """The labels, under the name of the one parameter for them, where the forward cannot be called without."""
+    asked = [
+        p.name
+        for p in inspect.signature(model.forward).parameters.values()
+        if p.default is p.empty and p.name in TARGETS and p.name not in {*batch, *given} - {"labels"}
+    ]
+    return {asked[0]: batch["labels"]} if len(asked) == 1 and "labels" in batch and asked[0] not in given else {}
 
 
 def _is_number(value: Any) -> bool:

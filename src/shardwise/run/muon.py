@@ -66,9 +66,13 @@ class Muon(torch.optim.Optimizer):
 
 
 def is_hidden_matrix(model: nn.Module) -> Callable[[Any], bool]:
-    """A function that says whether a parameter is for Muon: a matrix that is neither an embedding nor as many rows as one has
-    (a head)."""
-    tables = [module for _, module in canonical_modules(model) if isinstance(module, nn.Embedding)]
+    """A function that says whether a parameter is for Muon: a matrix within a list of blocks, or elsewhere one with other rows
+    than an embedding (a head has as many); never an embedding."""
+    modules = [module for _, module in canonical_modules(model)]
+    tables = [module for module in modules if isinstance(module, nn.Embedding)]
     embeddings = {id(table.weight) for table in tables}
     rows = {table.num_embeddings for table in tables}
-    return lambda param: param.dim() == 2 and id(param) not in embeddings and param.shape[0] not in rows
+    inside = {id(param) for module in modules if isinstance(module, nn.ModuleList) for param in module.parameters()}
+    return lambda param: (
+        param.dim() == 2 and id(param) not in embeddings and (id(param) in inside or param.shape[0] not in rows)
+    )

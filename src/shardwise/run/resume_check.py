@@ -66,8 +66,10 @@ FIXED = {
         _DATA,
     ),
 }
-_OPEN = ("model.args.", "model.rename.", "data.args.", "parallel.")
+_OPEN = ("model.args.", "model.rename.", "data.args.", "optim.args.", "parallel.")
 """Prefixes of keys that are not in the defaults: the user's own, or keys that depend on another value."""
+_WHOLE = ("optim.groups",)
+"""Mappings whose keys are patterns, not parts of a key."""
 _OF_A_NODE = ("log.", "launch.", "checkpoint.")
 
 
@@ -164,7 +166,7 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     """Dotted key -> value, as a configuration file would give it; an empty mapping has no key."""
     found: dict[str, Any] = {}
     for key, inner in (msgspec.to_builtins(value) if isinstance(value, msgspec.Struct) else value).items():
-        if isinstance(inner, Mapping):
+        if isinstance(inner, Mapping) and f"{prefix}{key}" not in _WHOLE:
             found |= _flat(inner, f"{prefix}{key}.")
         else:
             found[f"{prefix}{key}"] = _as_read(inner)

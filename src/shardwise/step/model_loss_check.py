@@ -7,35 +7,39 @@ The parts are given very different counts, where the data has labels that are ig
 itself shows in the first label of each sample: then the loss does not change with it.
 """
 
+import contextlib
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from shardwise.data.batch import IGNORED
 from shardwise.data.labels import valid_labels
 from shardwise.errors import ConfigError, RankError, ShardwiseError
 from shardwise.launch.failure import is_lost_peer
+from shardwise.model.pytrees import leaves_of, map_leaves
 from shardwise.parallel import Runtime
 from shardwise.step.growth import Copies
 from shardwise.step.loss import Batch
 from shardwise.step.loss_check import agreed_problem, seeded, without_a_trace
-from shardwise.step.mode import eval_mode
+from shardwise.step.mode import acts_by_mode, eval_mode
 from shardwise.step.model_loss import ModelLoss, loss_of_output
 
 __all__ = ["ModelLossCheck"]
 
-_ROUNDING = {
-    8: 1e-9,
-    4: 1e-5,
-}  # bytes per number -> relative differences up to this prove nothing; 2e-2 for fewer bytes
+_ROUNDING = {8: 1e-9, 4: 1e-5}  # bytes per number -> relative differences up to this prove nothing
+_ROUNDING_OF_HALF = 2e-2  # the same for fewer bytes
+_TRIES = 3  # in windows with labels that are ignored, before it is left to ever rarer ones
 _OTHER = 10  # a guess is told from another one where they differ by this many times the rounding
 _MOST_ROUNDING = 1e-2  # what differs by more between one and two copies of a part is no mean
 _UNCHANGED = 1e-3  # of the change that another label makes
+_SEEN = 0.05  # of the rounding: what another label changes is seen above it
 
 
 class ModelLossCheck:
@@ -51,7 +55,7 @@ class ModelLossCheck:
         self._counts_labels = loss.count is valid_labels
         self._is_aligned = not self._counts_labels  # with a count of the user's, labels may be shifted by the model
         self._is_weighed = False  # parts with other counts than samples were compared
-        self._has_tried_ignored = False
+        self._tries_with_ignored = 0
 
     def is_due(self, num_windows: int, num_ignored: int | None) -> bool:
         """Whether to try the loss after the backward of a window; equal on all ranks.
@@ -60,12 +64,12 @@ class ModelLossCheck:
             num_windows: windows before this one.
             num_ignored: labels of all ranks in this window that are -100; None: they are not what is counted.
         """
-        is_checkpoint = num_windows & (num_windows - 1) == 0  # 0, 1, 2, 4, 8, ...
-        if num_ignored and not self._has_tried_ignored:
-            self._has_tried_ignored = True
+        if self._is_aligned and self._is_weighed:
+            return num_windows == 0
+        if num_ignored and self._tries_with_ignored < _TRIES:
+            self._tries_with_ignored += 1
             return True
-        could_weigh = num_ignored is None or num_ignored > 0
-        return is_checkpoint and (num_windows == 0 or not self._is_aligned or (could_weigh and not self._is_weighed))
+        return num_windows & (num_windows - 1) == 0  # 0, 1, 2, 4, 8, ...
 
     def run(self, runtime: Runtime, forward: Callable[[Batch], Any], batches: Sequence[Batch]) -> None:
         """Runs the model on parts of a micro-batch, without side effects. All ranks must call it, outside a window.
@@ -74,13 +78,13 @@ class ModelLossCheck:
             ConfigError: on every rank, if the loss is no mean over what is counted, or the model shifts labels that are
                 aligned already.
         """
-        trials = _Trials.of(max(batches, key=_num_ignored))
-        means, error = self._means(runtime, forward, trials, in_eval_mode=True)
-        if float(
-            runtime.world.agreement.sum({"failed": float(error is not None)}, "trying the model's loss")["failed"]
-        ):
-            # Such as of a model that computes a loss in train mode only.
-            means, error = self._means(runtime, forward, trials, in_eval_mode=False)
+        trials = _Trials.of(batches)
+        for mode in (_without_draws, eval_mode):
+            means, error = self._means(runtime, forward, trials, mode)
+            failed = error is not None or means.is_noisy
+            agreed = runtime.world.agreement.sum({"failed": float(failed)}, "trying the model's loss")
+            if not float(agreed["failed"]):
+                break  # otherwise code of the model's draws in train mode, or a loss is computed in train mode only
         problem: ShardwiseError | None = None
         is_weighed = is_aligned = False
         if error is not None:
@@ -101,18 +105,25 @@ class ModelLossCheck:
         self._is_aligned |= float(agreed["aligned"]) > 0
 
     def _means(
-        self, runtime: Runtime, forward: Callable[[Batch], Any], trials: "_Trials", *, in_eval_mode: bool
+        self, runtime: Runtime, forward: Callable[[Batch], Any], trials: "_Trials", mode: Any
     ) -> tuple["_Means", Exception | None]:
         """The model's loss for each trial, and what kept it from running."""
-        with without_a_trace(runtime), eval_mode(runtime.module, on=in_eval_mode):
+        found: list[Tensor] = []
+        others: dict[str, float] = {}
+        with without_a_trace(runtime), mode(runtime.module), _LossesInFloat32():
             try:
-                found = [loss_of_output(seeded(runtime, 0, forward, dict(batch))) for batch in trials]
+                for batch in trials:
+                    output = seeded(runtime, 0, forward, dict(batch))
+                    found.append(loss_of_output(output))
+                    if batch is trials.whole and not others:
+                        others = _by_logits(output, batch.get("labels"))
             except Exception as error:  # such as of a model that takes one number of samples only
                 if isinstance(error, RankError) or is_lost_peer(error):
                     raise
                 runtime.engine.abandon()
-                return _Means(*[0.0] * len(trials), rounding=0.0), error
-        return _Means(*(float(value) for value in found), rounding=_ROUNDING.get(found[0].dtype.itemsize, 2e-2)), None
+                return _Means(*[0.0] * len(trials), rounding=0.0, by_logits={}), error
+        rounding = _ROUNDING.get(found[0].dtype.itemsize, _ROUNDING_OF_HALF)
+        return _Means(*(float(value) for value in found), rounding=rounding, by_logits=others), None
 
     def _weigh(self, trials: "_Trials", means: "_Means") -> bool:
         """Whether the parts show that their losses are weighted by what is counted.
@@ -125,8 +136,7 @@ class ModelLossCheck:
         if min(counts) <= 0 or not all(map(math.isfinite, (*parts, means.both))):
             return False
         scale = max(map(abs, (*parts, means.both))) or 1.0
-        by_number = abs(means.first_twice - means.first) / scale  # of a mean, rounding: other sizes use other kernels
-        limit = max(means.rounding, _OTHER * min(by_number, _MOST_ROUNDING))
+        limit = max(means.rounding, _OTHER * min(means.by_number, _MOST_ROUNDING))
 
         def off(guess: float) -> float:
             return abs(means.both - guess) / scale
@@ -134,15 +144,18 @@ class ModelLossCheck:
         expected = _weighted(parts, counts)
         others = {
             "samples": _weighted(parts, [_num_rows(trials.first), _num_rows(trials.second)]),
-            "labels": _weighted(parts, [_num_valid(trials.first), _num_valid(trials.second)]),
+            **{
+                name: _weighted(parts, [count(part) for part in (trials.first, trials.second)])
+                for name, count in _COUNTS.items()
+            },
             "sum": sum(parts),
         }
-        if off(expected) <= limit and by_number <= _MOST_ROUNDING:
-            # A guess that says nearly the same would fit as well.
-            return all(
+        if off(expected) <= limit and not means.is_noisy:
+            # A guess that says nearly the same would fit as well; and half precision hides what is small.
+            return means.rounding < _ROUNDING_OF_HALF and all(
                 abs(other - expected) / scale > _OTHER * limit or off(other) > limit for other in others.values()
             )
-        name = min(others, key=lambda name: off(others[name]))
+        name = min(others, key=lambda name: (math.isnan(others[name]), off(others[name])))
         if off(others[name]) <= max(limit, off(expected) / _OTHER):
             raise _other_mean(name, parts, counts, expected, means.both)
         warnings.warn(
@@ -168,16 +181,17 @@ class _Trials(NamedTuple):
     other_second_label: Batch
 
     @classmethod
-    def of(cls, given: Batch) -> "_Trials":
-        """Of a micro-batch. One that has no rows for each sample is every trial itself: each rank runs the model equally
-        often."""
+    def of(cls, batches: Sequence[Batch]) -> "_Trials":
+        """Of one of some micro-batches. One that has no rows for each sample is every trial itself: each rank runs the model
+        equally often."""
+        given = max(batches, key=_num_telling)
         try:
             copies = Copies(given, None)
         except ValueError:
             return cls(*[given] * 7)
         if not copies.is_of_samples:
             return cls(*[given] * 7)
-        whole = dict(given) if copies.size > 1 else copies.batch(2)
+        whole = dict(given) if copies.size > 1 else _two_samples(given, batches)
         both = {**whole, "labels": _uneven(whole["labels"])} if _are_labels(whole.get("labels")) else whole
         first, second = (_rows(both, slice(start, None, 2)) for start in (0, 1))
         return cls(
@@ -191,7 +205,8 @@ class _Trials(NamedTuple):
 
 
 class _Means(NamedTuple):
-    """The model's loss for each of the trials; ``rounding``: relative differences up to it prove nothing."""
+    """The model's loss for each of the trials; ``rounding``: relative differences up to it prove nothing; ``by_logits``: cross
+    entropies that its logits have with the labels, by how these are shifted."""
 
     both: float
     first: float
@@ -201,28 +216,63 @@ class _Means(NamedTuple):
     other_first_label: float
     other_second_label: float
     rounding: float
+    by_logits: Mapping[str, float]
+
+    @property
+    def by_number(self) -> float:
+        """What another number of samples changes: of a mean, rounding, as other sizes use other kernels."""
+        return abs(self.first_twice - self.first) / (max(abs(self.first), abs(self.first_twice)) or 1.0)
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether that is no rounding: random numbers, or no mean."""
+        return self.by_number > _MOST_ROUNDING
 
 
 def _refuse_shift(runtime: Runtime, trials: _Trials, means: _Means) -> bool:
-    """Whether the loss changes with the first label of each sample; True where labels are none of tokens.
+    """Whether the model compares each label with the logits at its place; True where labels are none of tokens.
 
     Raises:
-        ConfigError: it does not, though it changes with the second.
+        ConfigError: it compares them with those before.
     """
     if not trials.is_causal:
         return True
+    scale = abs(means.whole) or 1.0
+    fits = {how for how, value in means.by_logits.items() if abs(value - means.whole) <= 10 * means.rounding * scale}
+    if fits == {"aligned"}:
+        return True
     by_first = abs(means.other_first_label - means.whole)
     by_second = abs(means.other_second_label - means.whole)
-    if not by_second or not math.isfinite(by_first + by_second):
+    is_seen = math.isfinite(by_first + by_second) and by_second > _SEEN * means.rounding * scale
+    if "aligned" in fits or not (fits or is_seen):
         return False  # a head of zeros has one loss for all labels: nothing is seen yet
-    if by_first > _UNCHANGED * by_second:
+    if not fits and by_first > _UNCHANGED * by_second:
         return True
     raise ConfigError(
         f"loss=sw.model_loss with {runtime.recipe.module_class}, which shifts labels itself",
-        why="its loss does not change with the label of the first position, so labels[:, 1:] is compared with logits[:, :-1]. Labels here are shifted "
-        "already (labels[b, t] is the target of logits[b, t]): each position would be trained on the token after next",
+        why=(
+            "its loss is the cross entropy of labels[:, 1:] and logits[:, :-1]"
+            if fits
+            else "its loss does not change with the label of the first position, so labels[:, 1:] is compared with logits[:, :-1]"
+        )
+        + ". Labels here are shifted already (labels[b, t] is the target of logits[b, t]): each position would be trained on the token after next",
         fix="use loss=sw.next_token_loss, which takes the logits; or compare labels[:, t] with logits[:, t] in the model's forward",
     )
+
+
+def _by_logits(output: Any, labels: Any) -> dict[str, float]:
+    """The mean cross entropy of the logits in an output with labels, as they are and shifted; empty where there are none."""
+    if not isinstance(labels, Tensor) or not _are_labels(labels) or labels.dim() != 2:
+        return {}
+    found = [x for x in leaves_of(output) if isinstance(x, Tensor) and x.dim() == 3 and x.shape[:2] == labels.shape]
+    if len(found) != 1 or not found[0].is_floating_point() or int(labels.max()) >= found[0].shape[-1]:
+        return {}
+    logits, labels = found[0].transpose(1, 2), labels.masked_fill(labels < 0, IGNORED)
+    return {
+        "aligned": float(F.cross_entropy(logits, labels, ignore_index=IGNORED)),
+        "shifted": float(F.cross_entropy(logits[..., :-1], labels[:, 1:], ignore_index=IGNORED)),
+        "rolled": float(F.cross_entropy(logits, labels.roll(-1, 1), ignore_index=IGNORED)),
+    }
 
 
 def _other_mean(
@@ -231,6 +281,11 @@ def _other_mean(
     told = {
         "samples": ("the mean of the means of samples", "count samples: count=lambda batch: len(batch['labels'])"),
         "labels": ("the mean over labels that are not -100", "leave count= out: these labels are counted by default"),
+        "not negative": (
+            "the mean over labels that are not negative",
+            "use -100 for labels that do not count; or count=lambda batch: (batch['labels'] >= 0).sum()",
+        ),
+        "mask": ("the mean over attention_mask", "pass count=lambda batch: batch['attention_mask'].sum()"),
         "sum": (
             "the sum",
             "it is a sum already: loss=None, forward=lambda model, batch: model(batch['input_ids'], batch['labels'])[1]",
@@ -254,6 +309,33 @@ def _warn_untried(error: Exception) -> None:
     )
 
 
+@contextlib.contextmanager
+def _without_draws(model: nn.Module) -> Iterator[None]:
+    """Within: modules of torch that draw random numbers or keep running statistics are in eval mode, and the others in train
+    mode, in which they may compute another loss."""
+    with eval_mode(model, on=False):
+        for module in model.modules():
+            module.training = not acts_by_mode(module)
+        yield
+
+
+class _LossesInFloat32(TorchFunctionMode):
+    """Within: losses of half precision are computed in float32, where a mean shows next to its rounding."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _LOSSES:
+            args, kwargs = map_leaves(_widened, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+_LOSSES = frozenset(name for name in dir(F) if "loss" in name or "cross_entropy" in name) | {"log_softmax", "logsumexp"}
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16) else value
+
+
 def _weighted(parts: Sequence[float], weights: Sequence[float]) -> float:
     total = sum(weights)
     return sum(part * weight for part, weight in zip(parts, weights, strict=True)) / total if total else math.nan
@@ -263,16 +345,57 @@ def _are_labels(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and not value.is_floating_point() and value.dtype != torch.bool
 
 
-def _num_ignored(batch: Batch) -> int:
+def _num_telling(batch: Batch) -> float:
+    """How much a micro-batch tells: labels that count and labels that do not."""
+    if getattr(batch, "padding", False):
+        return -2
     labels = batch.get("labels")
-    if getattr(batch, "padding", False) or not _are_labels(labels):
+    if not isinstance(labels, Tensor) or not _are_labels(labels):
         return -1
-    return int((labels == IGNORED).sum())  # type: ignore[operator]
+    valid = _num_valid(batch)
+    return min(valid, labels.numel() - valid) + (0.5 if valid else 0)
+
+
+def _two_samples(given: Batch, batches: Sequence[Batch]) -> dict[str, Any]:
+    """A micro-batch of one sample with that of another one; or where no other has its shapes, with itself and its labels in
+    another order."""
+    size = _num_rows(given)
+    for other in batches:
+        if other is given or getattr(other, "padding", False) or set(other) != set(given):
+            continue
+        pairs = [(value, other[key]) for key, value in given.items() if _has_rows(value, size)]
+        if all(isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype for a, b in pairs):
+            return {
+                key: torch.cat([value, other[key]]) if _has_rows(value, size) else value for key, value in given.items()
+            }
+    whole = Copies(given, None).batch(2)
+    labels = whole.get("labels")
+    if isinstance(labels, Tensor) and _are_labels(labels) and labels.dim() == 2:
+        whole["labels"] = torch.cat([labels[:1], labels[1:].roll(1, 1)])
+    return whole
+
+
+def _has_rows(value: Any, size: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == size
 
 
 def _num_valid(batch: Batch) -> float:
     labels = batch.get("labels")
     return float((labels != IGNORED).sum()) if isinstance(labels, Tensor) and _are_labels(labels) else math.nan
+
+
+def _num_not_negative(batch: Batch) -> float:
+    labels = batch.get("labels")
+    return float((labels >= 0).sum()) if isinstance(labels, Tensor) and _are_labels(labels) else math.nan
+
+
+def _num_unmasked(batch: Batch) -> float:
+    mask = batch.get("attention_mask")
+    return float(mask.sum()) if isinstance(mask, Tensor) else math.nan
+
+
+_COUNTS = {"labels": _num_valid, "not negative": _num_not_negative, "mask": _num_unmasked}
+"""What the mean of a model may run over, besides samples."""
 
 
 def _num_rows(batch: Batch) -> int:
@@ -281,10 +404,7 @@ def _num_rows(batch: Batch) -> int:
 
 def _rows(batch: Batch, rows: slice) -> dict[str, Any]:
     size = _num_rows(batch)
-    return {
-        key: value[rows] if isinstance(value, Tensor) and value.dim() and value.shape[0] == size else value
-        for key, value in batch.items()
-    }
+    return {key: value[rows].contiguous() if _has_rows(value, size) else value for key, value in batch.items()}
 
 
 def _uneven(labels: Tensor) -> Tensor:
@@ -305,9 +425,10 @@ def _relabelled(batch: Batch, column: int) -> Batch:
     labels = batch.get("labels")
     if not isinstance(labels, Tensor) or not _are_labels(labels) or labels.dim() != 2 or labels.shape[1] < 3:
         return batch
-    if not any(_are_labels(value) and value.shape == labels.shape for key, value in batch.items() if key != "labels"):
+    inputs = (value for key, value in batch.items() if key != "labels" and isinstance(value, Tensor))
+    if not any(value.shape[:2] == labels.shape for value in inputs):
         return batch
-    valid = labels[labels != IGNORED].unique()
+    valid = labels[labels >= 0].unique()
     if not len(valid):
         return batch
     lowest, highest = int(valid[0]), int(valid[-1])
