@@ -40,7 +40,7 @@ def small(tmp_path_factory) -> Path:
 
 
 def words(small: Path, dest: Path, *more: str) -> list[str]:
-    given = (f"--model.hf={small}", "--model.cast=true", f"--data.path={small / 'chat.jsonl'}", f"--log.dir={dest}")
+    given = (f"--model.hf={small}", f"--data.path={small / 'chat.jsonl'}", f"--log.dir={dest}")
     keys = {word.partition("=")[0] for word in more}
     return ["train", *given, *(word for word in RUN if word.partition("=")[0] not in keys), *more]
 
@@ -58,7 +58,14 @@ def test_it_learns_the_answers_and_stock_transformers_opens_them(ranks, small, t
     dest = tmp_path / "run"
     said = on_ranks(
         ranks,
-        *words(small, dest, "--train.steps=24", f"--data.pack={pack}", f"--parallel.layout={layout}"),
+        *words(
+            small,
+            dest,
+            "--train.steps=24",
+            f"--data.pack={pack}",
+            f"--parallel.layout={layout}",
+            "--checkpoint.dtype=fp32",
+        ),
         folder=tmp_path,
     )
     assert "120 records" in said and "of them trained on" in said
@@ -66,6 +73,7 @@ def test_it_learns_the_answers_and_stock_transformers_opens_them(ranks, small, t
     assert before["prompt"] == after["prompt"] and before["text"] != after["text"]
     losses = {row["step"]: row["loss"] for row in rows(dest, "val")}
     assert [*losses] == [0, 24] and losses[24] < 0.6 * losses[0]
+    assert "weights stored in bfloat16, trained in float32 (model.cast)" in said
     model = AutoModelForCausalLM.from_pretrained(dest / "weights").eval()
     _, val = sw.SFTDataset(small / "chat.jsonl", str(small), seq_len=96).split(0.1)
     with torch.no_grad():

@@ -1,5 +1,6 @@
 """Builds data, model, optimizer, scheduler and scaler of a training run, each from its section of the configuration."""
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -32,6 +33,7 @@ __all__ = [
     "check_takes_tokens",
     "functions_of",
     "load_start",
+    "loaded_text",
     "make_step",
     "set_tokenizer",
 ]
@@ -112,8 +114,9 @@ def load_start(config: RunConfig, model: nn.Module) -> LoadReport | None:
     given = config.model
     if given.start is None:
         return None
+    cast = "lossless" if given.cast is None else given.cast
     try:
-        return load_weights(model, given.start, strict=given.strict, rename=list(given.rename.items()), cast=given.cast)
+        return load_weights(model, given.start, strict=given.strict, rename=list(given.rename.items()), cast=cast)
     except CheckpointError as error:  # its fix names arguments of the call; a run has configuration keys
         for call, keys in (
             (
@@ -131,6 +134,15 @@ def load_start(config: RunConfig, model: nn.Module) -> LoadReport | None:
                 error.fix = f"in this run: {keys}"
                 break
         raise
+
+
+def loaded_text(report: LoadReport | None) -> str:
+    """What a run says of the weights that it has loaded."""
+    if report is None:
+        return ""
+    pairs = sorted(set(report.cast.values()))
+    told = [f"  weights stored in {there}, trained in {here} (model.cast)" for there, here in pairs]
+    return "\n".join([str(replace(report, cast={})), *told])
 
 
 def set_tokenizer(config: RunConfig, model: nn.Module) -> None:

@@ -26,7 +26,11 @@ def build_pretrained(folder: str, changes: Mapping[str, Any]) -> "nn.Module":
         ConfigError: as for :func:`check_pretrained`.
     """
     kind, config = check_pretrained(folder, changes)
-    return kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
+    if not hasattr(kind, "from_config"):
+        return kind(config)
+    import torch
+
+    return kind.from_config(config, dtype=torch.get_default_dtype())  # as a class does, not in the dtype of the files
 
 
 def check_pretrained(folder: str, changes: Mapping[str, Any], *, what: str = "model.hf") -> tuple[Any, Any]:
