@@ -65,6 +65,17 @@ def test_stored_in_bf16_a_bf16_directory_is_taken_as_it_is(ranks, start, tmp_pat
     assert "trained in" not in said and dtypes_in(tmp_path / "run" / "weights") == {"BF16"}
 
 
+def test_weights_that_do_not_fit_what_was_changed_are_refused_and_fewer_layers_can_be_asked_for(ranks, start, tmp_path):
+    fewer = "--model.args={num_hidden_layers: 1, attn_implementation: eager}"
+    said = trained(ranks, start, tmp_path / "run", fewer, status=1)
+    assert "changed by model.args={'num_hidden_layers': 1}" in said and "--model.strict=false" in said
+    said = trained(ranks, start, tmp_path / "run", "--model.args={hidden_size: 32}", status=1)
+    assert "changed by model.args={'hidden_size': 32}" in said
+    trained(ranks, start, tmp_path / "run", fewer, "--model.strict=false")
+    written = json.loads((tmp_path / "run" / "weights" / "config.json").read_text())
+    assert written["num_hidden_layers"] == 1 and not [key for key in written if "attn_impl" in key]
+
+
 def test_a_value_beyond_the_dtype_of_the_export_does_not_lose_the_weights(ranks, start, tmp_path):
     from transformers import AutoModelForCausalLM
 

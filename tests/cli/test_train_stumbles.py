@@ -39,6 +39,9 @@ STUMBLES: dict[str, tuple[str, list[str], tuple[str, ...], tuple[str, str, str]]
     # model, lines, words; parts of what was given, why, fix
     "bf16 and no cast": ("bf16", [GOOD], ("--model.cast=false",), ("bf16' (override --model.hf): its weights are bfloat16", "stores float32", "remove model.cast")),
     "float32 into bf16": ("good", [GOOD], ("--parallel.precision={storage: bf16}",), ("its weights are float32", "would be rounded", "--model.cast=true")),
+    "an attention": ("good", [GOOD], ("--model.args.attn_implementation=flash_attention2",), ("(override --model.args.attn", "of that name", "did you mean 'flash_attention_2'")),
+    "no package": ("good", [GOOD], ("--model.args.attn_implementation=flash_attention_3",), ("flash_attention_3", "flash_attn_interface, which is not", "sdpa")),
+    "no backward": ("good", [GOOD], ("--model.args.attn_implementation=flex_attention", "--launch.device=cpu"), ("launch.device=cpu", "no backward", "eager")),
     "wrong JSON": ("good", [GOOD, "{"], (), ("line 2 of ", "it is no JSON", "one JSON object in each line")),
     "a wrong record": ("good", [GOOD, '{"from": "a"}'], (), ("line 2 of ", "what is trained on", "messages")),
     "no tokenizer": ("bare", [GOOD], (), ("bare'", "there is no tokenizer.json", "a directory with a tokenizer.json")),

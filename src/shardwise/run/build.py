@@ -13,6 +13,7 @@ from shardwise.config.tokenizer import is_tokens, tokenizer_path
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, UsageError
 from shardwise.model.calling import call, run_on
 from shardwise.parallel import recipe_of, runtime_of, shard, world_of
+from shardwise.run.attention import IMPLEMENTATIONS
 from shardwise.run.config import MODEL_LOSS, RunConfig
 from shardwise.run.datasets import Corpus
 from shardwise.run.freeze import freeze_parameters
@@ -132,8 +133,18 @@ def load_start(config: RunConfig, model: nn.Module) -> LoadReport | None:
         ):
             if call in error.fix:
                 error.fix = f"in this run: {keys}"
+                _blame_changes(config, error)
                 break
         raise
+
+
+def _blame_changes(config: RunConfig, error: CheckpointError) -> None:
+    """Adds to an error about names or shapes that ``model.args`` builds another model than the weights are of."""
+    given = config.model
+    changed = {key: value for key, value in given.args.items() if key not in IMPLEMENTATIONS}
+    if given.hf is not None and given.weights in (None, given.hf) and changed and "dtype" not in error.given:
+        error.why += f"; the model was changed by model.args={changed}, and the weights are those of its directory"
+        error.fix += "; or remove what is changed in model.args"
 
 
 def loaded_text(report: LoadReport | None) -> str:
