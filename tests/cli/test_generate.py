@@ -38,11 +38,13 @@ def folder(tmp_path_factory) -> Path:
 def run_folder(tmp_path_factory) -> Path:
     """The folder of a run of the reference model, as ``make demo`` leaves it."""
     found = tmp_path_factory.mktemp("runs") / "latest"
-    (found / "weights").mkdir(parents=True)
+    found.mkdir()
     (found / "config.yaml").write_text("model: {args: {dim: 32, num_layers: 2, ffn: 48}}\ndata: {seq_len: 16}\n")
     torch.manual_seed(2)
     model = build_plain(load_config(found / "config.yaml").config)
-    save_file(model.state_dict(), found / "weights" / "model.safetensors")
+    for name in ("weights", "checkpoints/step-00000002"):
+        (found / name).mkdir(parents=True)
+        save_file(model.state_dict(), found / name / "model.safetensors")
     return found
 
 
@@ -108,7 +110,7 @@ def test_a_full_context_ends_it_and_is_said(folder):
     assert "the context of 64 tokens is full" in str(done)
 
 
-@pytest.mark.parametrize("inner", ["", "weights"])
+@pytest.mark.parametrize("inner", ["", "weights", "checkpoints/step-00000002"])
 def test_the_export_of_the_demo_is_continued_byte_by_byte(run_folder, inner, capsys):
     text = "The import Ünder "
     assert (

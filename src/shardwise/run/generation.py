@@ -270,7 +270,7 @@ class _Tokenizer:
         import transformers
 
         try:
-            self._of: Any = (
+            tokenizer: Any = (
                 transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
                 if path.is_dir()
                 else transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
@@ -281,7 +281,8 @@ class _Tokenizer:
                 why=f"transformers cannot read it: {type(error).__name__}: {error}",
                 fix="give a directory in which save_pretrained of a tokenizer has written",
             ) from error
-        self.end, self.pad = self._of.eos_token_id, self._of.pad_token_id
+        self._of: Any = tokenizer
+        self.end, self.pad = tokenizer.eos_token_id, tokenizer.pad_token_id
 
     def encode(self, prompt: str, *, is_chat: bool) -> list[int]:
         """The tokens of a prompt, with the special tokens that the tokenizer or its template adds."""

@@ -33,7 +33,7 @@ class ModelFolder:
 
 
 def find_model(given: str) -> ModelFolder:
-    """Finds the model in ``given``: a model directory, the folder of a run, or that of a run's final weights.
+    """Finds the model in ``given``: a model directory, the folder of a run, or that of its final weights or a checkpoint.
 
     Raises:
         ConfigError: there is none, or it has no tokenizer.
@@ -55,10 +55,16 @@ def find_model(given: str) -> ModelFolder:
             raise ConfigError(
                 f"{given}: the folder of a run",
                 why=f"its final weights are not there ({weights})",
-                fix="let the run end; or take a checkpoint's weights: shardwise convert "
-                f"{given} DIRECTORY, and give that directory",
+                fix="let the run end"
+                + (
+                    f"; or give a checkpoint: {newest}"
+                    if (newest := folder / "checkpoints" / "latest").exists()
+                    else ""
+                ),
             )
-    run = run or _run_in(folder.parent)
+    run = (
+        run or _run_in(folder.absolute().parent) or _run_in(folder.absolute().parent.parent)
+    )  # runs/latest/checkpoints/step-00000100
     is_hf = (weights / CONFIG).is_file()
     if not is_hf:
         _refuse_no_model(given, weights, run)
