@@ -5,9 +5,10 @@ Models of transformers generate by their own ``generate``, with its key/value ca
 """
 
 import codecs
+import contextlib
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,34 +74,50 @@ def generate_text(
     ids = text.encode(prompt, is_chat=is_chat)
     if not ids:
         raise ConfigError("an empty prompt", why="a model continues at least one token", fix="give --prompt a text")
-    torch.manual_seed(seed)
-    model = (_open_hf(found.weights, dtype) if found.is_hf else _open_reference(found, dtype)).to(place).eval()
-    _refuse_unknown(model, ids, text)
-    start, stream = time.perf_counter(), text.stream(write)
-    with torch.inference_mode():
-        prompt_ids = torch.tensor([ids], device=place)
-        if found.is_hf:
-            most = _room(model, len(ids), max_tokens)
-            ends = _ends_of(model, text)
-            options = _options_of(model, text, ends, most, temperature)
-            model.generate(  # type: ignore[operator]
-                prompt_ids, attention_mask=torch.ones_like(prompt_ids), generation_config=options, streamer=stream
-            )
-        else:
-            assert found.run is not None
-            most, ends = max_tokens, frozenset()
-            context = found.run.data.seq_len
-            generate(
-                model, prompt_ids, most, context=context, temperature=temperature, seed=seed, on_token=stream.put_token
-            )
+    with _quiet() if found.is_hf else contextlib.nullcontext():
+        model = (_open_hf(found.weights, dtype) if found.is_hf else _open_reference(found, dtype)).to(place).eval()
+        _refuse_unknown(model, ids, text)
+        start, stream, prompt_ids = time.perf_counter(), text.stream(write), torch.tensor([ids], device=place)
+        if found.run is not None and not found.is_hf:
+            given: dict[str, Any] = {"temperature": temperature, "seed": seed, "on_token": stream.put_token}
+            generate(model, prompt_ids, max_tokens, context=found.run.data.seq_len, **given)
             stream.end()
-    if {*stream.tokens[-1:]} & ends:
-        ended = f"ended by {text.name(stream.tokens[-1])}"
-    elif most < max_tokens:
-        ended = f"the context of {len(ids) + most:,} tokens is full"
-    else:
-        ended = f"ended by --max-tokens {max_tokens}"
+            ended = f"ended by --max-tokens {max_tokens}"
+        else:
+            torch.manual_seed(seed)
+            ended = _generate_hf(model, prompt_ids, text, stream, max_tokens, temperature)
     return Generated(tokens=stream.tokens, seconds=time.perf_counter() - start, device=str(place), ended=ended)
+
+
+@torch.inference_mode()
+def _generate_hf(
+    model: Any, prompt: Tensor, text: "_Bytes | _Tokenizer", stream: "_Stream", max_tokens: int, temperature: float
+) -> str:
+    """Generates by ``generate`` of transformers, and returns why it ended."""
+    most, ends = _room(model, prompt.shape[1], max_tokens), _ends_of(model, text)
+    options = _options_of(model, text, ends, most, temperature)
+    model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=options, streamer=stream)
+    if {*stream.tokens[-1:]} & ends:
+        return f"ended by {text.name(stream.tokens[-1])}"
+    if most < max_tokens:
+        return f"the context of {prompt.shape[1] + most:,} tokens is full"
+    return f"ended by --max-tokens {max_tokens}"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Within, transformers shows no bars and no notes: stdout and stderr are for the text and for errors."""
+    from transformers.utils import logging
+
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()
 
 
 def _device_of(word: str) -> torch.device:
@@ -113,10 +130,6 @@ def _device_of(word: str) -> torch.device:
 
 
 def _open_hf(folder: Path, dtype: str | None) -> nn.Module:
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
     kind, _ = check_pretrained(str(folder), {}, what="DIR")
     given = f"the model in {folder}"
     try:
