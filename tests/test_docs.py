@@ -197,6 +197,8 @@ FIRST = {
     "examples/chat.": "python examples/small_chat.py runs/chat --num 40",
     "examples/finetune.": "python examples/small_model.py runs/small --steps 2",
     "shardwise convert ": "python examples/example_convert.py",
+    "shardwise generate runs/chat-tuned": "python examples/small_chat.py runs/chat-tuned --num 40",
+    "shardwise generate runs/latest": f"shardwise train {SHORT} {SMALL_MODEL}",
     "shardwise checkpoint ls runs": f"shardwise train --checkpoint.every=2 {SHORT} {SMALL_MODEL}",
 }
 
@@ -210,7 +212,7 @@ def _warm(command: str) -> tuple[int, list[str]] | None:
             return 1, [script, *words]
         case ["torchrun", "--standalone", "--nproc-per-node", number, script, *words] if script.startswith("examples/"):
             return int(number), [script, *words]
-        case ["shardwise", "convert" | "checkpoint" as name, *words] if "--help" not in words:
+        case ["shardwise", "convert" | "checkpoint" | "generate" as name, *words] if "--help" not in words:
             return 1, [name, *words]
         case ["torchrun", "--standalone", "--nproc-per-node", number, "first.py"]:
             return int(number), ["first.py"]
@@ -270,7 +272,7 @@ def _shortened(command: str, folder: Path) -> str | None:
             return f"{command} {SHORT} {SMALL_DATA} --log.dir=run"
         case ["shardwise", "convert"]:  # named in running text
             return f"{command} --help"
-        case ["shardwise", "verify" | "--help" | "plan" | "convert", *_] | ["torchrun", *_]:
+        case ["shardwise", "verify" | "--help" | "plan" | "convert" | "generate", *_] | ["torchrun", *_]:
             return command
         case ["python", "-m", "pip", "install", "-e", "."]:
             for name in ("pyproject.toml", "LICENSE"):

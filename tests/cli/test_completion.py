@@ -26,7 +26,7 @@ def script(tmp_path_factory):
 
 
 CASES = {
-    ("",): "train convert checkpoint verify completion --help --version",
+    ("",): "train generate convert checkpoint verify completion --help --version",
     ("co",): "convert completion",
     ("train", "--f"): "--fresh",
     ("train", "--train.st"): "--train.steps=",
@@ -34,8 +34,8 @@ CASES = {
         "train",
         "run.yaml",
         "--optim.",
-    ): "--optim.name= --optim.lr= --optim.betas= --optim.weight_decay= --optim.momentum= --optim.fused=",
-    ("train", "--optim.name", "="): "adamw sgd",  # as bash breaks words
+    ): "--optim.name= --optim.lr= --optim.betas= --optim.weight_decay= --optim.decay_on= --optim.groups= --optim.momentum= --optim.fused=",
+    ("train", "--optim.name", "="): "adamw sgd adafactor",  # as bash breaks words
     ("train", "--optim.name", "=", "s"): "sgd",
     ("train", "--optim.name=s"): "--optim.name=sgd",  # where = is no break
     ("train", "--train.tf32", "="): "true false null",
@@ -47,6 +47,7 @@ CASES = {
     ("checkpoint", "ls", "--j"): "--json",
     ("completion", ""): "bash zsh fish",
     ("convert", "--max"): "--max-shard-bytes",
+    ("generate", "--ma"): "--max-tokens",
     ("verify", "--optim"): "",
     ("verify", "--parallel.remat.m"): "--parallel.remat.mode=",
 }

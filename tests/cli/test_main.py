@@ -86,7 +86,7 @@ def test_the_help_of_train_names_every_key(capsys, monkeypatch):
         (
             ["trian"],
             "ConfigError: shardwise trian\n  why: there is no command 'trian'\n"
-            "  fix: did you mean 'train'? commands: train, convert, checkpoint, verify, completion\n",
+            "  fix: did you mean 'train'? commands: train, generate, convert, checkpoint, verify, completion\n",
         ),
         (["--hlep"], "fix: did you mean '--help'? own options: --help, --version"),
         (["train", "--nporc", "2"], "why: there is no option --nporc\n  fix: did you mean --nproc?"),
@@ -116,7 +116,7 @@ def test_the_help_of_train_names_every_key(capsys, monkeypatch):
             ["train", "--model.weights=nope"],
             "model.weights='nope' (override --model.weights)\n  why: there is no such file",
         ),
-        (["train", "--model.cast=true"], "it says how weights are read, so it would have no effect"),
+        (["train", "--model.cast=false"], "it says how weights are read, so it would have no effect"),
         (["train", "--model.strict=false"], "it says how weights are read, so it would have no effect"),
         (["train", "--model.rename={a: b}"], "it says how weights are read, so it would have no effect"),
         (["train", "--parallel.init=load"], "why: the model would never get values"),
@@ -241,6 +241,8 @@ def test_the_traceback_is_there_for_the_asking():
         (["train", "--print-config"], 0, HEAVY, 0.35),
         (["train", "--learning_rate", "2e-5"], 2, HEAVY, 0.35),
         (["completion", "bash"], 0, HEAVY, 0.35),
+        (["generate", "--help"], 0, HEAVY, 0.35),
+        (["generate", "nowhere", "--prompt", "a"], 2, HEAVY, 0.35),
         (["verify", "nope.py:f"], 2, HEAVY, 0.35),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -41,7 +41,7 @@ def small(tmp_path_factory) -> Path:
 
 
 def words(small: Path, dest: Path, *more: str) -> list[str]:
-    given = (f"--model.hf={small}", "--model.cast=true", f"--data.path={small / 'chat.jsonl'}", f"--log.dir={dest}")
+    given = (f"--model.hf={small}", f"--data.path={small / 'chat.jsonl'}", f"--log.dir={dest}")
     keys = {word.partition("=")[0] for word in more}
     return ["train", *given, *(word for word in RUN if word.partition("=")[0] not in keys), *more]
 
@@ -59,7 +59,14 @@ def test_it_learns_the_answers_and_stock_transformers_opens_them(ranks, small, t
     dest = tmp_path / "run"
     said = on_ranks(
         ranks,
-        *words(small, dest, "--train.steps=24", f"--data.pack={pack}", f"--parallel.layout={layout}"),
+        *words(
+            small,
+            dest,
+            "--train.steps=24",
+            f"--data.pack={pack}",
+            f"--parallel.layout={layout}",
+            "--checkpoint.dtype=fp32",
+        ),
         folder=tmp_path,
     )
     assert "120 records" in said and "of them trained on" in said
@@ -69,6 +76,7 @@ def test_it_learns_the_answers_and_stock_transformers_opens_them(ranks, small, t
     assert [*losses] == [0, 24] and losses[24] < 0.6 * losses[0]
     assert [row["perplexity"] for row in rows(dest, "val")] == pytest.approx([math.exp(x) for x in losses.values()])
     assert f"nats/token (perplexity {math.exp(losses[24]):.4g})" in said
+    assert "weights stored in bfloat16, trained in float32 (model.cast)" in said
     model = AutoModelForCausalLM.from_pretrained(dest / "weights").eval()
     _, val = sw.SFTDataset(small / "chat.jsonl", str(small), seq_len=96).split(0.1)
     with torch.no_grad():

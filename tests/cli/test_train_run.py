@@ -432,7 +432,7 @@ def test_a_folder_that_is_removed_during_the_run_does_not_cost_the_report(ranks,
     said = on_ranks(ranks, *own(tmp_path, text, "def act(): shutil.rmtree('runs')\n"), folder=tmp_path)
     assert " result validation loss" in said and " proof " in said
     assert "no picture: the metrics are gone: No such file or directory" in said
-    assert " files runs/latest/weights (weights, safetensors) picture " in said
+    assert " files runs/latest/weights (weights, safetensors, float32) picture " in said
 
 
 STOP_IN_WRITING = (

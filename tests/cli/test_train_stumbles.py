@@ -37,7 +37,11 @@ def folders(tmp_path_factory) -> Path:
 
 STUMBLES: dict[str, tuple[str, list[str], tuple[str, ...], tuple[str, str, str]]] = {
     # model, lines, words; parts of what was given, why, fix
-    "bf16 without cast": ("bf16", [GOOD], (), ("bf16' (override --model.hf): its weights are bfloat16", "float32", "add --model.cast=true")),
+    "bf16 and no cast": ("bf16", [GOOD], ("--model.cast=false",), ("bf16' (override --model.hf): its weights are bfloat16", "stores float32", "remove model.cast")),
+    "float32 into bf16": ("good", [GOOD], ("--parallel.precision={storage: bf16}",), ("its weights are float32", "would be rounded", "--model.cast=true")),
+    "an attention": ("good", [GOOD], ("--model.args.attn_implementation=flash_attention2",), ("(override --model.args.attn", "of that name", "did you mean 'flash_attention_2'")),
+    "no package": ("good", [GOOD], ("--model.args.attn_implementation=flash_attention_3",), ("flash_attention_3", "flash_attn_interface, which is not", "sdpa")),
+    "no backward": ("good", [GOOD], ("--model.args.attn_implementation=flex_attention", "--launch.device=cpu"), ("launch.device=cpu", "no backward", "eager")),
     "wrong JSON": ("good", [GOOD, "{"], (), ("line 2 of ", "it is no JSON", "one JSON object in each line")),
     "a wrong record": ("good", [GOOD, '{"from": "a"}'], (), ("line 2 of ", "what is trained on", "messages")),
     "no tokenizer": ("bare", [GOOD], (), ("bare'", "there is no tokenizer.json", "a directory with a tokenizer.json")),
@@ -70,7 +74,9 @@ def test_it_is_refused_before_a_rank_starts(folders, tmp_path, monkeypatch, caps
     [
         ("good", [GOOD, said("there " * 60, "five")], ("--data.seq_len=32", "--data.unusable=drop")),
         ("good", [GOOD, said("hello", "")], ("--data.unusable=drop",)),
-        ("bf16", [GOOD], ("--model.cast=true",)),
+        ("bf16", [GOOD], ()),
+        ("bf16", [GOOD], ("--parallel.precision=fp64",)),
+        ("good", [GOOD], ("--model.cast=true", "--parallel.precision={storage: bf16}")),
         ("bf16", [GOOD], ("--parallel.precision={storage: bf16}",)),
         ("small", [GOOD], ("--model.args={vocab_size: 400}",)),
         ("good", [json.dumps({"prompt": "what is", "completion": " five"}), '{"text": "hello there"}'], ()),

@@ -109,10 +109,10 @@ def _train(folder, how, *words, full_at=()):
     if how in ("full at the end", "full everywhere"):
         real = job.save_weights
 
-        def save(model, dest):
+        def save(model, dest, **given):
             if Path(dest).name == "weights" or how == "full everywhere":
                 raise CheckpointError(f"weights to {dest}", why="writing failed: the disk is full", fix="free space")
-            return real(model, dest)
+            return real(model, dest, **given)
 
         patch.setattr(job, "save_weights", save)
     if how == "metrics do not fit":
@@ -274,6 +274,9 @@ def test_a_disk_that_fills_while_training_leaves_the_weights_beside_and_no_trace
     assert "No space left on device" in done.stderr and f"were written to {kept} instead" in done.stderr
     assert done.stderr.rstrip().endswith(f"mkdir -p disk/run/weights && mv {kept.parent}/* disk/run/weights/")
     said = " ".join(done.stdout[done.stdout.index("\nkept ") :].split())
-    assert f"{kept} (weights, safetensors)" in said and "older" not in said
+    said, _, resumes = said.partition(" resume ")
+    assert (
+        said.endswith(f"{kept} (weights, safetensors, float32)") and "older" not in said and "not possible" in resumes
+    )
     text = (small_disk / "run/metrics.jsonl").read_text()
     assert text == "" or text.endswith("\n")

@@ -264,6 +264,38 @@ def test_dtypes_are_cast_only_where_that_is_asked_for(ranks, tmp_path):
     assert all(torch.equal(found[n], t.to(found[n].dtype)) for n, t in state.items())
 
 
+def test_lossless_casts_round_nothing(ranks, tmp_path):
+    model = plain("odd", 1, torch.float32)
+    state = untied(model.state_dict(), model)
+    save_file(state, tmp_path / "model.safetensors")
+    error, same = ranks.run(load, 2, "odd", "dp_shard=2", str(tmp_path), cast="lossless")[0]
+    assert "bfloat16" in error.why and "rounded" in error.why and same
+    rounded = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in state.items()}
+    save_file(rounded, tmp_path / "model.safetensors")
+    report, found = ranks.run(load, 2, "odd", "dp_shard=2", str(tmp_path), cast="lossless")[0]
+    assert not report.cast and all(torch.equal(found[n], t.to(found[n].dtype)) for n, t in rounded.items())
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "may"),
+    [
+        ("bfloat16", "float32", True),
+        ("float16", "float32", True),
+        ("float32", "float64", True),
+        ("bfloat16", "float64", True),
+        ("float64", "float32", False),
+        ("float32", "bfloat16", False),
+        ("float16", "bfloat16", False),
+        ("bfloat16", "float16", False),
+        ("int32", "float64", False),
+    ],
+)
+def test_a_cast_is_lossless_if_every_value_of_the_one_dtype_is_in_the_other(there, here, may):
+    from shardwise.state.match import _may_be
+
+    assert _may_be(there, here, cast="lossless") is may and not _may_be(there, here, cast=False)
+
+
 def test_numbers_never_become_integers(ranks, tmp_path):
     model = plain("conv", 1)
     state = untied(model.state_dict(), model)

@@ -25,6 +25,10 @@ __all__ = ["COMMANDS", "main"]
 
 COMMANDS = {
     "train": ("shardwise.cli.train", "train a model over local processes (with no file: a small model, in a minute)"),
+    "generate": (
+        "shardwise.cli.generate",
+        "continue a text, or answer a message, with a model directory or a run's weights",
+    ),
     "convert": ("shardwise.cli.convert", "weights of any kind to any other: Hugging Face, safetensors, torch, DCP"),
     "checkpoint": ("shardwise.cli.checkpoint", "list, show, verify and prune the checkpoints of a run"),
     "verify": ("shardwise.cli.verify", "run your model sharded and in one process, and compare every gradient"),

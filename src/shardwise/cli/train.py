@@ -128,6 +128,7 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
     that do not fit, a missing data file."""
     from shardwise.config.target import check_target
     from shardwise.layout import parse_layout
+    from shardwise.run.attention import check_attention_args
     from shardwise.run.config import MODEL_LOSS
     from shardwise.run.loggers import check_loggers
     from shardwise.run.reference_config import check_reference_args
@@ -143,6 +144,7 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
         raise
     if config.model.hf is not None:
         _check_hf(config.model.hf, origins["model.hf"])
+        check_attention_args(config, origins)
     elif config.model.build is None:
         check_reference_args(config.model.args, seq_len=config.data.seq_len, origins=origins)
     else:

@@ -54,6 +54,7 @@ class Display:
         self.latest: dict[str, Any] = {}
         self.began = False
         self.weights: str | None = None
+        self.weights_dtype = ""
         self._unwritable = self._interrupted = False
         self._state = 0
         self._started = self._spoken = self._phase_since = self._news_since = clock()
@@ -224,8 +225,8 @@ class Display:
     def _show_trouble(self, *, text: str) -> None:
         self.row("trouble", text)
 
-    def _show_weights(self, *, path: str) -> None:
-        self.weights = path  # named in the report
+    def _show_weights(self, *, path: str, dtype: str) -> None:
+        self.weights, self.weights_dtype = path, dtype  # named in the report
 
     # ---- drawing -----------------------------------------------------------------------------------------------
 

@@ -111,8 +111,12 @@ class RunFolder:
         if picture:
             notes[self.path / "loss.png"] = " (loss curve)"
         if self.weights is not None:
-            notes[self.weights] = " (weights, safetensors)"
+            notes[self.weights] = self._weights_note()
         return [f"{path}{note}" for path, note in notes.items() if path.exists()]
+
+    def _weights_note(self) -> str:
+        dtype = self.display.weights_dtype
+        return f" (weights, safetensors, {dtype})" if dtype else " (weights, safetensors)"
 
     def _metrics(self) -> tuple[list[int], list[str]]:
         """The steps in the metrics, and lines that say what is there."""
@@ -132,7 +136,7 @@ class RunFolder:
             lines.append(f"{newest} (newest checkpoint)")
         now = _weights_in(self.weights)
         if self.display.weights is not None:
-            lines.append(f"{self.display.weights} (weights, safetensors)")
+            lines.append(f"{self.display.weights}{self._weights_note()}")
         elif now != self._before and now:  # renamed into place, but not reported yet
             lines.append(f"{self.weights} (weights, safetensors)")
         elif self.weights is not None:

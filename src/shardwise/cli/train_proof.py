@@ -51,10 +51,12 @@ def prove(config: "RunConfig", world: "World", *, seconds: float = math.inf) -> 
         VerifyError: on every rank; something differs by more than rounding.
     """
     from shardwise.recipe import DTYPE_BYTES
+    from shardwise.run.attention import without_kernels
     from shardwise.run.build import build_plain
     from shardwise.techniques.fold import options_of_proof
     from shardwise.techniques.precision.options import precision_of
 
+    config, replaced = without_kernels(config)
     count = sum(p.numel() for p in build_plain(config, world).parameters())
     if count > MOST_PARAMS:
         text = f"left out: {count:,} parameters are too many to gather at every step (at most {MOST_PARAMS:,})"
@@ -71,7 +73,7 @@ def prove(config: "RunConfig", world: "World", *, seconds: float = math.inf) -> 
         found = _compared(config, world, parallel, num_steps, most)
     else:
         left_out.append(f"{NUM_STEPS - 1} more steps, for which the run was too short")
-    left_out += without
+    left_out += without + replaced
     outcome, num_gradients = found
     text = (
         f"largest gradient difference {outcome.err:.1e} (relative, in {outcome.name}): {num_steps} "

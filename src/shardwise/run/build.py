@@ -1,5 +1,6 @@
 """Builds data, model, optimizer, scheduler and scaler of a training run, each from its section of the configuration."""
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from shardwise.config.tokenizer import is_tokens, tokenizer_path
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, UsageError
 from shardwise.model.calling import call, run_on
 from shardwise.parallel import recipe_of, runtime_of, shard, world_of
+from shardwise.run.attention import IMPLEMENTATIONS
 from shardwise.run.config import MODEL_LOSS, RunConfig
 from shardwise.run.datasets import Corpus
 from shardwise.run.freeze import freeze_parameters
@@ -32,6 +34,7 @@ __all__ = [
     "check_takes_tokens",
     "functions_of",
     "load_start",
+    "loaded_text",
     "make_step",
     "set_tokenizer",
 ]
@@ -112,8 +115,9 @@ def load_start(config: RunConfig, model: nn.Module) -> LoadReport | None:
     given = config.model
     if given.start is None:
         return None
+    cast = "lossless" if given.cast is None else given.cast
     try:
-        return load_weights(model, given.start, strict=given.strict, rename=list(given.rename.items()), cast=given.cast)
+        return load_weights(model, given.start, strict=given.strict, rename=list(given.rename.items()), cast=cast)
     except CheckpointError as error:  # its fix names arguments of the call; a run has configuration keys
         for call, keys in (
             (
@@ -129,8 +133,27 @@ def load_start(config: RunConfig, model: nn.Module) -> LoadReport | None:
         ):
             if call in error.fix:
                 error.fix = f"in this run: {keys}"
+                _blame_changes(config, error)
                 break
         raise
+
+
+def _blame_changes(config: RunConfig, error: CheckpointError) -> None:
+    """Adds to an error about names or shapes that ``model.args`` builds another model than the weights are of."""
+    given = config.model
+    changed = {key: value for key, value in given.args.items() if key not in IMPLEMENTATIONS}
+    if given.hf is not None and given.weights in (None, given.hf) and changed and "dtype" not in error.given:
+        error.why += f"; the model was changed by model.args={changed}, and the weights are those of its directory"
+        error.fix += "; or remove what is changed in model.args"
+
+
+def loaded_text(report: LoadReport | None) -> str:
+    """What a run says of the weights that it has loaded."""
+    if report is None:
+        return ""
+    pairs = sorted(set(report.cast.values()))
+    told = [f"  weights stored in {there}, trained in {here} (model.cast)" for there, here in pairs]
+    return "\n".join([str(replace(report, cast={})), *told])
 
 
 def set_tokenizer(config: RunConfig, model: nn.Module) -> None:

@@ -76,7 +76,13 @@ class Model(Options, frozen=True, kw_only=True):
         dict[str, str | None],
         doc("regex -> replacement, for the names in weights, in order; null: leave the tensor out"),
     ] = msgspec.field(default_factory=dict)
-    cast: Annotated[bool, doc("weights of another floating dtype than the model stores are converted")] = False
+    cast: Annotated[
+        bool | None,
+        doc(
+            "weights of another floating dtype than the model stores. null: converted where nothing is rounded, such as bfloat16 to float32; true: "
+            "converted; false: refused"
+        ),
+    ] = None
     strict: Annotated[
         bool,
         doc("false: missing weights are initialised (a new head), extra ones are left out; both are reported"),
@@ -100,7 +106,7 @@ class Model(Options, frozen=True, kw_only=True):
                 why="each of them says which parameters are trained",
                 fix="remove one",
             )
-        for key, default in (("rename", {}), ("cast", False), ("strict", True)):
+        for key, default in (("rename", {}), ("cast", None), ("strict", True)):
             if self.start is None and getattr(self, key) != default:
                 raise ConfigError(
                     f"model.{key}={getattr(self, key)!r} without model.weights or model.hf",
@@ -358,6 +364,10 @@ class Checkpoint(Options, frozen=True, kw_only=True):
     export: Annotated[
         str | None, doc("folder for the final weights (safetensors), inside log.dir unless absolute; null: none")
     ] = "weights"
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"] | None,
+        doc("dtype of the final weights; null: that of the files the run started from, else as they are stored"),
+    ] = None
     every: Annotated[Positive | None, doc("steps between checkpoints, from which an ended run resumes; null: none")] = (
         None
     )
@@ -386,6 +396,12 @@ class Checkpoint(Options, frozen=True, kw_only=True):
         return self.every is not None or self.stop_after_s is not None or self.sigusr1 == "save"
 
     def check(self) -> None:
+        if self.export is None and self.dtype is not None:
+            raise ConfigError(
+                f"checkpoint.dtype={self.dtype!r} with checkpoint.export=null",
+                why="no final weights are written, so it would have no effect",
+                fix="name a folder for them: checkpoint.export=weights; or remove checkpoint.dtype",
+            )
         if self.are_made:
             return
         for key in ("keep", "keep_every", "background"):

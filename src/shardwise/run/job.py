@@ -8,7 +8,7 @@ them.
 Events (``kind`` and its fields): ``phase`` text; ``data`` name, train_samples, val_samples, tokens_per_step, report;
 ``model`` name, num_params, units, why; ``loaded`` text; ``resumed`` text; ``saved`` text; ``sample`` when, prompt, text,
 word_share; ``answer`` when, prompt, text, reference; ``step`` step, steps, loss, grad_norm, lr, tokens_per_s, seconds_left, skipped, num_skipped (so far),
-memory, and tflops, mfu, comm_bytes as far as they are known; ``ended`` step, callback; ``memory`` per_rank, one_process, rss; ``chosen`` name, text; ``val`` step, loss, num_tokens; ``stop`` reason; ``weights`` path;
+memory, and tflops, mfu, comm_bytes as far as they are known; ``ended`` step, callback; ``memory`` per_rank, one_process, rss; ``chosen`` name, text; ``val`` step, loss, num_tokens; ``stop`` reason; ``weights`` path, dtype;
 ``trace`` path; ``trouble`` text.
 """
 
@@ -33,6 +33,7 @@ from shardwise.run.build import (
     check_takes_tokens,
     functions_of,
     load_start,
+    loaded_text,
     make_step,
     set_tokenizer,
 )
@@ -48,6 +49,7 @@ from shardwise.run.memory import memory_of, state_bytes
 from shardwise.run.metrics import MetricsWriter, Pace, cut_metrics
 from shardwise.run.optim import put_on_schedule
 from shardwise.run.sample import complete_text, generate, vocabulary, word_share
+from shardwise.run.stored_dtype import export_dtype
 from shardwise.run.watch import Watch, arithmetic
 from shardwise.state import check_dtypes, save_weights, weights_bytes
 from shardwise.step.evaluate import evaluate
@@ -91,7 +93,7 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
     model = build_model(config, world, corpus)
     if config.model.start is not None and not checkpoints.are_there:
         emit("phase", text="loading weights")
-        emit("loaded", text=str(load_start(config, model)))
+        emit("loaded", text=loaded_text(load_start(config, model)))
     limit_to_model(corpus, model)
     if not checkpoints.are_there:  # a run that goes on has been tried, and its model has no values yet
         check_takes_tokens(config, model)
@@ -152,6 +154,9 @@ class _Run:
         self.unwritten: CheckpointError | None = None
         self.callback = Callback(self.config.train.callback)
         self.unlogged: dict[str, Any] | None = None  # figures of the last step, if they are not in the metrics
+        self.dtype = self.world.broadcast(
+            export_dtype(self.config) if self.world.is_main else None
+        )  # of the final weights; None: as they are stored
         self.num_validated = 0  # the step of the last validation
 
     def tell(self, kind: str, **fields: Any) -> None:
@@ -180,7 +185,7 @@ class _Run:
         problem: ConfigError | None = None
         if self.world.is_main:
             try:
-                check_space(self.config, weights_bytes(self.model), self.checkpoint_bytes())
+                check_space(self.config, weights_bytes(self.model, self.dtype), self.checkpoint_bytes())
             except ConfigError as error:
                 problem = error
         problem = self.world.broadcast(problem)
@@ -419,10 +424,10 @@ class _Run:
         if name is not None:
             self.emit("phase", text="writing the weights")
             try:
-                kept = f"the weights are whole, in {save_weights(self.model, self.folder / name)}"
+                kept = f"the weights are whole, in {save_weights(self.model, self.folder / name, dtype=self.dtype)}"
             except CheckpointError as error:
                 raise self.rescue(error) from error
-            self.tell("weights", path=str(self.folder / name))
+            self.tell("weights", path=str(self.folder / name), dtype=self.dtype or stored_dtype(self.model))
         if self.metrics is not None:
             self.metrics.close()
         unwritten = self.world.broadcast(unsaved or self.unwritten)
@@ -430,7 +435,8 @@ class _Run:
             raise CheckpointError(unwritten.given, why=f"{unwritten.why}; {kept}", fix=unwritten.fix) from unwritten
 
     def rescue(self, error: CheckpointError) -> CheckpointError:
-        """Writes the weights to another disk if they could not be written where they belong; all ranks must call it.
+        """Writes the weights to another folder if they could not be written where they belong, as they are stored: a value
+        may be beyond what the dtype of the export can hold. All ranks must call it.
 
         Returns:
             the error to raise, with what is kept and where; equal on every rank.
@@ -450,14 +456,20 @@ class _Run:
             fix = "free space or name a folder on another disk (--log.dir=PATH), and run again"
         else:
             outcome = f"the weights of these {steps} were written to {saved} instead"
-            self.emit("weights", path=str(saved))
+            self.emit("weights", path=str(saved), dtype=stored_dtype(self.model))
             place = shlex.quote(str(self.folder / str(self.config.checkpoint.export)))
             fix = f"move them from there: mkdir -p {place} && mv {shlex.quote(str(saved.parent))}/* {place}/"
         return CheckpointError(
             error.given,
             why=f"{error.why}; {outcome}; the metrics are in {self.folder / 'metrics.jsonl'}",
             fix=fix,
+            name=error.name,
         )
+
+
+def stored_dtype(model: nn.Module) -> str:
+    """The dtypes of a model's parameters, as words."""
+    return " and ".join(sorted({param.storage for param in recipe_of(model).params.values()})) or "no parameters"
 
 
 def _silent(kind: str, **fields: Any) -> None:

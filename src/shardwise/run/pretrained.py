@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.config.suggest import did_you_mean
 from shardwise.errors import ConfigError
+from shardwise.run.attention import IMPLEMENTATIONS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,7 +27,21 @@ def build_pretrained(folder: str, changes: Mapping[str, Any]) -> "nn.Module":
         ConfigError: as for :func:`check_pretrained`.
     """
     kind, config = check_pretrained(folder, changes)
-    return kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
+    import torch
+
+    try:
+        if not hasattr(kind, "from_config"):
+            return kind(config)
+        return kind.from_config(config, dtype=torch.get_default_dtype())  # as a class does, not in that of the files
+    except (ValueError, ImportError) as error:
+        named = {key: changes[key] for key in IMPLEMENTATIONS if key in changes}
+        if not named:
+            raise
+        raise ConfigError(
+            f"model.args={named} for {getattr(kind, '__name__', kind)}",
+            why=(str(error).strip().splitlines() or [""])[0],
+            fix="use another implementation, such as sdpa or eager, or leave it out",
+        ) from error
 
 
 def check_pretrained(folder: str, changes: Mapping[str, Any], *, what: str = "model.hf") -> tuple[Any, Any]:
@@ -57,14 +72,18 @@ def check_pretrained(folder: str, changes: Mapping[str, Any], *, what: str = "mo
             else "name a function that returns the model with its weights: pkg.mod:fn",
         )
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    for key in changes:
+    fields = {key: value for key, value in changes.items() if key not in IMPLEMENTATIONS}
+    for key in fields:
         if not hasattr(config, key):
             raise ConfigError(
                 f"model.args: {key!r}",
                 why=f"{type(config).__name__} has no such field",
-                fix=did_you_mean(key, list(config.to_dict()), what="fields"),
+                fix=did_you_mean(key, [*config.to_dict(), *IMPLEMENTATIONS], what="fields"),
             )
-    config.update(dict(changes))
+    config.update(fields)
+    for key in IMPLEMENTATIONS:
+        if changes.get(key) is not None:
+            setattr(config, f"_{key}", changes[key])
     name = next(iter(content.get("architectures") or ()), None)
     kind = getattr(transformers, name, None) if isinstance(name, str) else transformers.AutoModelForCausalLM
     if kind is None:

@@ -25,7 +25,7 @@ def generate(
     temperature: float = 0.0,
     seed: int = 0,
     stop: int | None = None,
-    on_token: Callable[[int], None] | None = None,
+    on_token: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """Generates tokens, one at a time; every rank must call it, with the same arguments.
 
@@ -41,7 +41,7 @@ def generate(
         temperature: 0 takes the most likely token; larger values draw from softmax(logits / temperature).
         seed: of the generator.
         stop: a token after which no more are made, once it has come in each sequence.
-        on_token: called with the number of tokens generated so far.
+        on_token: called with each token of the sequences, [B, 1].
 
     Returns:
         integers [B, T + num_tokens], including the prompt; fewer columns where ``stop`` ended it.
@@ -59,7 +59,7 @@ def generate(
     was_training = model.training
     model.eval()
     try:
-        for made in range(num_tokens):
+        for _ in range(num_tokens):
             out = model(prompt[:, -context:])
             logits = _logits_in(out)[:, -1].float().cpu()
             if temperature == 0:
@@ -68,7 +68,7 @@ def generate(
                 token = torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=draws)
             prompt = torch.cat((prompt, token.to(prompt)), dim=1)
             if on_token is not None:
-                on_token(made + 1)
+                on_token(token)
             if stop is not None and bool((prompt[:, begin:] == stop).any(1).all()):
                 break
     finally:

@@ -1,46 +1,69 @@
-"""Refuses, before any rank starts, a model directory in 16 bits for a model that is stored in 32. Torch-free: only the headers
-of its safetensors files are read."""
+"""The dtype of the weights that a run starts from: refused before any rank starts where it would be rounded, and kept for
+the final weights. Torch-free: only the headers of safetensors files are read."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from shardwise.config.dtype_words import DTYPE_WORDS
 from shardwise.errors import ConfigError
 from shardwise.run.config import RunConfig
 from shardwise.techniques.precision.options import precision_of
 
-__all__ = ["check_stored_dtype", "dtypes_in"]
+__all__ = ["check_stored_dtype", "dtypes_in", "export_dtype"]
 
-_HALF = {"BF16": "bfloat16", "F16": "float16"}
+_WORDS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+_WIDER = {"bfloat16": {"float32", "float64"}, "float16": {"float32", "float64"}, "float32": {"float64"}}
 _LONGEST = 100 << 20  # bytes of a header, as the format allows
 
 
 def check_stored_dtype(config: RunConfig, origins: Mapping[str, str]) -> None:
-    """Refuses ``model.hf`` in bfloat16 or float16 without ``model.cast``: a run stores float32, so loading would refuse each
-    of its tensors. What may change that (transforms, renamed tensors, another storage) is left to the ranks.
+    """Refuses ``model.hf`` whose weights would be rounded where the run stores them, unless ``model.cast`` allows it. What
+    may change that (transforms, renamed tensors, parts with a precision of their own) is left to the ranks.
 
     Raises:
         ConfigError: with the key that converts.
     """
     model, parallel = config.model, config.parallel
-    if model.hf is None or model.weights not in (None, model.hf) or model.cast or model.rename or parallel.transforms:
+    precision = precision_of(parallel.precision)
+    if model.hf is None or model.weights not in (None, model.hf) or model.rename or parallel.transforms:
         return
-    storage, found = precision_of(parallel.precision).storage, dtypes_in(Path(model.hf))
-    if storage not in (None, "float32") or not found or not found <= _HALF.keys():
+    if model.cast or precision.parts:
         return
-    name = " and ".join(sorted(_HALF[dtype] for dtype in found))
+    found = dtypes_in(Path(model.hf))
+    storage, names = precision.storage or "float32", {_WORDS.get(dtype, "") for dtype in found}
+    if not found or "" in names or (precision.storage is None and model.cast is None):
+        return  # without a storage it is the model's own, which only the ranks know
+    taken = {storage} if model.cast is False else {name for name in names if storage in {name, *_WIDER.get(name, ())}}
+    if names <= taken:
+        return
+    name, is_rounded = " and ".join(sorted(names)), model.cast is None
     raise ConfigError(
         f"model.hf={model.hf!r} ({origins['model.hf']}): its weights are {name}",
-        why="the run stores float32, in which small steps of the optimizer are not lost, and converts only if it is asked to",
-        fix="add --model.cast=true; to compute in bfloat16 all the same, --parallel.precision=bf16",
+        why=f"parallel.precision stores {storage}, in which they would be rounded"
+        if is_rounded
+        else f"the run stores {storage}, and model.cast=false refuses any other dtype",
+        fix="store them as they are: --parallel.precision=bf16 computes in bfloat16 and stores float32; or round them: --model.cast=true"
+        if is_rounded
+        else "remove model.cast: what loses nothing is then converted",
     )
 
 
+def export_dtype(config: RunConfig) -> str | None:
+    """The dtype in which a run writes its final weights: ``checkpoint.dtype``, or else that of the directory it started from,
+    if all of it has one; None: as they are stored."""
+    if config.checkpoint.dtype is not None:
+        return DTYPE_WORDS[config.checkpoint.dtype]
+    found = dtypes_in(Path(config.model.start)) if config.model.start is not None else set()
+    return _WORDS.get(found.pop()) if len(found) == 1 else None
+
+
 def dtypes_in(folder: Path) -> set[str]:
-    """The dtypes of floating tensors in the safetensors files of a directory, in the format's words; what cannot be read is
-    left out."""
+    """The dtypes of floating tensors in the safetensors files of a directory, or in one file, in the format's words; what
+    cannot be read is left out."""
     found: set[str] = set()
-    for file in sorted(folder.glob("*.safetensors")):
+    files = [folder] if folder.suffix == ".safetensors" and folder.is_file() else sorted(folder.glob("*.safetensors"))
+    for file in files:
         try:
             with file.open("rb") as opened:
                 size = int.from_bytes(opened.read(8), "little")

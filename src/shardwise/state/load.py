@@ -15,7 +15,7 @@ import crc32c
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import CheckpointError, errors_about
+from shardwise.errors import CheckpointError, ConfigError, errors_about
 from shardwise.parallel import Runtime, bytes_of, runtime_of
 from shardwise.parallel.init.values import scatter_values
 from shardwise.recipe import Slice
@@ -23,7 +23,7 @@ from shardwise.state.extra import set_extra_states
 from shardwise.state.files import BUFFER
 from shardwise.state.integrity.reading import VerifiedFiles
 from shardwise.state.load_transaction import LoadTransaction, refuse_left_half
-from shardwise.state.match import Rules, all_of, own_boxes, plan_of
+from shardwise.state.match import Cast, Rules, all_of, own_boxes, plan_of
 from shardwise.state.names import Rename
 from shardwise.state.report import LoadReport
 from shardwise.world import World
@@ -38,7 +38,7 @@ def load_weights(
     *,
     strict: bool = True,
     rename: Rename = (),
-    cast: bool = False,
+    cast: Cast = False,
     shared_files: bool = True,
     check_finite: bool = False,
 ) -> LoadReport:
@@ -56,13 +56,14 @@ def load_weights(
         rename: ``(regex, replacement)`` pairs, applied in order to the names of the source; a replacement of None
             leaves the tensor out. Prefixes of wrappers (``_orig_mod.``, ``module.``) and a prefix that all names share
             or lack (``model.``) are handled without it.
-        cast: True: values of another dtype than the model stores are converted; False: they are refused.
+        cast: False: values of another dtype than the model stores are refused. "lossless": they are converted where nothing
+            is rounded (bfloat16 to float32), as ``shardwise train`` does. True: they are converted.
         shared_files: False: only rank 0 sees the source, and sends every rank its pieces.
         check_finite: True: values that are NaN or infinite are refused; everything is read twice.
 
     Raises:
         CheckpointError: on every rank; something is missing, does not fit, or cannot be read; with name and file.
-        ConfigError: a ``rename`` matches nothing.
+        ConfigError: a ``rename`` matches nothing, or ``cast`` is none of these.
         UsageError: ``source`` is neither a path nor a mapping.
         RankError: a rank does not take part.
 
@@ -72,6 +73,8 @@ def load_weights(
         148 tensors from checkpoints/llama: 402.00 MiB on this rank, 0.21 s
     """
     start, runtime = time.perf_counter(), runtime_of(model)
+    if cast not in (True, False, "lossless"):
+        raise ConfigError(f"cast={cast!r}", why="there is no such choice", fix='use True, False or "lossless"')
     rules = Rules(strict=strict, rename=rename, cast=cast, check_finite=check_finite)
     with VerifiedFiles() as files:
         if shared_files:

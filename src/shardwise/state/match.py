@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +20,10 @@ from shardwise.state.report import LoadReport, shortened
 from shardwise.state.source import open_source
 from shardwise.state.stored import Source, TensorSource, is_rounded, refuse_changed
 
-__all__ = ["LoadPlan", "Rules", "all_of", "own_boxes", "plan_of"]
+__all__ = ["Cast", "LoadPlan", "Rules", "all_of", "own_boxes", "plan_of"]
+
+Cast = bool | Literal["lossless"]
+"""Which values of another dtype are converted: all, none, or those of which every value exists in the model's dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +32,7 @@ class Rules:
 
     strict: bool
     rename: Rename
-    cast: bool
+    cast: Cast
     check_finite: bool
 
 
@@ -139,7 +142,8 @@ def _refuse_unfit(matched: Matched, wanted: Mapping[str, Wanted], source: Source
         name = dtypes[0]
         raise CheckpointError(
             f"{source.place}: dtype {matched.tensors[name].dtype}{_called(matched, name)}",
-            why=f"the model stores {wanted[name].dtype}{_and_more(len(dtypes), 'differ')}",
+            why=f"the model stores {wanted[name].dtype}{_and_more(len(dtypes), 'differ')}"
+            + (", and values would be rounded" if rules.cast == "lossless" else ""),
             fix="pass cast=True to convert (between floating dtypes of 2 bytes and more), or build the model in that dtype",
             name=name,
         )
@@ -163,11 +167,13 @@ def _refuse_unfit(matched: Matched, wanted: Mapping[str, Wanted], source: Source
         )
 
 
-def _may_be(there: str, here: str, *, cast: bool) -> bool:
+def _may_be(there: str, here: str, *, cast: Cast) -> bool:
     """Whether values of dtype ``there`` may be loaded as ``here``: with ``cast`` they may be rounded, but never become
     integers, or lose an imaginary part or their scale."""
+    if there == here or cast is False:
+        return there == here
     both = (is_rounded(there) and is_rounded(here)) or (dtype_of(there).is_complex and dtype_of(here).is_complex)
-    return there == here or (cast and both)
+    return both and (cast is True or torch.promote_types(dtype_of(there), dtype_of(here)) == dtype_of(here))
 
 
 def _called(matched: Matched, name: str) -> str:

@@ -26,7 +26,7 @@ class LoadReport:
         unexpected: names in the source that the model does not have (``strict=False``).
         ignored: name in the source -> why it is not the model's to load.
         renamed: the changes of names, as text with counts.
-        cast: name -> (dtype there, dtype here), where they differ (``cast=True``).
+        cast: name -> (dtype there, dtype here), where they differ (``cast``).
     """
 
     place: str

@@ -114,9 +114,9 @@ def save_weights(
     return saving.dest / file_layout.entry
 
 
-def weights_bytes(model: nn.Module) -> int:
+def weights_bytes(model: nn.Module, dtype: str | torch.dtype | None = None) -> int:
     """Size in bytes of the files that :func:`save_weights` would write; no communication."""
-    return file_layout_of(runtime_of(model), max_shard_bytes=SHARD_BYTES).num_bytes
+    return file_layout_of(runtime_of(model), max_shard_bytes=SHARD_BYTES, dtype=_checked_dtype(dtype)).num_bytes
 
 
 def check_dtypes(model: nn.Module) -> None:
