@@ -22,6 +22,7 @@ from shardwise.data.sft.records import is_records
 from shardwise.errors import ConfigError
 from shardwise.layout import parse_layout
 from shardwise.run.optim_config import Optim, Scaler, Schedule
+from shardwise.run.steps import DEFAULT_STEPS, check_steps
 from shardwise.techniques import Parallel
 from shardwise.techniques.precision.options import precision_of
 
@@ -44,6 +45,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 BelowOne = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 AboveZero = Annotated[float, msgspec.Meta(gt=0)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 
 
 LOGGERS = ("csv", "tensorboard", "wandb")
@@ -248,7 +250,11 @@ class Data(Options, frozen=True, kw_only=True):
 class Train(Options, frozen=True, kw_only=True):
     """Section ``train``: number of steps, gradient clipping, validation, seed."""
 
-    steps: Annotated[Positive, doc("optimizer steps")] = 500
+    steps: Annotated[Positive | None, doc("optimizer steps; null: those of epochs, else 500")] = None
+    epochs: Annotated[
+        NotNegative | None,
+        doc("times that all samples are trained on, in place of steps; 0.5: half of them; null: steps says how long"),
+    ] = None
     max_grad_norm: Annotated[AboveZero | None, doc("gradients are scaled down to this norm; null: never")] = 1.0
     norm_type: Annotated[AboveZero | Literal["inf"], doc("p of that norm: 2, 1, ...; inf: the largest element")] = 2.0
     clip_grad_value: Annotated[
@@ -312,6 +318,8 @@ class Train(Options, frozen=True, kw_only=True):
         return range(int(first), int(last or int(first) + 1))
 
     def check(self) -> None:
+        if self.epochs is not None:
+            self._check_epochs(self.epochs)
         for key in ("loss", "count", "forward", "callback"):
             target = getattr(self, key)
             if target is not None and not looks_like_target(target) and (key, target) != ("loss", MODEL_LOSS):
@@ -340,16 +348,14 @@ class Train(Options, frozen=True, kw_only=True):
                 why="it is neither a step, from 1, nor FIRST:LAST, a first one and a later one, which is not included",
                 fix="write 10:13 for steps 10, 11 and 12",
             )
-        for key, last in (
-            ("profile", (self.profiled_steps or [0])[-1]),
-            ("memory_snapshot", self.memory_snapshot or 0),
-        ):
-            if last > self.steps:
-                raise ConfigError(
-                    f"train.{key}={getattr(self, key)} with train.steps={self.steps}",
-                    why=f"the run ends before step {last}",
-                    fix="name earlier steps, or train longer",
-                )
+
+    def _check_epochs(self, epochs: float) -> None:
+        if self.steps is not None:
+            raise ConfigError(
+                f"train.epochs={epochs:g} with train.steps={self.steps}",
+                why="each of them says how long the run is",
+                fix="remove one; on the command line, over a file that has it: --train.steps=null or --train.epochs=null",
+            )
 
 
 class Checkpoint(Options, frozen=True, kw_only=True):
@@ -467,8 +473,12 @@ class RunConfig(Options, frozen=True, kw_only=True):
         computed: dict[tuple[str, str], Any] = {
             ("optim", "lr"): Optim().settled_lr(is_pretrained=self.model.hf is not None)
         }
-        if self.schedule.warmup_ratio is None:
-            computed["schedule", "warmup_steps"] = Schedule().settled_warmup(self.train.steps)
+        steps = self.train.steps
+        if self.train.epochs is None:  # else both are counted from the data, once they are open
+            steps = steps or DEFAULT_STEPS
+            computed["train", "steps"] = DEFAULT_STEPS
+        if self.schedule.warmup_ratio is None and steps is not None:
+            computed["schedule", "warmup_steps"] = Schedule().settled_warmup(steps)
         return computed
 
     def check(self) -> None:
@@ -501,15 +511,8 @@ class RunConfig(Options, frozen=True, kw_only=True):
             record = getattr(self, section)
             if getattr(record, key) is None:
                 msgspec.structs.force_setattr(self, section, msgspec.structs.replace(record, **{key: value}))
-        steps, warmup = self.train.steps, self.schedule.settled_warmup(self.train.steps)
-        decay = round(self.schedule.decay_ratio * steps) if self.schedule.name == "wsd" else 0
-        if warmup + decay > steps:
-            raise ConfigError(
-                f"schedule.warmup_steps={warmup} with train.steps={steps}"
-                + (f" and decay_ratio={self.schedule.decay_ratio}" if decay else ""),
-                why="the run would end before the learning rate has risen" + (", and gone down" if decay else ""),
-                fix=f"use warmup_steps={steps // 10}, or more steps",
-            )
+        if self.train.steps is not None:
+            check_steps(self, self.train.steps)
 
     def _check_whole_parameters(self) -> None:
         degrees = parse_layout(self.parallel.layout)
