@@ -179,6 +179,9 @@ class Display:
         if report:
             self.row("records", report)
 
+    def _show_kept(self, *, text: str) -> None:
+        self.row("tokens", text)
+
     def _show_planned(self, *, steps: int, text: str) -> None:
         self.steps = steps
         if text:

@@ -160,6 +160,13 @@ class Data(Options, frozen=True, kw_only=True):
     unusable: Annotated[
         Literal["refuse", "drop"], doc("of .jsonl: a record without an answer within seq_len is an error, or left out")
     ] = "refuse"
+    cache: Annotated[
+        str | None,
+        doc(
+            "folder that keeps the tokens that a tokenizer makes of path, so that it reads a file once; none: keep nothing; null: "
+            "$SHARDWISE_CACHE, else ~/.cache/shardwise, for files of 1 MB and more"
+        ),
+    ] = None
     num_workers: Annotated[Count, doc("processes of each rank that read samples ahead of training; 0: none")] = 0
     prefetch: Annotated[Positive | None, doc("micro-batches that each of them is ahead; null: 2")] = None
 
@@ -188,6 +195,8 @@ class Data(Options, frozen=True, kw_only=True):
                 )
         if self.val_path is not None:
             self._check_val_path(self.val_path)
+        if self.cache is not None and self.build is None:
+            self._check_cache(self.cache)
         if self.tokenizer is not None and is_tokens(self.path):
             raise ConfigError(
                 f"data.tokenizer={self.tokenizer!r} with data.path={self.path!r}",
@@ -199,6 +208,18 @@ class Data(Options, frozen=True, kw_only=True):
                 f"data.dtype={self.dtype!r} with data.path={self.path!r}",
                 why="only a .bin file needs a dtype, so this would have no effect",
                 fix="remove data.dtype, or name a .bin file",
+            )
+
+    def _check_cache(self, cache: str) -> None:
+        if not cache:
+            raise ConfigError("data.cache=''", why="it names no folder", fix="give the path of a folder, or none")
+        # The words of a text are its bytes where no tokenizer is named.
+        is_read = not is_tokens(self.path) and (self.tokenizer not in (None, BYTES_MEANT) or self.has_records)
+        if not is_read or self.path is None:
+            raise ConfigError(
+                f"data.cache={cache!r} with data.path={self.path!r} and data.tokenizer={self.tokenizer!r}",
+                why="only tokens that a tokenizer makes of a file are kept, so it would have no effect",
+                fix="remove data.cache, or name a tokenizer: data.tokenizer=DIRECTORY",
             )
 
     def _check_build(self) -> None:
@@ -216,7 +237,7 @@ class Data(Options, frozen=True, kw_only=True):
                 why="it does not name a function",
                 fix="write pkg.mod:fn, or path/to/file.py:fn",
             )
-        for key in ("path", "val_path", "tokenizer", "dtype", "seq_len", "pack", "unusable"):
+        for key in ("path", "val_path", "tokenizer", "dtype", "seq_len", "pack", "unusable", "cache"):
             if getattr(self, key) != default_of(Data, key):
                 raise ConfigError(
                     f"data.{key}={getattr(self, key)!r} with data.build={self.build!r}",

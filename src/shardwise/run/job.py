@@ -5,7 +5,7 @@ after, the weights. Every rank runs all of it, because every rank takes part in 
 and reports. It reports *events*, small dicts passed to ``emit``; the process that started the ranks decides how to show
 them.
 
-Events (``kind`` and its fields): ``phase`` text; ``data`` name, train_samples, val_samples, tokens_per_step, report; ``planned`` steps, text;
+Events (``kind`` and its fields): ``phase`` text; ``data`` name, train_samples, val_samples, tokens_per_step, report; ``kept`` text; ``planned`` steps, text;
 ``model`` name, num_params, units, why; ``loaded`` text; ``resumed`` text; ``saved`` text; ``sample`` when, prompt, text,
 word_share; ``answer`` when, prompt, text, reference; ``step`` step, steps, loss, grad_norm, lr, tokens_per_s, seconds_left, skipped, num_skipped (so far),
 memory, and tflops, mfu, comm_bytes as far as they are known; ``ended`` step, callback; ``memory`` per_rank, one_process, rss; ``chosen`` name, text; ``val`` step, loss, num_tokens; ``stop`` reason; ``weights`` path;
@@ -87,7 +87,7 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
     emit = emit if world.is_main else _silent
     checkpoints = RunCheckpoints(config, world)
     emit("phase", text="reading the data")
-    corpus = open_data(config.data, vocab=vocab_of(config))
+    corpus = open_data(config.data, vocab=vocab_of(config), say=lambda text: emit("trouble", text=text))
     emit("phase", text="building the model" + (", and trying what can be cut over tp" if world.layout.tp > 1 else ""))
     model = build_model(config, world, corpus)
     if config.model.start is not None and not checkpoints.are_there:
@@ -287,6 +287,8 @@ class _Run:
             tokens_per_step=None if data.build is not None else data.global_batch * data.seq_len,
             report=self.corpus.report,
         )
+        if self.corpus.kept:
+            self.emit("kept", text=self.corpus.kept)
         epochs = self.config.train.epochs
         text = "" if epochs is None else epochs_text(epochs, num_train or 0, self.steps)
         self.emit("planned", steps=self.steps, text=text)

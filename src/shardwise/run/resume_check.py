@@ -68,7 +68,7 @@ FIXED = {
 }
 _OPEN = ("model.args.", "model.rename.", "data.args.", "parallel.")
 """Prefixes of keys that are not in the defaults: the user's own, or keys that depend on another value."""
-_OF_A_NODE = ("log.", "launch.", "checkpoint.")
+_OF_A_NODE = ("log.", "launch.", "checkpoint.", "data.cache")
 
 
 @dataclass(frozen=True, kw_only=True)
