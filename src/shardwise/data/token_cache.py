@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,13 +27,20 @@ from shardwise.data.token_store import Produce, StoredTokens, in_memory, open_to
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.launch.lock import release, try_lock
 
-__all__ = ["NO_CACHE", "TokenCache", "cache_of"]
+__all__ = ["NO_CACHE", "Say", "TokenCache", "cache_of"]
 
 NO_CACHE = "none"
 """The value of ``data.cache`` for which nothing is kept."""
 
 _LEAST = 1 << 20  # bytes of a file that is kept without being asked for: a smaller one takes less than a second
 _SAID_S, _PATIENCE_S, _HASHED_PER_S = 10.0, 300.0, 50e6
+
+
+Say = Callable[[str, str], object]
+
+
+def _warn(kind: str, text: str) -> None:
+    warnings.warn(text, stacklevel=2)
 
 
 class _UnusableError(Exception):
@@ -46,7 +54,8 @@ class TokenCache:
     Args:
         folder: is made if it is not there.
         least: files of fewer bytes are not kept.
-        say: called with what a user should know: that nothing can be kept, or whom this process waits for.
+        say: called as ``say(kind, text)`` with what a user should know. "trouble": nothing can be kept; "phase": whom this process
+            waits for.
         patience_s: how long this process waits for another that does not write anything.
 
     Attributes:
@@ -55,7 +64,7 @@ class TokenCache:
 
     folder: Path
     least: int = 0
-    say: Callable[[str], object] = lambda text: None
+    say: Say = _warn
     patience_s: float = _PATIENCE_S
     notes: list[str] = field(default_factory=list)
 
@@ -86,7 +95,7 @@ class TokenCache:
             text = f"the tokens of {source} are not kept in {self.folder} (data.cache): {_reason(error)}; they are made at each start, in memory"
             if text not in self.notes:
                 self.notes.append(text)
-                self.say(text)
+                self.say("trouble", text)
         return in_memory(produce, dtype)
 
     def _kept(
@@ -155,19 +164,22 @@ class TokenCache:
         """
         began = grown = time.monotonic()
         size, is_said = -1, False
-        while (tried := try_lock(self.folder / f".{name}.lock")).held is None:
+        while True:
+            tried = try_lock(self.folder / f".{name}.lock")
+            held = tried.held
+            if held is not None:
+                break
             now = time.monotonic()
             if (new := self._size(name)) != size:
                 size, grown = new, now
             if now - began > _SAID_S and not is_said:
                 is_said = True
-                self.say(f"waiting for process {tried.owner}, which makes the tokens of {source}")
+                self.say("phase", f"waiting for process {tried.owner}, which makes the tokens of {source}")
             if now - grown > self.patience_s + patience_s:
                 raise _UnusableError(
                     f"process {tried.owner} has been making them, and has written nothing for {now - grown:.0f} s"
                 )
             time.sleep(0.1)
-        held = tried.held
         try:
             yield tried.note is None
         finally:
@@ -180,7 +192,7 @@ class TokenCache:
         return -1
 
 
-def cache_of(given: str | None, say: Callable[[str], object]) -> TokenCache | None:
+def cache_of(given: str | None, say: Say) -> TokenCache | None:
     """The cache that ``data.cache`` names: None where it is none. Where it says nothing: in ``$SHARDWISE_CACHE``, else
     ``$XDG_CACHE_HOME/shardwise``, else ``~/.cache/shardwise``, and only for files of 1 MB and more."""
     if given is None:
@@ -194,7 +206,10 @@ def cache_of(given: str | None, say: Callable[[str], object]) -> TokenCache | No
     try:
         return TokenCache(Path(folder).expanduser(), least, say)
     except RuntimeError:  # a user without a home
-        say(f"tokens are not kept: {folder} is not known for this user; --data.cache=PATH names another folder")
+        say(
+            "trouble",
+            f"tokens are not kept: {folder} is not known for this user; --data.cache=PATH names another folder",
+        )
         return None
 
 

@@ -17,7 +17,7 @@ from shardwise.data.batch import default_collate
 from shardwise.data.corpus import BYTES, TokenFile, TokenWindows, encode, pydoc_text
 from shardwise.data.labels import make_labels
 from shardwise.data.sft.dataset import SFTDataset
-from shardwise.data.token_cache import TokenCache, cache_of
+from shardwise.data.token_cache import Say, TokenCache, cache_of
 from shardwise.errors import ConfigError
 from shardwise.run.config import Data, RunConfig
 from shardwise.run.tokens import vocab_of_folder
@@ -76,13 +76,13 @@ def prompt_of(corpus: Corpus) -> str:
     return " ".join(taken) + " "
 
 
-def open_data(data: Data, *, vocab: int | None, say: Callable[[str], object] = lambda text: None) -> Corpus:
+def open_data(data: Data, *, vocab: int | None, say: Say = lambda kind, text: None) -> Corpus:
     """Opens the data a config names and splits it into training and validation.
 
     Args:
         data: the section of the config.
         vocab: size of the model's vocabulary; None if it is not known.
-        say: called with what a user should know of tokens that are kept: that they cannot be, or whom this process waits for.
+        say: called as ``say(kind, text)``: "trouble", tokens cannot be kept; "phase", whom this process waits for to make them.
 
     Raises:
         ConfigError: as for :class:`~shardwise.data.corpus.TokenFile` and :func:`~shardwise.data.corpus.encode`.

@@ -87,7 +87,7 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
     emit = emit if world.is_main else _silent
     checkpoints = RunCheckpoints(config, world)
     emit("phase", text="reading the data")
-    corpus = open_data(config.data, vocab=vocab_of(config), say=lambda text: emit("trouble", text=text))
+    corpus = open_data(config.data, vocab=vocab_of(config), say=lambda kind, text: emit(kind, text=text))
     emit("phase", text="building the model" + (", and trying what can be cut over tp" if world.layout.tp > 1 else ""))
     model = build_model(config, world, corpus)
     if config.model.start is not None and not checkpoints.are_there:

@@ -17,10 +17,9 @@ from shardwise.data.token_store import StoredTokens
 __all__ = ["Documents", "row_of"]
 
 
-def row_of(ids: list[int], trained: list[bool], most: int) -> np.ndarray:
-    """The first ``most`` tokens of a record, int32 [n]."""
-    tokens, flags = np.asarray(ids[:most], dtype=np.int32), np.asarray(trained[:most], dtype=bool)
-    return np.where(flags, ~tokens, tokens)
+def row_of(ids: np.ndarray, trained: np.ndarray) -> np.ndarray:
+    """The tokens of a record, int32 [n]; ``trained``: whether each is trained on, bool [n]."""
+    return np.where(trained, ~ids, ids)
 
 
 @dataclass(frozen=True)

@@ -113,14 +113,15 @@ class Encoding:
         for record in read_records(self.path):
             report.records += 1
             empty = empty_answer(record)
-            ids, trained = ([], []) if empty else self.encoder.encode(record)
+            encoded = ([], []) if empty else self.encoder.encode(record)
+            ids, trained = np.asarray(encoded[0], dtype=np.int32), np.asarray(encoded[1], dtype=bool)
             why = empty or self._problem(record, ids, trained)
             if why:
                 if self.unusable == "refuse":
                     raise unusable(self.path, record.line, why)
                 dropped[why] += 1
                 continue
-            row = row_of(ids, trained, self.seq_len + 1)
+            row = row_of(ids[: self.seq_len + 1], trained[: self.seq_len + 1])
             report.truncated += len(ids) > self.seq_len + 1
             report.tokens += len(row) - 1
             report.trained += int((row[1:] < 0).sum())
@@ -141,15 +142,14 @@ class Encoding:
         }  # depends on packing
         return {"ends": np.array(ends), "lines": np.array(lines)}, {"worst": worst, "report": told}
 
-    def _problem(self, record: Record, ids: list[int], trained: list[bool]) -> str:
+    def _problem(self, record: Record, ids: np.ndarray, trained: np.ndarray) -> str:
         """Why nothing of a record would be trained on, or nothing but ends; "" if something is."""
-        targets = [i for i, flag in zip(ids[1:], trained[1:], strict=True) if flag]
-        end = self.encoder.tokenizer.eos_token_id
-        if targets and not isinstance(record, Text) and set(targets) == {end}:
+        targets, end = ids[1:][trained[1:]], self.encoder.tokenizer.eos_token_id
+        if len(targets) and not isinstance(record, Text) and end is not None and (targets == end).all():
             return "all of an answer is inside a token that begins in its prompt"
-        if any(trained[1 : self.seq_len + 1]):
+        if trained[1 : self.seq_len + 1].any():
             return ""
-        if any(trained[1:]):
+        if trained[1:].any():
             return too_long(self.seq_len)
         return "it has no answer" if len(ids) > 1 else "it has less than two tokens"
 
