@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cli.commands import on_ranks
@@ -18,6 +19,7 @@ from models import chat
 
 import shardwise as sw
 from shardwise.cli import main as cli
+from shardwise.data.order import sample_order
 from shardwise.run.metrics import read_metrics
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -83,6 +85,16 @@ def test_validation_records_of_their_own(ranks, small, tmp_path):
         ranks, *words(small, tmp_path / "run", "--train.steps=1", f"--data.val_path={val}"), folder=tmp_path
     )
     assert "120 samples to train on, 5 to validate" in said
+
+
+def test_a_budget_of_tokens_trains_the_windows_of_single_samples(ranks, small, tmp_path):
+    more = ("--train.steps=1", "--train.eval_every=0", "--data.micro_tokens=200", "--data.micro_batch=null")
+    said = on_ranks(ranks, *words(small, tmp_path / "run", *more, "--parallel.layout=dp_shard=2"), folder=tmp_path)
+    assert "proof largest gradient difference" in said
+    (row,) = rows(tmp_path / "run", "step")
+    train, _ = sw.SFTDataset(small / "chat.jsonl", str(small), seq_len=96).split(0.1)
+    first = sample_order(np.arange(8), len(train), seed=0, epoch=0)
+    assert row["tokens"] == sum(int((train[int(i)]["labels"] != -100).sum()) for i in first)
 
 
 def test_killed_in_an_epoch_of_packed_records_it_goes_on_under_another_degree(ranks, small, tmp_path):

@@ -48,6 +48,7 @@ AboveZero = Annotated[float, msgspec.Meta(gt=0)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 
 
+MICRO_BATCH = 8  # of a run that says neither data.micro_batch nor data.micro_tokens
 LOGGERS = ("csv", "tensorboard", "wandb")
 MODEL_LOSS = "model"  # train.loss: the loss that the model returns
 
@@ -153,7 +154,15 @@ class Data(Options, frozen=True, kw_only=True):
     val_fraction: Annotated[BelowOne, doc("part of the tokens kept for validation, taken from the end")] = 0.1
     seq_len: Annotated[Positive, doc("tokens a sample predicts")] = 128
     global_batch: Annotated[Positive, doc("samples of one optimizer step, over all ranks")] = 16
-    micro_batch: Annotated[Positive, doc("samples of one forward on one rank")] = 8
+    micro_batch: Annotated[
+        Positive | None, doc("samples of one forward on one rank; null: 8, or as micro_tokens says")
+    ] = None
+    micro_tokens: Annotated[
+        Positive | None,
+        doc(
+            "of padded .jsonl, in place of micro_batch: a forward has as many samples as fit into so many positions, padding included"
+        ),
+    ] = None
     pack: Annotated[
         bool, doc("of .jsonl: several records share a sample of seq_len tokens, and none attends to another")
     ] = False
@@ -171,13 +180,18 @@ class Data(Options, frozen=True, kw_only=True):
     prefetch: Annotated[Positive | None, doc("micro-batches that each of them is ahead; null: 2")] = None
 
     def check(self) -> None:
-        if self.global_batch % self.micro_batch:
+        if self.micro_tokens is not None:
+            self._check_micro_tokens(self.micro_tokens)
+        elif self.micro_batch is None:
+            msgspec.structs.force_setattr(self, "micro_batch", MICRO_BATCH)
+        micro = self.micro_batch
+        if micro is not None and self.global_batch % micro:
             near = [n for n in range(1, self.global_batch + 1) if self.global_batch % n == 0]
-            best = min(near, key=lambda n: (abs(n - self.micro_batch), n))
+            best = min(near, key=lambda n: (abs(n - micro), n))
             raise ConfigError(
-                f"data.micro_batch={self.micro_batch} with data.global_batch={self.global_batch}",
+                f"data.micro_batch={micro} with data.global_batch={self.global_batch}",
                 why="a step is a whole number of micro-batches, so micro_batch divides global_batch",
-                fix=f"use micro_batch={best}, or global_batch={-(-self.global_batch // self.micro_batch) * self.micro_batch}",
+                fix=f"use micro_batch={best}, or global_batch={-(-self.global_batch // micro) * micro}",
             )
         if self.prefetch is not None and not self.num_workers:
             raise ConfigError(
@@ -209,6 +223,31 @@ class Data(Options, frozen=True, kw_only=True):
                 why="only a .bin file needs a dtype, so this would have no effect",
                 fix="remove data.dtype, or name a .bin file",
             )
+
+    def _check_micro_tokens(self, most: int) -> None:
+        if self.micro_batch is not None:
+            raise ConfigError(
+                f"data.micro_tokens={most} with data.micro_batch={self.micro_batch}",
+                why="each of them says how much one forward of a rank has",
+                fix="remove one; on the command line, over a file that has it: --data.micro_batch=null or --data.micro_tokens=null",
+            )
+        if self.build is None and (self.pack or not self.has_records):
+            raise ConfigError(
+                f"data.micro_tokens={most} with data.path={self.path!r} and data.pack={self.pack}",
+                why="all samples have seq_len positions, so that it would have no effect beyond that of micro_batch",
+                fix=f"use data.micro_batch={max(1, most // self.seq_len)}; micro_tokens is for padded records in a .jsonl",
+            )
+        if self.build is None and most < self.seq_len:
+            raise ConfigError(
+                f"data.micro_tokens={most} with data.seq_len={self.seq_len}",
+                why="a record of seq_len positions would not fit into a micro-batch by itself",
+                fix=f"use micro_tokens={self.seq_len} or more, or a smaller seq_len",
+            )
+
+    @property
+    def samples_at_least(self) -> int:
+        """Samples of a micro-batch, at least: in an evaluation, whose micro-batches have equally many."""
+        return self.micro_batch or max(1, (self.micro_tokens or 1) // self.seq_len)
 
     def _check_cache(self, cache: str) -> None:
         if not cache:
@@ -492,7 +531,8 @@ class RunConfig(Options, frozen=True, kw_only=True):
 
     def computed(self) -> dict[tuple[str, str], Any]:
         computed: dict[tuple[str, str], Any] = {
-            ("optim", "lr"): Optim().settled_lr(is_pretrained=self.model.hf is not None)
+            ("data", "micro_batch"): None if self.data.micro_tokens is not None else MICRO_BATCH,
+            ("optim", "lr"): Optim().settled_lr(is_pretrained=self.model.hf is not None),
         }
         steps = self.train.steps
         if self.train.epochs is None:  # else both are counted from the data, once they are open

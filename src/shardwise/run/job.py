@@ -159,6 +159,7 @@ class _Run:
             self.world,
             global_batch=data.global_batch,
             micro_batch=data.micro_batch,
+            micro_tokens=data.micro_tokens,
             collate=self.corpus.collate,
             num_workers=data.num_workers,
             prefetch=data.prefetch,
@@ -431,7 +432,7 @@ class _Run:
         if self.corpus.val is None:
             return
         self.emit("phase", text="validating")
-        micro = self.config.data.micro_batch
+        micro = self.config.data.samples_at_least
         ranks = self.world.axis("dp").size
         val = Loader(
             self.corpus.val,

@@ -134,6 +134,11 @@ class SFTDataset:
         """
         check_attention(model, forward)
 
+    @property
+    def lengths(self) -> np.ndarray:
+        """Positions of each sample, without padding to others; by them ``Loader(micro_tokens=)`` puts samples together."""
+        return np.full(len(self), self.seq_len) if self.pack else self.documents.lengths
+
     def question(self) -> tuple[list[int], str, str]:
         """A prompt to try the model on: the first document up to its last answer, as tokens and as text; and that answer."""
         ids, labels = (row.tolist() for row in self.documents[0])
