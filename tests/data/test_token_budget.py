@@ -101,7 +101,7 @@ def test_refused_in_a_loader():
     ):
         with pytest.raises(ConfigError, match=told):
             loader([3, 12, 4], **options)
-    with pytest.raises(ConfigError, match="dataset.lengths"):
+    with pytest.raises(ConfigError, match=r"dataset\.lengths"):
         sw.Loader([{"x": 1.0}] * 3, loader([3]).world, global_batch=2, micro_tokens=8)
 
     class Stream:
