@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import socket
 import time
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def _read(note: Path, state: list[int]) -> str | None:
 
 
 def _write(note: Path, found: dict[str, object]) -> None:
-    new = note.with_name(f".{note.name}.{os.getpid()}.part")
+    new = note.with_name(f".{note.name}.{socket.gethostname()}-{os.getpid()}.part")
     try:
         new.write_text(json.dumps(found), encoding="utf-8")
         os.replace(new, note)

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import os
+import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -34,6 +35,7 @@ NO_CACHE = "none"
 
 _LEAST = 1 << 20  # bytes of a file that is kept without being asked for: a smaller one takes less than a second
 _SAID_S, _PATIENCE_S, _HASHED_PER_S = 10.0, 300.0, 50e6
+_LEFT_S = 3600.0  # what has not grown for so long is written by nobody
 
 
 Say = Callable[[str, str], object]
@@ -138,9 +140,12 @@ class TokenCache:
     def _made(
         self, path: Path, inputs: Mapping[str, Any], produce: Produce, dtype: type[np.generic], is_alone: bool
     ) -> StoredTokens:
+        host = socket.gethostname()
         for left in self.folder.glob(f".{path.name}.*.part") if is_alone else ():
-            left.unlink(missing_ok=True)  # of a process that was killed
-        part = path.with_name(f".{path.name}.{os.getpid()}.part")
+            # Of a process that was killed. Locks of some network file systems hold on one node only.
+            if f".{host}-" in left.name or time.time() - left.stat().st_mtime > _LEFT_S:
+                left.unlink(missing_ok=True)
+        part = path.with_name(f".{path.name}.{host}-{os.getpid()}.part")
         try:
             with part.open("wb", buffering=1 << 20) as file:
                 write_tokens(file, produce, dtype, inputs)
