@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardwise as sw
@@ -55,6 +55,7 @@ def merged(lengths: list[int], size: int, state: Any = None) -> list[list[int]]:
     return found
 
 
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=40), st.integers(2, 4))
 def test_windows_are_the_same_for_every_number_of_ranks_and_each_sample_is_there_once(lengths, size):
     alone = merged(lengths, 1)

@@ -28,10 +28,9 @@ from shardwise.data.token_store import Produce, StoredTokens, in_memory, open_to
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.launch.lock import release, try_lock
 
-__all__ = ["NO_CACHE", "Say", "TokenCache", "cache_of"]
+__all__ = ["Say", "TokenCache", "cache_of"]
 
-NO_CACHE = "none"
-"""The value of ``data.cache`` for which nothing is kept."""
+_NONE = "none"  # the value of data.cache for which nothing is kept
 
 _LEAST = 1 << 20  # bytes of a file that is kept without being asked for: a smaller one takes less than a second
 _SAID_S, _PATIENCE_S, _HASHED_PER_S = 10.0, 300.0, 50e6
@@ -206,7 +205,7 @@ def cache_of(given: str | None, say: Say) -> TokenCache | None:
         folder, least = named or f"{base}/shardwise", _LEAST
     else:
         folder, least = given, 0
-    if folder == NO_CACHE:
+    if folder == _NONE:
         return None
     try:
         return TokenCache(Path(folder).expanduser(), least, say)
