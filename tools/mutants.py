@@ -537,7 +537,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "only-ends-learned",
-        "if targets and not isinstance(record, Text) and set(targets) == {self.end}:",
+        "if len(targets) and not isinstance(record, Text) and end is not None and (targets == end).all():",
         "if False:",
         "tests/data/sft/test_answers.py -k without_an_answer",
         "of short answers that begin inside a token a model learns to stop at once",
@@ -1178,8 +1178,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "one-order-for-all-epochs",
-        "sample_order(samples, self._length, seed=self.seed, epoch=epoch)",
-        "sample_order(samples, self._length, seed=self.seed, epoch=0)",
+        "sample_order(positions, self._length, seed=self.seed, epoch=epoch)",
+        "sample_order(positions, self._length, seed=self.seed, epoch=0)",
         "tests/data/test_data.py -k order_differs",
         "every epoch has the order of the first",
     ),

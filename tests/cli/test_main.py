@@ -76,7 +76,10 @@ def test_the_help_of_train_names_every_key(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])
     text = capsys.readouterr().out
-    assert "train.steps=500\n        optimizer steps [a whole number >= 1]" in text
+    assert (
+        "train.steps=null\n        optimizer steps; null: those of epochs, else 500 [a whole number >= 1, or null]"
+        in text
+    )
     assert "parallel.sharding.engine=auto" in text
 
 

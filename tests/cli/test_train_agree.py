@@ -73,3 +73,10 @@ def test_whether_there_are_weights_to_write_is_compared_and_where_is_not():
     assert facts("--checkpoint.export=a") == facts("--checkpoint.export=b") != facts("--checkpoint.export=null")
     assert facts("--log.dir=a") == facts("--launch.nproc=2") == facts()
     assert facts("--model.args={dim: 8}")["model.args.dim"] == 8
+
+
+def test_a_folder_of_tokens_is_a_nodes_own(tmp_path):
+    (tmp_path / "x.txt").write_text("text")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    data = (f"--data.path={tmp_path}/x.txt", f"--data.tokenizer={tmp_path}")
+    assert facts(*data, "--data.cache=a") == facts(*data, "--data.cache=none") == facts(*data)

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cli.commands import on_ranks
@@ -19,6 +20,7 @@ from models import chat
 
 import shardwise as sw
 from shardwise.cli import main as cli
+from shardwise.data.order import sample_order
 from shardwise.run.metrics import read_metrics
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -96,8 +98,19 @@ def test_validation_records_of_their_own(ranks, small, tmp_path):
     assert "120 samples to train on, 5 to validate" in said
 
 
+def test_a_budget_of_tokens_trains_the_windows_of_single_samples(ranks, small, tmp_path):
+    more = ("--train.steps=1", "--train.eval_every=0", "--data.micro_tokens=200", "--data.micro_batch=null")
+    said = on_ranks(ranks, *words(small, tmp_path / "run", *more, "--parallel.layout=dp_shard=2"), folder=tmp_path)
+    assert "proof largest gradient difference" in said
+    (row,) = rows(tmp_path / "run", "step")
+    train, _ = sw.SFTDataset(small / "chat.jsonl", str(small), seq_len=96).split(0.1)
+    first = sample_order(np.arange(8), len(train), seed=0, epoch=0)
+    assert row["tokens"] == sum(int((train[int(i)]["labels"] != -100).sum()) for i in first)
+
+
 def test_killed_in_an_epoch_of_packed_records_it_goes_on_under_another_degree(ranks, small, tmp_path):
-    """No token twice or missing: each step has the tokens and the loss of a run that was not killed."""
+    """No token twice or missing: each step has the tokens and the loss of a run that was not killed, and kept no tokens, while
+    this one reads them from the cache."""
     more = (
         "--train.steps=12",
         "--data.pack=true",
@@ -106,7 +119,10 @@ def test_killed_in_an_epoch_of_packed_records_it_goes_on_under_another_degree(ra
         "--data.num_workers=1",
         "--data.global_batch=4",
     )
-    on_ranks(ranks, *words(small, tmp_path / "whole", *more, "--parallel.layout=dp_shard=2"), folder=tmp_path)
+    none = (*more, "--data.cache=none", "--parallel.layout=dp_shard=2")
+    said = on_ranks(ranks, *words(small, tmp_path / "whole", *none), folder=tmp_path)
+    assert "tokens " not in said.partition("model ")[0].partition("records ")[0]
+    more = (*more, f"--data.cache={tmp_path / 'kept'}")
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     killed = tmp_path / "killed"
     process = subprocess.Popen(
@@ -127,7 +143,8 @@ def test_killed_in_an_epoch_of_packed_records_it_goes_on_under_another_degree(ra
         process.wait(20)
     time.sleep(1.5)  # ranks end once their launcher is gone
     said = on_ranks(ranks, *words(small, killed, *more, "--parallel.layout=dp_shard=1"), folder=tmp_path, num_ranks=1)
-    assert "from step" in said
+    assert "from step" in said and f"as kept in {tmp_path / 'kept' / 'tokens-'}" in said
+    assert len([*(tmp_path / "kept").glob("tokens-*")]) == 1 and not [*(tmp_path / "kept").glob(".*.part")]
     one, other = ({row["step"]: row for row in rows(tmp_path / name, "step")} for name in ("whole", "killed"))
     assert [*one] == [*other] == [*range(1, 13)]
     assert [row["tokens"] for row in one.values()] == [row["tokens"] for row in other.values()]

@@ -83,7 +83,7 @@ def test_every_key_that_a_text_of_the_table_names_is_there():
         (["--lora"], "there are no LoRA adapters"),
         (["--load_in_4bit"], "weights are not quantised"),
         (["--deepspeed", "ds.json"], "ZeRO-3 is parallel.layout=dp_shard=-1"),
-        (["--epochs", "3"], "write --train.steps=N; a run is counted in optimizer steps: N is 3 x samples"),
+        (["--epochs", "3"], "write --train.epochs=3; fractions too; in place of train.steps"),
         (["--resume"], "when its command is given again"),
         (["--lr_scheduler_type", "linear"], "write --schedule.name=linear"),
     ],

@@ -72,11 +72,16 @@ def test_every_key_that_is_refused_is_named(since):
     assert "--optim.lr=0.003, --train.seed=0;" in caught.value.fix and "train.steps" not in str(caught.value)
 
 
-def test_what_takes_effect_is_taken_and_named(since):
+def test_what_takes_effect_is_taken_and_named(since, tmp_path, monkeypatch):
     now = [
         "--train.steps=800", "--schedule.min_lr_ratio=0.2", "--train.max_grad_norm=null", "--data.global_batch=32",
         "--parallel.layout=dp_shard=1", "--log.every=5", "--checkpoint.every=3", "--launch.nproc=1",
     ]  # fmt: skip
+    kept = ["--data.path=x.txt", "--data.tokenizer=."]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.txt").write_text("text")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert since(kept, [*kept, "--data.cache=a/folder/of/this/node"]) == []
     assert since([], now) == [
         "data.global_batch 16 -> 32",
         "parallel.layout dp_shard=-1 -> dp_shard=1",

@@ -9,6 +9,7 @@ events are shown until the final report. Only the ranks import torch.
 import argparse
 import contextlib
 import importlib.util
+import math
 import os
 import shlex
 import signal
@@ -51,7 +52,7 @@ NEXT = (
         "{program} train {config} --parallel.layout=dp_replicate=-1 --log.dir={ddp}",
         "a whole copy of the model on every rank",
     ),
-    ("{program} train {config} --train.steps={twice} --log.dir={long}", "this run, twice as long"),
+    ("{program} train {config} --train.{key}={twice} --log.dir={long}", "this run, twice as long"),
     ("{program} train {config} --print-config", "every setting, and where it came from"),
 )
 """Commands to try after a run, and what each shows; ``{program}`` is how to call this program, ``{config}`` the
@@ -355,17 +356,19 @@ def _report(folder: "RunFolder", result: dict[str, Any], no_picture: str | None)
     display, unit = folder.display, unit_of(folder.config)
     display.say()
     val = result["val_loss"]
-    final = f"validation loss {val:.4f} {unit}" if val is not None else f"training loss {result['loss']:.4f} {unit}"
-    if (perplexity := perplexity_of(folder.config, result["loss"] if val is None else val)) is not None:
+    loss = result.get("loss", math.nan)  # of a run of no steps
+    final = f"validation loss {val:.4f} {unit}" if val is not None else f"training loss {loss:.4f} {unit}"
+    if (perplexity := perplexity_of(folder.config, loss if val is None else val)) is not None:
         final += f" (perplexity {perplexity:.4g})"
     display.row("result", f"{final} after {result['steps']} steps in {seconds_text(result['seconds'])}")
-    if result["num_skipped"]:
+    if result.get("num_skipped"):
         display.row("skipped", _skipped_text(folder.config, result["num_skipped"], result["steps"]))
     display.row("proof", result["proof"]["text"])
     display.row("files", "\n".join(folder.files(picture=no_picture is None)) or "none")
     if no_picture is not None:
         display.row("picture", no_picture)
-    commands = next_commands(folder.path, folder.config.train.steps, program())
+    train = folder.config.train
+    commands = next_commands(folder.path, train.steps, program(), epochs=train.epochs)
     display.commands("try", commands)
 
 
@@ -381,13 +384,17 @@ def _skipped_text(config: "RunConfig", count: int, steps: int) -> str:
     return text
 
 
-def next_commands(folder: Path, steps: int, program: str = "shardwise") -> list[tuple[str, str]]:
-    """The commands of :data:`NEXT` for a run of ``steps`` in ``folder``: (command, what it shows)."""
+def next_commands(
+    folder: Path, steps: int | None, program: str = "shardwise", epochs: float | None = None
+) -> list[tuple[str, str]]:
+    """The commands of :data:`NEXT` for a run of ``steps``, or of ``epochs``, in ``folder``: (command, what it shows)."""
     places = {
         "program": program,
         "config": shlex.quote(str(folder / "config.yaml")),
         "one": shlex.quote(str(folder.parent / "one")),
         "ddp": shlex.quote(str(folder.parent / "ddp")),
         "long": shlex.quote(str(folder.parent / "long")),
+        "key": "steps" if epochs is None else "epochs",
+        "twice": f"{2 * (steps or 0)}" if epochs is None else f"{2 * epochs:g}",
     }
-    return [(command.format(**places, twice=2 * steps), shows) for command, shows in NEXT]
+    return [(command.format(**places), shows) for command, shows in NEXT]

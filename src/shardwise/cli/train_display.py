@@ -55,6 +55,7 @@ class Display:
         self.began = False
         self.weights: str | None = None
         self.weights_dtype = ""
+        self.steps: int | None = None  # of the run, once they are known
         self._unwritable = self._interrupted = False
         self._state = 0
         self._started = self._spoken = self._phase_since = self._news_since = clock()
@@ -178,6 +179,14 @@ class Display:
         )
         if report:
             self.row("records", report)
+
+    def _show_kept(self, *, text: str) -> None:
+        self.row("tokens", text)
+
+    def _show_planned(self, *, steps: int, text: str) -> None:
+        self.steps = steps
+        if text:
+            self.row("epochs", text)
 
     def _show_model(self, *, name: str, num_params: int, units: int, why: str) -> None:
         self.row("model", f"{name}, {num_params:,} parameters in {units} unit{'s' if units > 1 else ''}")

@@ -130,7 +130,8 @@ class RunFolder:
 
     def _kept(self, done: int, metrics: list[str]) -> list[str]:
         """After a failure or an interruption: the steps that were done, and the files that are left, a line each."""
-        lines = [f"{done} of {self.config.train.steps} steps were done", *metrics]
+        steps = self.display.steps or self.config.train.steps  # of epochs: None until they are counted
+        lines = [f"{done}{f' of {steps}' if steps else ''} steps were done", *metrics]
         newest = self._newest()
         if newest is not None:
             lines.append(f"{newest} (newest checkpoint)")
@@ -148,7 +149,8 @@ class RunFolder:
 
     def _say_what_resumes(self, done: int) -> None:
         """Says by which command the run resumes, and at which step; or what would have kept a checkpoint."""
-        newest, steps, kept = self._newest(), self.config.train.steps, self.config.checkpoint
+        newest, kept = self._newest(), self.config.checkpoint
+        steps = self.display.steps or self.config.train.steps or done
         if newest is None:
             every = max(1, min(steps // 10, done))
             why = "no checkpoint was asked for" if kept.every is None else f"the first was due after step {kept.every}"

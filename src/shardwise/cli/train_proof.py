@@ -86,8 +86,8 @@ def prove(config: "RunConfig", world: "World", *, seconds: float = math.inf) -> 
 def _micro_batches(config: "RunConfig", world: "World", num_params: int, budget_s: float) -> tuple[int, list[str]]:
     """The number of micro-batches of each step that there is time for, and texts that say what is left out."""
     data = config.data
-    whole = -(-data.global_batch // data.micro_batch)
-    flops = 6.0 * num_params * data.micro_batch * data.seq_len * _SIDES * NUM_STEPS
+    whole = -(-data.global_batch // data.samples_at_least)  # with a budget of tokens, at most so many
+    flops = 6.0 * num_params * data.samples_at_least * data.seq_len * _SIDES * NUM_STEPS
     most = max(world.axis("dp").size, int(min(float(whole), budget_s * _FLOPS_PER_S / flops)))
     most = min(most, whole)
     return most, [f"{whole - most} of the {whole} micro-batches of a step"] if most < whole else []
@@ -145,7 +145,12 @@ def _task(config: "RunConfig", world: "World", num_steps: int, most: int) -> Any
         seed=world.seed, device=torch.device("cpu"), axis=lambda name: SimpleNamespace(rank=0, size=1)
     )
     loader = Loader(
-        corpus.train, alone, global_batch=data.global_batch, micro_batch=data.micro_batch, collate=corpus.collate
+        corpus.train,
+        alone,
+        global_batch=data.global_batch,
+        micro_batch=data.micro_batch,
+        micro_tokens=data.micro_tokens,
+        collate=corpus.collate,
     )
     windows: list[Any] = []
     while len(windows) < num_steps:

@@ -92,7 +92,7 @@ def _facts(config: "RunConfig") -> tuple[dict[str, Any], dict[str, str]]:
     Left out, since nodes may differ in them: ``log``, and the path of ``checkpoint.export`` (only rank 0 writes, and a
     node's scratch folder or a date in a name is its own), but not whether weights are written, in which all ranks take
     part; ``launch`` (the number of ranks of a node was checked against the world; of ``device``, the device that "auto"
-    chose is compared); ``parallel.layout``, which the world has compared once resolved. Data and a tokenizer are
+    chose is compared); ``data.cache``, a folder of a node; ``parallel.layout``, which the world has compared once resolved. Data and a tokenizer are
     compared by the contents of the file, not by its path: each node may read a copy on its own disk, and copies under
     one path may be of different ages.
     """
@@ -105,6 +105,7 @@ def _facts(config: "RunConfig") -> tuple[dict[str, Any], dict[str, str]]:
     kept = {name: value for name, value in sections.items() if name not in ("log", "launch")}
     facts = _flat(kept)
     del facts["parallel.layout"]
+    facts.pop("data.cache", None)
     facts["checkpoint.export"] = None if config.checkpoint.export is None else "a folder"
     shown: dict[str, str] = {}
     files = {

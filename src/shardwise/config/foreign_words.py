@@ -17,7 +17,7 @@ _ACCUMULATION = fixed(
     "4",
     "a step has N samples over all ranks: data.micro_batch x {} x data-parallel ranks, so accumulation follows from them",
 )
-_EPOCHS = fixed("train.steps=N", "3", "a run is counted in optimizer steps: N is {} x samples / data.global_batch")
+_EPOCHS = Word(like="3", write="train.epochs={}", values={"-1": ""}, text="fractions too; in place of train.steps")
 _OTHER_EVERY = fixed("checkpoint.every=N", "epoch", "every N optimizer steps")
 _RATIO = to("schedule.warmup_ratio", "0.03")
 _NODES = none("start the ranks by torchrun or srun on each node: torchrun --nnodes {} ... -m shardwise train", "2")
@@ -224,7 +224,7 @@ _TRAINER = {
 _TORCHTUNE = {
     "batch_size": _MICRO,
     "epochs": _EPOCHS,
-    "max_steps_per_epoch": fixed("train.steps=N", "100", "a run is counted in optimizer steps, of all epochs together"),
+    "max_steps_per_epoch": fixed("train.steps=N", "100", "optimizer steps, of all epochs together"),
     "gradient_accumulation_steps": _ACCUMULATION,
     "enable_activation_checkpointing": _REMAT,
     "enable_activation_offloading": none(

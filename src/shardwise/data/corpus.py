@@ -6,7 +6,14 @@ target of one and the first input of the next, so that every token but the first
 Arrays are memory-mapped: a file may be larger than memory, and the ranks of one machine share its pages.
 """
 
+import codecs
 import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import io
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise.data.token_cache import TokenCache
+from shardwise.data.token_store import in_memory
 from shardwise.errors import ConfigError
 
 __all__ = ["BYTES", "TokenFile", "TokenWindows", "encode", "pydoc_text"]
@@ -23,6 +32,7 @@ BYTES = 256
 
 # Characters tokenized at once: the tokenizer's result takes some 100 bytes per token.
 _PIECE = 1 << 20
+_VERSION = 1  # of what a text becomes: a change of it makes kept tokens anew
 _SCANNED = 1 << 26  # tokens checked when a file is opened; later ones are checked when they are read
 
 
@@ -43,57 +53,90 @@ def pydoc_text() -> str:
     return "\n\n".join(topics[name].strip() for name in sorted(topics)) + "\n"
 
 
-def encode(path: str | Path | None, tokenizer: Path) -> np.ndarray:
+def encode(path: str | Path | None, tokenizer: Path, cache: TokenCache | None = None) -> np.ndarray:
     """Tokenizes a text with a ``tokenizer.json``: uint32 [n], without special tokens. The tokenizer gets about a
-    million characters at once, cut at the end of a line. The result is the same on every rank, and cached for the next
-    call.
+    million characters at once, cut at the end of a line, and no more of the text is held. The result is the same on every
+    rank.
 
     Args:
         path: a file in UTF-8; None: :func:`pydoc_text`.
         tokenizer: path of the ``tokenizer.json``.
+        cache: keeps the tokens of a file; None: in memory, for the next call.
 
     Raises:
         ConfigError: the text is not UTF-8, the file is not a tokenizer, or the library ``tokenizers`` is missing.
     """
-    ages = tuple(file and Path(file).stat().st_mtime_ns for file in (path, tokenizer))
-    return _encoded(path and str(path), str(tokenizer), ages)
+    if path is None or cache is None:
+        ages = tuple(file and Path(file).stat().st_mtime_ns for file in (path, tokenizer))
+        return _encoded(path and str(path), str(tokenizer), ages)
+    inputs = {
+        "kind": "text",
+        "version": _VERSION,
+        "tokenizer": hashlib.sha256(tokenizer.read_bytes()).hexdigest(),
+        "tokenizers": importlib.metadata.version("tokenizers") if importlib.util.find_spec("tokenizers") else None,
+        "order": sys.byteorder,
+    }
+    return cache.tokens(path, inputs, functools.partial(_produce, str(path), str(tokenizer)), np.uint32).tokens
 
 
 @functools.lru_cache(maxsize=1)  # a run opens its data twice: to train, and to compare with one process
 def _encoded(path: str | None, tokenizer: str, ages: tuple[Any, ...]) -> np.ndarray:
+    return in_memory(functools.partial(_produce, path, tokenizer), np.uint32).tokens
+
+
+def _produce(
+    path: str | None, tokenizer: str, add: Callable[[np.ndarray], object]
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    read = _tokenizer(tokenizer)
+    try:
+        with io.StringIO(pydoc_text()) if path is None else Path(path).open(encoding="utf-8") as text:
+            while piece := text.read(_PIECE):
+                piece += text.readline()
+                add(np.array(read.encode(piece, add_special_tokens=False).ids, dtype=np.uint32))
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"data.path={path!r}",
+            why=f"it is not UTF-8: {error.reason} at byte {_wrong_byte(path)}",
+            fix="write it again in UTF-8, or give tokens as .npy",
+        ) from error
+    return {}, {}
+
+
+def _wrong_byte(path: str | None) -> int:
+    """The place in a file of the first byte that is not UTF-8: the error has its place in a block."""
+    decoder, done = codecs.getincrementaldecoder("utf-8")(), 0
+    with Path(str(path)).open("rb") as file:
+        while True:
+            block, held = file.read(_PIECE), len(decoder.getstate()[0])
+            try:
+                decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                return done - held + error.start
+            if not block:
+                return done
+            done += len(block)
+
+
+def _tokenizer(file: str) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise ConfigError(
-            f"data.tokenizer={tokenizer!r}",
+            f"data.tokenizer={file!r}",
             why=f"it needs the library tokenizers: {error}",
             fix="pip install 'shardwise[hf]', or give tokens as .npy",
         ) from error
     try:
-        read = Tokenizer.from_file(tokenizer)
+        read = Tokenizer.from_file(file)
     except Exception as error:  # the library has no exception class of its own
         raise ConfigError(
-            f"data.tokenizer={tokenizer!r}",
+            f"data.tokenizer={file!r}",
             why=f"it cannot be read as a tokenizer: {error}",
             fix="give the tokenizer.json that save_pretrained of a tokenizer has written",
         ) from error
     read.no_truncation()
     read.no_padding()
-    try:
-        text = pydoc_text() if path is None else Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"data.path={path!r}",
-            why=f"it is not UTF-8: {error.reason} at byte {error.start}",
-            fix="write it again in UTF-8, or give tokens as .npy",
-        ) from error
-    found: list[np.ndarray] = []
-    start = 0
-    while start < len(text):
-        stop = text.find("\n", start + _PIECE) + 1 or len(text)
-        found.append(np.array(read.encode(text[start:stop], add_special_tokens=False).ids, dtype=np.uint32))
-        start = stop
-    return np.concatenate(found) if found else np.zeros(0, dtype=np.uint32)
+    return read
 
 
 class TokenWindows:

@@ -37,6 +37,7 @@ from shardwise.data.loader_checks import (
 from shardwise.data.order import sample_order
 from shardwise.data.same_dataset import digest_of_dataset
 from shardwise.data.stream import Stream, is_stream, refuse_empty
+from shardwise.data.token_budget import TokenBudget
 from shardwise.data.workers import Reader, Task, batch_of, read, read_ahead
 from shardwise.errors import ConfigError, UsageError
 
@@ -89,6 +90,8 @@ class Loader:
         world: has the data-parallel rank and size, the seed and the device.
         global_batch: samples of one optimizer step, over all ranks.
         micro_batch: samples of one forward of one rank; must divide ``global_batch``.
+        micro_tokens: in its place: a forward has as many samples as fit into so many positions, padding included, by the
+            dataset's ``lengths``, the positions of each sample.
         collate: list of samples -> mapping of tensors; default :func:`default_collate`.
         prepare: mapping -> mapping, applied to each micro-batch; default :func:`make_labels`, which makes ``labels``
             where there are none and leaves existing ones, which must be aligned, as they are; :func:`shift_labels`
@@ -125,7 +128,8 @@ class Loader:
         world: DataWorld,
         *,
         global_batch: int,
-        micro_batch: int,
+        micro_batch: int | None = None,
+        micro_tokens: int | None = None,
         collate: Callable[[list[Any]], Mapping[str, Tensor]] | None = None,
         prepare: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = make_labels,
         shuffle: bool | None = None,
@@ -133,19 +137,20 @@ class Loader:
         prefetch: int | None = None,
         pin_memory: bool = True,
     ):
-        check_sizes(global_batch, micro_batch)
+        check_sizes(global_batch, micro_batch, micro_tokens)
         check_workers(num_workers, prefetch)
         self.num_workers, self.prefetch, self.pin_memory = num_workers, prefetch or _PREFETCH, pin_memory
         self.waited_s = 0.0
         self.dataset, self.world = dataset, world
-        self.global_batch, self.micro_batch = global_batch, micro_batch
+        self.global_batch, self.micro_batch = global_batch, micro_batch or 1
         self.collate, self.prepare = collate or default_collate, prepare
         refuse_data_loader(dataset)
         self._stream = Stream(dataset) if is_stream(dataset) else None
         if self._stream is not None:
-            check_stream(shuffle, num_workers)
+            check_stream(shuffle, num_workers, micro_tokens)
         self.shuffle = self._stream is None if shuffle is None else shuffle
         self.num_samples = None if self._stream is not None else length_of(dataset)
+        self._budget = None if micro_tokens is None else TokenBudget(micro_tokens, dataset)
         self._digest = digest_of_dataset(dataset) if self._stream is None else 0
         self.seed = int(world.seed)
         self.epoch = 0
@@ -249,6 +254,8 @@ class Loader:
 
     def _num_micro(self, start: int) -> int:
         """Micro-batches over all ranks of the window that begins with the sample at ``start``."""
+        if self._budget is not None:
+            return len(self._parts(start))
         return -(-(min(start + self.global_batch, self._length) - start) // self.micro_batch)
 
     def _own(self, start: int) -> list[int]:
@@ -260,13 +267,21 @@ class Loader:
         """What is read from the current position to the end of the epoch."""
         epoch = self.epoch
         for start in range(self._position, self._length, self.global_batch):
-            stop = min(start + self.global_batch, self._length)
+            parts = self._parts(start)
             for index in self._own(start):
-                first = start + index * self.micro_batch
-                samples = np.arange(first, min(first + self.micro_batch, stop))
-                if self.shuffle:
-                    samples = sample_order(samples, self._length, seed=self.seed, epoch=epoch)
-                yield Task(epoch, first, tuple(map(int, samples)))
+                samples = self._ordered(parts[index], epoch)
+                yield Task(epoch, int(parts[index][0]), tuple(map(int, samples)))
+
+    def _parts(self, start: int) -> list[np.ndarray]:
+        """Positions of the samples of each micro-batch of the window that begins at ``start``."""
+        window = np.arange(start, min(start + self.global_batch, self._length))
+        if self._budget is None:
+            return [window[at : at + self.micro_batch] for at in range(0, len(window), self.micro_batch)]
+        return [window[places] for places in self._budget.parts(self._ordered(window, self.epoch))]
+
+    def _ordered(self, positions: np.ndarray, epoch: int) -> np.ndarray:
+        """The samples at these positions of the epoch's order."""
+        return sample_order(positions, self._length, seed=self.seed, epoch=epoch) if self.shuffle else positions
 
     def _batches(self) -> Iterator[Mapping[str, Tensor]]:
         if not self.num_workers:

@@ -11,11 +11,18 @@ from shardwise.world.rng import is_generator
 __all__ = ["check_sizes", "check_stream", "check_workers", "length_of", "refuse_data_loader", "refuse_own_state"]
 
 
-def check_sizes(global_batch: int, micro_batch: int) -> None:
-    for name, value in (("global_batch", global_batch), ("micro_batch", micro_batch)):
+def check_sizes(global_batch: int, micro_batch: int | None, micro_tokens: int | None = None) -> None:
+    if (micro_batch is None) == (micro_tokens is None):
+        raise ConfigError(
+            f"Loader(micro_batch={micro_batch}, micro_tokens={micro_tokens})",
+            why="each of them says how much one forward of a rank has",
+            fix="give one of them: micro_batch=4, a number of samples",
+        )
+    sizes = {"global_batch": global_batch} | ({} if micro_batch is None else {"micro_batch": micro_batch})
+    for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{name}={value!r}", why="it counts samples", fix=f"give {name} as an integer >= 1")
-    if global_batch % micro_batch:
+    if micro_batch is not None and global_batch % micro_batch:
         near = max(d for d in range(1, min(micro_batch, global_batch) + 1) if global_batch % d == 0)
         raise ConfigError(
             f"global_batch={global_batch} with micro_batch={micro_batch}",
@@ -61,7 +68,7 @@ def refuse_data_loader(dataset: Any) -> None:
         )
 
 
-def check_stream(shuffle: bool | None, num_workers: int) -> None:
+def check_stream(shuffle: bool | None, num_workers: int, micro_tokens: int | None = None) -> None:
     """Refuses what has no meaning for a dataset that is read in its own order.
 
     Raises:
@@ -72,6 +79,12 @@ def check_stream(shuffle: bool | None, num_workers: int) -> None:
             "Loader(shuffle=True) of a dataset without len() and [i]",
             why="it is read in its own order, so that shuffling would have no effect",
             fix="leave shuffle out, and let the dataset shuffle: a buffer of its own, by a seed that all ranks share",
+        )
+    if micro_tokens is not None:
+        raise ConfigError(
+            f"Loader(micro_tokens={micro_tokens}) of a dataset without len() and [i]",
+            why="how many samples fit is found from the lengths of all of them, before one is read",
+            fix="use micro_batch, or give a dataset with len(), [i] and lengths",
         )
     if num_workers:
         raise ConfigError(

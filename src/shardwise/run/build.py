@@ -199,15 +199,17 @@ def _built(config: RunConfig) -> nn.Module:
     return module
 
 
-def make_step(config: RunConfig, model: nn.Module) -> TrainStep:
+def make_step(config: RunConfig, model: nn.Module, steps: int | None = None) -> TrainStep:
     """Builds the :class:`TrainStep` of a config, with optimizer and scheduler, for a sharded model; every rank must
-    call it."""
+    call it. ``steps``: those of the config's epochs, where it has some."""
+    num_steps = config.train.steps if steps is None else steps
+    assert num_steps is not None, "a run of epochs has to be counted first"
     optim = make_optimizer(config.optim, model)
     return TrainStep(
         model,
         optim,
         **functions_of(config),
-        scheduler=make_scheduler(config.schedule, optim, config.train.steps),
+        scheduler=make_scheduler(config.schedule, optim, num_steps),
         max_grad_norm=config.train.max_grad_norm,
         norm_type=config.train.norm_type,
         clip_grad_value=config.train.clip_grad_value,

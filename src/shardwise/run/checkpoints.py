@@ -111,12 +111,13 @@ class RunCheckpoints:
         self._manager.resume(loader)
         return self._manager.step.num_steps  # type: ignore[attr-defined]
 
-    def save(self, done: int, *, is_over: bool = False) -> None:
+    def save(self, done: int, *, is_last: bool = False, is_over: bool = False) -> None:
         """Saves a checkpoint if one is due or asked for, and at the end of the run. A save that fails (a full disk) has
         changed nothing: the run continues, and the next save tries again.
 
         Args:
             done: steps so far.
+            is_last: the run ends with this step, as planned.
             is_over: the run has ended after that step, of which it has called this before.
 
         Raises:
@@ -128,7 +129,7 @@ class RunCheckpoints:
         kept, stops = self.config.checkpoint, self.world.stop.agreed is not None
         if is_over and (kept.every is None or (done % kept.every == 0 and self.unsaved is None)):
             return
-        is_last = kept.every is not None and (is_over or done == self.config.train.steps)
+        is_last = kept.every is not None and (is_over or is_last)
         every = done if is_last else kept.every
         is_asked = self.world.stop.saves
         if not stops and not is_asked and (every is None or done % every):

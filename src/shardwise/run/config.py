@@ -22,6 +22,7 @@ from shardwise.data.sft.records import is_records
 from shardwise.errors import ConfigError
 from shardwise.layout import parse_layout
 from shardwise.run.optim_config import Optim, Scaler, Schedule
+from shardwise.run.steps import DEFAULT_STEPS, check_steps
 from shardwise.techniques import Parallel
 from shardwise.techniques.precision.options import precision_of
 
@@ -44,8 +45,10 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 BelowOne = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 AboveZero = Annotated[float, msgspec.Meta(gt=0)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 
 
+MICRO_BATCH = 8  # of a run that says neither data.micro_batch nor data.micro_tokens
 LOGGERS = ("csv", "tensorboard", "wandb")
 MODEL_LOSS = "model"  # train.loss: the loss that the model returns
 
@@ -157,24 +160,44 @@ class Data(Options, frozen=True, kw_only=True):
     val_fraction: Annotated[BelowOne, doc("part of the tokens kept for validation, taken from the end")] = 0.1
     seq_len: Annotated[Positive, doc("tokens a sample predicts")] = 128
     global_batch: Annotated[Positive, doc("samples of one optimizer step, over all ranks")] = 16
-    micro_batch: Annotated[Positive, doc("samples of one forward on one rank")] = 8
+    micro_batch: Annotated[
+        Positive | None, doc("samples of one forward on one rank; null: 8, or as micro_tokens says")
+    ] = None
+    micro_tokens: Annotated[
+        Positive | None,
+        doc(
+            "of padded .jsonl, in place of micro_batch: a forward has as many samples as fit into so many positions, padding included"
+        ),
+    ] = None
     pack: Annotated[
         bool, doc("of .jsonl: several records share a sample of seq_len tokens, and none attends to another")
     ] = False
     unusable: Annotated[
         Literal["refuse", "drop"], doc("of .jsonl: a record without an answer within seq_len is an error, or left out")
     ] = "refuse"
+    cache: Annotated[
+        str | None,
+        doc(
+            "folder that keeps the tokens that a tokenizer makes of path, so that it reads a file once; none: keep nothing; null: "
+            "$SHARDWISE_CACHE, else ~/.cache/shardwise, for files of 1 MB and more"
+        ),
+    ] = None
     num_workers: Annotated[Count, doc("processes of each rank that read samples ahead of training; 0: none")] = 0
     prefetch: Annotated[Positive | None, doc("micro-batches that each of them is ahead; null: 2")] = None
 
     def check(self) -> None:
-        if self.global_batch % self.micro_batch:
+        if self.micro_tokens is not None:
+            self._check_micro_tokens(self.micro_tokens)
+        elif self.micro_batch is None:
+            msgspec.structs.force_setattr(self, "micro_batch", MICRO_BATCH)
+        micro = self.micro_batch
+        if micro is not None and self.global_batch % micro:
             near = [n for n in range(1, self.global_batch + 1) if self.global_batch % n == 0]
-            best = min(near, key=lambda n: (abs(n - self.micro_batch), n))
+            best = min(near, key=lambda n: (abs(n - micro), n))
             raise ConfigError(
-                f"data.micro_batch={self.micro_batch} with data.global_batch={self.global_batch}",
+                f"data.micro_batch={micro} with data.global_batch={self.global_batch}",
                 why="a step is a whole number of micro-batches, so micro_batch divides global_batch",
-                fix=f"use micro_batch={best}, or global_batch={-(-self.global_batch // self.micro_batch) * self.micro_batch}",
+                fix=f"use micro_batch={best}, or global_batch={-(-self.global_batch // micro) * micro}",
             )
         if self.prefetch is not None and not self.num_workers:
             raise ConfigError(
@@ -192,6 +215,8 @@ class Data(Options, frozen=True, kw_only=True):
                 )
         if self.val_path is not None:
             self._check_val_path(self.val_path)
+        if self.cache is not None and self.build is None:
+            self._check_cache(self.cache)
         if self.tokenizer is not None and is_tokens(self.path):
             raise ConfigError(
                 f"data.tokenizer={self.tokenizer!r} with data.path={self.path!r}",
@@ -203,6 +228,43 @@ class Data(Options, frozen=True, kw_only=True):
                 f"data.dtype={self.dtype!r} with data.path={self.path!r}",
                 why="only a .bin file needs a dtype, so this would have no effect",
                 fix="remove data.dtype, or name a .bin file",
+            )
+
+    def _check_micro_tokens(self, most: int) -> None:
+        if self.micro_batch is not None:
+            raise ConfigError(
+                f"data.micro_tokens={most} with data.micro_batch={self.micro_batch}",
+                why="each of them says how much one forward of a rank has",
+                fix="remove one; on the command line, over a file that has it: --data.micro_batch=null or --data.micro_tokens=null",
+            )
+        if self.build is None and (self.pack or not self.has_records):
+            raise ConfigError(
+                f"data.micro_tokens={most} with data.path={self.path!r} and data.pack={self.pack}",
+                why="all samples have seq_len positions, so that it would have no effect beyond that of micro_batch",
+                fix=f"use data.micro_batch={max(1, most // self.seq_len)}; micro_tokens is for padded records in a .jsonl",
+            )
+        if self.build is None and most < self.seq_len:
+            raise ConfigError(
+                f"data.micro_tokens={most} with data.seq_len={self.seq_len}",
+                why="a record of seq_len positions would not fit into a micro-batch by itself",
+                fix=f"use micro_tokens={self.seq_len} or more, or a smaller seq_len",
+            )
+
+    @property
+    def samples_at_least(self) -> int:
+        """Samples of a micro-batch, at least: in an evaluation, whose micro-batches have equally many."""
+        return self.micro_batch or max(1, (self.micro_tokens or 1) // self.seq_len)
+
+    def _check_cache(self, cache: str) -> None:
+        if not cache:
+            raise ConfigError("data.cache=''", why="it names no folder", fix="give the path of a folder, or none")
+        # The words of a text are its bytes where no tokenizer is named.
+        is_read = not is_tokens(self.path) and (self.tokenizer not in (None, BYTES_MEANT) or self.has_records)
+        if not is_read or self.path is None:
+            raise ConfigError(
+                f"data.cache={cache!r} with data.path={self.path!r} and data.tokenizer={self.tokenizer!r}",
+                why="only tokens that a tokenizer makes of a file are kept, so it would have no effect",
+                fix="remove data.cache, or name a tokenizer: data.tokenizer=DIRECTORY",
             )
 
     def _check_build(self) -> None:
@@ -220,7 +282,7 @@ class Data(Options, frozen=True, kw_only=True):
                 why="it does not name a function",
                 fix="write pkg.mod:fn, or path/to/file.py:fn",
             )
-        for key in ("path", "val_path", "tokenizer", "dtype", "seq_len", "pack", "unusable"):
+        for key in ("path", "val_path", "tokenizer", "dtype", "seq_len", "pack", "unusable", "cache"):
             if getattr(self, key) != default_of(Data, key):
                 raise ConfigError(
                     f"data.{key}={getattr(self, key)!r} with data.build={self.build!r}",
@@ -254,7 +316,11 @@ class Data(Options, frozen=True, kw_only=True):
 class Train(Options, frozen=True, kw_only=True):
     """Section ``train``: number of steps, gradient clipping, validation, seed."""
 
-    steps: Annotated[Positive, doc("optimizer steps")] = 500
+    steps: Annotated[Positive | None, doc("optimizer steps; null: those of epochs, else 500")] = None
+    epochs: Annotated[
+        NotNegative | None,
+        doc("times that all samples are trained on, in place of steps; 0.5: half of them; null: steps says how long"),
+    ] = None
     max_grad_norm: Annotated[AboveZero | None, doc("gradients are scaled down to this norm; null: never")] = 1.0
     norm_type: Annotated[AboveZero | Literal["inf"], doc("p of that norm: 2, 1, ...; inf: the largest element")] = 2.0
     clip_grad_value: Annotated[
@@ -318,6 +384,8 @@ class Train(Options, frozen=True, kw_only=True):
         return range(int(first), int(last or int(first) + 1))
 
     def check(self) -> None:
+        if self.epochs is not None:
+            self._check_epochs(self.epochs)
         for key in ("loss", "count", "forward", "callback"):
             target = getattr(self, key)
             if target is not None and not looks_like_target(target) and (key, target) != ("loss", MODEL_LOSS):
@@ -346,16 +414,14 @@ class Train(Options, frozen=True, kw_only=True):
                 why="it is neither a step, from 1, nor FIRST:LAST, a first one and a later one, which is not included",
                 fix="write 10:13 for steps 10, 11 and 12",
             )
-        for key, last in (
-            ("profile", (self.profiled_steps or [0])[-1]),
-            ("memory_snapshot", self.memory_snapshot or 0),
-        ):
-            if last > self.steps:
-                raise ConfigError(
-                    f"train.{key}={getattr(self, key)} with train.steps={self.steps}",
-                    why=f"the run ends before step {last}",
-                    fix="name earlier steps, or train longer",
-                )
+
+    def _check_epochs(self, epochs: float) -> None:
+        if self.steps is not None:
+            raise ConfigError(
+                f"train.epochs={epochs:g} with train.steps={self.steps}",
+                why="each of them says how long the run is",
+                fix="remove one; on the command line, over a file that has it: --train.steps=null or --train.epochs=null",
+            )
 
 
 class Checkpoint(Options, frozen=True, kw_only=True):
@@ -481,11 +547,16 @@ class RunConfig(Options, frozen=True, kw_only=True):
 
     def computed(self) -> dict[tuple[str, str], Any]:
         computed: dict[tuple[str, str], Any] = {
+            ("data", "micro_batch"): None if self.data.micro_tokens is not None else MICRO_BATCH,
             ("optim", "lr"): Optim(build=self.optim.build).settled_lr(is_pretrained=self.model.hf is not None),
             ("optim", "weight_decay"): Optim(build=self.optim.build).settled_decay,
         }
-        if self.schedule.warmup_ratio is None:
-            computed["schedule", "warmup_steps"] = Schedule().settled_warmup(self.train.steps)
+        steps = self.train.steps
+        if self.train.epochs is None:  # else both are counted from the data, once they are open
+            steps = steps or DEFAULT_STEPS
+            computed["train", "steps"] = DEFAULT_STEPS
+        if self.schedule.warmup_ratio is None and steps is not None:
+            computed["schedule", "warmup_steps"] = Schedule().settled_warmup(steps)
         return computed
 
     def check(self) -> None:
@@ -518,15 +589,8 @@ class RunConfig(Options, frozen=True, kw_only=True):
             record = getattr(self, section)
             if getattr(record, key) is None:
                 msgspec.structs.force_setattr(self, section, msgspec.structs.replace(record, **{key: value}))
-        steps, warmup = self.train.steps, self.schedule.settled_warmup(self.train.steps)
-        decay = round(self.schedule.decay_ratio * steps) if self.schedule.name == "wsd" else 0
-        if warmup + decay > steps:
-            raise ConfigError(
-                f"schedule.warmup_steps={warmup} with train.steps={steps}"
-                + (f" and decay_ratio={self.schedule.decay_ratio}" if decay else ""),
-                why="the run would end before the learning rate has risen" + (", and gone down" if decay else ""),
-                fix=f"use warmup_steps={steps // 10}, or more steps",
-            )
+        if self.train.steps is not None:
+            check_steps(self, self.train.steps)
 
     def _check_whole_parameters(self) -> None:
         degrees = parse_layout(self.parallel.layout)

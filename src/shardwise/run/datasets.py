@@ -17,6 +17,7 @@ from shardwise.data.batch import default_collate
 from shardwise.data.corpus import BYTES, TokenFile, TokenWindows, encode, pydoc_text
 from shardwise.data.labels import make_labels
 from shardwise.data.sft.dataset import SFTDataset
+from shardwise.data.token_cache import Say, TokenCache, cache_of
 from shardwise.errors import ConfigError
 from shardwise.run.config import Data, RunConfig
 from shardwise.run.tokens import vocab_of_folder
@@ -30,7 +31,7 @@ _SENTENCE = re.compile(r"(?<=[.\n] )[A-Z][a-z]+(?:\s[a-z]+){7}(?=\s)")
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
     """The data of a run: datasets for training and validation, how their samples are put together (None: stacked), the
-    training text if the tokens are bytes, and what is to be told of the records."""
+    training text if the tokens are bytes, and what is to be told of the records and of where tokens are kept."""
 
     name: str
     train: Any
@@ -38,6 +39,7 @@ class Corpus:
     text: str | None
     collate: Callable[[list[Any]], Mapping[str, Tensor]] | None = None
     report: str = ""
+    kept: str = ""
 
     def example(self) -> Mapping[str, Tensor]:
         """A micro-batch of two samples, as a step gets it."""
@@ -74,12 +76,13 @@ def prompt_of(corpus: Corpus) -> str:
     return " ".join(taken) + " "
 
 
-def open_data(data: Data, *, vocab: int | None) -> Corpus:
+def open_data(data: Data, *, vocab: int | None, say: Say = lambda kind, text: None) -> Corpus:
     """Opens the data a config names and splits it into training and validation.
 
     Args:
         data: the section of the config.
         vocab: size of the model's vocabulary; None if it is not known.
+        say: called as ``say(kind, text)``: "trouble", tokens cannot be kept; "phase", whom this process waits for to make them.
 
     Raises:
         ConfigError: as for :class:`~shardwise.data.corpus.TokenFile` and :func:`~shardwise.data.corpus.encode`.
@@ -87,19 +90,22 @@ def open_data(data: Data, *, vocab: int | None) -> Corpus:
     if data.build is not None:
         return _own(data, data.build)
     tokenizer = tokenizer_path(data.tokenizer)
-    whole = _open(data, data.path, tokenizer, vocab)
+    cache = None if tokenizer is None else cache_of(data.cache, say)
+    whole = _open(data, data.path, tokenizer, vocab, cache)
     parts: tuple[Any, Any] = (whole, None)
     if data.val_path is not None:
-        parts = whole, _open(data, data.val_path, tokenizer, vocab)
+        parts = whole, _open(data, data.val_path, tokenizer, vocab, cache)
     elif data.val_fraction > 0:
         parts = whole.split(data.val_fraction)
+    kept = "\n".join(cache.notes) if cache is not None else ""
     if isinstance(whole, SFTDataset):
+        report = str(whole.report)
         return Corpus(
-            name=whole.name, train=parts[0], val=parts[1], text=None, collate=whole.collate, report=str(whole.report)
+            name=whole.name, train=parts[0], val=parts[1], text=None, collate=whole.collate, report=report, kept=kept
         )
     is_bytes = tokenizer is None and not is_tokens(data.path)
     text = bytes(parts[0].tokens[: 1 << 24]).decode(errors="replace") if is_bytes else None
-    return Corpus(name=whole.name, train=parts[0], val=parts[1], text=text)
+    return Corpus(name=whole.name, train=parts[0], val=parts[1], text=text, kept=kept)
 
 
 def _own(data: Data, build: str) -> Corpus:
@@ -125,16 +131,18 @@ def _own(data: Data, build: str) -> Corpus:
     return Corpus(name=build, train=train, val=val, text=None)
 
 
-def _open(data: Data, path: str | None, tokenizer: Path | None, vocab: int | None) -> Any:
+def _open(data: Data, path: str | None, tokenizer: Path | None, vocab: int | None, cache: TokenCache | None) -> Any:
     """A :class:`TokenWindows`, or a :class:`SFTDataset`."""
     if data.has_records and path is not None:
-        records = SFTDataset(path, str(tokenizer), seq_len=data.seq_len, pack=data.pack, unusable=data.unusable)
+        records = SFTDataset(
+            path, str(tokenizer), seq_len=data.seq_len, pack=data.pack, unusable=data.unusable, cache=cache
+        )
         if vocab is not None:
             records.limit(vocab)
         return records
     if tokenizer is not None:
         name = f"{path or _TOPICS}, by {tokenizer}"
-        return TokenWindows(encode(path, tokenizer), data.seq_len, vocab=vocab, name=name)
+        return TokenWindows(encode(path, tokenizer, cache), data.seq_len, vocab=vocab, name=name)
     if path is None:
         return TokenWindows.from_text(pydoc_text(), data.seq_len, vocab=vocab, name=_TOPICS)
     return TokenFile(path, data.seq_len, dtype=data.dtype if path.endswith(".bin") else None, vocab=vocab)

@@ -20,14 +20,20 @@ TEXTS = 64 << 10  # bytes: the resolved configuration, the recipe, two samples
 PICTURE = 256 << 10
 
 
-def small_files_bytes(config: RunConfig) -> int:
-    """Estimates the most that a run writes apart from weights, in bytes: metrics, picture, configuration and recipe."""
-    train, log = config.train, config.log
-    lines = 6 + train.steps // log.every + train.steps // (train.eval_every or train.steps)
+def small_files_bytes(config: RunConfig, steps: int | None = None) -> int:
+    """Estimates the most that a run writes apart from weights, in bytes: metrics, picture, configuration and recipe.
+    ``steps``: those of its epochs; None: not counted yet."""
+    log, steps = config.log, config.train.steps or steps or 1
+    lines = 6 + steps // log.every + steps // (config.train.eval_every or steps)
     return lines * METRICS_LINE + TEXTS + (PICTURE if log.plot else 0)
 
 
-def check_space(config: RunConfig, weights_bytes: int | None = None, checkpoint_bytes: int | None = None) -> None:
+def check_space(
+    config: RunConfig,
+    weights_bytes: int | None = None,
+    checkpoint_bytes: int | None = None,
+    steps: int | None = None,
+) -> None:
     """Refuses a run whose files do not fit on the disk. It does not see quotas, or what other processes write
     meanwhile.
 
@@ -36,11 +42,12 @@ def check_space(config: RunConfig, weights_bytes: int | None = None, checkpoint_
         weights_bytes: size of the final weights; None if the model is not built yet.
         checkpoint_bytes: size of a checkpoint; None likewise. One must fit in addition to what a save leaves free: with
             less space, none would ever be written.
+        steps: of a run of epochs, once they are counted.
 
     Raises:
         ConfigError: the files do not fit; with what is needed and what is free.
     """
-    folder, export, small = Path(config.log.dir), config.checkpoint.export, small_files_bytes(config)
+    folder, export, small = Path(config.log.dir), config.checkpoint.export, small_files_bytes(config, steps)
     needs = [(folder, small, f"{human_bytes(small)} of metrics, picture and texts", "log.dir")]
     if export is not None and weights_bytes is not None:
         needs.append((folder / export, weights_bytes, f"{human_bytes(weights_bytes)} of weights", "checkpoint.export"))

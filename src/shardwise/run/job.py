@@ -5,7 +5,7 @@ after, the weights. Every rank runs all of it, because every rank takes part in 
 and reports. It reports *events*, small dicts passed to ``emit``; the process that started the ranks decides how to show
 them.
 
-Events (``kind`` and its fields): ``phase`` text; ``data`` name, train_samples, val_samples, tokens_per_step, report;
+Events (``kind`` and its fields): ``phase`` text; ``data`` name, train_samples, val_samples, tokens_per_step, report; ``kept`` text; ``planned`` steps, text;
 ``model`` name, num_params, units, why; ``loaded`` text; ``resumed`` text; ``saved`` text; ``sample`` when, prompt, text,
 word_share; ``answer`` when, prompt, text, reference; ``step`` step, steps, loss, grad_norm, lr, tokens_per_s, seconds_left, skipped, num_skipped (so far),
 memory, and tflops, mfu, comm_bytes as far as they are known; ``ended`` step, callback; ``memory`` per_rank, one_process, rss; ``chosen`` name, text; ``val`` step, loss, num_tokens; ``stop`` reason; ``weights`` path, dtype;
@@ -25,6 +25,7 @@ from torch import nn
 from shardwise.config.render import dump_config
 from shardwise.data.loader import Loader
 from shardwise.data.sft.dataset import SFTDataset
+from shardwise.data.stream import is_stream
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.model.calling import call
 from shardwise.parallel import describe, recipe_of, runtime_of
@@ -49,6 +50,7 @@ from shardwise.run.memory import memory_of, state_bytes
 from shardwise.run.metrics import MetricsWriter, Pace, cut_metrics
 from shardwise.run.optim import put_on_schedule
 from shardwise.run.sample import complete_text, generate, vocabulary, word_share
+from shardwise.run.steps import check_steps, epochs_text, steps_left
 from shardwise.run.stored_dtype import export_dtype
 from shardwise.run.watch import Watch, arithmetic
 from shardwise.state import check_dtypes, save_weights, weights_bytes
@@ -88,7 +90,7 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
     emit = emit if world.is_main else _silent
     checkpoints = RunCheckpoints(config, world)
     emit("phase", text="reading the data")
-    corpus = open_data(config.data, vocab=vocab_of(config))
+    corpus = open_data(config.data, vocab=vocab_of(config), say=lambda kind, text: emit(kind, text=text))
     emit("phase", text="building the model" + (", and trying what can be cut over tp" if world.layout.tp > 1 else ""))
     model = build_model(config, world, corpus)
     if config.model.start is not None and not checkpoints.are_there:
@@ -98,8 +100,9 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
     if not checkpoints.are_there:  # a run that goes on has been tried, and its model has no values yet
         check_takes_tokens(config, model)
     set_tokenizer(config, model)
-    step = make_step(config, model)
-    run = _Run(config=config, world=world, corpus=corpus, model=model, step=step, emit=emit)
+    steps = _num_steps(config, corpus)
+    step = make_step(config, model, steps)
+    run = _Run(config=config, world=world, corpus=corpus, model=model, step=step, steps=steps, emit=emit)
     run.check_space()
     with arithmetic(config.train, world), contextlib.closing(run):
         with checkpoints.opened(step, run.last, emit):
@@ -109,7 +112,7 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
             run.open_files()
             run.introduce()
             run.complete("before")
-            if corpus.records is not None and not run.done:
+            if not run.done and (corpus.records is not None or not steps):
                 run.validate(0)  # what a pretrained model knows already
             run.all_steps(checkpoints)
             checkpoints.settle(is_over=True)
@@ -118,15 +121,37 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
     return run.last
 
 
+def _num_steps(config: RunConfig, corpus: Corpus) -> int:
+    """Optimizer steps of the run, from its beginning; they are counted for a run of epochs.
+
+    Raises:
+        ConfigError: epochs of a dataset that has no length, or what depends on the number of steps does not fit into them.
+    """
+    if config.train.steps is not None:
+        return config.train.steps
+    epochs, (num_samples, _) = config.train.epochs, corpus.num_samples
+    assert epochs is not None, "RunConfig settles steps where there are no epochs"
+    if num_samples is None or is_stream(corpus.train):
+        raise ConfigError(
+            f"train.epochs={epochs:g} for {corpus.name}",
+            why="it is a stream: how many samples an epoch has is known only once it has ended, and the schedule depends on it",
+            fix="give train.steps, or a dataset with len() and [i]",
+        )
+    steps = steps_left(epochs, num_samples, config.data.global_batch)
+    check_steps(config, steps)
+    return steps
+
+
 @dataclass(kw_only=True)
 class _Run:
-    """One training run on one rank: its parts, and a method per stage."""
+    """One training run on one rank: its parts, and a method per stage. ``steps``: the optimizer steps of all of it."""
 
     config: RunConfig
     world: World
     corpus: Corpus
     model: nn.Module
     step: TrainStep
+    steps: int
     emit: Emit
 
     def __post_init__(self) -> None:
@@ -137,13 +162,14 @@ class _Run:
             self.world,
             global_batch=data.global_batch,
             micro_batch=data.micro_batch,
+            micro_tokens=data.micro_tokens,
             collate=self.corpus.collate,
             num_workers=data.num_workers,
             prefetch=data.prefetch,
         )
         self.last: dict[str, Any] = {
             "num_params": sum(p.numel() for p in self.model.parameters()),
-            "steps": self.config.train.steps,
+            "steps": self.steps,
             "val_loss": None,
         }
         self.done = 0  # steps, including those before a resume
@@ -185,7 +211,7 @@ class _Run:
         problem: ConfigError | None = None
         if self.world.is_main:
             try:
-                check_space(self.config, weights_bytes(self.model, self.dtype), self.checkpoint_bytes())
+                check_space(self.config, weights_bytes(self.model, self.dtype), self.checkpoint_bytes(), self.steps)
             except ConfigError as error:
                 problem = error
         problem = self.world.broadcast(problem)
@@ -209,14 +235,27 @@ class _Run:
         self.done = checkpoints.resume(self.loader)
         if not checkpoints.are_there:
             return
-        put_on_schedule(self.step)
-        steps = self.config.train.steps
+        self.count_again()
+        steps = self.steps
         self.last["steps"] = max(steps, self.done)
         rest = f"{steps - self.done} of {steps} steps are left" if self.done < steps else f"all {steps} steps are done"
-        more = "" if self.done < steps else "; --train.steps=N continues"
+        key = "steps" if self.config.train.epochs is None else "epochs"
+        more = "" if self.done < steps else f"; --train.{key}=N continues"
         text = f"from step {self.done} of {checkpoints.folder}: {rest}{more} (--fresh starts from the beginning)"
         changes = f"\nfrom here on: {', '.join(checkpoints.changes)}" if checkpoints.changes else ""
         self.emit("resumed", text=text + changes)
+
+    def count_again(self) -> None:
+        """Counts the steps of a resumed run of epochs from where it is: what is left of the data, in windows of this run's
+        size. Sets the learning rate of the next step."""
+        epochs, size = self.config.train.epochs, self.config.data.global_batch
+        if epochs is None:
+            put_on_schedule(self.step)
+            return
+        place, num_samples = self.loader.state_dict(), len(self.corpus.train)
+        left = steps_left(epochs, num_samples, size, epoch=place["epoch"], position=place["position"])
+        self.steps = self.done + left
+        put_on_schedule(self.step, self.config.schedule, self.steps)
 
     def open_files(self) -> None:
         """Writes the resolved configuration and the recipe, and opens the metrics file: those of a resumed run are
@@ -258,6 +297,11 @@ class _Run:
             tokens_per_step=None if data.build is not None else data.global_batch * data.seq_len,
             report=self.corpus.report,
         )
+        if self.corpus.kept:
+            self.emit("kept", text=self.corpus.kept)
+        epochs = self.config.train.epochs
+        text = "" if epochs is None else epochs_text(epochs, num_train or 0, self.steps)
+        self.emit("planned", steps=self.steps, text=text)
         name = type(self.model).__name__ if self.config.model.build or self.config.model.hf else "the reference model"
         recipe = recipe_of(self.model)
         why = next(note.why for note in recipe.notes if note.option == "sharding.engine")
@@ -306,10 +350,10 @@ class _Run:
 
     def planned_steps(self, checkpoints: RunCheckpoints) -> None:
         """Runs the optimizer steps that are left, over one or more epochs."""
-        train = self.config.train
-        pace, first = Pace(train.steps, done=self.done), self.done + 1
+        train, steps = self.config.train, self.steps
+        pace, first = Pace(steps, done=self.done), self.done + 1
         self.emit("phase", text="training")
-        while self.done < train.steps:
+        while self.done < steps:
             for window in self.loader:
                 self.watch.begin(self.done + 1)
                 with self.use.counted(self.done + 1 - first):
@@ -321,15 +365,15 @@ class _Run:
                     self.measure()
                     self.tell_chosen()
                 self.report(done, out, pace, is_first=done == first)
-                if self.callback(out) and done < train.steps:
+                if self.callback(out) and done < steps:
                     self.world.stop.ask_for_end()  # all ranks know of it before the next forward
-                if done == train.steps or (train.eval_every and done % train.eval_every == 0):
+                if done == steps or (train.eval_every and done % train.eval_every == 0):
                     self.validate(done)
                     pace.pause()
                 if self.world.stop.agreed:
                     self.emit("stop", reason=self.world.stop.agreed)
-                checkpoints.save(done)
-                if done == train.steps:
+                checkpoints.save(done, is_last=done == steps)
+                if done == steps:
                     return
 
     def end_early(self, checkpoints: RunCheckpoints) -> None:
@@ -347,7 +391,7 @@ class _Run:
         """Reports the result of a step: an event for each, a line of metrics every ``log.every`` steps."""
         figures = {
             "step": done,
-            "steps": self.config.train.steps,
+            "steps": self.steps,
             "loss": float(out.loss),
             "grad_norm": None if out.grad_norm is None else float(out.grad_norm),
             "lr": self.step.optim.param_groups[0]["lr"],
@@ -363,7 +407,7 @@ class _Run:
             **{name: float(value) for name, value in (out.metrics or {}).items()},
         }
         self.last["loss"], self.last["num_skipped"] = figures["loss"], figures["num_skipped"]
-        if done % self.config.log.every == 0 or is_first or done == self.config.train.steps:
+        if done % self.config.log.every == 0 or is_first or done == self.steps:
             self.tell("step", **figures, memory=memory_of(self.model, self.step.optim).as_dict())
             self.unlogged = None
         else:
@@ -397,7 +441,7 @@ class _Run:
         if self.corpus.val is None:
             return
         self.emit("phase", text="validating")
-        micro = self.config.data.micro_batch
+        micro = self.config.data.samples_at_least
         ranks = self.world.axis("dp").size
         val = Loader(
             self.corpus.val,

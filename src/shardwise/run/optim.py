@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -134,6 +134,11 @@ def make_scheduler(
 ) -> torch.optim.lr_scheduler.LRScheduler:
     """The learning rate scheduler: a linear rise, then constant, or down to the floor at the last step: as a cosine, as a line, or
     as a line at the end of the run (warm-up, stable, decay; Hu et al. 2024, arXiv:2404.06395)."""
+    return torch.optim.lr_scheduler.LambdaLR(optim, _factor(schedule, num_steps))
+
+
+def _factor(schedule: Schedule, num_steps: int) -> Callable[[int], float]:
+    """Steps done before -> the learning rate of the next one, as a part of that at the highest."""
     warmup = schedule.settled_warmup(num_steps)
     begin = num_steps - round(schedule.decay_ratio * num_steps) if schedule.name == "wsd" else warmup
 
@@ -153,13 +158,16 @@ def make_scheduler(
             left = 0.5 * (1 - math.cos(math.pi * left))
         return schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * left
 
-    return torch.optim.lr_scheduler.LambdaLR(optim, factor)
+    return factor
 
 
-def put_on_schedule(step: TrainStep) -> None:
+def put_on_schedule(step: TrainStep, schedule: Schedule | None = None, num_steps: int = 0) -> None:
     """Sets the learning rates of a resumed step from this run's schedule: the checkpoint has those of the schedule of
-    the run that saved it, which may have been shorter."""
+    the run that saved it, which may have been shorter. ``schedule``: over ``num_steps``, which were counted anew; None: the one
+    that the step has."""
     optim, scheduler = step.optim, step.scheduler
+    if schedule is not None:
+        scheduler.lr_lambdas = [_factor(schedule, num_steps)] * len(scheduler.lr_lambdas)
     rates = [
         base * factor(scheduler.last_epoch)
         for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)

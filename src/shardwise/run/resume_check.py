@@ -70,7 +70,7 @@ _OPEN = ("model.args.", "model.rename.", "data.args.", "optim.args.", "parallel.
 """Prefixes of keys that are not in the defaults: the user's own, or keys that depend on another value."""
 _WHOLE = ("optim.groups",)
 """Mappings whose keys are patterns, not parts of a key."""
-_OF_A_NODE = ("log.", "launch.", "checkpoint.")
+_OF_A_NODE = ("log.", "launch.", "checkpoint.", "data.cache")
 
 
 @dataclass(frozen=True, kw_only=True)

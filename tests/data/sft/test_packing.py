@@ -71,7 +71,7 @@ def one_process(path: Path) -> tuple[float, float, list[Tensor]]:
     return float(sum(losses).detach()), float(torch.stack([grad.norm() for grad in grads]).norm()), grads
 
 
-def trained(layout: str, path: Path, pack: bool) -> tuple[float, float, float, list[Tensor]]:
+def trained(layout: str, path: Path, pack: bool, size: dict[str, int]) -> tuple[float, float, float, list[Tensor]]:
     """Loss, norm, tokens of a step on all samples, and the gradients, from the change of the parameters."""
     tokenizer = chat.tokenizer()
     with sw.init(layout, device="cpu", timeout_s=60) as world:
@@ -83,7 +83,7 @@ def trained(layout: str, path: Path, pack: bool) -> tuple[float, float, float, l
         model = sw.parallelize(plain, world, example=example)
         step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0))
         num = -(-len(data) // 2) * 2
-        loader = sw.Loader(data, world, global_batch=num, micro_batch=2, collate=data.collate, shuffle=False)
+        loader = sw.Loader(data, world, global_batch=num, **size, collate=data.collate, shuffle=False)
         (window,) = list(loader)
         out = step(window)
         assert out.num_tokens == data.report.trained
@@ -93,12 +93,18 @@ def trained(layout: str, path: Path, pack: bool) -> tuple[float, float, float, l
         return out.loss, out.grad_norm, out.num_tokens, grads
 
 
-@pytest.mark.parametrize("pack", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_padded_and_packed_give_the_sums_of_single_records(ranks, tmp_path, layout, pack):
+@pytest.mark.parametrize(
+    ("layout", "pack", "size"),
+    [
+        *((layout, pack, {"micro_batch": 2}) for layout in LAYOUTS for pack in (False, True)),
+        *((layout, False, {"micro_tokens": 110}) for layout in ("dp_shard=1", "dp_replicate=2", "dp_shard=2")),
+    ],
+    ids=lambda value: {False: "padded", True: "packed"}[value] if isinstance(value, bool) else str(value).strip("{}"),
+)
+def test_padded_and_packed_give_the_sums_of_single_records(ranks, tmp_path, layout, pack, size):
     path = records(tmp_path / "chat.jsonl")
     loss, norm, grads = one_process(path)
-    for found_loss, found_norm, _, found in ranks.run(trained, LAYOUTS[layout], layout, path, pack):
+    for found_loss, found_norm, _, found in ranks.run(trained, LAYOUTS[layout], layout, path, pack, size):
         assert found_loss == pytest.approx(loss, rel=1e-12)
         assert found_norm == pytest.approx(norm, rel=1e-10)
         for ours, plain in zip(found, grads, strict=bool(found)):

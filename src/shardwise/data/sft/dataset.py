@@ -1,11 +1,9 @@
 """The dataset of fine-tuning: samples of tokens and labels from a JSONL file, padded or packed."""
 
 import copy
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,47 +12,19 @@ from torch import Tensor, nn
 from shardwise.config.tokenizer import tokenizer_path
 from shardwise.data.batch import IGNORED, default_collate
 from shardwise.data.padding import pad_collate
-from shardwise.data.sft.encode import Encoded, Encoder, load_tokenizer
-from shardwise.data.sft.packing import check_attention, packs
-from shardwise.data.sft.records import Record, Text, read_records
-from shardwise.data.sft.refusals import beyond_vocabulary, empty_answer, too_long, unusable
+from shardwise.data.sft.documents import Documents
+from shardwise.data.sft.encode import Encoder, load_tokenizer
+from shardwise.data.sft.encoding import Encoding, SFTReport, Unusable
+from shardwise.data.sft.packing import Packs, check_attention, packs
+from shardwise.data.sft.refusals import beyond_vocabulary
+from shardwise.data.token_cache import TokenCache
+from shardwise.data.token_store import in_memory
 from shardwise.errors import ConfigError
 from shardwise.model.calling import call
 
 __all__ = ["SFTDataset", "SFTReport"]
 
 _FIRST = 8  # tokens of a text from which it is continued, to try a model
-Unusable = Literal["refuse", "drop"]
-
-
-@dataclass
-class SFTReport:
-    """What a file has become.
-
-    Attributes:
-        records: records of the file.
-        samples: samples of the dataset; with packing fewer than documents.
-        tokens: tokens that the model is given, without padding.
-        trained: of these, tokens that are predicted and count in the loss.
-        truncated: records that were longer than the context: what is beyond it was cut off.
-        inside: answers that began inside a token, which is not trained on.
-        dropped: why -> records that were left out.
-    """
-
-    records: int = 0
-    samples: int = 0
-    tokens: int = 0
-    trained: int = 0
-    truncated: int = 0
-    inside: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        notes = [f"{self.truncated:,} truncated"] if self.truncated else []
-        notes += [f"{num:,} dropped: {why}" for why, num in self.dropped.items()]
-        notes += [f"{self.inside:,} answers begin inside a token"] if self.inside else []
-        told = f"{self.records:,} records, {self.tokens:,} tokens, {self.trained:,} of them trained on"
-        return "; ".join([told, *notes])
 
 
 class SFTDataset:
@@ -74,6 +44,8 @@ class SFTDataset:
         pack: put documents together in samples of ``seq_len`` positions.
         unusable: what happens to a record without an answer: one that is empty, or does not begin within ``seq_len``.
             "refuse" it, or "drop" it, and count it.
+        cache: a folder that keeps the tokens, so that they are made once for a file, a tokenizer and a ``seq_len``, by one of the
+            processes that need them, and are mapped into memory; None: they are made in memory.
 
     Attributes:
         report: what the file has become, a :class:`SFTReport`.
@@ -97,6 +69,7 @@ class SFTDataset:
         seq_len: int,
         pack: bool = False,
         unusable: Unusable = "refuse",
+        cache: str | Path | TokenCache | None = None,
     ):
         if not isinstance(seq_len, int) or isinstance(seq_len, bool) or seq_len < 1:
             raise ConfigError(
@@ -115,21 +88,15 @@ class SFTDataset:
             tokenizer = load_tokenizer(file)
         self.path, self.seq_len, self.pack, self.name = path, seq_len, pack, str(path)
         self.vocab: int | None = None
-        self._unusable, self._encoder = unusable, Encoder(tokenizer, path)
+        self._unusable: Unusable = unusable
+        self._encoder = Encoder(tokenizer, path)
         self.pad_id = next(
             (i for i in (getattr(tokenizer, f"{name}_token_id", None) for name in ("pad", "eos")) if i is not None), 0
         )
-        self.report = SFTReport()
-        self._lines: list[int] = []
-        self.documents = [*self._documents(read_records(path))]
-        if not self.documents:
-            raise ConfigError(
-                f"data file {str(path)!r}",
-                why=f"none of its records can be used: {self.report}",
-                fix="write answers that are not empty, or give a larger seq_len",
-            )
+        self.documents = self._encoded(TokenCache(Path(cache)) if isinstance(cache, str | Path) else cache)
         self.packs = self._packs()
-        self.report.samples, self.report.inside = len(self.packs), self._encoder.num_inside
+        self.report = SFTReport(**self.documents.facts["report"], samples=len(self.packs))
+        self.content_digest = self.documents.digest()
         self.collate: Callable[[list[Any]], Mapping[str, Tensor]] = (
             default_collate if pack else pad_collate(input_ids=self.pad_id)
         )
@@ -167,6 +134,11 @@ class SFTDataset:
         """
         check_attention(model, forward)
 
+    @property
+    def lengths(self) -> np.ndarray:
+        """Positions of each sample, without padding to others; by them ``Loader(micro_tokens=)`` puts samples together."""
+        return np.full(len(self), self.seq_len) if self.pack else self.documents.lengths
+
     def question(self) -> tuple[list[int], str, str]:
         """A prompt to try the model on: the first document up to its last answer, as tokens and as text; and that answer."""
         ids, labels = (row.tolist() for row in self.documents[0])
@@ -202,13 +174,12 @@ class SFTDataset:
     def _part(self, numbers: slice, name: str) -> "SFTDataset":
         part = copy.copy(self)
         part.name = f"{self.name} ({name})"
-        part.documents, part._lines = self.documents[numbers], self._lines[numbers]
-        part.packs = part._packs()
+        part.documents = self.documents.part(numbers)
+        part.packs, part.content_digest = part._packs(), part.documents.digest()
         return part
 
-    def _packs(self) -> list[list[int]]:
-        lengths = [len(labels) for _, labels in self.documents]
-        return packs(lengths, self.seq_len) if self.pack else [[i] for i in range(len(lengths))]
+    def _packs(self) -> Packs:
+        return packs(self.documents.lengths, self.seq_len) if self.pack else Packs.single(len(self.documents))
 
     def limit(self, vocab: int) -> None:
         """Sets the size of the model's vocabulary, once it is known.
@@ -217,55 +188,23 @@ class SFTDataset:
             ConfigError: a token is outside of it.
         """
         self.vocab = vocab
-        for line, (ids, labels) in zip(self._lines, self.documents, strict=True):
+        if self.documents.facts["worst"] < vocab:  # of the whole file: its tokens need not be read
+            return
+        for line, (ids, labels) in zip(self.documents.lines, self.documents, strict=True):
             worst = int(max(ids.max(), labels.max()))
             if worst >= vocab:
                 raise beyond_vocabulary(
                     self.path,
-                    line,
+                    int(line),
                     token=worst,
                     text=self._encoder.tokenizer.convert_ids_to_tokens(worst),
                     vocab=vocab,
                     num_known=len(self._encoder.tokenizer),
                 )
 
-    def _documents(self, records: Iterable[Record]) -> Iterable[tuple[np.ndarray, np.ndarray]]:
-        """Inputs and labels of each record that can be used, int32 [n]."""
-        dropped: Counter[str] = Counter()
-        for record in records:
-            self.report.records += 1
-            empty = empty_answer(record)
-            ids, trained = ([], []) if empty else self._encoder.encode(record)
-            why = empty or self._problem(record, ids, trained)
-            if why:
-                self._refuse(record, why)
-                dropped[why] += 1
-                continue
-            self._lines.append(record.line)
-            yield self._document((ids, trained))
-        self.report.dropped = dict(dropped)
-
-    def _document(self, encoded: Encoded) -> tuple[np.ndarray, np.ndarray]:
-        self.report.truncated += len(encoded[0]) > self.seq_len + 1
-        ids, trained = (
-            np.asarray(row[: self.seq_len + 1], dtype=kind) for row, kind in zip(encoded, (np.int32, bool), strict=True)
-        )
-        labels = np.where(trained[1:], ids[1:], IGNORED).astype(np.int32)
-        self.report.tokens += len(labels)
-        self.report.trained += int(trained[1:].sum())
-        return ids[:-1], labels
-
-    def _problem(self, record: Record, ids: list[int], trained: list[bool]) -> str:
-        """Why nothing of a record would be trained on, or nothing but ends; "" if something is."""
-        targets = [i for i, flag in zip(ids[1:], trained[1:], strict=True) if flag]
-        if targets and not isinstance(record, Text) and set(targets) == {self.end}:
-            return "all of an answer is inside a token that begins in its prompt"
-        if any(trained[1 : self.seq_len + 1]):
-            return ""
-        if any(trained[1:]):
-            return too_long(self.seq_len)
-        return "it has no answer" if len(ids) > 1 else "it has less than two tokens"
-
-    def _refuse(self, record: Record, why: str) -> None:
-        if self._unusable == "refuse":
-            raise unusable(self.path, record.line, why)
+    def _encoded(self, cache: TokenCache | None) -> Documents:
+        """The documents of the file, kept or made."""
+        encoding = Encoding(self._encoder, self.path, self.seq_len, self._unusable)
+        if cache is None:
+            return Documents.of(in_memory(encoding.produce, np.int32))
+        return Documents.of(cache.tokens(self.path, encoding.inputs(), encoding.produce, np.int32))

@@ -1,6 +1,7 @@
 """Packing: several documents in one sample, none of which attends to another."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,13 +10,41 @@ from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
 
-__all__ = ["check_attention", "packs"]
+__all__ = ["Packs", "check_attention", "packs"]
 
 _FEW = 4  # tokens of a document that is tried
 
 
-def packs(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Which documents share a sample: lists of their numbers, each document once, of at most ``size`` tokens together.
+@dataclass(frozen=True)
+class Packs:
+    """Which documents share a sample: ``[i]`` has their numbers. Two integers a document and not a list a sample: there may be
+    many millions of them.
+
+    Attributes:
+        documents: int32, those of one sample after those of another.
+        ends: int64 [number of samples + 1], where each begins among them, and where the last ends.
+    """
+
+    documents: np.ndarray
+    ends: np.ndarray
+
+    @classmethod
+    def single(cls, num: int) -> "Packs":
+        """``num`` samples of one document."""
+        return cls(np.arange(num, dtype=np.int32), np.arange(num + 1))
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.documents[self.ends[index] : self.ends[index + 1]]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self[i] for i in range(len(self)))
+
+
+def packs(lengths: Sequence[int] | np.ndarray, size: int) -> Packs:
+    """Which documents share a sample: each document once, of at most ``size`` tokens together.
 
     Best fit: documents are taken from the longest to the shortest, and each goes where the least room is left that it fits
     into. The same for the same lengths in every process.
@@ -24,27 +53,29 @@ def packs(lengths: Sequence[int], size: int) -> list[list[int]]:
         lengths: tokens of each document, at most ``size``.
         size: tokens of a sample.
     """
-    order = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable").tolist()
+    order = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable").astype(np.int32)
+    sample_of = np.empty(len(order), dtype=np.int32)  # of the documents in that order
+    num = 0
     with_room: list[list[int]] = [[] for _ in range(size + 1)]  # room left -> numbers of samples
-    found: list[list[int]] = []
     # The rooms that some sample has, as bits of one integer: the smallest that fits is found without a search.
     rooms = 0
-    for i in order:
-        fitting = rooms >> lengths[i] << lengths[i]
+    for at, i in enumerate(order):
+        length = int(lengths[i])
+        fitting = rooms >> length << length
         if fitting:
             room = (fitting & -fitting).bit_length() - 1
             sample = with_room[room].pop()
             if not with_room[room]:
                 rooms &= ~(1 << room)
         else:
-            room, sample = size, len(found)
-            found.append([])
-        found[sample].append(i)
-        left = room - lengths[i]
+            room, sample, num = size, num, num + 1
+        sample_of[at] = sample
+        left = room - length
         if left:
             with_room[left].append(sample)
             rooms |= 1 << left
-    return found
+    by_sample = np.argsort(sample_of, kind="stable")
+    return Packs(order[by_sample], np.searchsorted(sample_of[by_sample], np.arange(num + 1)))
 
 
 def check_attention(model: nn.Module, forward: Callable[[nn.Module, dict[str, Tensor]], Any]) -> None:

@@ -1,0 +1,62 @@
+"""What a file contains, as a digest of all of it; remembered for as long as the file cannot have changed."""
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+__all__ = ["digest_of", "state_of"]
+
+_SETTLED_S = 2.0  # a change within the same tick of the clock leaves the times of a file as they are
+
+
+def state_of(path: Path) -> list[int]:
+    """What the file system says of a file: as long as it stays, so does the content. The time of the last change (ctime) is set
+    by the kernel, and no program can put it back, as it can the time of modification."""
+    found = path.stat()
+    return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def digest_of(path: Path, folder: Path) -> str:
+    """The SHA-256 of a file. It is remembered in ``folder``, if that can be written, with :func:`state_of` the file.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    state = state_of(path)
+    note = folder / f"file-{_sha256(json.dumps(state).encode())[:32]}.json"
+    known = _read(note, state)
+    if known is not None:
+        return known
+    began = time.time()
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if began - state[-1] / 1e9 > _SETTLED_S and state_of(path) == state:
+        _write(note, {"state": state, "sha256": found, "check": _sha256(f"{state} {found}".encode())})
+    return found
+
+
+def _read(note: Path, state: list[int]) -> str | None:
+    try:
+        found = json.loads(note.read_text(encoding="utf-8"))
+        is_sound = found["state"] == state and found["check"] == _sha256(f"{state} {found['sha256']}".encode())
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found["sha256"] if is_sound else None
+
+
+def _write(note: Path, found: dict[str, object]) -> None:
+    new = note.with_name(f".{note.name}.{socket.gethostname()}-{os.getpid()}.part")
+    try:
+        new.write_text(json.dumps(found), encoding="utf-8")
+        os.replace(new, note)
+    except OSError:  # then it is read again the next time
+        with contextlib.suppress(OSError):
+            new.unlink()
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,370 @@
+"""Tokens that are kept: the same as those that are not, made once, made anew when anything changed, and never in the way."""
+
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import chat
+
+import shardwise as sw
+from shardwise.cli import main as cli
+from shardwise.data import file_digest
+from shardwise.data.corpus import TokenWindows, encode
+from shardwise.data.same_dataset import digest_of_dataset
+from shardwise.data.sft.encode import Encoder
+from shardwise.data.token_cache import TokenCache, cache_of
+from shardwise.data.token_store import open_tokens
+from shardwise.errors import ConfigError
+
+WORDS = ["what", "is", "the", "capital", "of", "France", "?", "Paris", "Hello", "there", "how", "are", "you", "today"]
+
+
+def records(path: Path, num: int = 40) -> Path:
+    lines = []
+    for i in range(num):
+        said = " ".join(WORDS[(i * j) % len(WORDS)] for j in range(1 + i % 7))
+        turns = [{"role": "user", "content": f"{i} {said}"}, {"role": "assistant", "content": said[::-1]}]
+        lines.append({"messages": turns * (1 + i % 2)} if i % 3 else {"prompt": said, "completion": f" {i}"})
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def equal(one: Any, other: Any) -> bool:
+    return len(one) == len(other) and all(
+        a.keys() == b.keys() and all(torch.equal(a[key], b[key]) and a[key].dtype == b[key].dtype for key in a)
+        for a, b in ((one[i], other[i]) for i in range(len(one)))
+    )
+
+
+@pytest.fixture
+def counted(monkeypatch) -> list[int]:
+    """The lines that were encoded."""
+    lines: list[int] = []
+    encode = Encoder.encode
+    monkeypatch.setattr(Encoder, "encode", lambda self, record: lines.append(record.line) or encode(self, record))
+    return lines
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_kept_records_are_the_same_samples_and_are_encoded_once(tmp_path, counted, pack):
+    path, tokenizer = records(tmp_path / "x.jsonl"), chat.tokenizer()
+    options = {"seq_len": 60, "pack": pack}
+    plain = sw.SFTDataset(path, tokenizer, **options)
+    first = sw.SFTDataset(path, tokenizer, cache=tmp_path / "kept", **options)
+    assert len(counted) == 80
+    second = sw.SFTDataset(path, tokenizer, cache=tmp_path / "kept", **options)
+    assert len(counted) == 80 and not second.documents.rows.flags.writeable
+    for one, other in ((plain, first), (plain, second), *zip(plain.split(0.3), second.split(0.3), strict=True)):
+        assert equal(one, other) and one.report == other.report and one.question() == other.question()
+        assert digest_of_dataset(one) == digest_of_dataset(other)
+    assert digest_of_dataset(plain) != digest_of_dataset(plain.split(0.3)[0])
+    with pytest.raises(ConfigError) as whole:
+        plain.limit(300)
+    with pytest.raises(ConfigError) as kept:
+        second.limit(300)
+    assert str(whole.value) == str(kept.value) and "line 1 of" in str(kept.value)
+    second.limit(400)
+
+
+def test_packed_and_padded_runs_share_what_is_kept_and_every_other_change_makes_it_anew(tmp_path, counted):
+    path, kept = records(tmp_path / "x.jsonl", 12), tmp_path / "kept"
+
+    def num_encoded(tokenizer: Any = None, **options: Any) -> int:
+        counted.clear()
+        sw.SFTDataset(path, tokenizer or chat.tokenizer(), cache=kept, **{"seq_len": 60, **options})
+        return len(counted)
+
+    assert [num_encoded(), num_encoded(), num_encoded(pack=True)] == [12, 0, 0]
+    assert num_encoded(seq_len=61) == num_encoded(unusable="drop") == num_encoded(chat.tokenizer(chat.MARKED)) == 12
+    assert num_encoded(chat.tokenizer(eos="</s>")) == num_encoded(chat.tokenizer(trim_offsets=True)) == 12
+    facts = path.stat()
+    text = path.read_text()
+    path.write_text(text.replace("Hello", "Jello"))  # of the same size, and, as rsync and cp -p do it, the same time
+    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    assert path.stat().st_size == facts.st_size and path.stat().st_mtime_ns == facts.st_mtime_ns
+    assert num_encoded() == 12
+    path.write_text(text)
+    assert num_encoded() == 0  # the content it had before
+    path = path.rename(tmp_path / "of another name.jsonl")
+    assert num_encoded() == 0
+
+
+def test_a_template_that_writes_the_date_is_rendered_anew_each_day(tmp_path, counted, monkeypatch):
+    path, dated = records(tmp_path / "x.jsonl", 3), chat.tokenizer("{# strftime_now #}" + chat.CHATML)
+    day = "2026-01-01"
+
+    class Clock:
+        @classmethod
+        def now(cls):
+            return cls()
+
+        def astimezone(self):
+            return self
+
+        def date(self):
+            return day
+
+    monkeypatch.setattr("shardwise.data.sft.encoding.datetime.datetime", Clock)
+    for day, num in (("2026-01-01", 3), ("2026-01-01", 3), ("2026-01-02", 6)):  # noqa: B007
+        sw.SFTDataset(path, dated, seq_len=60, cache=tmp_path / "kept")
+        assert len(counted) == num
+
+
+def test_a_kept_text_is_the_same_row_of_tokens(tmp_path, monkeypatch):
+    monkeypatch.setattr("shardwise.data.corpus._PIECE", size := 1 << 15)
+    chat.tokenizer().save_pretrained(tmp_path)
+    path, file = tmp_path / "text.txt", tmp_path / "tokenizer.json"
+    lines = "".join(f"{' '.join(WORDS[i % 9 :])} \u00e9\u65e5{i}\n" for i in range(3_000))
+    path.write_text(lines.replace("\n", "\r\n", 50), newline="")  # as Python reads a text, line ends are one character
+    assert path.stat().st_size > 3 * size
+    plain, cache = encode(path, file), TokenCache(tmp_path / "kept")
+    made, again = (encode(path, file, cache) for _ in range(2))
+    assert plain.dtype == made.dtype == again.dtype == np.uint32
+    assert np.array_equal(plain, made) and np.array_equal(plain, again)
+    assert "made in" in cache.notes[0] and "as kept in" in cache.notes[1]
+    assert equal(TokenWindows(plain, 64, vocab=400), TokenWindows(again, 64, vocab=400))
+    whole = path.read_text()[:size]  # the first piece, to the end of its line
+    from tokenizers import Tokenizer
+
+    rest = path.read_text()[size:]
+    ids = Tokenizer.from_file(str(file)).encode(whole + rest[: rest.index("\n") + 1], add_special_tokens=False).ids
+    assert plain[: len(ids)].tolist() == ids
+    path.write_bytes(lines.encode() + b"\xe4 is Latin-1")
+    for keeps in (None, cache):
+        with pytest.raises(ConfigError, match=f"at byte {len(lines.encode())}"):
+            encode(path, file, keeps)
+    assert not [*(tmp_path / "kept").glob(".*.part")]
+
+
+def test_a_damaged_or_foreign_entry_is_made_anew(tmp_path, counted):
+    path, kept, tokenizer = records(tmp_path / "x.jsonl", 10), tmp_path / "kept", chat.tokenizer()
+    whole = sw.SFTDataset(path, tokenizer, seq_len=60, cache=kept)
+    (entry,) = kept.glob("tokens-*")
+    good = entry.read_bytes()
+    at = good.index(b'{"inputs"')
+    damages = {
+        "empty": b"",
+        "cut off": good[:-1],
+        "cut at the index": good[:at],
+        "longer": good + b"x",
+        "another name": b"x" + good[1:],
+        "index": good[: at + 30] + b"#" + good[at + 31 :],
+        "arrays": good[: at - 5] + bytes([good[at - 5] ^ 1]) + good[at - 4 :],
+        "tokens are missing": good[:32] + good[40:],
+        "not one of ours": b"\0" * len(good),
+    }
+    for name, data in damages.items():
+        counted.clear()
+        entry.unlink()
+        entry.write_bytes(data)
+        assert equal(sw.SFTDataset(path, tokenizer, seq_len=60, cache=kept), whole), name
+        assert len(counted) == 10 and entry.read_bytes() == good, name
+    inputs = json.loads(good[at : good.rindex(b"}") + 1])["inputs"]
+    assert open_tokens(entry, inputs) is not None and open_tokens(entry, {**inputs, "seq_len": 61}) is None
+
+
+def test_a_folder_that_cannot_be_used_costs_a_sentence_and_nothing_else(tmp_path, monkeypatch):
+    path, tokenizer, told = records(tmp_path / "x.jsonl", 10), chat.tokenizer(), []
+    plain = sw.SFTDataset(path, tokenizer, seq_len=60)
+    (tmp_path / "file").write_text("")
+    cache = TokenCache(tmp_path / "file" / "kept", say=lambda kind, text: told.append(f"{kind}: {text}"))
+    for _ in range(2):
+        assert equal(sw.SFTDataset(path, tokenizer, seq_len=60, cache=cache), plain)
+    assert (
+        len(told) == 1 and told[0].startswith("trouble: ") and "Not a directory" in told[0] and "data.cache" in told[0]
+    )
+    full = TokenCache(tmp_path / "full", say=lambda kind, text: told.append(f"{kind}: {text}"))
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600, before[1][1]))  # as a disk with 600 bytes left
+    try:
+        assert equal(sw.SFTDataset(path, tokenizer, seq_len=60, cache=full), plain)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before[1])
+        signal.signal(signal.SIGXFSZ, before[0])
+    assert len(told) == 2 and "File too large" in told[1] and "in memory" in told[1]
+    assert not [*(tmp_path / "full").glob("*tokens-*part")] and not [*(tmp_path / "full").glob("tokens-*")]
+
+
+def slowly(folder: str, source: str, made: Any, seconds: float) -> None:
+    def produce(add):
+        with made.get_lock():
+            made.value += 1
+        for i in range(10):
+            add(np.full(1000, i, np.int32))
+            time.sleep(seconds / 10)
+        return {}, {}
+
+    found = TokenCache(Path(folder)).tokens(source, {"kind": "test"}, produce, np.int32)
+    assert found.path is not None and found.tokens[::1000].tolist() == [*range(10)]
+
+
+def test_of_processes_that_start_at_once_one_makes_an_entry_also_after_a_kill(tmp_path):
+    source, context = tmp_path / "x.txt", multiprocessing.get_context("fork")
+    source.write_text("text")
+    made = context.Value("i", 0)
+
+    def begun(seconds: float) -> Any:
+        process = context.Process(target=slowly, args=(str(tmp_path / "kept"), str(source), made, seconds))
+        process.start()
+        return process
+
+    killed = begun(30.0)
+    while not [*(tmp_path / "kept").glob(".tokens-*.part")]:
+        time.sleep(0.02)
+    others = [begun(0.5) for _ in range(3)]
+    time.sleep(0.3)
+    assert made.value == 1  # the others wait
+    os.kill(killed.pid, signal.SIGKILL)
+    for process in others:
+        process.join(30)
+        assert process.exitcode == 0
+    assert made.value == 2 and not [*(tmp_path / "kept").glob("*.part")]
+    killed.join(5)
+
+
+def test_one_that_writes_nothing_is_named_and_not_waited_for(tmp_path, monkeypatch):
+    from shardwise.launch.lock import release, try_lock
+
+    monkeypatch.setattr("shardwise.data.token_cache._SAID_S", 0.1)
+    source, told, made = tmp_path / "x.txt", [], []
+    source.write_text("text")
+    cache = TokenCache(tmp_path, say=lambda kind, text: told.append(f"{kind}: {text}"), patience_s=0.6)
+
+    def produce(add):
+        made.append(1)
+        add(np.arange(3))
+        return {}, {}
+
+    path = cache.tokens(source, {}, produce, np.int32).path
+    assert path is not None
+    path.unlink()
+    held = try_lock(tmp_path / f".{path.name}.lock").held
+    assert held is not None
+    found = cache.tokens(source, {}, produce, np.int32)
+    release(held)
+    assert found.path is None and found.tokens.tolist() == [0, 1, 2] and len(made) == 2
+    assert f"phase: waiting for process {os.getpid()}" in told[0] and "has written nothing for" in told[1]
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path):
+    source, cache = tmp_path / "x.txt", TokenCache(tmp_path / "kept")
+    source.write_text("text")
+
+    def produce(add):
+        add(np.arange(3))
+        source.write_text("other")
+        return {}, {}
+
+    with pytest.raises(ConfigError, match="changed while its tokens were made"):
+        cache.tokens(source, {}, produce, np.int32)
+    assert not [*(tmp_path / "kept").glob("tokens-*")]
+
+
+def test_a_digest_is_remembered_only_while_the_file_cannot_have_changed(tmp_path, monkeypatch):
+    source = tmp_path / "x.txt"
+    source.write_text("text")
+    read = []
+    digest = file_digest.hashlib.file_digest
+    monkeypatch.setattr(file_digest.hashlib, "file_digest", lambda *given: read.append(1) or digest(*given))
+    one = file_digest.digest_of(source, tmp_path)
+    assert file_digest.digest_of(source, tmp_path) == one and len(read) == 2  # changed just now: not remembered
+    monkeypatch.setattr(file_digest, "_SETTLED_S", -60.0)
+    assert {file_digest.digest_of(source, tmp_path) for _ in range(3)} == {one} and len(read) == 3
+    (note,) = tmp_path.glob("file-*.json")
+    note.write_text(note.read_text().replace(one, "0" * 64))
+    assert file_digest.digest_of(source, tmp_path) == one and len(read) == 4
+    source.write_text("TEXT")
+    assert file_digest.digest_of(source, tmp_path) != one
+
+
+def test_where_tokens_are_kept(monkeypatch, tmp_path):
+    for name in ("SHARDWISE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_of("none", print) is None and cache_of("a/b", print) == TokenCache(Path("a/b"), 0, print)
+    assert cache_of(None, print) == TokenCache(tmp_path / ".cache" / "shardwise", 1 << 20, print)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert cache_of(None, print).folder == Path("/x/shardwise")
+    monkeypatch.setenv("SHARDWISE_CACHE", "~/y")
+    assert cache_of(None, print).folder == tmp_path / "y"
+    monkeypatch.setenv("SHARDWISE_CACHE", "none")
+    assert cache_of(None, print) is None
+
+
+def test_a_small_file_is_not_kept_unless_it_is_asked_for(tmp_path):
+    path = records(tmp_path / "x.jsonl", 3)
+    sw.SFTDataset(path, chat.tokenizer(), seq_len=60, cache=TokenCache(tmp_path / "kept", 1 << 20))
+    assert not (tmp_path / "kept").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--data.path=text.txt"],
+        ["--data.path=text.txt", "--data.tokenizer=bytes"],
+        ["--data.path=tokens.npy"],
+        [],
+        ["--data.build=a:b"],
+    ],
+)
+def test_a_cache_without_effect_is_refused(capsys, words):
+    assert cli.main(["train", *words, "--data.cache=kept"]) == 2
+    assert "so it would have no effect" in capsys.readouterr().err
+
+
+LARGE = """
+import json, resource, sys
+import numpy as np
+import shardwise as sw
+
+class Words:
+    "A token for two bytes, fast."
+    is_fast, chat_template, bos_token_id, eos_token_id = True, None, None, 0
+    def __call__(self, text, add_special_tokens):
+        return {"input_ids": np.frombuffer(text.encode(), "<u2").tolist()}
+
+path, cache, few = sys.argv[1], sys.argv[2], sys.argv[3]
+plain = sw.SFTDataset(few, Words(), seq_len=512, pack=True)  # also imports all there is to import
+used = int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]) << 10
+resource.setrlimit(resource.RLIMIT_DATA, (used + (12 << 20),) * 2)
+data = sw.SFTDataset(path, Words(), seq_len=512, pack=True, cache=cache)
+assert len(data.documents) > 30 * len(plain.documents)
+for i in range(len(plain.documents)):
+    for one, other in zip(plain.documents[i], data.documents[i]):
+        assert np.array_equal(one, other)
+for i in range(0, len(data), 7):  # all over the file
+    assert (data[i]["labels"] != -100).sum() > 0
+print(data.report.tokens, flush=True)
+try:
+    sw.SFTDataset(path, Words(), seq_len=512, pack=True)
+except MemoryError:
+    print("and not without")
+"""
+
+
+def test_a_file_larger_than_memory_is_encoded_and_read(tmp_path):
+    """Under a limit of what a process may allocate: 12 MB for 20 MB of records, of which 40 MB of tokens are made."""
+    text = "".join(chr(97 + i % 23) for i in range(981))
+    with (tmp_path / "large.jsonl").open("w") as file:
+        for i in range(20_000):
+            file.write(f'{{"text": "{i:06} {text}"}}\n')
+    few = tmp_path / "few.jsonl"
+    with (tmp_path / "large.jsonl").open() as file:
+        few.write_text("".join(line for _, line in zip(range(500), file, strict=False)))
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+
+    words = [sys.executable, "-c", LARGE, str(tmp_path / "large.jsonl"), str(tmp_path / "kept"), str(few)]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    num, _, without = done.stdout.partition("\n")
+    assert int(num) > 9_000_000 and without == "and not without\n"
