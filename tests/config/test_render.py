@@ -67,4 +67,4 @@ def test_help_names_every_key_with_its_default():
     text = config_help(RunConfig)
     for key in load_config(None).origins:
         assert f"    {key}=" in text
-    assert "train.steps=500\n        optimizer steps [a whole number >= 1]" in text
+    assert "optim.momentum=0.9\n        momentum (sgd) [a number >= 0 and < 1]" in text
