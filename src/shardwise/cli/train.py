@@ -130,11 +130,11 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
     from shardwise.config.target import check_target
     from shardwise.layout import parse_layout
     from shardwise.run.attention import check_attention_args
-    from shardwise.run.config import MODEL_LOSS
     from shardwise.run.loggers import check_loggers
     from shardwise.run.reference_config import check_reference_args
     from shardwise.run.stored_dtype import check_stored_dtype
     from shardwise.run.tokens import check_tokens
+    from shardwise.run.train_config import MODEL_LOSS
     from shardwise.techniques import fold
 
     config, origins = loaded.config, loaded.origins

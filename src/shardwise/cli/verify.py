@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     from shardwise.config.target import check_target
     from shardwise.errors import ConfigError
     from shardwise.layout import layout_of, parse_layout
-    from shardwise.run.config import MODEL_LOSS
+    from shardwise.run.train_config import MODEL_LOSS
     from shardwise.techniques import AXES_IN_USE
 
     _check_model(args.model)

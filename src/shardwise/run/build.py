@@ -14,13 +14,14 @@ from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, Usage
 from shardwise.model.calling import call, run_on
 from shardwise.parallel import recipe_of, runtime_of, shard, world_of
 from shardwise.run.attention import IMPLEMENTATIONS
-from shardwise.run.config import MODEL_LOSS, RunConfig
+from shardwise.run.config import RunConfig
 from shardwise.run.datasets import Corpus
 from shardwise.run.freeze import freeze_parameters
 from shardwise.run.optim import make_optimizer, make_scaler, make_scheduler
 from shardwise.run.pretrained import build_pretrained
 from shardwise.run.reference import build as build_reference
 from shardwise.run.reference_config import check_reference_args
+from shardwise.run.train_config import MODEL_LOSS
 from shardwise.state import LoadReport, load_weights
 from shardwise.step.model_loss import model_loss
 from shardwise.step.step import TrainStep

@@ -5,20 +5,13 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from shardwise.config.limits import AboveOne, AboveZero, BelowOne, Count, Fraction, NotNegative, Positive, Shrink
 from shardwise.config.record import Options, default_of, doc
 from shardwise.config.target import looks_like_target
 from shardwise.errors import ConfigError
 
 __all__ = ["Group", "Optim", "Scaler", "Schedule"]
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
-Positive = Annotated[int, msgspec.Meta(ge=1)]
-Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
-BelowOne = Annotated[float, msgspec.Meta(ge=0, lt=1)]
-NotNegative = Annotated[float, msgspec.Meta(ge=0)]
-AboveZero = Annotated[float, msgspec.Meta(gt=0)]
-AboveOne = Annotated[float, msgspec.Meta(gt=1)]
-Shrink = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 
 _FROM_SCRATCH, _FINE_TUNING, _DECAY = 3e-3, 2e-5, 0.1
 _OF_OPTIMIZERS = {"betas": ("adamw", "muon"), "momentum": ("sgd",), "fused": ("adamw", "sgd", "muon")}

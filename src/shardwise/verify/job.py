@@ -16,7 +16,7 @@ from shardwise.errors import ConfigError
 from shardwise.layout import parse_layout
 from shardwise.model import read_anatomy
 from shardwise.model.calling import call
-from shardwise.run.config import MODEL_LOSS
+from shardwise.run.train_config import MODEL_LOSS
 from shardwise.step.loss import count_of, next_token_loss, with_count
 from shardwise.step.model_loss import model_loss
 from shardwise.techniques.fold import Prepared

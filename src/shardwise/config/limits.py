@@ -1,0 +1,16 @@
+"""Types of the numbers that options take, with their limits. Torch-free."""
+
+from typing import Annotated
+
+import msgspec
+
+__all__ = ["AboveOne", "AboveZero", "BelowOne", "Count", "Fraction", "NotNegative", "Positive", "Shrink"]
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
+BelowOne = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+AboveZero = Annotated[float, msgspec.Meta(gt=0)]
+AboveOne = Annotated[float, msgspec.Meta(gt=1)]
+Shrink = Annotated[float, msgspec.Meta(gt=0, lt=1)]

@@ -1,0 +1,202 @@
+"""The section ``data`` of the configuration of ``shardwise train``: what is read, how it becomes samples, and how these are grouped.
+Torch-free."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from shardwise.config.limits import BelowOne, Count, Positive
+from shardwise.config.record import Options, default_of, doc
+from shardwise.config.target import looks_like_target
+from shardwise.config.tokenizer import BYTES_MEANT, is_tokens
+from shardwise.data.sft.records import is_records
+from shardwise.errors import ConfigError
+
+__all__ = ["MICRO_BATCH", "Data"]
+
+MICRO_BATCH = 8  # of a run that says neither data.micro_batch nor data.micro_tokens
+
+
+class Data(Options, frozen=True, kw_only=True):
+    """Section ``data``: the training data, sequence length and batch sizes."""
+
+    path: Annotated[
+        str | None,
+        doc(
+            "a text file, .npy or .bin of tokens, or .jsonl of records for fine-tuning (text; prompt and completion; messages); null: Python's "
+            "help topics"
+        ),
+    ] = None
+    build: Annotated[
+        str | None,
+        doc(
+            "function that returns a dataset, or one to train on and one to validate: pkg.mod:fn or path/to/file.py:fn; null: path is read"
+        ),
+    ] = None
+    args: Annotated[dict[str, Any], doc("keyword arguments of build")] = msgspec.field(default_factory=dict)
+    val_path: Annotated[str | None, doc("validation data of the same kind; null: val_fraction of path")] = None
+    tokenizer: Annotated[
+        str | None,
+        doc(
+            "how a text becomes tokens. bytes: each byte is one; hf: by the tokenizer.json in the directory model.hf; the path of another "
+            "directory: by the tokenizer.json in it; null: bytes, refused for a model that has a tokenizer; for .jsonl hf"
+        ),
+    ] = None
+    dtype: Annotated[Literal["uint8", "uint16", "uint32", "int32", "int64"], doc("dtype of the tokens in a .bin")] = (
+        "uint16"
+    )
+    val_fraction: Annotated[BelowOne, doc("part of the tokens kept for validation, taken from the end")] = 0.1
+    seq_len: Annotated[Positive, doc("tokens a sample predicts")] = 128
+    global_batch: Annotated[Positive, doc("samples of one optimizer step, over all ranks")] = 16
+    micro_batch: Annotated[
+        Positive | None, doc("samples of one forward on one rank; null: 8, or as micro_tokens says")
+    ] = None
+    micro_tokens: Annotated[
+        Positive | None,
+        doc(
+            "of padded .jsonl, in place of micro_batch: a forward has as many samples as fit into so many positions, padding included"
+        ),
+    ] = None
+    pack: Annotated[
+        bool, doc("of .jsonl: several records share a sample of seq_len tokens, and none attends to another")
+    ] = False
+    unusable: Annotated[
+        Literal["refuse", "drop"], doc("of .jsonl: a record without an answer within seq_len is an error, or left out")
+    ] = "refuse"
+    cache: Annotated[
+        str | None,
+        doc(
+            "folder that keeps the tokens that a tokenizer makes of path, so that it reads a file once; none: keep nothing; null: "
+            "$SHARDWISE_CACHE, else ~/.cache/shardwise, for files of 1 MB and more"
+        ),
+    ] = None
+    num_workers: Annotated[Count, doc("processes of each rank that read samples ahead of training; 0: none")] = 0
+    prefetch: Annotated[Positive | None, doc("micro-batches that each of them is ahead; null: 2")] = None
+
+    def check(self) -> None:
+        if self.micro_tokens is not None:
+            self._check_micro_tokens(self.micro_tokens)
+        elif self.micro_batch is None:
+            msgspec.structs.force_setattr(self, "micro_batch", MICRO_BATCH)
+        micro = self.micro_batch
+        if micro is not None and self.global_batch % micro:
+            near = [n for n in range(1, self.global_batch + 1) if self.global_batch % n == 0]
+            best = min(near, key=lambda n: (abs(n - micro), n))
+            raise ConfigError(
+                f"data.micro_batch={micro} with data.global_batch={self.global_batch}",
+                why="a step is a whole number of micro-batches, so micro_batch divides global_batch",
+                fix=f"use micro_batch={best}, or global_batch={-(-self.global_batch // micro) * micro}",
+            )
+        if self.prefetch is not None and not self.num_workers:
+            raise ConfigError(
+                f"data.prefetch={self.prefetch} with data.num_workers=0",
+                why="nothing is read ahead without workers, so it would have no effect",
+                fix="give data.num_workers=2 too, or remove data.prefetch",
+            )
+        self._check_build()
+        for key in ("pack", "unusable"):
+            if getattr(self, key) != default_of(Data, key) and not self.has_records:
+                raise ConfigError(
+                    f"data.{key}={getattr(self, key)} with data.path={self.path!r}",
+                    why="it is for records in a .jsonl, which a tokenizer reads, so it would have no effect",
+                    fix=f"name such a file, or remove data.{key}",
+                )
+        if self.val_path is not None:
+            self._check_val_path(self.val_path)
+        if self.cache is not None and self.build is None:
+            self._check_cache(self.cache)
+        if self.tokenizer is not None and is_tokens(self.path):
+            raise ConfigError(
+                f"data.tokenizer={self.tokenizer!r} with data.path={self.path!r}",
+                why="the file holds tokens already, so it would have no effect",
+                fix="remove data.tokenizer, or name a text file",
+            )
+        if self.dtype != "uint16" and not (self.path or "").endswith(".bin"):
+            raise ConfigError(
+                f"data.dtype={self.dtype!r} with data.path={self.path!r}",
+                why="only a .bin file needs a dtype, so this would have no effect",
+                fix="remove data.dtype, or name a .bin file",
+            )
+
+    def _check_micro_tokens(self, most: int) -> None:
+        if self.micro_batch is not None:
+            raise ConfigError(
+                f"data.micro_tokens={most} with data.micro_batch={self.micro_batch}",
+                why="each of them says how much one forward of a rank has",
+                fix="remove one; on the command line, over a file that has it: --data.micro_batch=null or --data.micro_tokens=null",
+            )
+        if self.build is None and (self.pack or not self.has_records):
+            raise ConfigError(
+                f"data.micro_tokens={most} with data.path={self.path!r} and data.pack={self.pack}",
+                why="all samples have seq_len positions, so that it would have no effect beyond that of micro_batch",
+                fix=f"use data.micro_batch={max(1, most // self.seq_len)}; micro_tokens is for padded records in a .jsonl",
+            )
+        if self.build is None and most < self.seq_len:
+            raise ConfigError(
+                f"data.micro_tokens={most} with data.seq_len={self.seq_len}",
+                why="a record of seq_len positions would not fit into a micro-batch by itself",
+                fix=f"use micro_tokens={self.seq_len} or more, or a smaller seq_len",
+            )
+
+    @property
+    def samples_at_least(self) -> int:
+        """Samples of a micro-batch, at least: in an evaluation, whose micro-batches have equally many."""
+        return self.micro_batch or max(1, (self.micro_tokens or 1) // self.seq_len)
+
+    def _check_cache(self, cache: str) -> None:
+        if not cache:
+            raise ConfigError("data.cache=''", why="it names no folder", fix="give the path of a folder, or none")
+        # The words of a text are its bytes where no tokenizer is named.
+        is_read = not is_tokens(self.path) and (self.tokenizer not in (None, BYTES_MEANT) or self.has_records)
+        if not is_read or self.path is None:
+            raise ConfigError(
+                f"data.cache={cache!r} with data.path={self.path!r} and data.tokenizer={self.tokenizer!r}",
+                why="only tokens that a tokenizer makes of a file are kept, so it would have no effect",
+                fix="remove data.cache, or name a tokenizer: data.tokenizer=DIRECTORY",
+            )
+
+    def _check_build(self) -> None:
+        if self.build is None:
+            if self.args:
+                raise ConfigError(
+                    f"data.args={self.args} without data.build",
+                    why="they are the arguments of that function, so they would have no effect",
+                    fix="add data.build, or remove data.args",
+                )
+            return
+        if not looks_like_target(self.build):
+            raise ConfigError(
+                f"data.build={self.build!r}",
+                why="it does not name a function",
+                fix="write pkg.mod:fn, or path/to/file.py:fn",
+            )
+        for key in ("path", "val_path", "tokenizer", "dtype", "seq_len", "pack", "unusable", "cache"):
+            if getattr(self, key) != default_of(Data, key):
+                raise ConfigError(
+                    f"data.{key}={getattr(self, key)!r} with data.build={self.build!r}",
+                    why="the function gives the samples as they are, so it would have no effect",
+                    fix=f"remove data.{key}, or pass it to the function: data.args={{{key}: ...}}",
+                )
+
+    @property
+    def has_records(self) -> bool:
+        """Whether ``path`` holds records for fine-tuning, read by a tokenizer."""
+        return is_records(self.path) and self.tokenizer != BYTES_MEANT
+
+    def _check_val_path(self, path: str) -> None:
+        if self.val_fraction != default_of(Data, "val_fraction"):
+            raise ConfigError(
+                f"data.val_fraction={self.val_fraction} with data.val_path={path!r}",
+                why="nothing of data.path is kept for validation, so it would have no effect",
+                fix="remove one of them",
+            )
+        kinds = [
+            Path(each).suffix if is_tokens(each) or is_records(each) else "text" for each in (self.path or "", path)
+        ]
+        if kinds[0] != kinds[1]:
+            raise ConfigError(
+                f"data.val_path={path!r} with data.path={self.path!r}",
+                why="one is read otherwise than the other",
+                fix="give both as a text, .npy, .bin or .jsonl",
+            )
