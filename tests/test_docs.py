@@ -262,6 +262,8 @@ def _shortened(command: str, folder: Path) -> str | None:
             return f"{command} --help"  # what it shows is there once the command above it has run
         case ["make", "test", torch] if torch.startswith("TORCH="):  # which would install it
             return f"make -C {shlex.quote(str(ROOT))} -n test {torch}"
+        case ["shardwise", "train", "--train.epochs=3"]:  # tests/run/test_epochs.py runs them
+            return f"{command} --print-config"
         case ["shardwise", "train"]:
             return f"{_make('demo')} -n"  # what the demo runs, and the demo is run
         case ["shardwise", "train", "examples/finetune.yaml"]:  # tests/cli/test_train_examples.py runs it to the end
@@ -270,9 +272,9 @@ def _shortened(command: str, folder: Path) -> str | None:
             return f"{command} {SHORT} {SMALL_MODEL} --log.dir=run"
         case ["shardwise", "train", *_]:
             return f"{command} {SHORT} {SMALL_DATA} --log.dir=run"
-        case ["shardwise", "convert"]:  # named in running text
+        case ["shardwise", "convert" | "generate"]:  # named in running text
             return f"{command} --help"
-        case ["shardwise", "verify" | "--help" | "plan" | "convert" | "generate", *_] | ["torchrun", *_]:
+        case ["shardwise", "verify" | "--help" | "plan" | "convert" | "generate" | "completion", *_] | ["torchrun", *_]:
             return command
         case ["python", "-m", "pip", "install", "-e", "."]:
             for name in ("pyproject.toml", "LICENSE"):

@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -91,6 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def public() -> dict[str, Any]:
     """Public name -> object."""
     found = {name: getattr(shardwise, name) for name in shardwise.__all__}
+    # The package `verify` takes the place of the function of that name where it was imported, and can be called.
+    found = {name: value.__call__ if isinstance(value, ModuleType) else value for name, value in found.items()}
     return found | {f"testing.{name}": getattr(shardwise.testing, name) for name in shardwise.testing.__all__}
 
 

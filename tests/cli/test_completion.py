@@ -34,8 +34,8 @@ CASES = {
         "train",
         "run.yaml",
         "--optim.",
-    ): "--optim.name= --optim.lr= --optim.betas= --optim.weight_decay= --optim.decay_on= --optim.groups= --optim.momentum= --optim.fused=",
-    ("train", "--optim.name", "="): "adamw sgd adafactor",  # as bash breaks words
+    ): "--optim.name= --optim.build= --optim.args= --optim.lr= --optim.betas= --optim.weight_decay= --optim.decay_on= --optim.groups= --optim.momentum= --optim.fused=",
+    ("train", "--optim.name", "="): "adamw sgd adafactor muon",  # as bash breaks words
     ("train", "--optim.name", "=", "s"): "sgd",
     ("train", "--optim.name=s"): "--optim.name=sgd",  # where = is no break
     ("train", "--train.tf32", "="): "true false null",

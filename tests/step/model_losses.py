@@ -73,6 +73,13 @@ class OwnLoss(nn.Module):
         return 0.3 * x.mean((0, 1)).square().sum() if self.mean == "pairs" else 0.0
 
 
+class Asking(OwnLoss):
+    """It cannot be called without targets."""
+
+    def forward(self, idx, targets):
+        return super().forward(idx, targets)
+
+
 def llama():
     from models import get
 
@@ -88,6 +95,7 @@ MODELS = {
     "tuple": OwnLoss,
     "mapping": lambda: OwnLoss(returns="mapping"),
     "loss alone": lambda: OwnLoss(returns="loss"),
+    "asking for targets": Asking,
     "transformers": llama,
     "images": vit,
 }
@@ -122,7 +130,7 @@ def logits_of(model, batch):
     if not isinstance(model, OwnLoss):
         return model(input_ids=batch["input_ids"]).logits
     kept, model.returns = model.returns, "tuple"
-    logits = model(batch["input_ids"])[0]
+    logits = model(batch["input_ids"], batch["labels"])[0]
     model.returns = kept
     return logits
 

@@ -9,6 +9,7 @@ import shardwise as sw
 
 LAYOUTS = {"dp_shard=1": 1, "dp_replicate=2": 2, "dp_shard=2": 2, "dp_replicate=2,dp_shard=2": 4, "tp=2": 2}
 RUN = {("tuple", layout) for layout in LAYOUTS} | {
+    ("asking for targets", "tp=2"),
     ("transformers", "dp_shard=2"),
     ("transformers", "tp=2"),
     ("mapping", "dp_replicate=2"),

@@ -43,15 +43,17 @@ def call(model: nn.Module, batch: Batch) -> Any:
     return model(*args, **kwargs)
 
 
-def arguments_of(model: nn.Module, batch: Batch, given: Collection[str] = ()) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_of(
+    model: nn.Module, batch: Batch, given: Collection[str] = (), *, gives_labels: bool = False
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments, in place and by name, with which :func:`call` calls the model. ``given``: parameters of the forward that
-    the caller gives itself.
+    the caller gives itself; ``gives_labels``: a forward that cannot be called without labels gets them.
 
     Raises:
         UsageError: as there.
     """
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    inputs |= _labels_asked_for(model, batch, given)
+    inputs |= _labels_asked_for(model, batch, given) if gives_labels else {}
     parameters = [p for p in inspect.signature(model.forward).parameters.values() if p.name not in given]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     takes_many = any(p.kind is p.VAR_POSITIONAL for p in parameters)
@@ -71,6 +73,13 @@ def arguments_of(model: nn.Module, batch: Batch, given: Collection[str] = ()) ->
     if not named and len(rest or others) == 1 and (in_place or (takes_many and not required)):
         return (inputs[(rest or others)[0]],), {}
     raise _unfit_batch(model, inputs, missing, named, rest)
+
+
+def _call_alone(model: nn.Module, batch: Batch) -> Any:
+    """Calls the model as :func:`call` does, with labels where its forward cannot be called without: to learn from its code, and
+    not for training."""
+    args, kwargs = arguments_of(model, batch, gives_labels=True)
+    return model(*args, **kwargs)
 
 
 def _labels_asked_for(model: nn.Module, batch: Batch, given: Collection[str]) -> dict[str, Any]:
@@ -120,7 +129,8 @@ def run_on(example: Batch | None, forward: Callable[[nn.Module, Batch], Any] = c
             return call(model, _tokens(model))
         dtype = next((param.dtype for param in model.parameters() if param.is_floating_point()), None)
         moved = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in example.items()}
-        return forward(model, {key: value.to(dtype) if _casts(value) else value for key, value in moved.items()})
+        runs = _call_alone if forward is call else forward
+        return runs(model, {key: value.to(dtype) if _casts(value) else value for key, value in moved.items()})
 
     return run
 
