@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import UsageError
 
-__all__ = ["FOR_LOSS", "TARGETS", "arguments_of", "call", "cropped", "line_of", "run_on", "tensors_given"]
+__all__ = ["FOR_LOSS", "TARGETS", "arguments_of", "call", "call_alone", "cropped", "line_of", "run_on", "tensors_given"]
 
 Batch = Mapping[str, Tensor]
 _OWN = (Path(torch.__file__).parent, Path(__file__).parents[1])
@@ -43,17 +43,14 @@ def call(model: nn.Module, batch: Batch) -> Any:
     return model(*args, **kwargs)
 
 
-def arguments_of(
-    model: nn.Module, batch: Batch, given: Collection[str] = (), *, gives_labels: bool = False
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_of(model: nn.Module, batch: Batch, given: Collection[str] = ()) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments, in place and by name, with which :func:`call` calls the model. ``given``: parameters of the forward that
-    the caller gives itself; ``gives_labels``: a forward that cannot be called without labels gets them.
+    the caller gives itself.
 
     Raises:
         UsageError: as there.
     """
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    inputs |= _labels_asked_for(model, batch, given) if gives_labels else {}
     parameters = [p for p in inspect.signature(model.forward).parameters.values() if p.name not in given]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     takes_many = any(p.kind is p.VAR_POSITIONAL for p in parameters)
@@ -75,21 +72,22 @@ def arguments_of(
     raise _unfit_batch(model, inputs, missing, named, rest)
 
 
-def _call_alone(model: nn.Module, batch: Batch) -> Any:
+def call_alone(model: nn.Module, batch: Batch) -> Any:
     """Calls the model as :func:`call` does, with labels where its forward cannot be called without: to learn from its code, and
     not for training."""
-    args, kwargs = arguments_of(model, batch, gives_labels=True)
-    return model(*args, **kwargs)
+    labels = _labels_asked_for(model, batch)
+    args, kwargs = arguments_of(model, batch, given=labels)
+    return model(*args, **kwargs, **labels)
 
 
-def _labels_asked_for(model: nn.Module, batch: Batch, given: Collection[str]) -> dict[str, Any]:
+def _labels_asked_for(model: nn.Module, batch: Batch) -> dict[str, Any]:
     """The labels, under the name of the one parameter for them, where the forward cannot be called without."""
     asked = [
         p.name
         for p in inspect.signature(model.forward).parameters.values()
-        if p.default is p.empty and p.name in TARGETS and p.name not in {*batch, *given} - {"labels"}
+        if p.default is p.empty and p.name in TARGETS and (p.name == "labels" or p.name not in batch)
     ]
-    return {asked[0]: batch["labels"]} if len(asked) == 1 and "labels" in batch and asked[0] not in given else {}
+    return {asked[0]: batch["labels"]} if len(asked) == 1 and "labels" in batch else {}
 
 
 def _is_number(value: Any) -> bool:
@@ -129,7 +127,7 @@ def run_on(example: Batch | None, forward: Callable[[nn.Module, Batch], Any] = c
             return call(model, _tokens(model))
         dtype = next((param.dtype for param in model.parameters() if param.is_floating_point()), None)
         moved = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in example.items()}
-        runs = _call_alone if forward is call else forward
+        runs = call_alone if forward is call else forward
         return runs(model, {key: value.to(dtype) if _casts(value) else value for key, value in moved.items()})
 
     return run

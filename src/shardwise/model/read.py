@@ -10,7 +10,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.model.blocks import find_block_lists, has_no_forward
-from shardwise.model.calling import call, line_of, run_on
+from shardwise.model.calling import call_alone, line_of, run_on
 from shardwise.model.names import canonical_modules, canonical_tensors, unwrap_module
 from shardwise.model.trial import Trial
 from shardwise.recipe.records import Anatomy, TensorFact
@@ -126,7 +126,7 @@ def _entered(module: nn.Module, example: Mapping[str, Tensor]) -> dict[str, int]
     rng = torch.get_rng_state()
     try:
         with torch.no_grad():
-            call(module, {key: value.to(device) for key, value in example.items()})
+            call_alone(module, {key: value.to(device) for key, value in example.items()})
     except Exception as error:
         if device.type == "meta":  # a forward may make tensors on the CPU
             with contextlib.suppress(UnsupportedError):
