@@ -119,7 +119,7 @@ def test_the_help_of_train_names_every_key(capsys, monkeypatch):
             ["train", "--model.weights=nope"],
             "model.weights='nope' (override --model.weights)\n  why: there is no such file",
         ),
-        (["train", "--model.cast=false"], "it says how weights are read, so it would have no effect"),
+        (["train", "--model.cast=true"], "it says how weights are read, so it would have no effect"),
         (["train", "--model.strict=false"], "it says how weights are read, so it would have no effect"),
         (["train", "--model.rename={a: b}"], "it says how weights are read, so it would have no effect"),
         (["train", "--parallel.init=load"], "why: the model would never get values"),

@@ -9,6 +9,8 @@ from cli.commands import on_ranks
 from models import chat
 from safetensors.torch import load_file
 
+from shardwise.errors import ConfigError
+from shardwise.run.config import load_config
 from shardwise.run.metrics import read_metrics
 from shardwise.run.stored_dtype import dtypes_in
 
@@ -89,3 +91,10 @@ def test_a_value_beyond_the_dtype_of_the_export_does_not_lose_the_weights(ranks,
     assert "model.norm.weight" in said and "were written to" in said
     (kept,) = tmp_path.glob("shardwise-weights-*/model.safetensors")
     assert load_file(kept)["model.norm.weight"].dtype == torch.float32
+
+
+def test_a_configuration_of_a_run_without_weights_that_says_cast_false_is_read():
+    """Such runs wrote it into their config.yaml while it was the default."""
+    assert load_config(None, ["model.cast=false"]).config.model.cast is False
+    with pytest.raises(ConfigError, match=r"add model\.weights, or remove model\.cast"):
+        load_config(None, ["model.cast=true"])

@@ -69,7 +69,8 @@ class Model(Options, frozen=True, kw_only=True):
                 fix="remove one",
             )
         for key, default in (("rename", {}), ("cast", None), ("strict", True)):
-            if self.start is None and getattr(self, key) != default:
+            # cast=false is what a run without weights wrote into its config.yaml, where false was the default.
+            if self.start is None and getattr(self, key) not in (default, False if key == "cast" else default):
                 raise ConfigError(
                     f"model.{key}={getattr(self, key)!r} without model.weights or model.hf",
                     why="it says how weights are read, so it would have no effect",
