@@ -111,7 +111,7 @@ def test_a_long_command_is_continued_between_words_only():
     assert len(lines) > 2 and shlex.split("\n".join(lines).replace("\\\n", " ")) == words
 
 
-# ---- a configuration that nobody named --------------------------------------------------------------------------
+# ---- a configuration found in the working directory --------------------------------------------------------
 
 
 def printed(capsys, *words: str) -> str:

@@ -1,4 +1,4 @@
-"""The scripts of ``shardwise completion``: how bash, zsh and fish are told what can follow a command."""
+"""The scripts of ``shardwise completion``, with what bash, zsh and fish offer after each word of a command."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING

@@ -34,7 +34,7 @@ _NONE = "none"  # the value of data.cache for which nothing is kept
 
 _LEAST = 1 << 20  # bytes of a file that is kept without being asked for: a smaller one takes less than a second
 _SAID_S, _PATIENCE_S, _HASHED_PER_S = 10.0, 300.0, 50e6
-_LEFT_S = 3600.0  # what has not grown for so long is written by nobody
+_LEFT_S = 3600.0  # what has not grown for so long is not being written any more
 
 
 Say = Callable[[str, str], object]
