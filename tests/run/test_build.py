@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from run.tuned import rates
 from torch import nn
 
 import shardwise as sw
@@ -173,19 +174,8 @@ def test_optimizers_have_the_settings_of_the_config_and_leave_frozen_parameters(
     assert (sgd.param_groups[0]["momentum"], sgd.param_groups[0]["fused"]) == (0.7, False)
 
 
-def rates(schedule: Schedule, steps: int) -> list[float]:
-    optim = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
-    scheduler = make_scheduler(schedule, optim, steps)
-    found = []
-    for _ in range(steps):
-        found.append(optim.param_groups[0]["lr"])
-        optim.step()
-        scheduler.step()
-    return found
-
-
 def test_cosine_rises_over_the_warm_up_and_ends_at_the_floor():
-    lr = rates(Schedule(warmup_steps=4, min_lr_ratio=0.25), 20)
+    lr = rates(Schedule(warmup_steps=4, min_lr_ratio=0.25), 20, 2.0)
     assert lr[:5] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])
     assert lr[4] == max(lr) and lr[-1] == pytest.approx(0.5)
     assert lr[4:] == sorted(lr[4:], reverse=True)
@@ -193,9 +183,9 @@ def test_cosine_rises_over_the_warm_up_and_ends_at_the_floor():
 
 
 def test_constant_and_no_warm_up():
-    assert rates(Schedule(name="constant", warmup_steps=0), 5) == [2.0] * 5
-    assert rates(Schedule(name="constant", warmup_steps=1), 3) == [1.0, 2.0, 2.0]
-    assert rates(Schedule(warmup_steps=0, min_lr_ratio=0.0), 1) == [2.0]
+    assert rates(Schedule(name="constant", warmup_steps=0), 5, 2.0) == [2.0] * 5
+    assert rates(Schedule(name="constant", warmup_steps=1), 3, 2.0) == [1.0, 2.0, 2.0]
+    assert rates(Schedule(warmup_steps=0, min_lr_ratio=0.0), 1, 2.0) == [2.0]
 
 
 GROW = """

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 from run import tuned
+from run.tuned import rates
 from torch import nn
 
 from shardwise.errors import ConfigError
 from shardwise.run.config import Model, RunConfig, load_config
 from shardwise.run.freeze import freeze_parameters
-from shardwise.run.optim import make_optimizer, make_scheduler
+from shardwise.run.optim import make_optimizer
 from shardwise.run.optim_config import Optim, Schedule
 
 LAYOUTS = {"dp_shard=1": 1, "dp_replicate=2": 2, "dp_shard=2": 2, "dp_replicate=2,dp_shard=2": 4, "dp_shard=1,tp=2": 2}
@@ -34,17 +35,6 @@ def test_the_parameters_are_those_of_plain_torch(ranks, name, layout):
         # Muon multiplies matrices in bfloat16, where a last bit that differs is seen.
         assert float((state[key] - value).abs().max()) <= (1e-4 if name == "muon" else 1e-12), key
         assert (key in trained) == (not torch.equal(value, before[key].detach())), key
-
-
-def rates(schedule: Schedule, steps: int) -> list[float]:
-    optim = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = make_scheduler(schedule, optim, steps)
-    found = []
-    for _ in range(steps):
-        found.append(optim.param_groups[0]["lr"])
-        optim.step()
-        scheduler.step()
-    return found
 
 
 def test_linear_ends_at_the_floor():

@@ -9,6 +9,7 @@ import shardwise as sw
 from shardwise.config.loader import Loaded
 from shardwise.run.build import build_model, make_step
 from shardwise.run.config import RunConfig, load_config
+from shardwise.run.optim import make_scheduler
 
 VOCAB, DIM = 16, 8
 
@@ -146,6 +147,18 @@ def in_torch(name):
         (total / sum((b["labels"] != -100).sum() for b in window)).backward()
         optim.step()
     return {n: p.detach() for n, p in model.named_parameters()}
+
+
+def rates(schedule, steps, lr=1.0):
+    """The learning rate of each step of a run."""
+    optim = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr)
+    scheduler = make_scheduler(schedule, optim, steps)
+    found = []
+    for _ in range(steps):
+        found.append(optim.param_groups[0]["lr"])
+        optim.step()
+        scheduler.step()
+    return found
 
 
 def in_a_run(name, layout):

@@ -14,7 +14,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +134,6 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
     from shardwise.run.reference_config import check_reference_args
     from shardwise.run.stored_dtype import check_stored_dtype
     from shardwise.run.tokens import check_tokens
-    from shardwise.run.train_config import MODEL_LOSS
     from shardwise.techniques import fold
 
     config, origins = loaded.config, loaded.origins
@@ -150,14 +149,28 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
         check_reference_args(config.model.args, seq_len=config.data.seq_len, origins=origins)
     else:
         check_target(config.model.build, what="model.build", origin=origins["model.build"])
+    _check_functions(config, origins)
+    fold.check_early(config.parallel, origins)
+    check_loggers(config.log.to, config.log.wandb_mode, origins["log.to"])
+    _check_files(config, origins)
+    check_tokens(config, origins)
+    check_stored_dtype(config, origins)
+    _check_size(config, origins)
+
+
+def _check_functions(config: "RunConfig", origins: Mapping[str, str]) -> None:
+    from shardwise.config.target import check_target
+    from shardwise.run.train_config import MODEL_LOSS
+
     targets = [(section, "build") for section in ("data", "optim")]
     targets += [("train", key) for key in ("loss", "count", "forward", "callback")]
     for section, key in targets:
         target = getattr(getattr(config, section), key)
         if target is not None and (key, target) != ("loss", MODEL_LOSS):
             check_target(target, what=f"{section}.{key}", origin=origins[f"{section}.{key}"])
-    fold.check_early(config.parallel, origins)
-    check_loggers(config.log.to, config.log.wandb_mode, origins["log.to"])
+
+
+def _check_files(config: "RunConfig", origins: Mapping[str, str]) -> None:
     weights = config.model.weights
     if weights is not None and not Path(weights).exists():
         raise ConfigError(
@@ -172,14 +185,16 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
             why="it is a directory" if Path(path).is_dir() else f"there is no such file (relative to {Path.cwd()})",
             fix="give the path of a text file, or of tokens as .npy or .bin",
         )
-    check_tokens(config, origins)
-    check_stored_dtype(config, origins)
     if config.data.val_path is not None and not Path(config.data.val_path).is_file():
         raise ConfigError(
             f"data.val_path={config.data.val_path!r} ({origins['data.val_path']})",
             why=f"there is no such file (relative to {Path.cwd()})",
             fix="give the path of a file like that of data.path",
         )
+
+
+def _check_size(config: "RunConfig", origins: Mapping[str, str]) -> None:
+    path = config.data.path
     # A token is a byte or more, and training and validation each need one window.
     if (
         path is not None

@@ -8,7 +8,6 @@ itself shows in the first label of each sample: then the loss does not change wi
 """
 
 import contextlib
-import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,11 +24,11 @@ from shardwise.errors import ConfigError, RankError, ShardwiseError
 from shardwise.launch.failure import is_lost_peer
 from shardwise.model.pytrees import leaves_of, map_leaves
 from shardwise.parallel import Runtime
-from shardwise.step.growth import Copies
 from shardwise.step.loss import Batch
 from shardwise.step.loss_check import agreed_problem, seeded, without_a_trace
 from shardwise.step.mode import acts_by_mode, eval_mode
 from shardwise.step.model_loss import ModelLoss, loss_of_output
+from shardwise.step.model_loss_trials import COUNTS, Trials, are_labels, num_rows
 
 __all__ = ["ModelLossCheck"]
 
@@ -78,7 +77,7 @@ class ModelLossCheck:
             ConfigError: on every rank, if the loss is no mean over what is counted, or the model shifts labels that are
                 aligned already.
         """
-        trials = _Trials.of(batches)
+        trials = Trials.of(batches)
         for mode in (_without_draws, eval_mode):
             means, error = self._means(runtime, forward, trials, mode)
             failed = error is not None or means.is_noisy
@@ -105,7 +104,7 @@ class ModelLossCheck:
         self._is_aligned |= float(agreed["aligned"]) > 0
 
     def _means(
-        self, runtime: Runtime, forward: Callable[[Batch], Any], trials: "_Trials", mode: Any
+        self, runtime: Runtime, forward: Callable[[Batch], Any], trials: "Trials", mode: Any
     ) -> tuple["_Means", Exception | None]:
         """The model's loss for each trial, and what kept it from running."""
         found: list[Tensor] = []
@@ -125,7 +124,7 @@ class ModelLossCheck:
         rounding = _ROUNDING.get(found[0].dtype.itemsize, _ROUNDING_OF_HALF)
         return _Means(*(float(value) for value in found), rounding=rounding, by_logits=others), None
 
-    def _weigh(self, trials: "_Trials", means: "_Means") -> bool:
+    def _weigh(self, trials: "Trials", means: "_Means") -> bool:
         """Whether the parts show that their losses are weighted by what is counted.
 
         Raises:
@@ -143,10 +142,10 @@ class ModelLossCheck:
 
         expected = _weighted(parts, counts)
         others = {
-            "samples": _weighted(parts, [_num_rows(trials.first), _num_rows(trials.second)]),
+            "samples": _weighted(parts, [num_rows(trials.first), num_rows(trials.second)]),
             **{
                 name: _weighted(parts, [count(part) for part in (trials.first, trials.second)])
-                for name, count in _COUNTS.items()
+                for name, count in COUNTS.items()
             },
             "sum": sum(parts),
         }
@@ -166,42 +165,6 @@ class ModelLossCheck:
             stacklevel=2,
         )
         return True
-
-
-class _Trials(NamedTuple):
-    """The micro-batches that the model is tried on: two parts and both together (the first twice over shows what another
-    number of samples changes by rounding); and all of it with another first, and with another second label."""
-
-    both: Batch
-    first: Batch
-    second: Batch
-    first_twice: Batch
-    whole: Batch
-    other_first_label: Batch
-    other_second_label: Batch
-
-    @classmethod
-    def of(cls, batches: Sequence[Batch]) -> "_Trials":
-        """Of one of some micro-batches. One that has no rows for each sample is every trial itself: each rank runs the model
-        equally often."""
-        given = max(batches, key=_num_telling)
-        try:
-            copies = Copies(given, None)
-        except ValueError:
-            return cls(*[given] * 7)
-        if not copies.is_of_samples:
-            return cls(*[given] * 7)
-        whole = dict(given) if copies.size > 1 else _two_samples(given, batches)
-        both = {**whole, "labels": _uneven(whole["labels"])} if _are_labels(whole.get("labels")) else whole
-        first, second = (_rows(both, slice(start, None, 2)) for start in (0, 1))
-        return cls(
-            both, first, second, Copies(first, None).batch(2), whole, _relabelled(whole, 0), _relabelled(whole, 1)
-        )
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether the labels are of tokens of the same places, so that they may be shifted."""
-        return self.whole is not self.other_first_label
 
 
 class _Means(NamedTuple):
@@ -229,7 +192,7 @@ class _Means(NamedTuple):
         return self.by_number > _MOST_ROUNDING
 
 
-def _refuse_shift(runtime: Runtime, trials: _Trials, means: _Means) -> bool:
+def _refuse_shift(runtime: Runtime, trials: Trials, means: _Means) -> bool:
     """Whether the model compares each label with the logits at its place; True where labels are none of tokens.
 
     Raises:
@@ -262,7 +225,7 @@ def _refuse_shift(runtime: Runtime, trials: _Trials, means: _Means) -> bool:
 
 def _by_logits(output: Any, labels: Any) -> dict[str, float]:
     """The mean cross entropy of the logits in an output with labels, as they are and shifted; empty where there are none."""
-    if not isinstance(labels, Tensor) or not _are_labels(labels) or labels.dim() != 2:
+    if not isinstance(labels, Tensor) or not are_labels(labels) or labels.dim() != 2:
         return {}
     found = [x for x in leaves_of(output) if isinstance(x, Tensor) and x.dim() == 3 and x.shape[:2] == labels.shape]
     if len(found) != 1 or not found[0].is_floating_point() or int(labels.max()) >= found[0].shape[-1]:
@@ -339,101 +302,3 @@ def _widened(value: Any) -> Any:
 def _weighted(parts: Sequence[float], weights: Sequence[float]) -> float:
     total = sum(weights)
     return sum(part * weight for part, weight in zip(parts, weights, strict=True)) / total if total else math.nan
-
-
-def _are_labels(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and not value.is_floating_point() and value.dtype != torch.bool
-
-
-def _num_telling(batch: Batch) -> float:
-    """How much a micro-batch tells: labels that count and labels that do not."""
-    if getattr(batch, "padding", False):
-        return -2
-    labels = batch.get("labels")
-    if not isinstance(labels, Tensor) or not _are_labels(labels):
-        return -1
-    valid = _num_valid(batch)
-    return min(valid, labels.numel() - valid) + (0.5 if valid else 0)
-
-
-def _two_samples(given: Batch, batches: Sequence[Batch]) -> dict[str, Any]:
-    """A micro-batch of one sample with that of another one; or where no other has its shapes, with itself and its labels in
-    another order."""
-    size = _num_rows(given)
-    for other in batches:
-        if other is given or getattr(other, "padding", False) or set(other) != set(given):
-            continue
-        pairs = [(value, other[key]) for key, value in given.items() if _has_rows(value, size)]
-        if all(isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype for a, b in pairs):
-            return {
-                key: torch.cat([value, other[key]]) if _has_rows(value, size) else value for key, value in given.items()
-            }
-    whole = Copies(given, None).batch(2)
-    labels = whole.get("labels")
-    if isinstance(labels, Tensor) and _are_labels(labels) and labels.dim() == 2:
-        whole["labels"] = torch.cat([labels[:1], labels[1:].roll(1, 1)])
-    return whole
-
-
-def _has_rows(value: Any, size: int) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == size
-
-
-def _num_valid(batch: Batch) -> float:
-    labels = batch.get("labels")
-    return float((labels != IGNORED).sum()) if isinstance(labels, Tensor) and _are_labels(labels) else math.nan
-
-
-def _num_not_negative(batch: Batch) -> float:
-    labels = batch.get("labels")
-    return float((labels >= 0).sum()) if isinstance(labels, Tensor) and _are_labels(labels) else math.nan
-
-
-def _num_unmasked(batch: Batch) -> float:
-    mask = batch.get("attention_mask")
-    return float(mask.sum()) if isinstance(mask, Tensor) else math.nan
-
-
-_COUNTS = {"labels": _num_valid, "not negative": _num_not_negative, "mask": _num_unmasked}
-"""What the mean of a model may run over, besides samples."""
-
-
-def _num_rows(batch: Batch) -> int:
-    return Copies(batch, None).size
-
-
-def _rows(batch: Batch, rows: slice) -> dict[str, Any]:
-    size = _num_rows(batch)
-    return {key: value[rows].contiguous() if _has_rows(value, size) else value for key, value in batch.items()}
-
-
-def _uneven(labels: Tensor) -> Tensor:
-    """``labels`` with one valid label in each second row, where they have ignored ones: a model that is given none may not
-    know what -100 is."""
-    if labels.dim() < 2 or not bool((labels == IGNORED).any()):
-        return labels
-    labels = labels.clone()
-    for row in itertools.islice(labels, 0, None, 2):
-        flat = row.view(-1)
-        valid = (flat != IGNORED).nonzero().flatten()
-        flat[valid[1:]] = IGNORED
-    return labels
-
-
-def _relabelled(batch: Batch, column: int) -> Batch:
-    """The batch with another label at a position of each sample; itself where its labels are not those of tokens."""
-    labels = batch.get("labels")
-    if not isinstance(labels, Tensor) or not _are_labels(labels) or labels.dim() != 2 or labels.shape[1] < 3:
-        return batch
-    inputs = (value for key, value in batch.items() if key != "labels" and isinstance(value, Tensor))
-    if not any(value.shape[:2] == labels.shape for value in inputs):
-        return batch
-    valid = labels[labels >= 0].unique()
-    if not len(valid):
-        return batch
-    lowest, highest = int(valid[0]), int(valid[-1])
-    if lowest == highest:
-        lowest = highest - 1 if highest else highest + 1
-    changed = labels.clone()
-    changed[:, column] = torch.where(labels[:, column] == highest, lowest, highest)
-    return {**batch, "labels": changed}
