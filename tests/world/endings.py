@@ -37,6 +37,16 @@ def _patient_world(layout="dp_shard=2"):
     return sw.init(layout, device="cpu", timeout_s=60)
 
 
+def _connected_world():
+    """Where each rank is connected to its neighbours, which a thread does after ``init``: one that ends before is noticed by its
+    silence alone."""
+    world = _patient_world()
+    end = time.monotonic() + _LIMIT_S / 2
+    while not world.watch.connections.is_complete and time.monotonic() < end:
+        time.sleep(0.01)
+    return world
+
+
 def _step(model, rank_that_fails=None, error=None):
     def loss(output, batch):
         if rank_that_fails == RANK:
@@ -99,10 +109,7 @@ def _fail_in(model, where):
 
 def killed():
     """Once ranks are connected: before that a lost one is named by its silence, in other words."""
-    world = _patient_world()
-    end = time.monotonic() + 10.0
-    while not world.watch.connections.is_complete and time.monotonic() < end:
-        time.sleep(0.02)
+    world = _connected_world()
     world.barrier()
     if RANK == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -120,7 +127,7 @@ def killed_keeper():
 
 def exits():
     """Without a word, as if all were well."""
-    world = _patient_world()
+    world = _connected_world()
     if RANK == 1:
         os._exit(0)
     world.barrier()
@@ -128,7 +135,7 @@ def exits():
 
 def killed_beside_a_child():
     """A process that was forked, as a loader's workers are, has copies of its rank's connections."""
-    world = _patient_world()
+    world = _connected_world()
     if RANK == 1:
         if os.fork() == 0:
             time.sleep(1.1 * _LIMIT_S)
