@@ -17,7 +17,17 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 
-__all__ = ["COLUMNS", "VALIDATION", "Rows", "hub_advice", "is_rows", "is_table", "open_rows", "splits_of", "training_split"]
+__all__ = [
+    "COLUMNS",
+    "VALIDATION",
+    "Rows",
+    "hub_advice",
+    "is_rows",
+    "is_table",
+    "open_rows",
+    "splits_of",
+    "training_split",
+]
 
 COLUMNS = ("text", "messages", "prompt", "completion", "tools")
 VALIDATION = ("validation", "valid", "val", "dev")
