@@ -65,11 +65,13 @@ def test_a_saved_dataset_is_trained_on_as_the_jsonl_and_is_resumed(ranks, small,
     on_ranks(ranks, *words(small, lines, small / "train.jsonl", val, *more, "--train.steps=4"), folder=tmp_path)
     kept = f"--data.cache={tmp_path / 'kept'}"
     said = on_ranks(ranks, *words(small, rows, small / "saved", kept, *more, "--train.steps=2"), folder=tmp_path)
-    assert "records 24 records" in said and f"of {small / 'saved' / 'train'}, made" in said
+    assert "records 24 records" in said and f"of {small / 'saved' / 'train'}, " in said
+    assert len([*(tmp_path / "kept").glob("tokens-*")]) == 2
     assert load_config(rows / "config.yaml").config.data.val_path == str(small / "saved" / "validation")
     moved = shutil.copytree(small / "saved", tmp_path / "moved")
     said = on_ranks(ranks, *words(small, rows, moved, kept, *more, "--train.steps=4"), folder=tmp_path)
     assert "from step 2" in said and f"of {moved / 'train'}, as kept" in said and "proof" in said
+    assert len([*(tmp_path / "kept").glob("tokens-*")]) == 2
     assert steps(rows) == pytest.approx(steps(lines)) and steps(rows, "val") == pytest.approx(steps(lines, "val"))
     assert [*steps(rows)] == [1, 2, 3, 4]
     other = tmp_path / "other"
