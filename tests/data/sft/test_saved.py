@@ -283,7 +283,6 @@ LARGE = """
 import resource, sys
 from shardwise.data.sft.records import read_records
 next(read_records(sys.argv[2]))
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 resource.setrlimit(resource.RLIMIT_DATA, (int(open("/proc/self/statm").read().split()[5]) * 4096 + (24 << 20),) * 2)
 num = sum(1 for record in read_records(sys.argv[1]))
 assert num == 3000 and "torch" not in sys.modules and "datasets" not in sys.modules, num

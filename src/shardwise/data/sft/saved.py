@@ -156,7 +156,8 @@ class Rows:
 
             with pyarrow.parquet.ParquetFile(file, memory_map=True) as table:
                 columns = self._columns(table.schema_arrow)
-                yield from table.iter_batches(_AT_ONCE, columns=columns)
+                # Without threads of its own, as worker processes may be forked later.
+                yield from table.iter_batches(_AT_ONCE, columns=columns, use_threads=False)
             return
         with pa.memory_map(str(file)) as mapped, pa.ipc.open_stream(mapped) as stream:
             columns = self._columns(stream.schema)
