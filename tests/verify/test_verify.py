@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.errors import VerifyError
+from shardwise.errors import UsageError, VerifyError
 from shardwise.model.calling import call
 from shardwise.verify import StepRecord, Task, run_oracle, run_sharded
 from shardwise.verify.compare import _buffers, _tensors, compare
@@ -194,3 +194,13 @@ def test_the_outcome_says_which_buffers_are_not_those_of_one_process(ranks):
 
 def normed():
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+
+
+def test_a_function_that_no_rank_could_be_sent_is_refused_before_anything_is_computed():
+    batches = [[{"input_ids": torch.zeros(1, 4, dtype=torch.int64)}]]
+    with pytest.raises(UsageError, match=r"verify\(loss=<lambda>\)\n  why: it cannot be sent to another process"):
+        sw.verify(_never, "dp_shard=2", batches=batches, loss=lambda out, batch: out.sum())
+
+
+def _never():
+    raise AssertionError("built")

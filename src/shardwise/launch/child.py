@@ -25,6 +25,7 @@ from shardwise.launch.events import open_channel, open_report
 from shardwise.launch.failure import Failure, failure_of
 from shardwise.launch.imports import import_frozen
 from shardwise.launch.process import die_with_parent
+from shardwise.launch.script import Script, load_script
 
 __all__ = ["DUMP_SIGNAL", "Job", "load_target", "main"]
 
@@ -38,13 +39,15 @@ class Job:
 
     Args:
         target: "pkg.mod:fn" or "path.py:fn".
-        args: pickled arguments; unpickled once ``path`` is set.
+        args: pickled arguments; unpickled once ``path`` is set and ``script`` was run.
+        script: what to run first, because the arguments have functions or classes of it.
         path: ``sys.path`` of the parent.
         pythonpath: the user's own PYTHONPATH; this process was started with one extended by the path of this package.
     """
 
     target: str
     args: bytes
+    script: Script
     path: tuple[str, ...]
     pythonpath: str | None
 
@@ -82,6 +85,7 @@ def _run(job: Job) -> tuple[str, bytes | Failure | Stopped]:
     else:
         os.environ["PYTHONPATH"] = job.pythonpath
     try:
+        load_script(job.script)
         return "result", pickle.dumps(load_target(job.target)(*pickle.loads(job.args)))
     except Stopped as stop:
         return "stopped", stop

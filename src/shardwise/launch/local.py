@@ -23,6 +23,7 @@ from shardwise.launch.child import Job
 from shardwise.launch.failure import Failure, load_error, named_by, rank_error, root_cause
 from shardwise.launch.process import Guard, held_port
 from shardwise.launch.rank import Callbacks, RankProcess
+from shardwise.launch.script import pickled, refuse_in_script
 from shardwise.launch.starting import ForkServer, Interpreters, Starter
 from shardwise.launch.stop_signals import FirstStop, Forwarded, terminable
 
@@ -62,7 +63,8 @@ def launch_local(
     Args:
         target: "pkg.mod:fn" or "path/to/file.py:fn".
         nproc: number of ranks.
-        args: positional arguments of the function, the same on every rank.
+        args: positional arguments of the function, the same on every rank. Functions and classes of the script that is
+            running can be among them: each rank runs it once more, without what is below ``if __name__ == "__main__":``.
         env: variables on top of this process's own; MASTER_ADDR and MASTER_PORT given here are used as they are.
         on_event: called with ``(rank, event)`` for each ``send_event``; with ``(0, {"kind": "interrupted"})`` after
             Ctrl-C, before the ranks are sent SIGTERM; with ``(0, {"kind": "asked_to_stop", "signal": "SIGTERM"})`` when
@@ -86,13 +88,17 @@ def launch_local(
     Raises:
         RankError: a rank failed; ``.ranks`` names it, the text holds its traceback.
         ShardwiseError: a rank raised one; it is raised again here, with its rank and traceback as a note.
+        UsageError: an argument cannot be sent to another process, such as a lambda, or it is called at the top level of the
+            script that ranks run to have its functions.
         ConfigError: ``target`` or ``nproc`` is invalid; ``notice_s`` or ``passes_on`` outside the main thread.
         KeyboardInterrupt, SystemExit(143): Ctrl-C or SIGTERM (129: SIGHUP, 138: SIGUSR1); the ranks have ended.
         Stopped: every rank has stopped in order, and saved.
     """
+    refuse_in_script(f"launch_local({target!r})")
     _check(target, nproc, notice_s, passes_on)
+    payload, script = pickled(args)
     callbacks = Callbacks(on_line or _print_line, on_event or _ignore_event)
-    job = Job(target=target, args=pickle.dumps(tuple(args)), path=tuple(sys.path), pythonpath=_pythonpath(env))
+    job = Job(target=target, args=payload, script=script, path=tuple(sys.path), pythonpath=_pythonpath(env))
     stop, forwarded = FirstStop(), Forwarded(passes_on)
     stopping = terminable() if notice_s is None else stop.handled()
     with (

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shardwise.config.suggest import did_you_mean
 from shardwise.errors import ConfigError, UsageError, VerifyError
 from shardwise.launch import launch_local
+from shardwise.launch.script import pickled, refuse_in_script
 from shardwise.layout import layout_of, parse_layout
 from shardwise.model.calling import call
 from shardwise.parallel import parallelize
@@ -70,7 +71,8 @@ def verify(
             of both sides.
 
     Raises:
-        UsageError: parallelize does not have the option.
+        UsageError: parallelize does not have the option; a function cannot be sent to another process (a lambda, a function
+            inside a function, one of a notebook); it is called at the top level of a script, which ranks run for its functions.
         VerifyError: with the first tensor that differs; and with the modules that draw random numbers, if there are
             any: the ranks draw other ones than the one process.
 
@@ -80,6 +82,9 @@ def verify(
     if not batches or not all(batches):
         raise ConfigError("verify without batches", why="there is nothing to compare", fix="give at least one window")
     _refuse_unknown(options)
+    if run is None:
+        refuse_in_script("verify")
+        _refuse_unsendable(build=build, loss=loss, count=count, forward=forward, optimizer=optimizer, **options)
     size = _num_ranks(layout, num_ranks)
     example, parallel = options.pop("example", None), Parallel.of(**options)
     task = Task(
@@ -149,6 +154,12 @@ def _refuse_unknown(options: Mapping[str, Any]) -> None:
                 why="neither verify nor parallelize has such an option",
                 fix=did_you_mean(name, known, what="options of parallelize"),
             )
+
+
+def _refuse_unsendable(**given: Any) -> None:
+    """Refuses what no rank could be sent, before the one process computes."""
+    for name, value in given.items():
+        pickled((value,), f"verify({name}={getattr(value, '__name__', type(value).__name__)})")
 
 
 def _num_ranks(layout: str, given: int | None) -> int:
