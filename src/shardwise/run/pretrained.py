@@ -66,7 +66,7 @@ def _refuse_no_table(model: Any, rows: int, given: str) -> None:
     from torch import nn
 
     try:
-        found: list[tuple[str, Any, type[nn.Module]]] = [
+        found: list[tuple[str, Any, Any]] = [
             ("input embedding", model.get_input_embeddings(), nn.Embedding),
             ("output head", model.get_output_embeddings(), nn.Linear),
         ]
