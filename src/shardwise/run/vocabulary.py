@@ -98,9 +98,9 @@ def _read(
 ) -> tuple[Any, tuple[str, ...], int]:
     """The tokenizer of transformers with what is added and set, the tokens that it did not have, and how many it has."""
     tokenizer = load_tokenizer(file)
-    added = tuple(token for token in tokens if token not in tokenizer.get_vocab())
-    special = [token for token in tokens if token not in set(tokenizer.all_special_tokens) | _special_in(tokenizer)]
-    if special:
+    known, are_special = tokenizer.get_vocab(), {*tokenizer.all_special_tokens, *_special_in(tokenizer)}
+    added = tuple(token for token in tokens if token not in known)
+    if special := [token for token in tokens if token not in are_special]:  # a word that is there becomes a special one
         tokenizer.add_special_tokens({"additional_special_tokens": special}, replace_extra_special_tokens=False)
     if template is not None:
         tokenizer.chat_template = template
