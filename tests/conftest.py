@@ -22,6 +22,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 PRELOAD = (
+    "pytest",  # of the files of tests, whose functions ranks call
     "torch",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",

@@ -189,6 +189,7 @@ def _shell(command: str, folder: Path, **env: str) -> subprocess.CompletedProces
 
 
 SHORT = "--train.steps=2 --train.eval_every=0 --data.global_batch=4 --data.micro_batch=2"
+UNPROVED = "--train.prove=false"  # the demo is proved, and tests/cli/test_train_proof.py has the rest
 SMALL_MODEL = "'--model.args={dim: 32, num_layers: 1, ffn: 48}'"
 SMALL_DATA = "--data.val_fraction=0.001"  # of the text that the demo brings: a part of a second is validated
 
@@ -198,8 +199,8 @@ FIRST = {
     "examples/finetune.": "python examples/small_model.py runs/small --steps 2",
     "shardwise convert ": "python examples/example_convert.py",
     "shardwise generate runs/chat-tuned": "python examples/small_chat.py runs/chat-tuned --num 40",
-    "shardwise generate runs/latest": f"shardwise train {SHORT} {SMALL_MODEL}",
-    "shardwise checkpoint ls runs": f"shardwise train --checkpoint.every=2 {SHORT} {SMALL_MODEL}",
+    "shardwise generate runs/latest": f"shardwise train {SHORT} {UNPROVED} {SMALL_MODEL}",
+    "shardwise checkpoint ls runs": f"shardwise train --checkpoint.every=2 {SHORT} {UNPROVED} {SMALL_MODEL}",
 }
 
 
@@ -253,9 +254,9 @@ def _shortened(command: str, folder: Path) -> str | None:
         case ["python", "examples/from/plain_before.py"]:
             return command
         case ["torchrun", *_, "-m", "shardwise", "train", _]:
-            return f"{command} {SHORT} {SMALL_DATA} --log.dir=run"
+            return f"{command} {SHORT} {UNPROVED} {SMALL_DATA} --log.dir=run"
         case ["shardwise", "train", "--checkpoint.every=100"]:
-            return f"shardwise train --checkpoint.every=2 {SHORT} {SMALL_MODEL}"
+            return f"shardwise train --checkpoint.every=2 {SHORT} {UNPROVED} {SMALL_MODEL}"
         case ["shardwise", "checkpoint", "ls", _]:
             return command
         case ["shardwise", "checkpoint", *_]:
@@ -269,9 +270,9 @@ def _shortened(command: str, folder: Path) -> str | None:
         case ["shardwise", "train", "examples/finetune.yaml"]:  # tests/cli/test_train_examples.py runs it to the end
             return f"{command} --print-config"
         case ["shardwise", "train", "--data.path=README.md"]:
-            return f"{command} {SHORT} {SMALL_MODEL} --log.dir=run"
+            return f"{command} {SHORT} {UNPROVED} {SMALL_MODEL} --log.dir=run"
         case ["shardwise", "train", *_]:
-            return f"{command} {SHORT} {SMALL_DATA} --log.dir=run"
+            return f"{command} {SHORT} {UNPROVED} {SMALL_DATA} --log.dir=run"
         case ["shardwise", "convert" | "generate"]:  # named in running text
             return f"{command} --help"
         case ["shardwise", "verify" | "--help" | "plan" | "convert" | "generate" | "completion", *_] | ["torchrun", *_]:

@@ -113,6 +113,7 @@ def test_killed_in_an_epoch_of_packed_records_it_goes_on_under_another_degree(ra
     this one reads them from the cache."""
     more = (
         "--train.steps=12",
+        "--train.prove=false",
         "--data.pack=true",
         "--checkpoint.every=3",
         "--train.eval_every=0",

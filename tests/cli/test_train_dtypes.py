@@ -36,6 +36,7 @@ def trained(ranks, start: Path, dest: Path, *more: str, **how) -> str:
         "--data.micro_batch=2",
         "--train.steps=2",
         "--log.plot=false",
+        "--train.prove=false",
     )
     given = (f"--model.hf={start}", f"--data.path={start / 'chat.jsonl'}", f"--log.dir={dest}", "--optim.lr=1e-2")
     return on_ranks(ranks, "train", *given, *words, *more, folder=dest.parent, **how)

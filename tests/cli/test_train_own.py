@@ -132,6 +132,7 @@ def test_it_resumes_in_the_middle_of_an_epoch(ranks, tmp_path):
         "--log.every=1",
         "--log.plot=false",
         "--data.val_fraction=0",
+        "--train.prove=false",
     )
     on_ranks(ranks, "train", *words, "--train.steps=7", "--log.dir=whole", folder=tmp_path)
     on_ranks(

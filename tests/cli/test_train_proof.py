@@ -48,6 +48,12 @@ def test_every_rank_gets_one_small_number_and_where(ranks, layout):
     assert f"layout {layout.text} against one plain process" in first["text"]
 
 
+def test_a_run_that_is_not_to_be_proved_says_so_and_builds_nothing(ranks):
+    config = msgspec.structs.replace(_config("dp_shard=2"), train=Train(prove=False))
+    told = ranks.run(_prove, 2, msgspec.structs.replace(config, model=Model(build="nowhere.py:build")))
+    assert told == [{"largest": None, "name": None, "text": "left out: train.prove=false"}] * 2
+
+
 def test_a_short_run_is_proved_in_its_time_and_says_what_was_left_out(ranks):
     first, second = ranks.run(_prove, 2, _config("dp_shard=2"), None, 1e-3, 0.0)
     assert first == second and 0 <= first["largest"] < 1e-12

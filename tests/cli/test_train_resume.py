@@ -16,6 +16,7 @@ from cli.commands import on_ranks
 WORDS = (
     "--data.global_batch=4", "--data.micro_batch=2", "--data.seq_len=32", "--train.eval_every=0", "--log.plot=false",
     "--data.val_fraction=0.001", "--log.every=1", "--model.args={dim: 32, num_layers: 2, ffn: 48, num_heads: 4}",
+    "--train.prove=false",
 )  # fmt: skip
 
 

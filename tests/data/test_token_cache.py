@@ -317,7 +317,9 @@ def test_a_small_file_is_not_kept_unless_it_is_asked_for(tmp_path):
         ["--data.build=a:b"],
     ],
 )
-def test_a_cache_without_effect_is_refused(capsys, words):
+def test_a_cache_without_effect_is_refused(tmp_path, monkeypatch, capsys, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("Hello there. " * 99)
     assert cli.main(["train", *words, "--data.cache=kept"]) == 2
     assert "so it would have no effect" in capsys.readouterr().err
 

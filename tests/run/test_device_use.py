@@ -127,7 +127,7 @@ def test_a_run_logs_them(ranks, tmp_path):
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
     sizes = "--model.args={dim: 64, num_layers: 2, ffn: 96}"
     words = (sizes, "--data.seq_len=32", "--data.global_batch=8", "--data.micro_batch=2", "--train.steps=3", "--log.every=1",
-             "--log.plot=false", "--log.peak_tflops=0.1", f"--data.path={tmp_path / 'text.txt'}")  # fmt: skip
+             "--log.plot=false", "--train.prove=false", "--log.peak_tflops=0.1", f"--data.path={tmp_path / 'text.txt'}")  # fmt: skip
     on_ranks(ranks, "train", *words, "--parallel.layout=dp_shard=2", folder=tmp_path)
     rows = [row for row in read_metrics(tmp_path / "runs/latest/metrics.jsonl") if row["kind"] == "step"]
     assert ["comm_bytes" in row for row in rows] == [False, True, True]

@@ -22,7 +22,7 @@ from shardwise.run.steps import check_steps, steps_left
 WORDS = (
     "--data.global_batch=4", "--data.micro_batch=2", "--data.seq_len=16", "--train.eval_every=0", "--log.plot=false",
     "--log.every=1", "--model.args={dim: 16, num_layers: 1, ffn: 16, num_heads: 2}", "--data.path=text.txt",
-    "--data.val_fraction=0.2", "--schedule.name=linear", "--checkpoint.every=2",
+    "--data.val_fraction=0.2", "--schedule.name=linear", "--checkpoint.every=2", "--train.prove=false",
 )  # fmt: skip
 
 

@@ -171,6 +171,8 @@ def _check_functions(config: "RunConfig", origins: Mapping[str, str]) -> None:
 
 
 def _check_files(config: "RunConfig", origins: Mapping[str, str]) -> None:
+    from shardwise.run.data_files import check_data_files
+
     weights = config.model.weights
     if weights is not None and not Path(weights).exists():
         raise ConfigError(
@@ -178,19 +180,7 @@ def _check_files(config: "RunConfig", origins: Mapping[str, str]) -> None:
             why=f"there is no such file or directory (relative to {Path.cwd()})",
             fix="give the path of a model directory, or of a file of weights",
         )
-    path = config.data.path
-    if path is not None and not Path(path).is_file():
-        raise ConfigError(
-            f"data.path={path!r} ({origins['data.path']})",
-            why="it is a directory" if Path(path).is_dir() else f"there is no such file (relative to {Path.cwd()})",
-            fix="give the path of a text file, or of tokens as .npy or .bin",
-        )
-    if config.data.val_path is not None and not Path(config.data.val_path).is_file():
-        raise ConfigError(
-            f"data.val_path={config.data.val_path!r} ({origins['data.val_path']})",
-            why=f"there is no such file (relative to {Path.cwd()})",
-            fix="give the path of a file like that of data.path",
-        )
+    check_data_files(config.data, origins)
 
 
 def _check_size(config: "RunConfig", origins: Mapping[str, str]) -> None:

@@ -56,6 +56,8 @@ def prove(config: "RunConfig", world: "World", *, seconds: float = math.inf) -> 
     from shardwise.techniques.fold import options_of_proof
     from shardwise.techniques.precision.options import precision_of
 
+    if not config.train.prove:
+        return {"largest": None, "name": None, "text": "left out: train.prove=false"}
     config, replaced = without_kernels(config)
     count = sum(p.numel() for p in build_plain(config, world).parameters())
     if count > MOST_PARAMS:

@@ -59,7 +59,8 @@ def _run(config: "RunConfig", send: Callable[[dict[str, Any]], object]) -> dict[
         start = time.perf_counter()
         result = train(config, world, emit)
         result["seconds"] = time.perf_counter() - start
-        emit("phase", text="proving: the same steps in one plain process")
+        if config.train.prove:
+            emit("phase", text="proving: the same steps in one plain process")
         result["proof"] = prove(config, world, seconds=world.broadcast(result["seconds"]))
     return result
 

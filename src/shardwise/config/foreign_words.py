@@ -80,11 +80,11 @@ _SHARDING = Word(
 _REMAT = switch("parallel.remat=full")
 _OFFLOAD = switch("parallel.sharding.offload=true")
 _COMPILE = switch("parallel.compile=blocks")
-_PACK = switch("data.pack=true", "for records in a .jsonl")
+_PACK = switch("data.pack=true", "for records: a .jsonl, a saved dataset")
 _RECORDS = fixed(
     "data.path=FILE.jsonl",
     "org/name",
-    "nothing is downloaded: records of a chat, or prompt and completion, a line each",
+    "nothing is downloaded: records of a chat, or prompt and completion, a line each; or the folder that save_to_disk of datasets wrote",
 )
 _MODEL = to("model.hf", "DIRECTORY", "a directory that save_pretrained has written; nothing is downloaded")
 _NPROC = Word(like="8", write="launch.nproc={}", values={"auto": "", "-1": ""})
@@ -197,7 +197,7 @@ _TRAINER = {
     "validation_file": to("data.val_path", "FILE.jsonl"),
     **dict.fromkeys(("packing", "pack"), _PACK),
     "chat_template_path": to("data.chat_template", "FILE.jinja", "a file in Jinja"),
-    "eos_token": to("data.eos_token", "</s>", "for records in a .jsonl; model.add_tokens adds one that is not there"),
+    "eos_token": to("data.eos_token", "</s>", "for records; model.add_tokens adds one that is not there"),
     **dict.fromkeys(("max_length", "max_seq_length", "model_max_length", "block_size"), _LENGTH),
     "torch_compile": _COMPILE,
     "torch_compile_backend": to("parallel.compile.backend", "inductor"),
@@ -268,7 +268,7 @@ _TORCHTITAN = {
     "training.global_batch_size": to("data.global_batch", "64"),
     "training.seq_len": _LENGTH,
     "training.max_norm": _NORM,
-    "training.dataset": fixed("data.path=FILE", "c4", "nothing is downloaded: a text, tokens as .npy or .bin, or records as .jsonl"),
+    "training.dataset": fixed("data.path=FILE", "c4", "nothing is downloaded: a text, tokens as .npy or .bin, or records as .jsonl or saved by save_to_disk"),
     "training.dataset_path": to("data.path", "FILE"),
     "training.mixed_precision_param": _PRECISION,
     "training.enable_cpu_offload": _OFFLOAD,

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.data.file_digest import digest_of, state_of
+from shardwise.data.file_digest import digest_of, size_of, state_of
 from shardwise.data.token_store import Produce, StoredTokens, in_memory, open_tokens, write_tokens
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.launch.lock import release, try_lock
@@ -75,7 +75,7 @@ class TokenCache:
         """The tokens of a file, kept or made by ``produce``; in memory where the folder cannot be used.
 
         Args:
-            source: the file.
+            source: the file, or the directory of a saved dataset.
             inputs: what the tokens depend on besides its content, as JSON has it.
             produce: reads the file. What it raises is raised here.
             dtype: of the tokens.
@@ -85,7 +85,7 @@ class TokenCache:
         """
         file = Path(source)
         try:
-            size = file.stat().st_size
+            size = size_of(file)
         except OSError:
             return in_memory(produce, dtype)  # which says what is wrong with the file
         if size < self.least:

@@ -11,6 +11,7 @@ from shardwise.config.record import Options, default_of, doc
 from shardwise.config.target import looks_like_target
 from shardwise.config.tokenizer import BYTES_MEANT, is_tokens
 from shardwise.data.sft.records import is_records
+from shardwise.data.sft.saved import training_split
 from shardwise.errors import ConfigError
 
 __all__ = ["MICRO_BATCH", "Data"]
@@ -24,8 +25,8 @@ class Data(Options, frozen=True, kw_only=True):
     path: Annotated[
         str | None,
         doc(
-            "a text file, .npy or .bin of tokens, or .jsonl of records for fine-tuning (text; prompt and completion; messages); null: Python's "
-            "help topics"
+            "a text file, .npy or .bin of tokens, or records for fine-tuning (text; prompt and completion; messages) as .jsonl, .parquet or the "
+            "directory that save_to_disk of Hugging Face datasets has written; null: Python's help topics"
         ),
     ] = None
     build: Annotated[
@@ -35,12 +36,17 @@ class Data(Options, frozen=True, kw_only=True):
         ),
     ] = None
     args: Annotated[dict[str, Any], doc("keyword arguments of build")] = msgspec.field(default_factory=dict)
-    val_path: Annotated[str | None, doc("validation data of the same kind; null: val_fraction of path")] = None
+    val_path: Annotated[
+        str | None,
+        doc(
+            "validation data of the same kind; null: the split validation of path, if it has splits, else val_fraction of it"
+        ),
+    ] = None
     tokenizer: Annotated[
         str | None,
         doc(
             "how a text becomes tokens. bytes: each byte is one; hf: by the tokenizer.json in the directory model.hf; the path of another "
-            "directory: by the tokenizer.json in it; null: bytes, refused for a model that has a tokenizer; for .jsonl hf"
+            "directory: by the tokenizer.json in it; null: bytes, refused for a model that has a tokenizer; for records hf"
         ),
     ] = None
     dtype: Annotated[Literal["uint8", "uint16", "uint32", "int32", "int64"], doc("dtype of the tokens in a .bin")] = (
@@ -55,25 +61,25 @@ class Data(Options, frozen=True, kw_only=True):
     micro_tokens: Annotated[
         Positive | None,
         doc(
-            "of padded .jsonl, in place of micro_batch: a forward has as many samples as fit into so many positions, padding included"
+            "of padded records, in place of micro_batch: a forward has as many samples as fit into so many positions, padding included"
         ),
     ] = None
     pack: Annotated[
-        bool, doc("of .jsonl: several records share a sample of seq_len tokens, and none attends to another")
+        bool, doc("of records: several of them share a sample of seq_len tokens, and none attends to another")
     ] = False
     unusable: Annotated[
-        Literal["refuse", "drop"], doc("of .jsonl: a record without an answer within seq_len is an error, or left out")
+        Literal["refuse", "drop"], doc("of records: one without an answer within seq_len is an error, or left out")
     ] = "refuse"
     chat_template: Annotated[
         str | None,
         doc(
-            "of .jsonl: a file with a chat template in Jinja, in place of the tokenizer's; saved with the final weights"
+            "of records: a file with a chat template in Jinja, in place of the tokenizer's; saved with the final weights"
         ),
     ] = None
     eos_token: Annotated[
         str | None,
         doc(
-            "of .jsonl: the token that ends a text, in place of the tokenizer's; saved with the final weights, as for the model"
+            "of records: the token that ends a text, in place of the tokenizer's; saved with the final weights, as for the model"
         ),
     ] = None
     cache: Annotated[
@@ -87,6 +93,8 @@ class Data(Options, frozen=True, kw_only=True):
     prefetch: Annotated[Positive | None, doc("micro-batches that each of them is ahead; null: 2")] = None
 
     def check(self) -> None:
+        if self.has_records and self.build is None:
+            self._settle_splits()
         if self.micro_tokens is not None:
             self._check_micro_tokens(self.micro_tokens)
         elif self.micro_batch is None:
@@ -108,11 +116,11 @@ class Data(Options, frozen=True, kw_only=True):
             )
         self._check_build()
         for key in ("pack", "unusable", "chat_template", "eos_token"):
-            if getattr(self, key) != default_of(Data, key) and not self.has_records:
+            if getattr(self, key) != default_of(Data, key) and not self._may_have_records:
                 raise ConfigError(
                     f"data.{key}={getattr(self, key)} with data.path={self.path!r}",
-                    why="it is for records in a .jsonl, which a tokenizer reads, so it would have no effect",
-                    fix=f"name such a file, or remove data.{key}",
+                    why="it is for records (a .jsonl, a saved dataset), which a tokenizer reads, so it would have no effect",
+                    fix=f"name such data, or remove data.{key}",
                 )
         if self.val_path is not None:
             self._check_val_path(self.val_path)
@@ -138,11 +146,11 @@ class Data(Options, frozen=True, kw_only=True):
                 why="each of them says how much one forward of a rank has",
                 fix="remove one; on the command line, over a file that has it: --data.micro_batch=null or --data.micro_tokens=null",
             )
-        if self.build is None and (self.pack or not self.has_records):
+        if self.build is None and (self.pack or not self._may_have_records):
             raise ConfigError(
                 f"data.micro_tokens={most} with data.path={self.path!r} and data.pack={self.pack}",
                 why="all samples have seq_len positions, so that it would have no effect beyond that of micro_batch",
-                fix=f"use data.micro_batch={max(1, most // self.seq_len)}; micro_tokens is for padded records in a .jsonl",
+                fix=f"use data.micro_batch={max(1, most // self.seq_len)}; micro_tokens is for padded records (a .jsonl, a saved dataset)",
             )
         if self.build is None and most < self.seq_len:
             raise ConfigError(
@@ -160,7 +168,7 @@ class Data(Options, frozen=True, kw_only=True):
         if not cache:
             raise ConfigError("data.cache=''", why="it names no folder", fix="give the path of a folder, or none")
         # The words of a text are its bytes where no tokenizer is named.
-        is_read = not is_tokens(self.path) and (self.tokenizer not in (None, BYTES_MEANT) or self.has_records)
+        is_read = not is_tokens(self.path) and (self.tokenizer not in (None, BYTES_MEANT) or self._may_have_records)
         if not is_read or self.path is None:
             raise ConfigError(
                 f"data.cache={cache!r} with data.path={self.path!r} and data.tokenizer={self.tokenizer!r}",
@@ -207,6 +215,37 @@ class Data(Options, frozen=True, kw_only=True):
         """Whether ``path`` holds records for fine-tuning, read by a tokenizer."""
         return is_records(self.path) and self.tokenizer != BYTES_MEANT
 
+    @property
+    def _may_have_records(self) -> bool:
+        """Also of a path that is not here: the configuration of a run is read where its data is not (``shardwise generate``), and
+        ``shardwise train`` refuses the path itself."""
+        is_away = self.path is not None and not is_tokens(self.path) and not Path(self.path).exists()
+        return self.has_records or (is_away and self.tokenizer != BYTES_MEANT)
+
+    def _settle_splits(self) -> None:
+        """Names the splits of a ``DatasetDict`` that are read, so that all later code sees directories of one dataset each."""
+        path = str(self.path)
+        train, validation = training_split(path)
+        if train == path:
+            return
+        msgspec.structs.force_setattr(self, "path", train)
+        if self.val_path is not None or not validation:
+            return
+        names = ", ".join(Path(each).name for each in validation)
+        if self.val_fraction != default_of(Data, "val_fraction"):
+            raise ConfigError(
+                f"data.val_fraction={self.val_fraction} with data.path={path!r}, which has the split {names}",
+                why="that is the validation data, and nothing of the split train is kept for it, so it would have no effect",
+                fix=f"remove data.val_fraction, or name the split to train on by itself: data.path={train}",
+            )
+        if len(validation) > 1:
+            raise ConfigError(
+                f"data.path={path!r}, which has the splits {names}",
+                why="each of them is a name for validation data",
+                fix=f"name one: data.val_path={validation[0]}",
+            )
+        msgspec.structs.force_setattr(self, "val_path", validation[0])
+
     def _check_val_path(self, path: str) -> None:
         if self.val_fraction != default_of(Data, "val_fraction"):
             raise ConfigError(
@@ -215,11 +254,13 @@ class Data(Options, frozen=True, kw_only=True):
                 fix="remove one of them",
             )
         kinds = [
-            Path(each).suffix if is_tokens(each) or is_records(each) else "text" for each in (self.path or "", path)
+            "records" if is_records(each) else Path(each).suffix if is_tokens(each) else "text"
+            for each in (self.path or "", path)
+            if not each or is_tokens(each) or Path(each).exists()  # what is not there is refused by that
         ]
-        if kinds[0] != kinds[1]:
+        if len({*kinds}) > 1:
             raise ConfigError(
                 f"data.val_path={path!r} with data.path={self.path!r}",
                 why="one is read otherwise than the other",
-                fix="give both as a text, .npy, .bin or .jsonl",
+                fix="give both as a text, .npy, .bin or records (.jsonl, a saved dataset)",
             )

@@ -25,6 +25,7 @@ from shardwise.config.render import dump_config, flow_text
 from shardwise.config.sources import EXTENSIONS
 from shardwise.config.tokenizer import BYTES_MEANT, tokenizer_path
 from shardwise.data.corpus import pydoc_text
+from shardwise.data.sft.saved import open_rows
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.run.config import RunConfig
 from shardwise.state.checkpoint.opened import SavedRun
@@ -209,7 +210,7 @@ def _same_files(key: str, old: Any, files: Mapping[str, str], saved: Mapping[str
     if told is None:  # the checkpoint does not have it: compare with the file as it is now
         try:
             told = _told(key, old) if key in files else None
-        except OSError:
+        except (OSError, ConfigError):  # not there any more, or no saved dataset
             told = None
     return told is not None and told == files.get(key)
 
@@ -220,10 +221,18 @@ def _file_name(build: Any) -> Any:
 
 
 def file_sample(path: Path, blocks: int = 16, block_bytes: int = 1 << 16) -> str:
-    """A file's size and a digest of 1 MiB of it, evenly spaced, as text: all of a large file would take minutes."""
-    size, digest = path.stat().st_size, hashlib.sha256()
-    with path.open("rb") as file:
-        for n in range(blocks):
-            file.seek(max(0, size - block_bytes) * n // (blocks - 1))
-            digest.update(file.read(block_bytes))
-    return f"{size:,} bytes, sample sha256 {digest.hexdigest()[:12]}"
+    """A file's size and a digest of 1 MiB of it, evenly spaced, as text: all of a large file would take minutes. For a directory of
+    a saved dataset, of each of the files of its rows, in their order, and of the columns it shows."""
+    total, digest, files = 0, hashlib.sha256(), [path]
+    if path.is_dir():
+        rows = open_rows(path)
+        files = [*rows.files]
+        digest.update(repr(rows.shown).encode())
+    for each in files:
+        size = each.stat().st_size
+        total += size
+        with each.open("rb") as file:
+            for n in range(blocks):
+                file.seek(max(0, size - block_bytes) * n // (blocks - 1))
+                digest.update(file.read(block_bytes))
+    return f"{total:,} bytes, sample sha256 {digest.hexdigest()[:12]}"

@@ -72,6 +72,10 @@ class Train(Options, frozen=True, kw_only=True):
     memory_snapshot: Annotated[
         Positive | None, doc("on cuda, the step whose allocations are written, for pytorch.org/memory_viz; null: none")
     ] = None
+    prove: Annotated[
+        bool,
+        doc("after the last step three steps are compared with one plain process, in float64 on the CPU; false: not"),
+    ] = True
     timeout_s: Annotated[
         AboveZero, doc("seconds a rank waits for the others before it gives up; after 10 it says whom for")
     ] = 600.0

@@ -1,4 +1,4 @@
-"""The dataset of fine-tuning: samples of tokens and labels from a JSONL file, padded or packed."""
+"""The dataset of fine-tuning: samples of tokens and labels from a JSONL file or a saved dataset, padded or packed."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -17,6 +17,7 @@ from shardwise.data.sft.encode import Encoder, load_tokenizer
 from shardwise.data.sft.encoding import Encoding, SFTReport, Unusable
 from shardwise.data.sft.packing import Packs, check_attention, packs
 from shardwise.data.sft.refusals import beyond_vocabulary
+from shardwise.data.sft.saved import training_split
 from shardwise.data.token_cache import TokenCache
 from shardwise.data.token_store import in_memory
 from shardwise.errors import ConfigError
@@ -28,7 +29,8 @@ _FIRST = 8  # tokens of a text from which it is continued, to try a model
 
 
 class SFTDataset:
-    """Samples for supervised fine-tuning from a JSONL file of texts, prompts with completions, or conversations.
+    """Samples for supervised fine-tuning from texts, prompts with completions, or conversations, in a JSONL file or a dataset of
+    Hugging Face that was saved.
 
     ``[i]`` is ``{"input_ids": int64 [n], "labels": int64 [n]}`` with n at most ``seq_len``: ``labels[t]`` is the token after
     ``input_ids[t]`` where that belongs to an answer, and -100 elsewhere, so that they are aligned with the logits. With
@@ -38,7 +40,9 @@ class SFTDataset:
     Give :attr:`collate` to the :class:`~shardwise.Loader`: it pads samples of unequal length.
 
     Args:
-        path: a JSON object in each line, with ``text``, or ``prompt`` and ``completion``, or ``messages``.
+        path: a file with a JSON object in each line, with ``text``, or ``prompt`` and ``completion``, or ``messages``; a ``.parquet``
+            with these columns; or a directory that ``save_to_disk`` of ``datasets`` has written. Of a ``DatasetDict`` the split
+            ``train`` is read; another is named by its folder: ``"DIRECTORY/validation"``.
         tokenizer: a fast tokenizer of transformers; or a directory with a ``tokenizer.json``, or that file.
         seq_len: positions of a sample, at most. What is beyond them is cut off, and counted.
         pack: put documents together in samples of ``seq_len`` positions.
@@ -52,8 +56,8 @@ class SFTDataset:
         collate: list of samples -> mapping of tensors.
 
     Raises:
-        ConfigError: a record that is none, or cannot be used, with the number of its line; no chat template, or one that does
-            not show what the answers are; a file without a record that can be used.
+        ConfigError: a record that is none, or cannot be used, with the number of its line, or of its row, counted from 0;
+            no chat template, or one that does not show what the answers are; data without a record that can be used.
 
     Example::
 
@@ -86,6 +90,8 @@ class SFTDataset:
                     fix="give a directory with a tokenizer.json",
                 )
             tokenizer = load_tokenizer(file)
+        if Path(path).is_dir():
+            path, _ = training_split(path)
         self.path, self.seq_len, self.pack, self.name = path, seq_len, pack, str(path)
         self.vocab: int | None = None
         self._unusable: Unusable = unusable

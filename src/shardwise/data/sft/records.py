@@ -1,5 +1,5 @@
-"""Records of a JSONL file for fine-tuning, one in each line, checked before anything is tokenized. Torch-free: launchers use it
-too.
+"""Records for fine-tuning, checked before anything is tokenized: lines of a JSONL file, or rows of a saved dataset
+(:mod:`shardwise.data.sft.saved`). Torch-free: launchers use it too.
 
 The fields are those that TRL, torchtune and the providers of fine-tuning take::
 
@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from shardwise.data.sft.saved import hub_advice, is_rows, open_rows
 from shardwise.errors import ConfigError
 
 __all__ = ["Chat", "Completion", "Record", "Text", "is_records", "read_records", "where"]
@@ -61,42 +62,50 @@ Record = Text | Completion | Chat
 
 
 def is_records(path: str | None) -> bool:
-    """Whether a data file holds such records, by its ending."""
-    return path is not None and path.endswith((".jsonl", ".ndjson"))
+    """Whether a data file holds such records, by its ending; and whether it is a directory, which is a saved dataset."""
+    return path is not None and (path.endswith((".jsonl", ".ndjson")) or is_rows(path))
 
 
 def where(path: str | Path, line: int) -> str:
-    """A line of a file, as errors name it."""
-    return f"line {line} of {str(path)!r}"
+    """A line of a file, or a row of a dataset, as errors name it; rows count from 0, as those of ``datasets`` do."""
+    return f"{'row' if is_rows(path) else 'line'} {line} of {str(path)!r}"
 
 
 def read_records(path: str | Path, *, most: int | None = None) -> Iterator[Record]:
-    """The records of a file, in order; empty lines are passed over.
+    """The records of a file or a saved dataset, in order; empty lines are passed over.
 
     Args:
-        path: in UTF-8, a JSON object in each line.
+        path: a file in UTF-8, a JSON object in each line; or what :func:`~shardwise.data.sft.saved.open_rows` reads.
         most: only so many lines are read; None: all.
 
     Raises:
         ConfigError: the file cannot be read or has no record, or a line is none, which is named by its number.
     """
+    found = 0
+    for line, given in islice(enumerate(open_rows(path)), most) if is_rows(path) else _objects(path, most):
+        found += 1
+        yield _record(given, path, line)
+    if not found:
+        raise ConfigError(
+            f"data file {str(path)!r}",
+            why="it has no record",
+            fix="give a dataset that has rows" if is_rows(path) else f"write one JSON object in each line: {_FIELDS}",
+        )
+
+
+def _objects(path: str | Path, most: int | None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The JSON objects of a file, each with the number of its line."""
     try:
         with Path(path).open("rb") as file:
-            found = 0
             for line, raw in enumerate(islice(file, most), start=1):
                 if raw.strip():
-                    found += 1
-                    yield _record(_object(raw, path, line), path, line)
+                    yield line, _object(raw, path, line)
     except OSError as error:
         raise ConfigError(
             f"data file {str(path)!r}",
             why=f"it cannot be read: {error.strerror or error} (relative to {Path.cwd()})",
-            fix="give the path of a JSONL file: a JSON object in each line",
+            fix=f"give the path of a JSONL file: a JSON object in each line{hub_advice(path)}",
         ) from error
-    if not found:
-        raise ConfigError(
-            f"data file {str(path)!r}", why="it has no record", fix=f"write one JSON object in each line: {_FIELDS}"
-        )
 
 
 def _object(raw: bytes, path: str | Path, line: int) -> dict[str, Any]:
@@ -126,7 +135,7 @@ def _record(given: dict[str, Any], path: str | Path, line: int) -> Record:
             why="it does not say what is trained on"
             if not kinds
             else "it has a part of one kind of record, or parts of several",
-            fix=f"{_FIELDS}; rename or remove the others",
+            fix=f"{_FIELDS}; rename or remove the others{_without(given, path)}",
         )
     if kinds == ["text"]:
         return Text(line, _text(given, "text", place))
@@ -142,6 +151,16 @@ def _record(given: dict[str, Any], path: str | Path, line: int) -> Record:
         prompt, answers = _messages(given, "prompt", place), _messages(given, "completion", place)
         return Chat(line, [*prompt, *answers], num_given=len(prompt), tools=_tools(given, place))
     return Completion(line, _text(given, "prompt", place), _text(given, "completion", place))
+
+
+def _without(given: Mapping[str, Any], path: str | Path) -> str:
+    """How columns of a saved dataset are removed, as words: all but the messages, which say most."""
+    if not is_rows(path):
+        return ""
+    others = sorted(key for key in given if key not in ("messages", "tools"))
+    if "messages" not in given:
+        return ", and save it again"
+    return f": datasets.load_from_disk({str(path)!r}).remove_columns({others}).save_to_disk(FOLDER)"
 
 
 def _text(given: Mapping[str, Any], key: str, place: str) -> str:
