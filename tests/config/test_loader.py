@@ -180,7 +180,7 @@ def test_an_unknown_key_is_told_with_its_line_and_the_right_name(write, name, te
     assert failure(write(name, text)) == (
         f"train.stesp ({place})\n"
         "  why: there is no key 'stesp' in train\n"
-        "  fix: did you mean 'steps'? keys of train: steps, epochs, max_grad_norm, norm_type, clip_grad_value, fused, loss, count, forward, callback, seed, eval_every, on_nonfinite, scaler, tf32, deterministic and 5 more"
+        "  fix: did you mean 'steps'? keys of train: steps, epochs, max_grad_norm, norm_type, clip_grad_value, fused, loss, count, forward, callback, seed, eval_every, on_nonfinite, scaler, tf32, deterministic and 6 more"
     )
 
 
