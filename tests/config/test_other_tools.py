@@ -18,6 +18,7 @@ NEXT_TO = {  # a key without which another would have no effect
     "checkpoint.keep": ("checkpoint.every=2",),
     "log.name": ("log.to=wandb",),
     "data.micro_batch": ("data.global_batch=8",),
+    **dict.fromkeys(("data.chat_template", "data.eos_token"), ("data.path=b.jsonl", "data.tokenizer=here")),
 }
 FOR_USER = {"N": "8", "DIRECTORY": "here", "FILE": "a.txt", "FILE.jsonl": "b.jsonl", "PATH": "there"}
 KEYS = dotted_keys(RunConfig)

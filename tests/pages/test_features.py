@@ -14,6 +14,7 @@ from shardwise.run.config import load_config
 ROOT = Path(__file__).resolve().parents[2]
 BESIDE = {  # what a key needs to have an effect
     "--data.pack": ["data.path=chat.jsonl", "data.tokenizer=DIRECTORY"],
+    "--model.add_tokens": ["model.hf=DIRECTORY", "data.tokenizer=hf"],
     "--data.path": ["data.tokenizer=DIRECTORY"],
 }
 

@@ -183,6 +183,9 @@ class Display:
     def _show_kept(self, *, text: str) -> None:
         self.row("tokens", text)
 
+    def _show_vocabulary(self, *, text: str) -> None:
+        self.row("vocab", text)
+
     def _show_planned(self, *, steps: int, text: str) -> None:
         self.steps = steps
         if text:

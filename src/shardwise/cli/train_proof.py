@@ -136,13 +136,14 @@ def _task(config: "RunConfig", world: "World", num_steps: int, most: int) -> Any
     from shardwise.model.calling import call
     from shardwise.run.build import build_plain, functions_of
     from shardwise.run.datasets import open_data, vocab_of
+    from shardwise.run.vocabulary import vocabulary_of
     from shardwise.step.loss import count_of, next_token_loss, with_count
     from shardwise.verify import Task
     from shardwise.verify.oracle import cast_batches
 
     data, functions = config.data, functions_of(config)
     loss = with_count(functions.get("loss", next_token_loss), functions.get("count"))
-    corpus = open_data(data, vocab=vocab_of(config))
+    corpus = open_data(data, vocab=vocab_of(config), tokenizer=vocabulary_of(config).tokenizer)
     alone = SimpleNamespace(
         seed=world.seed, device=torch.device("cpu"), axis=lambda name: SimpleNamespace(rank=0, size=1)
     )

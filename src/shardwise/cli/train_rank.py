@@ -113,6 +113,7 @@ def _facts(config: "RunConfig") -> tuple[dict[str, Any], dict[str, str]]:
         "data.path": config.data.path,
         "data.val_path": config.data.val_path,
         "data.tokenizer": tokenizer_path(config.data.tokenizer),
+        "data.chat_template": config.data.chat_template,
     }
     for key, path in files.items():
         if path is not None:

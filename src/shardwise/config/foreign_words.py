@@ -196,6 +196,8 @@ _TRAINER = {
     "train_file": to("data.path", "FILE.jsonl"),
     "validation_file": to("data.val_path", "FILE.jsonl"),
     **dict.fromkeys(("packing", "pack"), _PACK),
+    "chat_template_path": to("data.chat_template", "FILE.jinja", "a file in Jinja"),
+    "eos_token": to("data.eos_token", "</s>", "for records; model.add_tokens adds one that is not there"),
     **dict.fromkeys(("max_length", "max_seq_length", "model_max_length", "block_size"), _LENGTH),
     "torch_compile": _COMPILE,
     "torch_compile_backend": to("parallel.compile.backend", "inductor"),

@@ -1,10 +1,12 @@
 """Tokenizers: the files of a model directory that belong to one, and the file that is read."""
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from shardwise.errors import ConfigError
 
-__all__ = ["BYTES_MEANT", "TOKENIZER_FILES", "is_tokens", "tokenizer_files", "tokenizer_path"]
+__all__ = ["BYTES_MEANT", "TOKENIZER_FILES", "add_special", "is_tokens", "tokenizer_files", "tokenizer_path"]
 
 BYTES_MEANT = "bytes"
 """The value of ``data.tokenizer`` for which the tokens are the bytes of a text."""
@@ -48,3 +50,9 @@ def tokenizer_path(given: str | None) -> Path | None:
         if others
         else "give bytes, or a directory with a tokenizer.json, or that file",
     )
+
+
+def add_special(tokenizer: Any, tokens: Iterable[str]) -> None:
+    """Adds special tokens to a tokenizer of the library tokenizers, as transformers does; those that are there stay as they are."""
+    there = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    tokenizer.add_special_tokens([token for token in tokens if token not in there])

@@ -53,7 +53,9 @@ def pydoc_text() -> str:
     return "\n\n".join(topics[name].strip() for name in sorted(topics)) + "\n"
 
 
-def encode(path: str | Path | None, tokenizer: Path, cache: TokenCache | None = None) -> np.ndarray:
+def encode(
+    path: str | Path | None, tokenizer: Path, cache: TokenCache | None = None, content: str | None = None
+) -> np.ndarray:
     """Tokenizes a text with a ``tokenizer.json``: uint32 [n], without special tokens. The tokenizer gets about a
     million characters at once, cut at the end of a line, and no more of the text is held. The result is the same on every
     rank.
@@ -62,32 +64,33 @@ def encode(path: str | Path | None, tokenizer: Path, cache: TokenCache | None = 
         path: a file in UTF-8; None: :func:`pydoc_text`.
         tokenizer: path of the ``tokenizer.json``.
         cache: keeps the tokens of a file; None: in memory, for the next call.
+        content: of the ``tokenizer.json``, where tokens were added to it; None: as it is.
 
     Raises:
         ConfigError: the text is not UTF-8, the file is not a tokenizer, or the library ``tokenizers`` is missing.
     """
     if path is None or cache is None:
         ages = tuple(file and Path(file).stat().st_mtime_ns for file in (path, tokenizer))
-        return _encoded(path and str(path), str(tokenizer), ages)
+        return _encoded(path and str(path), str(tokenizer), content, ages)
     inputs = {
         "kind": "text",
         "version": _VERSION,
-        "tokenizer": hashlib.sha256(tokenizer.read_bytes()).hexdigest(),
+        "tokenizer": hashlib.sha256(tokenizer.read_bytes() if content is None else content.encode()).hexdigest(),
         "tokenizers": importlib.metadata.version("tokenizers") if importlib.util.find_spec("tokenizers") else None,
         "order": sys.byteorder,
     }
-    return cache.tokens(path, inputs, functools.partial(_produce, str(path), str(tokenizer)), np.uint32).tokens
+    return cache.tokens(path, inputs, functools.partial(_produce, str(path), str(tokenizer), content), np.uint32).tokens
 
 
 @functools.lru_cache(maxsize=1)  # a run opens its data twice: to train, and to compare with one process
-def _encoded(path: str | None, tokenizer: str, ages: tuple[Any, ...]) -> np.ndarray:
-    return in_memory(functools.partial(_produce, path, tokenizer), np.uint32).tokens
+def _encoded(path: str | None, tokenizer: str, content: str | None, ages: tuple[Any, ...]) -> np.ndarray:
+    return in_memory(functools.partial(_produce, path, tokenizer, content), np.uint32).tokens
 
 
 def _produce(
-    path: str | None, tokenizer: str, add: Callable[[np.ndarray], object]
+    path: str | None, tokenizer: str, content: str | None, add: Callable[[np.ndarray], object]
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    read = _tokenizer(tokenizer)
+    read = _tokenizer(tokenizer, content)
     try:
         with io.StringIO(pydoc_text()) if path is None else Path(path).open(encoding="utf-8") as text:
             while piece := text.read(_PIECE):
@@ -117,7 +120,7 @@ def _wrong_byte(path: str | None) -> int:
             done += len(block)
 
 
-def _tokenizer(file: str) -> Any:
+def _tokenizer(file: str, content: str | None) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
@@ -127,7 +130,7 @@ def _tokenizer(file: str) -> Any:
             fix="pip install 'shardwise[hf]', or give tokens as .npy",
         ) from error
     try:
-        read = Tokenizer.from_file(file)
+        read = Tokenizer.from_file(file) if content is None else Tokenizer.from_str(content)
     except Exception as error:  # the library has no exception class of its own
         raise ConfigError(
             f"data.tokenizer={file!r}",
@@ -216,7 +219,8 @@ class TokenWindows:
                 raise ConfigError(
                     f"token {int(worst)} at position {start + int(at())} of {self.name}",
                     why=size or "tokens are numbered from 0",
-                    fix="check the dtype of the file, or give the model the vocabulary these tokens were made with",
+                    fix="check the dtype of the file, or give the model the vocabulary these tokens were made with (--model.vocab=N adds rows to "
+                    "a model.hf)",
                 )
 
 

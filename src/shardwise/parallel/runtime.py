@@ -155,8 +155,9 @@ class Runtime:
         self.explainers: list[Callable[[BaseException], ShardwiseError | None]] = []  # of techniques
         self.pending: Pending | None = None  # source of the values that loading will not bring
         self.loaded_from: Path | None = None  # the model directory that its weights came from
-        # The tokenizer file it is trained with; False: trained without one; None: that of the directory of its weights.
-        self.tokenizer: Path | Literal[False] | None = None
+        # The tokenizer that it is trained with: its file, or the files to save, by name; False: trained without one; None: that of
+        # the directory of its weights.
+        self.tokenizer: Path | Mapping[str, bytes] | Literal[False] | None = None
         engine.tell_sums(functools.partial(_note_loose_sums, weakref.ref(self)))
         self._structure = ModuleSnapshot(module, num_ranks=world.size)
         self.modules = [*canonical_modules(module)]  # which the snapshot holds to be all there are

@@ -22,7 +22,10 @@ from shardwise.run.pretrained import build_pretrained
 from shardwise.run.reference import build as build_reference
 from shardwise.run.reference_config import check_reference_args
 from shardwise.run.train_config import MODEL_LOSS
-from shardwise.state import LoadReport, load_weights
+from shardwise.run.vocabulary import saved_files, vocabulary_of
+from shardwise.state import LoadReport
+from shardwise.state.load import load_by
+from shardwise.state.match import Rules
 from shardwise.step.model_loss import model_loss
 from shardwise.step.step import TrainStep
 from shardwise.techniques.fold import prepared
@@ -116,9 +119,15 @@ def load_start(config: RunConfig, model: nn.Module) -> LoadReport | None:
     given = config.model
     if given.start is None:
         return None
-    cast = "lossless" if given.cast is None else given.cast
+    rules = Rules(
+        strict=given.strict,
+        rename=list(given.rename.items()),
+        cast="lossless" if given.cast is None else given.cast,
+        check_finite=False,
+        rows=vocabulary_of(config).growth,
+    )
     try:
-        return load_weights(model, given.start, strict=given.strict, rename=list(given.rename.items()), cast=cast)
+        return load_by(model, given.start, rules)
     except CheckpointError as error:  # its fix names arguments of the call; a run has configuration keys
         for call, keys in (
             (
@@ -146,6 +155,10 @@ def _blame_changes(config: RunConfig, error: CheckpointError) -> None:
     if given.hf is not None and given.weights in (None, given.hf) and changed and "dtype" not in error.given:
         error.why += f"; the model was changed by model.args={changed}, and the weights are those of its directory"
         error.fix += "; or remove what is changed in model.args"
+    growth = vocabulary_of(config).growth
+    if growth is not None and "shape" in error.given:
+        error.why += f"; rows are added to tables of {growth[0]:,}, as config.json says that there are"
+        error.fix += "; or, without the rows, remove model.vocab and model.add_tokens"
 
 
 def loaded_text(report: LoadReport | None) -> str:
@@ -161,7 +174,9 @@ def set_tokenizer(config: RunConfig, model: nn.Module) -> None:
     """Sets the tokenizer that is saved with the weights: the one that the run uses, and none for bytes. For tokens from
     a file it is the tokenizer of the directory that the weights were loaded from."""
     if config.data.build is None and not is_tokens(config.data.path):
-        runtime_of(model).tokenizer = tokenizer_path(config.data.tokenizer) or False
+        changed = vocabulary_of(config).tokenizer
+        kept = saved_files(changed) if changed is not None and world_of(model).is_main else False  # rank 0 saves it
+        runtime_of(model).tokenizer = kept if changed is not None else tokenizer_path(config.data.tokenizer) or False
 
 
 def build_plain(config: RunConfig, world: World | None = None) -> nn.Module:
@@ -184,7 +199,9 @@ def _unprepared(config: RunConfig) -> nn.Module:
 def _built(config: RunConfig) -> nn.Module:
     model = config.model
     if model.hf is not None:
-        return build_pretrained(model.hf, model.args)
+        vocabulary = vocabulary_of(config)
+        rows = None if vocabulary.growth is None else vocabulary.rows
+        return build_pretrained(model.hf, model.args, rows=rows, eos=vocabulary.eos)
     if model.build is None:
         sizes = check_reference_args(model.args, seq_len=config.data.seq_len)
         return build_reference(**{"max_seq": max(256, config.data.seq_len), **sizes})

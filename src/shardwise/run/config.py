@@ -17,6 +17,7 @@ from shardwise.config.loader import load_config as load
 from shardwise.config.record import Options, default_of, doc
 from shardwise.config.suggest import did_you_mean
 from shardwise.config.target import looks_like_target
+from shardwise.config.tokenizer import BYTES_MEANT, is_tokens
 from shardwise.errors import ConfigError
 from shardwise.layout import parse_layout
 from shardwise.run.data_config import MICRO_BATCH, Data
@@ -205,6 +206,7 @@ class RunConfig(Options, frozen=True, kw_only=True):
             # Resolved here, like warmup_steps below: code that reads the data need not know the model.
             settled_data = msgspec.structs.replace(self.data, tokenizer=self.model.hf)
             msgspec.structs.force_setattr(self, "data", settled_data)
+        self._check_tokenizer()
         # Resolved here, so that all later code sees a number, and --print-config shows it.
         for (section, key), value in self.computed().items():
             record = getattr(self, section)
@@ -212,6 +214,26 @@ class RunConfig(Options, frozen=True, kw_only=True):
                 msgspec.structs.force_setattr(self, section, msgspec.structs.replace(record, **{key: value}))
         if self.train.steps is not None:
             check_steps(self, self.train.steps)
+
+    def _check_tokenizer(self) -> None:
+        """Refuses keys that are about the tokenizer of the data where there is none."""
+        model, data = self.model, self.data
+        is_read = data.build is None and not is_tokens(data.path) and data.tokenizer not in (None, BYTES_MEANT)
+        if not is_read and (model.add_tokens or model.vocab == "tokenizer"):
+            given = f"model.add_tokens={list(model.add_tokens)}" if model.add_tokens else f"model.vocab={model.vocab!r}"
+            has_text = data.build is None and not is_tokens(data.path)
+            raise ConfigError(
+                f"{given} with data.{'build' if data.build else 'path' if is_tokens(data.path) else 'tokenizer'}="
+                f"{data.build or (data.path if is_tokens(data.path) else data.tokenizer)!r}",
+                why="it is about the tokenizer that reads the data, and here none does",
+                fix="name it: --data.tokenizer=hf" if has_text else "say how many rows the data need: --model.vocab=N",
+            )
+        if data.eos_token is not None and "eos_token_id" in model.args:
+            raise ConfigError(
+                f"data.eos_token={data.eos_token!r} with model.args.eos_token_id={model.args['eos_token_id']!r}",
+                why="each of them says which token ends a text",
+                fix="remove model.args.eos_token_id: the configuration that is saved has the number of data.eos_token",
+            )
 
     def _check_whole_parameters(self) -> None:
         degrees = parse_layout(self.parallel.layout)

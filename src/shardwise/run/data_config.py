@@ -70,6 +70,18 @@ class Data(Options, frozen=True, kw_only=True):
     unusable: Annotated[
         Literal["refuse", "drop"], doc("of records: one without an answer within seq_len is an error, or left out")
     ] = "refuse"
+    chat_template: Annotated[
+        str | None,
+        doc(
+            "of records: a file with a chat template in Jinja, in place of the tokenizer's; saved with the final weights"
+        ),
+    ] = None
+    eos_token: Annotated[
+        str | None,
+        doc(
+            "of records: the token that ends a text, in place of the tokenizer's; saved with the final weights, as for the model"
+        ),
+    ] = None
     cache: Annotated[
         str | None,
         doc(
@@ -103,7 +115,7 @@ class Data(Options, frozen=True, kw_only=True):
                 fix="give data.num_workers=2 too, or remove data.prefetch",
             )
         self._check_build()
-        for key in ("pack", "unusable"):
+        for key in ("pack", "unusable", "chat_template", "eos_token"):
             if getattr(self, key) != default_of(Data, key) and not self._may_have_records:
                 raise ConfigError(
                     f"data.{key}={getattr(self, key)} with data.path={self.path!r}",
@@ -179,7 +191,18 @@ class Data(Options, frozen=True, kw_only=True):
                 why="it does not name a function",
                 fix="write pkg.mod:fn, or path/to/file.py:fn",
             )
-        for key in ("path", "val_path", "tokenizer", "dtype", "seq_len", "pack", "unusable", "cache"):
+        for key in (
+            "path",
+            "val_path",
+            "tokenizer",
+            "dtype",
+            "seq_len",
+            "pack",
+            "unusable",
+            "chat_template",
+            "eos_token",
+            "cache",
+        ):
             if getattr(self, key) != default_of(Data, key):
                 raise ConfigError(
                     f"data.{key}={getattr(self, key)!r} with data.build={self.build!r}",

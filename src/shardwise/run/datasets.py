@@ -20,7 +20,7 @@ from shardwise.data.sft.dataset import SFTDataset
 from shardwise.data.token_cache import Say, TokenCache, cache_of
 from shardwise.errors import ConfigError
 from shardwise.run.config import Data, RunConfig
-from shardwise.run.tokens import vocab_of_folder
+from shardwise.run.vocabulary import vocabulary_of
 
 __all__ = ["Corpus", "limit_to_model", "open_data", "prompt_of", "vocab_of"]
 
@@ -76,12 +76,13 @@ def prompt_of(corpus: Corpus) -> str:
     return " ".join(taken) + " "
 
 
-def open_data(data: Data, *, vocab: int | None, say: Say = lambda kind, text: None) -> Corpus:
+def open_data(data: Data, *, vocab: int | None, tokenizer: Any = None, say: Say = lambda kind, text: None) -> Corpus:
     """Opens the data a config names and splits it into training and validation.
 
     Args:
         data: the section of the config.
         vocab: size of the model's vocabulary; None if it is not known.
+        tokenizer: of transformers, where it is not as in its file: :func:`~shardwise.run.vocabulary.vocabulary_of`.
         say: called as ``say(kind, text)``: "trouble", tokens cannot be kept; "phase", whom this process waits for to make them.
 
     Raises:
@@ -89,12 +90,12 @@ def open_data(data: Data, *, vocab: int | None, say: Say = lambda kind, text: No
     """
     if data.build is not None:
         return _own(data, data.build)
-    tokenizer = tokenizer_path(data.tokenizer)
-    cache = None if tokenizer is None else cache_of(data.cache, say)
-    whole = _open(data, data.path, tokenizer, vocab, cache)
+    file = tokenizer_path(data.tokenizer)
+    cache = None if file is None else cache_of(data.cache, say)
+    whole = _open(data, data.path, file, tokenizer, vocab, cache)
     parts: tuple[Any, Any] = (whole, None)
     if data.val_path is not None:
-        parts = whole, _open(data, data.val_path, tokenizer, vocab, cache)
+        parts = whole, _open(data, data.val_path, file, tokenizer, vocab, cache)
     elif data.val_fraction > 0:
         parts = whole.split(data.val_fraction)
     kept = "\n".join(cache.notes) if cache is not None else ""
@@ -103,7 +104,7 @@ def open_data(data: Data, *, vocab: int | None, say: Say = lambda kind, text: No
         return Corpus(
             name=whole.name, train=parts[0], val=parts[1], text=None, collate=whole.collate, report=report, kept=kept
         )
-    is_bytes = tokenizer is None and not is_tokens(data.path)
+    is_bytes = file is None and not is_tokens(data.path)
     text = bytes(parts[0].tokens[: 1 << 24]).decode(errors="replace") if is_bytes else None
     return Corpus(name=whole.name, train=parts[0], val=parts[1], text=text, kept=kept)
 
@@ -131,18 +132,20 @@ def _own(data: Data, build: str) -> Corpus:
     return Corpus(name=build, train=train, val=val, text=None)
 
 
-def _open(data: Data, path: str | None, tokenizer: Path | None, vocab: int | None, cache: TokenCache | None) -> Any:
+def _open(
+    data: Data, path: str | None, file: Path | None, tokenizer: Any, vocab: int | None, cache: TokenCache | None
+) -> Any:
     """A :class:`TokenWindows`, or a :class:`SFTDataset`."""
     if data.has_records and path is not None:
         records = SFTDataset(
-            path, str(tokenizer), seq_len=data.seq_len, pack=data.pack, unusable=data.unusable, cache=cache
+            path, tokenizer or str(file), seq_len=data.seq_len, pack=data.pack, unusable=data.unusable, cache=cache
         )
         if vocab is not None:
             records.limit(vocab)
         return records
-    if tokenizer is not None:
-        name = f"{path or _TOPICS}, by {tokenizer}"
-        return TokenWindows(encode(path, tokenizer, cache), data.seq_len, vocab=vocab, name=name)
+    if file is not None:
+        name, content = f"{path or _TOPICS}, by {file}", tokenizer and tokenizer.backend_tokenizer.to_str()
+        return TokenWindows(encode(path, file, cache, content), data.seq_len, vocab=vocab, name=name)
     if path is None:
         return TokenWindows.from_text(pydoc_text(), data.seq_len, vocab=vocab, name=_TOPICS)
     return TokenFile(path, data.seq_len, dtype=data.dtype if path.endswith(".bin") else None, vocab=vocab)
@@ -152,7 +155,7 @@ def vocab_of(config: RunConfig) -> int | None:
     """Size of the vocabulary of a Hugging Face directory or of the reference model; None for a model of the user's
     own."""
     if config.model.hf is not None:
-        return vocab_of_folder(config.model.hf, config.model.args)
+        return vocabulary_of(config).rows
     return config.model.args.get("vocab", BYTES) if config.model.build is None else None
 
 

@@ -5,7 +5,7 @@ after, the weights. Every rank runs all of it, because every rank takes part in 
 and reports. It reports *events*, small dicts passed to ``emit``; the process that started the ranks decides how to show
 them.
 
-Events (``kind`` and its fields): ``phase`` text; ``data`` name, train_samples, val_samples, tokens_per_step, report; ``kept`` text; ``planned`` steps, text;
+Events (``kind`` and its fields): ``phase`` text; ``data`` name, train_samples, val_samples, tokens_per_step, report; ``kept`` text; ``vocabulary`` text; ``planned`` steps, text;
 ``model`` name, num_params, units, why; ``loaded`` text; ``resumed`` text; ``saved`` text; ``sample`` when, prompt, text,
 word_share; ``answer`` when, prompt, text, reference; ``step`` step, steps, loss, grad_norm, lr, tokens_per_s, seconds_left, skipped, num_skipped (so far),
 memory, and tflops, mfu, comm_bytes as far as they are known; ``ended`` step, callback; ``memory`` per_rank, one_process, rss; ``chosen`` name, text; ``val`` step, loss, num_tokens; ``stop`` reason; ``weights`` path, dtype;
@@ -52,6 +52,7 @@ from shardwise.run.optim import put_on_schedule
 from shardwise.run.sample import complete_text, generate, vocabulary, word_share
 from shardwise.run.steps import check_steps, epochs_text, steps_left
 from shardwise.run.stored_dtype import export_dtype
+from shardwise.run.vocabulary import vocabulary_of
 from shardwise.run.watch import Watch, arithmetic
 from shardwise.state import check_dtypes, save_weights, weights_bytes
 from shardwise.step.evaluate import evaluate
@@ -90,7 +91,15 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
     emit = emit if world.is_main else _silent
     checkpoints = RunCheckpoints(config, world)
     emit("phase", text="reading the data")
-    corpus = open_data(config.data, vocab=vocab_of(config), say=lambda kind, text: emit(kind, text=text))
+    vocabulary = vocabulary_of(config)
+    if str(vocabulary):
+        emit("vocabulary", text=str(vocabulary))
+    corpus = open_data(
+        config.data,
+        vocab=vocab_of(config),
+        tokenizer=vocabulary.tokenizer,
+        say=lambda kind, text: emit(kind, text=text),
+    )
     emit("phase", text="building the model" + (", and trying what can be cut over tp" if world.layout.tp > 1 else ""))
     model = build_model(config, world, corpus)
     if config.model.start is not None and not checkpoints.are_there:

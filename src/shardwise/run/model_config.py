@@ -1,10 +1,11 @@
 """The section ``model`` of the configuration of ``shardwise train``: what is built, what it starts from, what of it is trained.
 Torch-free."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from shardwise.config.limits import Positive
 from shardwise.config.record import Options, doc
 from shardwise.config.target import looks_like_target
 from shardwise.errors import ConfigError
@@ -45,6 +46,20 @@ class Model(Options, frozen=True, kw_only=True):
             "converted; false: refused"
         ),
     ] = None
+    add_tokens: Annotated[
+        str | tuple[str, ...],
+        doc(
+            "with hf: special tokens to add to the tokenizer that reads the data, as a list or with commas, such as '<|im_start|>,<|im_end|>'; the "
+            "model gets rows for them"
+        ),
+    ] = ()
+    vocab: Annotated[
+        Positive | Literal["tokenizer"] | None,
+        doc(
+            "with hf: rows of the embedding and of the head, no fewer than the model has. tokenizer: as many as its tokens need; a number: so many; "
+            "null: as the model has, or as add_tokens needs"
+        ),
+    ] = None
     strict: Annotated[
         bool,
         doc("false: missing weights are initialised (a new head), extra ones are left out; both are reported"),
@@ -62,6 +77,7 @@ class Model(Options, frozen=True, kw_only=True):
                 why="each of them says which model is built",
                 fix="remove one; a function of your own can start from the weights: model.weights",
             )
+        self._check_vocab()
         if self.freeze and self.train_only:
             raise ConfigError(
                 f"model.freeze={list(self.freeze)} with model.train_only={list(self.train_only)}",
@@ -82,6 +98,39 @@ class Model(Options, frozen=True, kw_only=True):
                 why="it does not name a function",
                 fix="write pkg.mod:fn, or path/to/file.py:fn",
             )
+
+    def _check_vocab(self) -> None:
+        words = self.add_tokens.split(",") if isinstance(self.add_tokens, str) else self.add_tokens
+        tokens = tuple(word.strip() for word in words) if isinstance(self.add_tokens, str) else tuple(words)
+        tokens = () if tokens == ("",) else tokens
+        msgspec.structs.force_setattr(self, "add_tokens", tokens)
+        if "" in tokens or len(set(tokens)) < len(tokens):
+            raise ConfigError(
+                f"model.add_tokens={list(tokens)}",
+                why="one is empty" if "" in tokens else "one is named twice",
+                fix="name each token once: a list, or with commas",
+            )
+        key = "add_tokens" if tokens else "vocab" if self.vocab is not None else None
+        if key is None:
+            return
+        if self.hf is None:
+            raise ConfigError(
+                f"model.{key}={list(tokens) or self.vocab!r} without model.hf",
+                why="only the model of a Hugging Face directory says where its embedding and its head are",
+                fix=f"remove model.{key}, and build the model with as many rows as it needs"
+                + ("" if self.build is not None else ": model.args.vocab for the reference model"),
+            )
+        if "vocab_size" in self.args:
+            raise ConfigError(
+                f"model.{key}={list(tokens) or self.vocab!r} with model.args.vocab_size={self.args['vocab_size']!r}",
+                why="each of them says how many rows the embedding has",
+                fix="remove model.args.vocab_size: the configuration that is saved has the new number",
+            )
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether rows may be added to the embedding."""
+        return bool(self.add_tokens) or self.vocab is not None
 
     @property
     def start(self) -> str | None:

@@ -16,17 +16,34 @@ if TYPE_CHECKING:
 __all__ = ["build_pretrained", "check_pretrained", "vocab_in"]
 
 
-def build_pretrained(folder: str, changes: Mapping[str, Any]) -> "nn.Module":
+def build_pretrained(
+    folder: str, changes: Mapping[str, Any], *, rows: int | None = None, eos: int | None = None
+) -> "nn.Module":
     """Builds the model that a Hugging Face directory describes, initialised by its constructor.
 
     Args:
         folder: a directory with a ``config.json``.
         changes: fields of the configuration to change, and their values.
+        rows: of its embedding, and of its head; None: as in the configuration.
+        eos: the token that ends a text; None: as in the configuration.
 
     Raises:
-        ConfigError: as for :func:`check_pretrained`.
+        ConfigError: as for :func:`check_pretrained`; and rows were to be added to something that is no plain table.
     """
     kind, config = check_pretrained(folder, changes)
+    for key, value in (("vocab_size", rows), ("eos_token_id", eos)):
+        for part in {id(part): part for part in (config, config.get_text_config())}.values():
+            if value is not None and hasattr(part, key):
+                setattr(part, key, value)
+    model = _built(kind, config, changes)
+    if rows is not None:
+        _refuse_no_table(model, rows, f"rows added to the vocabulary of model.hf={folder!r}")
+    if eos is not None and getattr(model, "generation_config", None) is not None:
+        model.generation_config.eos_token_id = eos
+    return model
+
+
+def _built(kind: Any, config: Any, changes: Mapping[str, Any]) -> Any:
     import torch
 
     try:
@@ -42,6 +59,34 @@ def build_pretrained(folder: str, changes: Mapping[str, Any]) -> "nn.Module":
             why=(str(error).strip().splitlines() or [""])[0],
             fix="use another implementation, such as sdpa or eager, or leave it out",
         ) from error
+
+
+def _refuse_no_table(model: Any, rows: int, given: str) -> None:
+    """Refuses a model whose embedding, or head, is not one table with a row for each token."""
+    from torch import nn
+
+    try:
+        found: list[tuple[str, Any, Any]] = [
+            ("input embedding", model.get_input_embeddings(), nn.Embedding),
+            ("output head", model.get_output_embeddings(), nn.Linear),
+        ]
+    except (AttributeError, NotImplementedError):
+        found = [("input embedding", None, nn.Embedding)]
+    names = {module: name for name, module in model.named_modules()}
+    for what, module, kind in found:
+        if what == "output head" and module is None:
+            continue  # a model that predicts no tokens
+        if isinstance(module, kind) and module.weight.shape[0] == rows:
+            continue
+        place = f" {names.get(module, '')!r}, a {type(module).__name__}," if module is not None else ""
+        raise ConfigError(
+            f"{given}: a {type(model).__name__}",
+            why=f"its {what}{place} is not a plain {kind.__name__} with a row for each of {rows:,} tokens"
+            if module is not None
+            else f"it does not say what its {what} is",
+            fix="add the rows by transformers, if it can (model.resize_token_embeddings), and save the model; or use the tokens that it "
+            "has: without model.add_tokens and model.vocab",
+        )
 
 
 def check_pretrained(folder: str, changes: Mapping[str, Any], *, what: str = "model.hf") -> tuple[Any, Any]:

@@ -58,6 +58,8 @@ FIXED = {
             "data.path",
             "data.val_path",
             "data.tokenizer",
+            "data.chat_template",
+            "data.eos_token",
             "data.dtype",
             "data.val_fraction",
             "data.seq_len",
@@ -189,6 +191,8 @@ def _files_of(config: RunConfig) -> dict[str, str]:
     tokenizer = tokenizer_path(config.data.tokenizer)
     if tokenizer is not None:
         found["data.tokenizer"] = file_sample(tokenizer)
+    if config.data.chat_template is not None:
+        found["data.chat_template"] = file_sample(Path(config.data.chat_template))
     if config.model.hf is not None:
         found["model.hf"] = _told("model.hf", config.model.hf)
     return found

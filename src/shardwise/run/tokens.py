@@ -14,9 +14,9 @@ from shardwise.data.sft.first_look import look_at
 from shardwise.data.sft.records import read_records
 from shardwise.errors import ConfigError
 from shardwise.run.config import RunConfig
-from shardwise.run.pretrained import vocab_in
+from shardwise.run.vocabulary import check_vocabulary, template_in, vocab_of_folder
 
-__all__ = ["check_tokens", "vocab_of_folder"]
+__all__ = ["check_tokens"]
 
 _BYTES = 256
 _HEAD = 1 << 16  # bytes of a file that are checked
@@ -32,6 +32,7 @@ def check_tokens(config: RunConfig, origins: Mapping[str, str]) -> None:
         ConfigError: with the option to set.
     """
     data = config.data
+    check_vocabulary(config, origins)
     if data.build is not None:
         return
     if is_tokens(data.path) or data.tokenizer == BYTES_MEANT:
@@ -67,11 +68,14 @@ def _check_records(config: RunConfig, origins: Mapping[str, str]) -> None:
     tokenizer = tokenizer_path(data.tokenizer)
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(given, why="records are read by transformers, which is not installed", fix=_INSTALL)
-    vocab = vocab_of_folder(config.model.hf, config.model.args)
+    template = None if data.chat_template is None else template_in(data.chat_template)
+    # Where rows are added, there are enough for the tokenizer.
+    vocab = None if config.model.may_grow else vocab_of_folder(config.model.hf, config.model.args)
     for path in filter(None, (data.path, data.val_path)):
         records = read_records(path, most=_RECORDS)
         if tokenizer is not None:
-            look_at(records, path, tokenizer, seq_len=data.seq_len, vocab=vocab, refuses=data.unusable == "refuse")
+            given = {"seq_len": data.seq_len, "vocab": vocab, "refuses": data.unusable == "refuse"}
+            look_at(records, path, tokenizer, **given, added=config.model.add_tokens, template=template)
 
 
 def _refuse_bytes(config: RunConfig, origins: Mapping[str, str]) -> None:
@@ -96,12 +100,6 @@ def _refuse_bytes(config: RunConfig, origins: Mapping[str, str]) -> None:
             fix="give the tokenizer that the model was made with: --data.tokenizer=DIRECTORY; or its tokens as .npy or .bin; "
             "or, if bytes are meant, --data.tokenizer=bytes",
         )
-
-
-def vocab_of_folder(folder: str | None, changes: Mapping[str, object]) -> int | None:
-    """Size of the vocabulary of a model directory, or that in ``changes``; None if neither has it."""
-    changed = changes.get("vocab_size")
-    return None if folder is None else changed if isinstance(changed, int) else vocab_in(folder)
 
 
 def _refuse_no_text(path: str, origin: str) -> None:

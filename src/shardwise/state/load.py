@@ -29,7 +29,7 @@ from shardwise.state.report import LoadReport
 from shardwise.world import World
 from shardwise.world.collectively import collectively
 
-__all__ = ["load_weights"]
+__all__ = ["load_by", "load_weights"]
 
 
 def load_weights(
@@ -72,10 +72,17 @@ def load_weights(
         >>> print(report)  # doctest: +SKIP
         148 tensors from checkpoints/llama: 402.00 MiB on this rank, 0.21 s
     """
-    start, runtime = time.perf_counter(), runtime_of(model)
     if cast not in (True, False, "lossless"):
         raise ConfigError(f"cast={cast!r}", why="there is no such choice", fix='use True, False or "lossless"')
     rules = Rules(strict=strict, rename=rename, cast=cast, check_finite=check_finite)
+    return load_by(model, source, rules, shared_files=shared_files)
+
+
+def load_by(
+    model: nn.Module, source: str | os.PathLike[str] | Mapping[str, Any], rules: Rules, *, shared_files: bool = True
+) -> LoadReport:
+    """As :func:`load_weights`, by rules that may also say that a vocabulary has grown."""
+    start, runtime = time.perf_counter(), runtime_of(model)
     with VerifiedFiles() as files:
         if shared_files:
             report = _load_own_pieces(runtime, source, rules, files)

@@ -14,6 +14,7 @@ from shardwise.parallel import Runtime, bytes_of
 from shardwise.recipe.boxes import Box, blocks, whole
 from shardwise.state.extra import extra_names
 from shardwise.state.files import BUFFER, OpenFiles
+from shardwise.state.grown import GrownTable, grown
 from shardwise.state.integrity.reading import VerifiedFiles
 from shardwise.state.names import Matched, Rename, Wanted, match_names
 from shardwise.state.report import LoadReport, shortened
@@ -34,6 +35,7 @@ class Rules:
     rename: Rename
     cast: Cast
     check_finite: bool
+    rows: tuple[int, int] | None = None  # of a vocabulary that has grown: as stored, and in the model
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,10 @@ def plan_of(runtime: Runtime, source: Any, rules: Rules, files: VerifiedFiles, b
         states = extra_names(runtime.module)
         matched.missing += tuple(name for name in states if name not in opened.extra)
         matched.unexpected += tuple(name for name in opened.extra if name not in states)
+    for name, stored in matched.tensors.items():
+        matched.tensors[name] = grown(stored, wanted[name].shape, rules.rows)
+        doubles = matched.doubles.get(name, {})
+        doubles |= {other: grown(stored, wanted[name].shape, rules.rows) for other, stored in doubles.items()}
     _refuse_unfit(matched, wanted, opened, rules)
     _refuse_untied(matched, opened, files, boxes)
     if rules.check_finite:
@@ -114,6 +120,7 @@ def plan_of(runtime: Runtime, source: Any, rules: Rules, files: VerifiedFiles, b
         ignored=matched.ignored,
         renamed=tuple(matched.renamed),
         cast=cast,
+        grown=tuple(name for name, stored in matched.tensors.items() if isinstance(stored, GrownTable)),
     )
     ordered = {name: matched.tensors[name] for name in wanted if name in matched.tensors}
     extra = {name: value for name, value in opened.extra.items() if name not in matched.unexpected}

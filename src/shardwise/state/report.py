@@ -27,6 +27,7 @@ class LoadReport:
         ignored: name in the source -> why it is not the model's to load.
         renamed: the changes of names, as text with counts.
         cast: name -> (dtype there, dtype here), where they differ (``cast``).
+        grown: tables to which ``shardwise train`` has added rows for new tokens, each the mean of the others.
     """
 
     place: str
@@ -39,6 +40,7 @@ class LoadReport:
     ignored: Mapping[str, str] = field(default_factory=dict)
     renamed: tuple[str, ...] = ()
     cast: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    grown: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [
@@ -50,6 +52,8 @@ class LoadReport:
             f"  cast: {sum(1 for other in self.cast.values() if other == pair)} from {pair[0]} to {pair[1]}"
             for pair in pairs
         ]
+        if self.grown:
+            lines.append(f"  rows added, each the mean of the others ({len(self.grown)}): {shortened(self.grown)}")
         if self.missing:
             now = "with their constructor's values" if self.fresh else "left as they were"
             lines.append(f"  missing ({len(self.missing)}), {now}: {shortened(self.missing)}")

@@ -2,6 +2,7 @@
 them."""
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ def sidecar_files(runtime: Runtime, dtype: str | None = None) -> tuple[dict[str,
             notes.append(
                 f"weights without the configuration and tokenizer of {runtime.loaded_from}: {error.strerror or error}"
             )
+    if isinstance(runtime.tokenizer, Mapping):
+        found |= runtime.tokenizer
     return {**found, **_of_hugging_face(runtime, dtype)}, notes
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.config.tokenizer import add_special
 from shardwise.data.sft.records import Chat, Completion, Record, Text
 from shardwise.data.sft.refusals import (
     beyond_vocabulary,
@@ -29,7 +30,15 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cl
 
 
 def look_at(
-    records: Iterable[Record], path: str, tokenizer: Path, *, seq_len: int, vocab: int | None, refuses: bool
+    records: Iterable[Record],
+    path: str,
+    tokenizer: Path,
+    *,
+    seq_len: int,
+    vocab: int | None,
+    refuses: bool,
+    added: Iterable[str] = (),
+    template: str | None = None,
 ) -> None:
     """Raises ConfigError, with the line, for a record that the ranks would refuse.
 
@@ -40,8 +49,10 @@ def look_at(
         seq_len: positions of a sample.
         vocab: rows of the model's embedding; None: not known.
         refuses: records without an answer are an error, and not left out.
+        added: special tokens that are added to the tokenizer.
+        template: the chat template, in place of the tokenizer's.
     """
-    tried = _Tried(path, tokenizer, seq_len, vocab) if _can_try() else None
+    tried = _Tried(path, tokenizer, seq_len, vocab, added, template) if _can_try() else None
     for number, record in enumerate(records):
         why = empty_answer(record)
         if not why and tried is not None and number < _TRIED:
@@ -57,15 +68,24 @@ def _can_try() -> bool:
 class _Tried:
     """Renders and tokenizes records with the files of a tokenizer."""
 
-    def __init__(self, path: str, tokenizer: Path, seq_len: int, vocab: int | None):
+    def __init__(
+        self,
+        path: str,
+        tokenizer: Path,
+        seq_len: int,
+        vocab: int | None,
+        added: Iterable[str],
+        template: str | None,
+    ):
         from tokenizers import Tokenizer
 
         self.path, self.seq_len, self.vocab = path, seq_len, vocab
         self._tokenizer: Any = Tokenizer.from_file(str(tokenizer))
+        add_special(self._tokenizer, added)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._settings = _json(tokenizer.with_name("tokenizer_config.json"))
-        self._template = _Template.read(tokenizer.parent, self._settings)
+        self._template = _Template.read(tokenizer.parent, self._settings, template)
 
     def problem(self, record: Record) -> str:
         """Why nothing of a record would be trained on; "" if that is not certain. Raises ConfigError for what is refused."""
@@ -131,10 +151,10 @@ class _Template:
     tokens: dict[str, str]
 
     @classmethod
-    def read(cls, folder: Path, settings: dict[str, Any]) -> "_Template | None":
-        """The template of a directory; None: it has none."""
-        text, file = settings.get("chat_template"), folder / "chat_template.jinja"
-        if file.is_file():
+    def read(cls, folder: Path, settings: dict[str, Any], given: str | None) -> "_Template | None":
+        """The template that is given, or else that of a directory; None: it has none."""
+        text, file = given or settings.get("chat_template"), folder / "chat_template.jinja"
+        if not given and file.is_file():
             text = file.read_text(encoding="utf-8")
         text = text or _json(folder / "chat_template.json").get("chat_template")
         if not text:

@@ -42,8 +42,8 @@ def no_template(path: str | Path, line: int) -> ConfigError:
     return ConfigError(
         f"{where(path, line)}: messages, for a tokenizer without a chat template",
         why="nothing says how messages become a text",
-        fix="use the tokenizer of an instruction model, or save a template with it: tokenizer.chat_template = ...; "
-        "or give prompt and completion as texts",
+        fix="use the tokenizer of an instruction model, or give it a template: --data.chat_template=FILE.jinja, in a script "
+        "tokenizer.chat_template = ...; or give prompt and completion as texts",
     )
 
 
@@ -68,6 +68,6 @@ def beyond_vocabulary(path: str | Path, line: int, *, token: int, text: str, voc
     return ConfigError(
         f"token {token} ({text!r}) in {where(path, line)}",
         why=f"the model's vocabulary has {vocab:,} tokens, 0 to {vocab - 1:,}, and the tokenizer's {num_known:,}",
-        fix="use the tokenizer that the model was made with, or enlarge the model's embeddings: "
-        "model.resize_token_embeddings(len(tokenizer)), and save it",
+        fix="add rows to the model's embeddings: --model.vocab=tokenizer, in a script model.resize_token_embeddings(len(tokenizer)) "
+        "before it is sharded; or use the tokenizer that the model was made with",
     )
