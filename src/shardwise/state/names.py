@@ -267,7 +267,7 @@ def _turn(naming: Naming, wanted: Mapping[str, Wanted], found: Matched) -> None:
         )
 
 
-def _accept_allowed(model: nn.Module, found: Matched) -> None:
+def _accept_allowed(model: Any, found: Matched) -> None:
     """Accepts missing and unexpected names that a Hugging Face class allows."""
     lacked = [p for p in getattr(model, "_keys_to_ignore_on_load_missing", None) or () if isinstance(p, str)]
     excused = [name for name in found.missing if any(re.search(pattern, name) for pattern in lacked)]

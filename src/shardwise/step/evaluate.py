@@ -74,7 +74,8 @@ def evaluate(
     """
     refuse_uncallable(loss=loss, forward=forward)
     refuse_autocast(runtime_of(model), "an evaluation")
-    counter = count_of(loss, count if count is not None or loss is not None else getattr(model, "count", None))
+    own_count: Any = getattr(model, "count", None)
+    counter = count_of(loss, count if count is not None or loss is not None else own_count)
     loss = with_count(loss, count)
     call_model = forward_of(loss, forward)
     if fused:

@@ -144,7 +144,8 @@ class TrainStep:
         self.model, self.optim, self.scheduler = model, optim, scheduler
         loss = with_count(loss, count)
         self.loss, self.forward = loss, forward_of(loss, forward)
-        self.count = count if count is not None or loss is not None else getattr(model, "count", None)
+        own_count: Any = getattr(model, "count", None)
+        self.count = count if count is not None or loss is not None else own_count
         # A forward of the user's own may write parameters, also through .data, which shows in no version.
         self._gathers_once = forward is call
         if fused:

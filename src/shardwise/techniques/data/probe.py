@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import inspect
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -93,7 +94,8 @@ def _statistics(module: nn.Module) -> list[str]:
 def _no_split(module: nn.Module) -> tuple[str, ...]:
     """Names of the modules whose classes the model, or a model inside it, lists as not to be split (a Hugging Face
     convention). Only outermost ones, since a part of one is not split either."""
-    hinted = {cls for child in module.modules() for cls in (getattr(child, "_no_split_modules", None) or ())}
+    children: Iterable[Any] = module.modules()
+    hinted = {cls for child in children for cls in (getattr(child, "_no_split_modules", None) or ())}
     if not hinted:
         raise UsageError(
             f"units='no_split' for {type(module).__name__}",
