@@ -287,3 +287,13 @@ def test_ctrl_c_while_the_command_line_is_imported_is_no_traceback():
     ):
         done = subprocess.run([sys.executable, "-c", interrupted + start], capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("words", [("--help",), ("train", "--print-config")])
+def test_an_output_that_cannot_be_written_is_one_sentence(words):
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "shardwise", *words], stdout=full, stderr=subprocess.PIPE, env=environ, text=True
+        )
+    assert (done.returncode, done.stderr) == (1, "the output cannot be written: No space left on device\n")

@@ -57,6 +57,38 @@ def test_a_run_with_a_checkpoint_says_the_command_that_resumes_it(here, end):
     assert ("the same command resumes" in text) == isinstance(end, Stopped)
 
 
+@pytest.mark.parametrize(("code", "name"), [(143, "SIGTERM"), (138, "SIGUSR1"), (129, "SIGHUP")])
+@pytest.mark.parametrize("began", [False, True])
+def test_a_run_that_a_signal_ends_outside_its_steps_is_started_again_from_its_checkpoint(here, code, name, began):
+    """It was loading, or wrote its weights: nothing was saved for the signal, and a checkpoint is there all the same."""
+    config, out = load_config(None, ["log.dir=run", "train.steps=100", "checkpoint.every=2"]).config, io.StringIO()
+    (here / "run" / "checkpoints" / "step-00000004").mkdir(parents=True)
+    with (
+        pytest.raises(Stopped) as stopped,
+        Display(stream=out, live=False) as display,
+        RunFolder(config, display, command("a.yaml")),
+    ):
+        display.began = began
+        raise SystemExit(code)
+    assert (stopped.value.code, stopped.value.reason, stopped.value.step) == (75, name, 4)
+    assert f"stopped    {name}; the same command resumes" in out.getvalue()
+    assert "resume     shardwise train a.yaml  # continues after step 4 of 100" in out.getvalue()
+
+
+@pytest.mark.parametrize("overrides", [["checkpoint.every=2"], ["checkpoint.every=2", "checkpoint.resume=false"]])
+def test_a_run_that_a_signal_ends_without_a_checkpoint_of_its_own_is_not(here, overrides):
+    config, out = load_config(None, ["log.dir=run", *overrides]).config, io.StringIO()
+    if len(overrides) == 2:  # of an older run: this one would have begun anew, and has not moved it aside yet
+        (here / "run" / "checkpoints" / "step-00000004").mkdir(parents=True)
+    with (
+        pytest.raises(SystemExit) as ended_by,
+        Display(stream=out, live=False) as display,
+        RunFolder(config, display, command("a.yaml")),
+    ):
+        raise SystemExit(143)
+    assert ended_by.value.code == 143 and "stopped" not in out.getvalue()
+
+
 @pytest.mark.parametrize("fresh", ["--fresh", "--checkpoint.resume=false", "checkpoint.resume=false"])
 def test_what_starts_from_the_beginning_is_left_out_of_it(here, fresh):
     text = ended(END["SIGTERM"], command("a.yaml", fresh, "--train.steps=100"), "checkpoint.every=2", saved=4)

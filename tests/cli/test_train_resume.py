@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -148,6 +149,17 @@ def test_a_run_that_is_asked_to_stop_saves_and_says_so(ranks, tmp_path, whole, n
     assert "of 14 steps are left" in finish(ranks, tmp_path)
     assert weights(tmp_path) == weights(whole)
     assert losses(tmp_path) == losses(whole)
+
+
+def test_a_run_that_is_asked_to_stop_while_it_loads_is_started_again(tmp_path, whole):
+    shutil.copytree(whole, tmp_path / "run")
+    process = start(tmp_path / "run", steps=20)
+    assert process.stdout is not None and "ranks" in process.stdout.readline()
+    process.send_signal(signal.SIGUSR1)
+    output = " ".join(process.communicate(timeout=60)[0].split())
+    assert process.returncode == 75, output
+    assert "stopped SIGUSR1; the same command resumes" in output and "continues after step 14 of 20" in output
+    assert weights(tmp_path / "run") == weights(whole)
 
 
 @pytest.mark.soak

@@ -288,7 +288,7 @@ def no_launch(monkeypatch):
     ("words", "told"),
     [
         (["--data.path=gone.txt"], "data.path='gone.txt' (override --data.path)\n  why: there is no such file"),
-        (["--data.path=."], "why: it is a directory"),
+        (["--data.path=."], "why: it is not one that save_to_disk of datasets has written: it is empty"),
         (["--parallel.layout=dp_shard=3", "--nproc", "2"], "layout 'dp_shard=3' on 2 ranks"),
         (["--parallel.layout=cp=2", "--nproc", "2"], "cp=2"),
         (

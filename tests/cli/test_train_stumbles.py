@@ -45,7 +45,7 @@ STUMBLES: dict[str, tuple[str, list[str], tuple[str, ...], tuple[str, str, str]]
     "wrong JSON": ("good", [GOOD, "{"], (), ("line 2 of ", "it is no JSON", "one JSON object in each line")),
     "a wrong record": ("good", [GOOD, '{"from": "a"}'], (), ("line 2 of ", "what is trained on", "messages")),
     "no tokenizer": ("bare", [GOOD], (), ("bare'", "there is no tokenizer.json", "a directory with a tokenizer.json")),
-    "no template": ("silent", [GOOD], (), ("line 1 of ", "how messages become a text", "save a template")),
+    "no template": ("silent", [GOOD], (), ("line 1 of ", "how messages become a text", "give it a template")),
     "a small vocabulary": ("small", [GOOD], (), ("line 1 of ", "has 100 tokens, 0 to 99", "the tokenizer that the model was made with")),
     "an empty answer": ("good", [GOOD, said("hello", " ")], (), ("line 2 of ", "learn to say nothing", "data.unusable=drop")),
     "no answer": ("good", [json.dumps({"messages": [{"role": "user", "content": "a"}]})], (), ("it has no answer", "nothing of it would be", "drop")),

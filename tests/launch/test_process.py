@@ -9,7 +9,7 @@ import time
 import pytest
 
 from shardwise.launch import held_port
-from shardwise.launch.process import is_stopped, kill_group
+from shardwise.launch.process import Guard, is_stopped, kill_group
 
 
 def test_held_port_is_for_those_who_know_it():
@@ -38,3 +38,10 @@ def test_stopped_process_is_seen_and_its_group_killed():
     kill_group(process.pid)
     assert process.wait(timeout=10) == -signal.SIGKILL
     kill_group(process.pid, alone=False)
+
+
+def test_a_guard_that_is_stopped_does_not_keep_its_parent():
+    began = time.monotonic()
+    with Guard() as guard:
+        os.kill(guard._process.pid, signal.SIGSTOP)
+    assert guard._process.returncode == -signal.SIGKILL and time.monotonic() - began < 30

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             args.folder, why="it is opened by transformers, which is not installed", fix="pip install 'shardwise[hf]'"
         )
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    prompt = _from_stdin() if args.prompt == "-" else args.prompt
     engine = import_frozen("shardwise.run.generation")
     done = engine.generate_text(
         found,
@@ -87,6 +87,12 @@ def run(args: argparse.Namespace) -> int:
     print(flush=True)
     print(f"({done})", file=sys.stderr)
     return 0
+
+
+def _from_stdin() -> str:
+    if sys.stdin is None:
+        raise ConfigError("--prompt -", why="standard input is closed", fix="give the text: --prompt TEXT")
+    return sys.stdin.read()
 
 
 def _check_numbers(args: argparse.Namespace) -> None:

@@ -51,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _run(words)
+        status = _run(words)
+        sys.stdout.flush()  # here, where what goes wrong can be told
+        return status
     except ShardwiseError as error:
         if os.environ.get("SHARDWISE_TRACEBACK") == "1":
             raise
@@ -68,8 +70,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
     except BrokenPipeError:
         # The reader has gone (`| head -1`): end as other tools do, and do not let Python flush to it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        try:
+            print(flush=True)  # whether it is the output that fails: an error does not say which file it is of
+        except OSError:
+            _drop_output()
+            print(f"the output cannot be written: {error.strerror or error}", file=sys.stderr)
+            return 1
+        raise
+
+
+def _drop_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def error_text(error: ShardwiseError, stream: TextIO) -> str:

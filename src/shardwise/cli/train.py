@@ -221,7 +221,7 @@ def _launch(loaded: "Loaded[RunConfig]", command: "Command") -> int:
     from shardwise.cli.rank_logs import RankLogs
     from shardwise.cli.train_display import Display
     from shardwise.cli.train_folder import RunFolder
-    from shardwise.launch import is_cpu, launch_local, passed_over
+    from shardwise.launch import STOP_SIGNALS, is_cpu, launch_local, passed_over, terminable
     from shardwise.layout import layout_of
     from shardwise.run.loss_unit import unit_of
     from shardwise.techniques import AXES_IN_USE
@@ -243,6 +243,7 @@ def _launch(loaded: "Loaded[RunConfig]", command: "Command") -> int:
 
     with (
         passed_over(saves),
+        terminable(STOP_SIGNALS),  # also before the ranks are started: RunFolder says what resumes
         contextlib.closing(logs),
         Display(unit=unit_of(config)) as display,
         RunFolder(config, display, command) as folder,

@@ -155,7 +155,9 @@ class Display:
         self.on_phase("Ctrl-C: ending the ranks")
 
     def _show_asked_to_stop(self, *, signal: str) -> None:
-        self.on_phase(f"{signal} was sent to the ranks: they stop after this step, with a checkpoint if they keep any")
+        self.on_phase(
+            f"{signal} was sent to the ranks: within the steps they end after this one, with a checkpoint if they keep any"
+        )
 
     def _show_stop(self, *, reason: str) -> None:
         asked = "Ctrl-C" if self._interrupted and reason == "SIGTERM" else reason  # the launcher sends it after Ctrl-C

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from shardwise.errors import CheckpointError, Stopped
 from shardwise.launch.lock import release, try_lock
+from shardwise.launch.stop_signals import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from shardwise.cli.train_command import Command
@@ -25,7 +26,8 @@ class RunFolder:
 
     The run's own files are written by rank 0, once it is certain that there will be a run. A run that ends before
     leaves the folder as it was: what locking it made is removed again. One that ends early says what is kept, and by which
-    command it resumes.
+    command it resumes. One that a signal ended where it had nothing to save (it was loading, or writing its weights) is
+    :class:`~shardwise.errors.Stopped` all the same if a checkpoint of it is there, so that it is started again.
 
     Raises:
         CheckpointError: the folder cannot be made or written, or another run is writing there.
@@ -68,19 +70,34 @@ class RunFolder:
         try:
             if kind is not None:
                 self._clear()
-                if isinstance(error, Stopped):
+                stopped = self._stopped(error)
+                if stopped is not None:
                     which = "the same command" if self.command.is_the_same else "the command below"
-                    self.display.row("stopped", f"{error.reason}; {which} resumes")
-                if self.display.began:
+                    self.display.row("stopped", f"{stopped.reason}; {which} resumes")
+                if self.display.began or stopped is not None:
                     rows, notes = self._metrics()
                     done = max([self.display.latest.get("step", 0), *rows])
                     self.display.row("kept", "\n".join(self._kept(done, notes)))
                     self._say_what_resumes(done)
                 else:
                     self._leave_no_trace()
+                if stopped is not None and stopped is not error:
+                    raise stopped from None
         finally:
             if held is not None:
                 release(held)
+
+    def _stopped(self, error: BaseException | None) -> Stopped | None:
+        """What ``error`` means for a run that was asked to stop, and can be resumed; None: it is another end."""
+        if isinstance(error, Stopped):
+            return error
+        reasons = {128 + number: number.name for number in STOP_SIGNALS}
+        newest = self._newest()
+        if not isinstance(error, SystemExit) or error.code not in reasons or newest is None:
+            return None
+        if not self.display.began and not self.config.checkpoint.resume:
+            return None  # the checkpoints are those of an older run
+        return Stopped(reasons[error.code], int(newest.name.partition("-")[2]), str(newest))
 
     def draw(self, unit: str) -> str | None:
         """Draws the loss curve; returns None, or a line that says why there is no picture."""

@@ -14,6 +14,7 @@ __all__ = ["Guard", "die_with_parent", "free_port", "held_port", "is_stopped", "
 
 _PR_SET_PDEATHSIG = 1
 _GUARD_SCRIPT = str(Path(__file__).with_name("guard.py"))
+_GUARD_ENDS_S = 2.0
 
 
 def free_port() -> int:
@@ -97,7 +98,11 @@ class Guard:
     def __exit__(self, *exc: object) -> None:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()  # type: ignore[union-attr]
-        self._process.wait()
+        try:
+            self._process.wait(_GUARD_ENDS_S)
+        except subprocess.TimeoutExpired:  # it is stopped (SIGSTOP)
+            self._process.kill()
+            self._process.wait()
 
     def add(self, group: int) -> None:
         """Puts a process group on the list."""

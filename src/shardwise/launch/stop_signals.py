@@ -129,10 +129,10 @@ def silence_closed_terminal(number: int) -> None:
 
 
 @contextlib.contextmanager
-def terminable() -> Iterator[None]:
-    """Context manager: SIGTERM raises SystemExit(143), and SIGHUP SystemExit(129), so that ``finally`` and ``with``
-    blocks run. A signal that is ignored (``nohup``) stays ignored."""
-    with handling(_ENDING, leave):
+def terminable(signals: Iterable[int] = _ENDING) -> Iterator[None]:
+    """Context manager: SIGTERM raises SystemExit(143), and SIGHUP SystemExit(129), or each of ``signals`` likewise, so that
+    ``finally`` and ``with`` blocks run. A signal that is ignored (``nohup``) stays ignored."""
+    with handling(signals, leave):
         yield
 
 
@@ -166,7 +166,7 @@ class FirstStop:
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
-        with handling(STOP_SIGNALS, self._on_signal):
+        with handling(STOP_SIGNALS, self._on_signal, replaces=may_be_replaced):
             yield
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

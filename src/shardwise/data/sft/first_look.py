@@ -151,7 +151,7 @@ class _Template:
     tokens: dict[str, str]
 
     @classmethod
-    def read(cls, folder: Path, settings: dict[str, Any], given: str | None) -> "_Template | None":
+    def read(cls, folder: Path, settings: dict[str, Any], given: str | None = None) -> "_Template | None":
         """The template that is given, or else that of a directory; None: it has none."""
         text, file = given or settings.get("chat_template"), folder / "chat_template.jinja"
         if not given and file.is_file():
