@@ -88,7 +88,7 @@ def build(tmp_path, file, text):
         ("recipe/deep/a.py", "from ...world import init\n", "recipe imports world"),
         ("layout.py", "import torch\n", "at module level"),
         ("launch/a.py", "try:\n    from torch import nn\nexcept ImportError:\n    nn = None\n", "at module level"),
-        ("plan/a.py", "class A:\n    import torch.nn\n", "at module level"),
+        ("launch/a.py", "class A:\n    import torch.nn\n", "at module level"),
         ("cli/a.py", "import numpy as np\n", "at module level"),
         (
             "world/a.py",

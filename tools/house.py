@@ -38,11 +38,10 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("step",),
     ("run",),
     ("verify",),
-    ("plan",),
     ("testing",),
     ("cli",),
 )
-TORCH_FREE = ("errors", "config", "layout", "recipe", "launch", "dialects", "plan", "cli")
+TORCH_FREE = ("errors", "config", "layout", "recipe", "launch", "dialects", "cli")
 APART = "techniques"  # the room whose folders do not import each other, ...
 READ_EARLY = ("__init__", "options", "rule")  # ... and their files that the command line reads before it knows torch
 ROOFS = (("state", "checkpoint"),)  # folders on top of their room: nothing beside them in it imports them

@@ -1,4 +1,4 @@
-"""Builds data, model, optimizer, scheduler and scaler of a training run, each from its section of the configuration."""
+"""Builds the model of a training run with the weights it starts from, and its step, from the configuration."""
 
 from dataclasses import replace
 from typing import Any

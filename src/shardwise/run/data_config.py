@@ -261,6 +261,6 @@ class Data(Options, frozen=True, kw_only=True):
         if len({*kinds}) > 1:
             raise ConfigError(
                 f"data.val_path={path!r} with data.path={self.path!r}",
-                why="one is read otherwise than the other",
+                why="the two are of different kinds",
                 fix="give both as a text, .npy, .bin or records (.jsonl, a saved dataset)",
             )

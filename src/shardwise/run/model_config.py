@@ -26,9 +26,9 @@ class Model(Options, frozen=True, kw_only=True):
             "Hugging Face model directory: the class that its config.json names, and its weights; nothing is downloaded"
         ),
     ] = None
-    args: Annotated[
-        dict[str, Any], doc("keyword arguments of build; with hf: fields of the configuration that are to be others")
-    ] = msgspec.field(default_factory=dict)
+    args: Annotated[dict[str, Any], doc("keyword arguments of build; with hf: fields of its config.json to change")] = (
+        msgspec.field(default_factory=dict)
+    )
     weights: Annotated[
         str | None,
         doc(

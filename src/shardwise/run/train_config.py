@@ -74,7 +74,9 @@ class Train(Options, frozen=True, kw_only=True):
     ] = None
     prove: Annotated[
         bool,
-        doc("after the last step three steps are compared with one plain process, in float64 on the CPU; false: not"),
+        doc(
+            "after the last step three steps are compared with one plain process, in float64 on the CPU; false: that is left out"
+        ),
     ] = True
     timeout_s: Annotated[
         AboveZero, doc("seconds a rank waits for the others before it gives up; after 10 it says whom for")

@@ -99,7 +99,7 @@ def test_an_answer_that_begins_inside_a_token_is_counted(tmp_path):
     path = written(tmp_path / "x.jsonl", {"prompt": "Hello ", "completion": "there you are"})
     data = sw.SFTDataset(path, tokenizer, seq_len=200)
     assert trained(data, tokenizer) == [" you are<|im_end|>"]  # " there" is one token, and begins in the prompt
-    assert data.report.inside == 1 and "1 answers begin inside a token" in str(data.report)
+    assert data.report.inside == 1 and "1 answer begins inside a token" in str(data.report)
 
 
 @pytest.mark.parametrize("trims", [False, True])

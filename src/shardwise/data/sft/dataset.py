@@ -56,7 +56,7 @@ class SFTDataset:
         collate: list of samples -> mapping of tensors.
 
     Raises:
-        ConfigError: a record that is none, or cannot be used, with the number of its line, or of its row, counted from 0;
+        ConfigError: a line that is no record, or cannot be used, with the number of its line, or of its row, counted from 0;
             no chat template, or one that does not show what the answers are; data without a record that can be used.
 
     Example::

@@ -54,7 +54,11 @@ class SFTReport:
     def __str__(self) -> str:
         notes = [f"{self.truncated:,} truncated"] if self.truncated else []
         notes += [f"{num:,} dropped: {why}" for why, num in self.dropped.items()]
-        notes += [f"{self.inside:,} answers begin inside a token"] if self.inside else []
+        notes += (
+            [f"{self.inside:,} answer{'s begin' if self.inside > 1 else ' begins'} inside a token"]
+            if self.inside
+            else []
+        )
         told = f"{self.records:,} records, {self.tokens:,} tokens, {self.trained:,} of them trained on"
         return "; ".join([told, *notes])
 
@@ -105,7 +109,7 @@ class Encoding:
         """Calls ``add`` with each document; returns the arrays and facts of :class:`~shardwise.data.sft.documents.Documents`.
 
         Raises:
-            ConfigError: a record that is none, or cannot be used, with the number of its line; none can be used.
+            ConfigError: a line that is no record, or cannot be used, with the number of its line; none can be used.
         """
         report, dropped, worst = SFTReport(), Counter[str](), 0
         lines, ends = array("q"), array("q", [0])

@@ -8,6 +8,7 @@
         rest.safetensors         every other tensor, full: step counts, random streams, state of ``extra`` objects
         state.json               everything that is not a tensor
         recipe.json              which bytes each rank of the run had
+        config.yaml, files.json  of ``shardwise train``: the run's configuration, digests of the files that it names
       extra/NAME/                weights of further sharded models
       manifest.json              written last
 
