@@ -18,7 +18,7 @@ from shardwise.cli import main as cli
 from shardwise.run.build import build_plain
 from shardwise.run.config import load_config
 from shardwise.run.generation import _Tokenizer, generate_text
-from shardwise.run.model_folder import find_model
+from shardwise.run.model_folder import find_model, has_template
 from shardwise.run.sample import complete_text
 
 ASKED = "what is five ?"
@@ -228,3 +228,19 @@ def test_as_a_user_starts_it(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert done.stdout == f"{tokenizer.decode(expected(folder, ASKED), skip_special_tokens=True)}\n", done.stderr
     assert done.stderr.startswith("(20 tokens in ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "has"),
+    [
+        ({"tokenizer_config.json": {"chat_template": "{{ messages }}"}}, True),
+        ({"tokenizer_config.json": {"chat_template": None}}, False),
+        ({"tokenizer_config.json": {}, "chat_template.json": {"chat_template": "{{ messages }}"}}, True),
+        ({"chat_template.jinja": "{{ messages }}"}, True),
+        ({}, False),
+    ],
+)
+def test_a_chat_template_is_found_where_transformers_finds_it(tmp_path, files, has):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    assert has_template(tmp_path) is has

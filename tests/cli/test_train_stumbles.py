@@ -94,11 +94,12 @@ def test_what_the_ranks_would_take_starts(folders, tmp_path, monkeypatch, capsys
 @pytest.mark.parametrize("template", ["CHATML", "MARKED", "WITH_BOS", "FORGETS", "THINKS"])
 def test_a_first_look_renders_as_transformers_does(tmp_path, template):
     """A template that it cannot render is left to the ranks."""
-    from shardwise.data.sft.first_look import _json, _Template
+    from shardwise.config.tokenizer import read_json
+    from shardwise.data.sft.first_look import _Template
 
     made = chat.tokenizer(getattr(chat, template))
     made.save_pretrained(tmp_path)
-    read = _Template.read(tmp_path, _json(tmp_path / "tokenizer_config.json"))
+    read = _Template.read(tmp_path, read_json(tmp_path / "tokenizer_config.json"))
     messages = json.loads(said("what is five ?", "a|five"))["messages"]
     if read.source is None:
         assert template == "MARKED"

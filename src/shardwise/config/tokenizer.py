@@ -1,12 +1,22 @@
 """Tokenizers: the files of a model directory that belong to one, and the file that is read."""
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
 
-__all__ = ["BYTES_MEANT", "TOKENIZER_FILES", "add_special", "is_tokens", "tokenizer_files", "tokenizer_path"]
+__all__ = [
+    "BYTES_MEANT",
+    "TOKENIZER_FILES",
+    "add_special",
+    "is_tokens",
+    "read_json",
+    "template_in",
+    "tokenizer_files",
+    "tokenizer_path",
+]
 
 BYTES_MEANT = "bytes"
 """The value of ``data.tokenizer`` for which the tokens are the bytes of a text."""
@@ -50,6 +60,25 @@ def tokenizer_path(given: str | None) -> Path | None:
         if others
         else "give bytes, or a directory with a tokenizer.json, or that file",
     )
+
+
+def template_in(folder: Path) -> Any:
+    """The chat template of a tokenizer's directory, where transformers finds it: a text, or several by name; None: it has
+    none."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    named = (read_json(folder / name).get("chat_template") for name in ("tokenizer_config.json", "chat_template.json"))
+    return next(filter(None, named), None)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is none."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def add_special(tokenizer: Any, tokens: Iterable[str]) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from shardwise.config.tokenizer import is_tokens, tokenizer_files, tokenizer_path
+from shardwise.config.tokenizer import is_tokens, template_in, tokenizer_files, tokenizer_path
 from shardwise.errors import ConfigError
 from shardwise.run.config import RunConfig, load_config
 
@@ -111,8 +111,4 @@ def has_template(tokenizer: Path | Literal["bytes"]) -> bool:
     """Whether a tokenizer has a chat template."""
     if tokenizer == "bytes":
         return False
-    folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
-    named = folder / "tokenizer_config.json"
-    return any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")) or (
-        named.is_file() and '"chat_template"' in named.read_text(encoding="utf-8", errors="replace")
-    )
+    return template_in(tokenizer if tokenizer.is_dir() else tokenizer.parent) is not None

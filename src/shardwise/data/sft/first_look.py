@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.config.tokenizer import add_special
+from shardwise.config.tokenizer import add_special, read_json, template_in
 from shardwise.data.sft.records import Chat, Completion, Record, Text
 from shardwise.data.sft.refusals import (
     beyond_vocabulary,
@@ -84,7 +84,7 @@ class _Tried:
         add_special(self._tokenizer, added)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._settings = _json(tokenizer.with_name("tokenizer_config.json"))
+        self._settings = read_json(tokenizer.with_name("tokenizer_config.json"))
         self._template = _Template.read(tokenizer.parent, self._settings, template)
 
     def problem(self, record: Record) -> str:
@@ -153,10 +153,7 @@ class _Template:
     @classmethod
     def read(cls, folder: Path, settings: dict[str, Any], given: str | None = None) -> "_Template | None":
         """The template that is given, or else that of a directory; None: it has none."""
-        text, file = given or settings.get("chat_template"), folder / "chat_template.jinja"
-        if not given and file.is_file():
-            text = file.read_text(encoding="utf-8")
-        text = text or _json(folder / "chat_template.json").get("chat_template")
+        text = given or template_in(folder)
         if not text:
             return None
         found = {name: settings.get(name) for name in _SPECIAL}
@@ -191,11 +188,3 @@ def _compiled(text: str) -> Any:
         return environment.from_string(text)
     except jinja2.exceptions.TemplateError:  # {% generation %} is a tag of transformers
         return None
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from shardwise.config.tokenizer import read_json
 from shardwise.errors import ConfigError
 
 __all__ = [
@@ -66,7 +67,7 @@ def hub_advice(path: str | Path) -> str:
 
 def splits_of(path: str | Path) -> list[str]:
     """The splits of a ``DatasetDict``; empty: it is something else."""
-    found = _json(Path(path) / _SPLITS).get("splits")
+    found = read_json(Path(path) / _SPLITS).get("splits")
     return [str(name) for name in found] if isinstance(found, list) else []
 
 
@@ -213,7 +214,7 @@ def open_rows(path: str | Path) -> Rows:
     folder = Path(path)
     if not folder.is_dir():
         return Rows(str(path), (folder,))
-    splits, state = splits_of(folder), _json(folder / _STATE)
+    splits, state = splits_of(folder), read_json(folder / _STATE)
     if splits:
         raise ConfigError(
             f"{str(path)!r}: a DatasetDict with the splits {', '.join(splits)}",
@@ -307,11 +308,3 @@ def _pyarrow(path: str) -> Any:
     import pyarrow
 
     return pyarrow
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
