@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.data.sft.encode import load_tokenizer
 from shardwise.errors import ConfigError
 from shardwise.model import dtype_of
 from shardwise.run.build import build_plain
@@ -280,20 +281,7 @@ class _Tokenizer:
     """A tokenizer of transformers."""
 
     def __init__(self, path: Path):
-        import transformers
-
-        try:
-            tokenizer: Any = (
-                transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
-                if path.is_dir()
-                else transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
-            )
-        except Exception as error:  # transformers and tokenizers raise whatever they come across
-            raise ConfigError(
-                f"the tokenizer in {path}",
-                why=f"transformers cannot read it: {type(error).__name__}: {error}",
-                fix="give a directory in which save_pretrained of a tokenizer has written",
-            ) from error
+        tokenizer = load_tokenizer(path, f"the tokenizer in {path}")
         self._of: Any = tokenizer
         self.end, self.pad = tokenizer.eos_token_id, tokenizer.pad_token_id
 

@@ -25,13 +25,17 @@ Encoded = tuple[list[int], list[bool]]
 """Token ids [n], and whether each is trained on [n]."""
 
 
-def load_tokenizer(file: Path) -> Any:
-    """The tokenizer of transformers that belongs to a ``tokenizer.json``, with the chat template next to it.
+def load_tokenizer(path: Path, given: str | None = None) -> Any:
+    """The tokenizer of transformers in a directory, or that of a ``tokenizer.json``, with the chat template next to it.
+
+    Args:
+        path: the directory, or the file.
+        given: what named it, for messages; None: ``data.tokenizer``.
 
     Raises:
         ConfigError: transformers is missing, or cannot read it.
     """
-    given = f"data.tokenizer={str(file)!r}"
+    given = given or f"data.tokenizer={str(path)!r}"
     try:
         import transformers
     except ImportError as error:
@@ -39,9 +43,10 @@ def load_tokenizer(file: Path) -> Any:
             given, why=f"chat templates need transformers: {error}", fix="pip install 'shardwise[hf]'"
         ) from error
     try:
-        if file.name == "tokenizer.json":
-            return transformers.AutoTokenizer.from_pretrained(str(file.parent), local_files_only=True)
-        return transformers.PreTrainedTokenizerFast(tokenizer_file=str(file))
+        if path.is_dir() or path.name == "tokenizer.json":
+            folder = path if path.is_dir() else path.parent
+            return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        return transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
     except Exception as error:  # transformers and tokenizers raise whatever they come across
         raise ConfigError(
             given,
