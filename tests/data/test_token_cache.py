@@ -413,6 +413,30 @@ def test_where_the_disk_is_too_small_one_process_finds_it_out_for_those_that_wai
         assert tries.value == 1 and not [*kept.glob("*.part")]
 
 
+def test_how_far_it_is_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("shardwise.data.token_cache._PROGRESS_S", 0.0)
+    monkeypatch.setattr("shardwise.data.corpus._PIECE", 1 << 12)
+    told: list[str] = []
+
+    def cache(folder: str = "kept") -> TokenCache:
+        told.clear()
+        return TokenCache(tmp_path / folder, say=lambda *words: told.append(": ".join(words)))
+
+    path = records(tmp_path / "x.jsonl")
+    options = {"tokenizer": chat.tokenizer(), "seq_len": 60}
+    for folder in ("kept", "x.jsonl"):  # the second cannot be used
+        sw.SFTDataset(path, cache=cache(folder), **options)
+        shares = [int(text.split()[-2]) for text in told if text.startswith("progress: tokens of x.jsonl, ")]
+        assert len(shares) == 40 and shares == sorted(shares) and 0 < shares[0] < 10 and shares[-1] == 100
+    sw.SFTDataset(path, cache=cache(), **options)
+    assert told == ["progress: checking the kept tokens of x.jsonl, 100 %"]
+    chat.tokenizer().save_pretrained(tmp_path)
+    (text := tmp_path / "text.txt").write_text("".join(f"{' '.join(WORDS)} {i}\n" for i in range(3000)))
+    encode(text, tmp_path / "tokenizer.json", cache())
+    shares = [int(text.split()[-2]) for text in told if text.startswith("progress: tokens of text.txt, ")]
+    assert len(shares) > 10 and shares == sorted(shares) and shares[0] < 20 and shares[-1] == 100
+
+
 def test_those_that_wait_tell_how_much_is_written(tmp_path, monkeypatch):
     for name, value in (("_SAID_S", 0.1), ("_PROGRESS_S", 0.2)):
         monkeypatch.setattr(f"shardwise.data.token_cache.{name}", value)
