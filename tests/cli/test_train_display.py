@@ -100,6 +100,19 @@ def test_status_of_a_phase_has_its_age():
     assert display.status() == "building the model (7 s)"
 
 
+def test_how_far_a_phase_is_stands_beside_its_age_and_is_no_line_of_its_own():
+    clock, stream = Clock(), io.StringIO()
+    display = Display(stream=stream, clock=clock)
+    display.on_event(0, {"kind": "phase", "text": "reading the data"})
+    for far, now in (("tokens of chat.jsonl, 12 %", 5.0), ("tokens of chat.jsonl, 41 %", 10.0)):
+        clock.now = now
+        display.on_event(0, {"kind": "progress", "text": far})
+    assert display.status() == "reading the data: tokens of chat.jsonl, 41 % (10 s)"
+    display.on_phase("building the model")
+    assert display.status() == "building the model (0 s)"
+    assert stream.getvalue() == "... reading the data\n... building the model\n"
+
+
 def test_a_phase_is_printed_once_and_changes_between_training_and_validating_are_not():
     stream = io.StringIO()
     display = Display(stream=stream)

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from models import chat
 
 import shardwise as sw
 from shardwise.cli import main as cli
-from shardwise.data import file_digest
+from shardwise.data import file_digest, part_file, token_cache, token_store
 from shardwise.data.corpus import TokenWindows, encode
 from shardwise.data.same_dataset import digest_of_dataset
 from shardwise.data.sft.encode import Encoder
@@ -147,7 +148,7 @@ def test_a_kept_text_is_the_same_row_of_tokens(tmp_path, monkeypatch):
 
 
 def test_a_damaged_or_foreign_entry_is_made_anew(tmp_path, counted):
-    path, kept, tokenizer = records(tmp_path / "x.jsonl", 10), tmp_path / "kept", chat.tokenizer()
+    path, kept, tokenizer, told = records(tmp_path / "x.jsonl", 10), tmp_path / "kept", chat.tokenizer(), []
     whole = sw.SFTDataset(path, tokenizer, seq_len=60, cache=kept)
     (entry,) = kept.glob("tokens-*")
     good = entry.read_bytes()
@@ -160,17 +161,97 @@ def test_a_damaged_or_foreign_entry_is_made_anew(tmp_path, counted):
         "another name": b"x" + good[1:],
         "index": good[: at + 30] + b"#" + good[at + 31 :],
         "arrays": good[: at - 5] + bytes([good[at - 5] ^ 1]) + good[at - 4 :],
+        "tokens": good[:40] + bytes([good[40] ^ 1]) + good[41:],
+        "tokens outside of the vocabulary": good[:40] + b"\x7f" * 8 + good[48:],
         "tokens are missing": good[:32] + good[40:],
         "not one of ours": b"\0" * len(good),
+        "": good[:32].replace(b"version 2", b"version 1")
+        + good[32:],  # of an older Shardwise, which had no checksum of tokens
     }
     for name, data in damages.items():
         counted.clear()
+        told.clear()
         entry.unlink()
         entry.write_bytes(data)
-        assert equal(sw.SFTDataset(path, tokenizer, seq_len=60, cache=kept), whole), name
+        cache = TokenCache(kept, say=lambda *words: told.append(" ".join(words)))
+        assert equal(sw.SFTDataset(path, tokenizer, seq_len=60, cache=cache), whole), name
         assert len(counted) == 10 and entry.read_bytes() == good, name
+        assert len(told) == bool(name) and all(
+            "trouble" in text and "damaged (" in text and str(entry) in text for text in told
+        ), name
     inputs = json.loads(good[at : good.rindex(b"}") + 1])["inputs"]
     assert open_tokens(entry, inputs) is not None and open_tokens(entry, {**inputs, "seq_len": 61}) is None
+
+
+def test_a_damaged_entry_that_cannot_be_removed_is_not_used(tmp_path, monkeypatch):
+    path, tokenizer, told = records(tmp_path / "x.jsonl", 10), chat.tokenizer(), []
+    whole = sw.SFTDataset(path, tokenizer, seq_len=60)
+    sw.SFTDataset(path, tokenizer, seq_len=60, cache=tmp_path / "kept")
+    (entry,) = (tmp_path / "kept").glob("tokens-*")
+    entry.write_bytes(entry.read_bytes()[:40] + bytes(8) + entry.read_bytes()[48:])
+
+    def locked(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    # Root may remove anything, so that no right of the folder keeps it from that.
+    monkeypatch.setattr(Path, "unlink", locked)
+    for lock in (True, False):  # without: as in a folder that can be read only
+        if not lock:
+            monkeypatch.setattr("shardwise.data.token_cache.try_lock", locked)
+        told.clear()
+        cache = TokenCache(tmp_path / "kept", say=lambda *words: told.append(" ".join(words)))
+        assert equal(sw.SFTDataset(path, tokenizer, seq_len=60, cache=cache), whole)
+        assert len(told) == 1 and "they are damaged there (its tokens have changed)" in told[0]
+
+
+def test_those_that_wait_for_one_that_checks_take_its_word(tmp_path, monkeypatch):
+    source, context = tmp_path / "x.txt", multiprocessing.get_context("fork")
+    source.write_text("text")
+    sums, troubles, ready = context.Value("i", 0), context.Value("i", 0), context.Barrier(3)
+    slow, leave = token_store._sum, token_cache.note_of
+
+    def summed(*given: Any) -> int:
+        with sums.get_lock():
+            sums.value += 1
+        time.sleep(0.5)
+        return slow(*given)
+
+    def noted(path: Path) -> Any:
+        if not begun:
+            begun.append(1)
+            found = leave(path)
+            ready.wait(20)  # all have looked before the first has the lock
+            return found
+        return leave(path)
+
+    def produce(add: Any) -> Any:
+        add(np.arange(5000))
+        return {}, {}
+
+    def run() -> None:
+        def say(kind: str, text: str) -> None:
+            with troubles.get_lock():
+                troubles.value += kind == "trouble"
+
+        found = TokenCache(tmp_path / "kept", say=say).tokens(source, {}, produce, np.int32)
+        assert found.path is not None and np.array_equal(found.tokens, np.arange(5000))
+
+    begun: list[int] = [1]
+    run()
+    (entry,) = (tmp_path / "kept").glob("tokens-*")
+    monkeypatch.setattr(token_store, "_sum", summed)
+    monkeypatch.setattr(token_cache, "note_of", noted)
+    for num_sums, num_troubles in ((1, 0), (2, 3)):  # the second is of what is made anew
+        begun.clear()
+        sums.value = troubles.value = 0
+        processes = [context.Process(target=run) for _ in range(3)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(30)
+            assert process.exitcode == 0
+        assert sums.value == num_sums and troubles.value == num_troubles
+        entry.write_bytes(entry.read_bytes()[:40] + bytes(8) + entry.read_bytes()[48:])
 
 
 def test_a_folder_that_cannot_be_used_costs_a_sentence_and_nothing_else(tmp_path, monkeypatch):
@@ -230,6 +311,156 @@ def test_of_processes_that_start_at_once_one_makes_an_entry_also_after_a_kill(tm
         assert process.exitcode == 0
     assert made.value == 2 and not [*(tmp_path / "kept").glob("*.part")]
     killed.join(5)
+
+
+def test_what_killed_processes_have_left_of_any_entry_is_removed_and_nothing_else(tmp_path):
+    source, kept, context = tmp_path / "x.txt", tmp_path / "kept", multiprocessing.get_context("fork")
+    source.write_text("text")
+
+    def begun(name: str) -> Any:
+        (tmp_path / name).write_text(name)
+        before = {*kept.glob(".tokens-*.part")}
+        process = context.Process(
+            target=slowly,
+            args=(str(kept), str(tmp_path / name), context.Value("i", 0), 6.0 if name == "lives" else 60.0),
+        )
+        process.start()
+        while not ({*kept.glob(".tokens-*.part")} - before):
+            time.sleep(0.02)
+        return process, ({*kept.glob(".tokens-*.part")} - before).pop()
+
+    (killed, left), (lives, part) = begun("killed"), begun("lives")
+    os.utime(part, (0, 0))  # the clock of a file server may say anything
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.join(5)
+    host, old = socket.gethostname(), time.time() - 7200
+    parts = {
+        f".tokens-0.{host}-{os.getpid()}-00.part": (None, True),  # its number belongs to another process by now
+        f".tokens-0.{host}-x-12-00.part": (None, False),  # another host, of which ours is the beginning
+        ".tokens-0.elsewhere-12-00.part": (None, False),
+        ".tokens-1.elsewhere-12-00.part": (old, True),
+        f".file-0.json.{host}-12.part": (None, False),  # a digest that is being written, without a lock
+        f".file-1.json.{host}-12.part": (old, True),
+    }
+    for name, (age, _) in parts.items():
+        (kept / name).write_text("")
+        if age is not None:
+            os.utime(kept / name, (age, age))
+    TokenCache(kept).tokens(source, {}, lambda add: (add(np.arange(3)), ({}, {}))[1], np.int32)
+    assert not left.exists() and part.exists()
+    assert {name for name in parts if not (kept / name).exists()} == {name for name, (_, gone) in parts.items() if gone}
+    lives.join(30)
+    assert lives.exitcode == 0 and not part.exists()
+
+
+def test_a_part_that_is_removed_before_it_has_its_lock_is_begun_again(tmp_path, monkeypatch):
+    flock, removed = part_file.fcntl.flock, []
+
+    def late(file: Any, kind: int) -> None:
+        if not removed:
+            removed.append(1)
+            (part,) = tmp_path.glob(".*.part")
+            part.unlink()
+        flock(file, kind)
+
+    monkeypatch.setattr(part_file.fcntl, "flock", late)
+    with part_file.written(tmp_path / "tokens-0") as file:
+        file.write(b"all")
+    assert (tmp_path / "tokens-0").read_bytes() == b"all" and removed
+
+
+def test_where_the_disk_is_too_small_one_process_finds_it_out_for_those_that_wait(tmp_path, monkeypatch):
+    source, kept, context = tmp_path / "x.txt", tmp_path / "kept", multiprocessing.get_context("fork")
+    source.write_text("text")
+    tries, ready = context.Value("i", 0), context.Barrier(3)
+    write, look = token_cache.write_tokens, token_cache.note_of
+
+    def tried(*given: Any) -> None:
+        with tries.get_lock():
+            tries.value += 1
+        time.sleep(0.3)
+        write(*given)
+
+    def noted(path: Path) -> Any:
+        found = look(path)
+        if not looked:
+            looked.append(1)
+            ready.wait(20)
+        return found
+
+    monkeypatch.setattr(token_cache, "write_tokens", tried)
+    monkeypatch.setattr(token_cache, "note_of", noted)
+    looked: list[int] = []
+
+    def run() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+        told: list[str] = []
+        cache = TokenCache(kept, say=lambda *words: told.append(" ".join(words)))
+        found = cache.tokens(source, {}, lambda add: (add(np.arange(1 << 20)), ({}, {}))[1], np.int32)
+        assert found.path is None and len(found.tokens) == 1 << 20
+        assert len(told) == 1 and "File too large" in told[0] and "in memory" in told[0]
+
+    for num in (3, 1):  # the next start tries again
+        looked[:] = [1] * (num == 1)
+        tries.value = 0
+        processes = [context.Process(target=run) for _ in range(num)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(30)
+            assert process.exitcode == 0
+        assert tries.value == 1 and not [*kept.glob("*.part")]
+
+
+def test_how_far_it_is_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("shardwise.data.token_cache._PROGRESS_S", 0.0)
+    monkeypatch.setattr("shardwise.data.corpus._PIECE", 1 << 12)
+    told: list[str] = []
+
+    def cache(folder: str = "kept") -> TokenCache:
+        told.clear()
+        return TokenCache(tmp_path / folder, say=lambda *words: told.append(": ".join(words)))
+
+    path = records(tmp_path / "x.jsonl")
+    options = {"tokenizer": chat.tokenizer(), "seq_len": 60}
+    for folder in ("kept", "x.jsonl"):  # the second cannot be used
+        sw.SFTDataset(path, cache=cache(folder), **options)
+        shares = [int(text.split()[-2]) for text in told if text.startswith("progress: tokens of x.jsonl, ")]
+        assert len(shares) == 40 and shares == sorted(shares) and 0 < shares[0] < 10 and shares[-1] == 100
+    sw.SFTDataset(path, cache=cache(), **options)
+    assert told == ["progress: checking the kept tokens of x.jsonl, 100 %"]
+    chat.tokenizer().save_pretrained(tmp_path)
+    (text := tmp_path / "text.txt").write_text("".join(f"{' '.join(WORDS)} {i}\n" for i in range(3000)))
+    encode(text, tmp_path / "tokenizer.json", cache())
+    shares = [int(text.split()[-2]) for text in told if text.startswith("progress: tokens of text.txt, ")]
+    assert len(shares) > 10 and shares == sorted(shares) and shares[0] < 20 and shares[-1] == 100
+
+
+def test_those_that_wait_tell_how_much_is_written(tmp_path, monkeypatch):
+    for name, value in (("_SAID_S", 0.1), ("_PROGRESS_S", 0.2)):
+        monkeypatch.setattr(f"shardwise.data.token_cache.{name}", value)
+    source, context, told = tmp_path / "x.txt", multiprocessing.get_context("fork"), []
+    source.write_text("text")
+
+    def produce(add: Any) -> Any:
+        for _ in range(10):
+            add(np.zeros(1 << 19, np.int32))
+            time.sleep(0.3)
+        return {}, {}
+
+    maker = context.Process(
+        target=lambda: TokenCache(tmp_path / "kept", say=lambda *_: 0).tokens(source, {}, produce, np.int32)
+    )
+    maker.start()
+    while not [*(tmp_path / "kept").glob(".tokens-*.part")]:
+        time.sleep(0.02)
+    cache = TokenCache(tmp_path / "kept", say=lambda *words: told.append(": ".join(words)))
+    assert cache.tokens(source, {}, produce, np.int32).path is not None and "made by another process" in cache.notes[-1]
+    maker.join(10)
+    sizes = [int(text.split()[1]) for text in told if text.endswith("MB are written")]
+    assert told[0].startswith(f"phase: waiting for process {maker.pid} on ") and sizes == sorted(sizes)
+    assert len({*sizes}) > 1 and 2 <= sizes[-1] <= 21
 
 
 def test_one_that_writes_nothing_is_named_and_not_waited_for(tmp_path, monkeypatch):

@@ -51,6 +51,7 @@ class Display:
         able = self.stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
         self.live = able if live is None else live
         self.phase = "starting"
+        self._far = ""  # how far the phase is
         self.latest: dict[str, Any] = {}
         self.began = False
         self.weights: str | None = None
@@ -132,7 +133,7 @@ class Display:
     def on_phase(self, text: str) -> None:
         """Called when the run enters a new phase, which is shown until the next."""
         known = text in (self.phase, "training", "validating")
-        self.phase, self._phase_since, self._news_since = text, self._clock(), self._clock()
+        self.phase, self._phase_since, self._news_since, self._far = text, self._clock(), self._clock(), ""
         if not self.live and not known:
             self.say(f"... {text}")
 
@@ -149,6 +150,10 @@ class Display:
 
     def _show_phase(self, *, text: str) -> None:
         self.on_phase(text)
+
+    def _show_progress(self, *, text: str) -> None:
+        """Shown with the phase and its age; not a line of its own."""
+        self._far = f": {text}"
 
     def _show_interrupted(self) -> None:
         self._interrupted = True
@@ -247,7 +252,7 @@ class Display:
     def status(self) -> str:
         """The progress of the run, in one line."""
         if not self.latest or self.phase != "training":
-            return f"{self.phase} ({self._clock() - self._phase_since:.0f} s)"
+            return f"{self.phase}{self._far} ({self._clock() - self._phase_since:.0f} s)"
         now = self.latest
         parts = [f"step {now['step']}/{now['steps']}", f"loss {now['loss']:.4f}"]
         if now.get("grad_norm") is not None:

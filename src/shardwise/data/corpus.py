@@ -12,6 +12,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import io
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -88,14 +89,16 @@ def _encoded(path: str | None, tokenizer: str, content: str | None, ages: tuple[
 
 
 def _produce(
-    path: str | None, tokenizer: str, content: str | None, add: Callable[[np.ndarray], object]
+    path: str | None, tokenizer: str, content: str | None, add: Callable[..., object]
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     read = _tokenizer(tokenizer, content)
+    size = Path(path).stat().st_size if path is not None and Path(path).is_file() else 0
     try:
         with io.StringIO(pydoc_text()) if path is None else Path(path).open(encoding="utf-8") as text:
             while piece := text.read(_PIECE):
                 piece += text.readline()
-                add(np.array(read.encode(piece, add_special_tokens=False).ids, dtype=np.uint32))
+                share = min(1.0, os.lseek(text.fileno(), 0, os.SEEK_CUR) / size) if size else None
+                add(np.array(read.encode(piece, add_special_tokens=False).ids, dtype=np.uint32), share)
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"data.path={path!r}",

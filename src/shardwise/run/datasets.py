@@ -83,7 +83,8 @@ def open_data(data: Data, *, vocab: int | None, tokenizer: Any = None, say: Say 
         data: the section of the config.
         vocab: size of the model's vocabulary; None if it is not known.
         tokenizer: of transformers, where it is not as in its file: :func:`~shardwise.run.vocabulary.vocabulary_of`.
-        say: called as ``say(kind, text)``: "trouble", tokens cannot be kept; "phase", whom this process waits for to make them.
+        say: called as ``say(kind, text)``: "trouble", tokens cannot be kept, or were damaged; "phase", whom this process
+            waits for to make them; "progress", how far it is.
 
     Raises:
         ConfigError: as for :class:`~shardwise.data.corpus.TokenFile` and :func:`~shardwise.data.corpus.encode`.

@@ -5,7 +5,7 @@ after, the weights. Every rank runs all of it, because every rank takes part in 
 and reports. It reports *events*, small dicts passed to ``emit``; the process that started the ranks decides how to show
 them.
 
-Events (``kind`` and its fields): ``phase`` text; ``data`` name, train_samples, val_samples, tokens_per_step, report; ``kept`` text; ``vocabulary`` text; ``planned`` steps, text;
+Events (``kind`` and its fields): ``phase`` text; ``progress`` (of the phase) text; ``data`` name, train_samples, val_samples, tokens_per_step, report; ``kept`` text; ``vocabulary`` text; ``planned`` steps, text;
 ``model`` name, num_params, units, why; ``loaded`` text; ``resumed`` text; ``saved`` text; ``sample`` when, prompt, text,
 word_share; ``answer`` when, prompt, text, reference; ``step`` step, steps, loss, grad_norm, lr, tokens_per_s, seconds_left, skipped, num_skipped (so far),
 memory, and tflops, mfu, comm_bytes as far as they are known; ``ended`` step, callback; ``memory`` per_rank, one_process, rss; ``chosen`` name, text; ``val`` step, loss, num_tokens; ``stop`` reason; ``weights`` path, dtype;

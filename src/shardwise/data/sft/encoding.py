@@ -105,8 +105,9 @@ class Encoding:
         names = ("bos", "eos")
         return {name: getattr(self.encoder.tokenizer, f"{name}_token_id", None) for name in names}
 
-    def produce(self, add: Callable[[np.ndarray], object]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Calls ``add`` with each document; returns the arrays and facts of :class:`~shardwise.data.sft.documents.Documents`.
+    def produce(self, add: Callable[..., object]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Calls ``add`` with each document, and the share of the file up to it; returns the arrays and facts of
+        :class:`~shardwise.data.sft.documents.Documents`.
 
         Raises:
             ConfigError: a line that is no record, or cannot be used, with the number of its line; none can be used.
@@ -114,7 +115,13 @@ class Encoding:
         report, dropped, worst = SFTReport(), Counter[str](), 0
         lines, ends = array("q"), array("q", [0])
         self.encoder.num_inside = 0
-        for record in read_records(self.path):
+        share: float | None = None
+
+        def read(now: float) -> None:
+            nonlocal share
+            share = now
+
+        for record in read_records(self.path, read=read):
             report.records += 1
             empty = empty_answer(record)
             encoded = ([], []) if empty else self.encoder.encode(record)
@@ -133,7 +140,7 @@ class Encoding:
             worst = max(worst, int(used.max()), int((~used).max()))
             lines.append(record.line)
             ends.append(ends[-1] + len(row))
-            add(row)
+            add(row, share)
         report.dropped, report.inside = dict(dropped), self.encoder.num_inside
         if not lines:
             raise ConfigError(

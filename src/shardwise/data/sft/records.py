@@ -10,7 +10,8 @@ The fields are those that TRL, torchtune and the providers of fine-tuning take::
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -71,18 +72,21 @@ def where(path: str | Path, line: int) -> str:
     return f"{'row' if is_rows(path) else 'line'} {line} of {str(path)!r}"
 
 
-def read_records(path: str | Path, *, most: int | None = None) -> Iterator[Record]:
+def read_records(
+    path: str | Path, *, most: int | None = None, read: Callable[[float], object] = lambda share: None
+) -> Iterator[Record]:
     """The records of a file or a saved dataset, in order; empty lines are passed over.
 
     Args:
         path: a file in UTF-8, a JSON object in each line; or what :func:`~shardwise.data.sft.saved.open_rows` reads.
         most: only so many lines are read; None: all.
+        read: called with the share of the file (0 to 1) that was read, before each record; not for rows of a dataset.
 
     Raises:
         ConfigError: the file cannot be read or has no record, or a line is none, which is named by its number.
     """
     found = 0
-    for line, given in islice(enumerate(open_rows(path)), most) if is_rows(path) else _objects(path, most):
+    for line, given in islice(enumerate(open_rows(path)), most) if is_rows(path) else _objects(path, most, read):
         found += 1
         yield _record(given, path, line)
     if not found:
@@ -93,11 +97,16 @@ def read_records(path: str | Path, *, most: int | None = None) -> Iterator[Recor
         )
 
 
-def _objects(path: str | Path, most: int | None) -> Iterator[tuple[int, dict[str, Any]]]:
+def _objects(
+    path: str | Path, most: int | None, read: Callable[[float], object]
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """The JSON objects of a file, each with the number of its line."""
     try:
         with Path(path).open("rb") as file:
+            done, size = 0, os.fstat(file.fileno()).st_size
             for line, raw in enumerate(islice(file, most), start=1):
+                done += len(raw)
+                read(min(1.0, done / max(size, 1)))
                 if raw.strip():
                     yield line, _object(raw, path, line)
     except OSError as error:

@@ -1,0 +1,88 @@
+"""A file that is there only once it is complete. What a process that was killed leaves of one is found and removed by others.
+
+A process holds a lock of the system on the part that it writes, which it loses however it ends: a part of this host without a lock
+is left over, whatever process has its number by now. Locks of some network file systems hold on one node only, and some have none:
+a part of another host is left over when it has not grown for an hour.
+"""
+
+import contextlib
+import fcntl
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+__all__ = ["remove_left", "size_of_parts", "written"]
+
+_LEFT_S = 3600.0
+_BUFFER = 1 << 20
+_LOCKED = ".tokens-"  # how parts begin that are written by :func:`written`; others are small and have no lock
+
+
+@contextlib.contextmanager
+def written(path: Path) -> Iterator[BinaryIO]:
+    """A new file to write, which takes the place of ``path`` at the end, unless something is raised; it is removed then.
+
+    Raises:
+        OSError: it cannot be made, or put there.
+    """
+    name = f".{path.name}.{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}.part"
+    part = path.with_name(name)
+    try:
+        with _locked(part) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())  # else a machine that loses power may keep the name and lose the content
+            os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
+
+
+def _locked(part: Path) -> BinaryIO:
+    while True:
+        file = part.open("wb", buffering=_BUFFER)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)  # waits only for a remove_left that has just seen the file without a lock
+        except OSError:  # no locks
+            return file
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()
+
+
+def remove_left(folder: Path) -> None:
+    """Removes parts of files that nobody writes any more."""
+    for part in folder.glob(".*.part"):
+        with contextlib.suppress(OSError):  # of another user, or removed by another process
+            _remove_if_left(part)
+
+
+def _remove_if_left(part: Path) -> None:
+    with part.open("rb+") as file:  # for writing: NFS wants it so for a lock
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_of_nobody = part.name.startswith(_LOCKED) and _host(part) == socket.gethostname()
+        except BlockingIOError:
+            return
+        except OSError:
+            is_of_nobody = False
+        if is_of_nobody or time.time() - os.fstat(file.fileno()).st_mtime > _LEFT_S:
+            part.unlink()
+
+
+def _host(part: Path) -> str:
+    return part.name[1:].partition(".")[2].removesuffix(".part").rsplit("-", 2)[0]
+
+
+def size_of_parts(path: Path) -> int:
+    """Bytes that have been written of files that will take the place of ``path``."""
+    found = 0
+    for part in path.parent.glob(f".{path.name}.*.part"):
+        with contextlib.suppress(OSError):
+            found += part.stat().st_size
+    return found
