@@ -22,7 +22,7 @@ def since(monkeypatch, tmp_path):
         texts = resume_check.texts_of(load_config(None, before).config)
         path = tmp_path / "config.yaml"
         path.write_text(texts[resume_check.CONFIG])
-        values = resume_check._flat(resume_check.EXTENSIONS[".yaml"](path.read_text(), str(path)).values)
+        values = resume_check.flat(resume_check.EXTENSIONS[".yaml"](path.read_text(), str(path)).values)
         files = json.loads(texts[resume_check.FILES]) if tells_files else {}
         saved = resume_check._Saved(folder=tmp_path / "step-00000002", values=values, files=files)
         monkeypatch.setattr(resume_check, "_newest", lambda root: saved)
@@ -124,7 +124,7 @@ def test_a_model_function_whose_file_has_moved_is_the_same(since):
 def test_keys_of_another_version_are_no_fault(monkeypatch, tmp_path):
     text = dump_config(load_config(None, []).config).replace("  momentum: 0.9\n", "  former: 3\n")
     assert "former" in text
-    values = resume_check._flat(resume_check.EXTENSIONS[".yaml"](text, "config.yaml").values)
+    values = resume_check.flat(resume_check.EXTENSIONS[".yaml"](text, "config.yaml").values)
     saved = resume_check._Saved(folder=tmp_path, values=values, files={})
     monkeypatch.setattr(resume_check, "_newest", lambda root: saved)
     assert changes_since(tmp_path, load_config(None, []).config) == []
