@@ -46,29 +46,12 @@ RESTORED = {
 }
 START = dict.fromkeys(("model.weights", "model.rename", "model.cast", "model.strict", "parallel.init"), _START)
 """Keys for a run's initial values: the command that resumes it may leave them out."""
-FIXED = {
-    "model.": _MODEL,
-    **dict.fromkeys(
-        (
-            "train.loss",
-            "train.count",
-            "train.forward",
-            "data.build",
-            "data.args.",
-            "data.path",
-            "data.val_path",
-            "data.tokenizer",
-            "data.chat_template",
-            "data.eos_token",
-            "data.dtype",
-            "data.val_fraction",
-            "data.seq_len",
-            "data.pack",
-            "data.unusable",
-        ),
-        _DATA,
-    ),
-}
+FIXED = {"model.": _MODEL, "data.": _DATA, "train.loss": _DATA, "train.count": _DATA, "train.forward": _DATA}
+MAY_CHANGE = tuple(
+    f"data.{key}" for key in ("global_batch", "micro_batch", "micro_tokens", "num_workers", "prefetch", "cache")
+)
+"""Keys of :data:`FIXED` that change neither which samples there are nor their order: how many are taken at once, and how they are
+read. A key that is added to ``data`` is refused until it is listed here."""
 _OPEN = ("model.args.", "model.rename.", "data.args.", "optim.args.", "parallel.")
 """Prefixes of keys that are not in the defaults: the user's own, or keys that depend on another value."""
 _WHOLE = ("optim.groups",)
@@ -118,7 +101,7 @@ def changes_since(root: Path, config: RunConfig) -> list[str]:
             continue  # both mean that a text is read as bytes
         if same or (_of(START, key) and new == default.get(key)):
             continue
-        why = _of(RESTORED, key) or _of(START, key) or _of(FIXED, key)
+        why = _refused(key)
         if why is not None:
             refused[key] = why
         elif not key.startswith(_UNTOLD):
@@ -161,6 +144,11 @@ def _newest(root: Path) -> _Saved | None:
             files = saved.files.whole(folder / FILES) if FILES in saved.manifest.files else b"{}"
             return _Saved(folder=folder, values=values, files=msgspec.json.decode(files, type=dict[str, str]))
     return None
+
+
+def _refused(key: str) -> str | None:
+    """Why another value of a key is refused; None: it takes effect."""
+    return None if key in MAY_CHANGE else _of(RESTORED, key) or _of(START, key) or _of(FIXED, key)
 
 
 def _of(kinds: Mapping[str, str], key: str) -> str | None:
