@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shardwise.launch import send_event
+from shardwise.launch.environment import rank_and_size
 from shardwise.launch.imports import import_frozen
-from shardwise.launch.process_name import name_of_rank, process_named, rank_and_size
+from shardwise.launch.process_name import name_of_rank, process_named
 
 if TYPE_CHECKING:
     from shardwise.run.config import RunConfig
