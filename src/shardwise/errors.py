@@ -15,6 +15,7 @@ and the build fails for a call that leaves ``given``, ``why`` or ``fix`` empty.
 
 import contextlib
 from collections.abc import Iterator
+from typing import Literal
 
 __all__ = [
     "CheckpointError",
@@ -129,7 +130,25 @@ class NonFiniteError(ShardwiseError, ArithmeticError):
 
 
 class CheckpointError(ShardwiseError, OSError):
-    """Stored weights or a checkpoint cannot be read or written completely."""
+    """Stored weights or a checkpoint cannot be read or written completely.
+
+    Args:
+        given, why, fix, name: as for every :class:`ShardwiseError`.
+        misfit: where the files are sound and the model is another one: what does not fit. ``"double"``: two stored tensors
+            are for one of the model's.
+    """
+
+    def __init__(
+        self,
+        given: str,
+        *,
+        why: str,
+        fix: str,
+        name: str | None = None,
+        misfit: Literal["names", "shape", "dtype", "double"] | None = None,
+    ):
+        super().__init__(given, why=why, fix=fix, name=name)
+        self.misfit = misfit
 
 
 class VerifyError(ShardwiseError, AssertionError):

@@ -8,6 +8,7 @@ from cli.commands import run_command
 
 from shardwise.cli.train_rank import _facts
 from shardwise.run.config import load_config
+from shardwise.run.resume_check import OF_A_NODE
 
 TINY = (
     "--model.args={dim: 32, num_layers: 1, ffn: 48}",
@@ -80,3 +81,31 @@ def test_a_folder_of_tokens_is_a_nodes_own(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     data = (f"--data.path={tmp_path}/x.txt", f"--data.tokenizer={tmp_path}")
     assert facts(*data, "--data.cache=a") == facts(*data, "--data.cache=none") == facts(*data)
+
+
+def test_a_model_is_compared_by_its_configuration_and_not_by_its_path(tmp_path):
+    for name, text in (("a", '{"n": 1}'), ("b", '{"n": 1}'), ("c", '{"n": 2}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
+        (tmp_path / name / "tokenizer.json").write_text("{}")
+    (tmp_path / "x.txt").write_text("text")
+    data = (f"--data.path={tmp_path}/x.txt", "--data.tokenizer=hf")
+    first, copy, other = (facts(f"--model.hf={tmp_path}/{name}", *data) for name in "abc")
+    assert first == copy
+    assert {key for key in first if first[key] != other[key]} == {"model.hf"}
+    before = _facts(load_config(None, [f"--model.hf={tmp_path}/c", *data]).config)
+    (tmp_path / "c" / "config.json").write_text('{"n": 1}')
+    after, shown = _facts(load_config(None, [f"--model.hf={tmp_path}/c", *data]).config)
+    assert before[0] != after == first
+    assert shown["model.hf"].startswith(f"{tmp_path}/c (8 bytes, sample sha256 ")
+
+
+def test_the_text_that_comes_with_python_is_compared_too():
+    found, shown = _facts(load_config(None, []).config)
+    assert found["data.path"] == shown["data.path"] and found["data.path"].startswith("Python's help topics, ")
+
+
+def test_keys_of_a_node_are_those_that_may_differ_between_nodes():
+    assert not [key for key in facts() if key.startswith(OF_A_NODE)]
+    assert facts("--checkpoint.every=5") != facts("--checkpoint.every=6")
+    assert facts("--optim.groups={lm_head.*: {lr: 1e-4}}")["optim.groups"] == {"lm_head.*": {"lr": 1e-4}}

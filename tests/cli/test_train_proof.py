@@ -75,6 +75,30 @@ def test_the_proof_clips_as_the_run_does():
     assert (task.max_grad_norm, task.norm_type, task.clip_grad_value) == (0.5, "inf", 0.1)
 
 
+def test_what_the_optimizer_of_the_proof_does_otherwise_is_said(ranks):
+    config = _config("dp_replicate=1")
+    optim = Optim(name="muon", groups={"*norm*": {"weight_decay": 0.0}}, decay_on="matrices")
+    told = ranks.run(_prove, 1, msgspec.structs.replace(config, optim=optim))[0]["text"]
+    assert told.endswith(
+        "; left out: muon, in whose place adamw ran, parameter groups (optim.groups), optim.decay_on=matrices"
+    )
+    assert "left out" not in ranks.run(_prove, 1, config)[0]["text"]
+
+
+GROUPED = (
+    "from torch import nn\n"
+    "class Grouped(nn.Sequential):\n"
+    "    def make_parameter_groups(self): return [{'params': list(self.parameters()), 'weight_decay': 0.0}]\n"
+    "def build(): return Grouped(nn.Embedding(256, 8), nn.Linear(8, 256))\n"
+)
+
+
+def test_groups_of_the_model_itself_are_said_to_be_left_out(ranks, tmp_path):
+    (tmp_path / "grouped.py").write_text(GROUPED)
+    told = ranks.run(_prove, 1, _config("dp_shard=1", build=f"{tmp_path}/grouped.py:build"))[0]["text"]
+    assert told.endswith("; left out: parameter groups of the model")
+
+
 def evaluating() -> nn.Module:
     return nn.Sequential(nn.Embedding(256, 8), nn.Dropout(0.1), nn.Linear(8, 256)).eval()
 

@@ -17,7 +17,7 @@ from cli.commands import on_ranks
 from safetensors.torch import load_file
 
 from shardwise.cli import main as cli
-from shardwise.cli.train import NEXT, _started_by_others, next_commands
+from shardwise.cli.train import NEXT, next_commands
 from shardwise.config import dump_config
 from shardwise.run.config import load_config
 from shardwise.run.metrics import read_metrics
@@ -381,24 +381,6 @@ def test_an_interrupted_run_says_what_is_kept_and_leaves_no_rank(tmp_path, text,
     rows = [row["step"] for row in read_metrics(tmp_path / "runs/latest/metrics.jsonl") if row["kind"] == "step"]
     assert int(end[1]) >= int(end[2]) == rows[-1]
     assert ranks_in(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("environ", "a_rank"),
-    [
-        ({}, False),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, True),
-        ({"RANK": "-1"}, False),
-        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}, True),
-        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, False),  # an interactive shell: local ranks are started
-    ],
-)
-def test_it_knows_whether_it_is_a_rank(monkeypatch, environ, a_rank):
-    for key in ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"):
-        monkeypatch.delenv(key, raising=False)
-    for key, value in environ.items():
-        monkeypatch.setenv(key, value)
-    assert _started_by_others() is a_rank
 
 
 # ---- what is in the folder is what is told ---------------------------------------------------------------------------

@@ -1,21 +1,26 @@
 """Options of other tools: each is refused with the override to write, and every override in the table is one that is taken."""
 
 import re
+from typing import Literal, get_args, get_origin
 
 import pytest
 
 from shardwise.cli import main as cli
+from shardwise.config.check import struct_in
 from shardwise.config.foreign_words import WORDS
 from shardwise.config.loader import dotted_keys
 from shardwise.config.other_tools import hint
+from shardwise.config.record import hints_of
 from shardwise.errors import ConfigError
-from shardwise.run.config import RunConfig, load_config
+from shardwise.run.config import LOGGERS, RunConfig, load_config
 
 NEXT_TO = {  # a key without which another would have no effect
     "data.pack": ("data.path=a.jsonl", "data.tokenizer=here"),
     "data.prefetch": ("data.num_workers=1",),
     "data.val_path": ("data.path=a.jsonl",),
     "checkpoint.keep": ("checkpoint.every=2",),
+    "checkpoint.keep_every": ("checkpoint.every=2",),
+    "optim.name": ("parallel.layout=dp_replicate=-1",),
     "log.name": ("log.to=wandb",),
     "data.micro_batch": ("data.global_batch=8",),
     **dict.fromkeys(("data.chat_template", "data.eos_token"), ("data.path=b.jsonl", "data.tokenizer=here")),
@@ -31,7 +36,7 @@ def is_key(name: str) -> bool:
 @pytest.mark.parametrize("name", WORDS)
 def test_every_override_of_the_table_is_taken(name, tmp_path):
     word = WORDS[name]
-    for value in {word.like, *word.values}:
+    for value in {word.like, *word.values, *word.texts}:
         fix = hint(f"--{name}", value or None, "override").fix
         assert fix, f"nothing is said of {name} {value}"
         for override in re.findall(r"^write '?--([^;']+)'?", fix):
@@ -54,9 +59,32 @@ def test_every_override_of_the_table_is_taken(name, tmp_path):
 def test_every_key_that_a_text_of_the_table_names_is_there():
     for name, word in WORDS.items():
         named = re.findall(
-            rf"\b((?:{'|'.join(RunConfig.__struct_fields__)})\.[a-z_.]*[a-z_0-9]*[a-z0-9])", f"{word.text} {word.write}"
+            rf"\b((?:{'|'.join(RunConfig.__struct_fields__)})\.[a-z_.]*[a-z_0-9]*[a-z0-9])",
+            f"{word.text} {' '.join(word.texts.values())} {word.write}",
         )
         assert all(map(is_key, named)), (name, named)
+
+
+def words_of(key: str) -> tuple[str, ...]:
+    """The values that a key takes, if they are words."""
+    *sections, last = key.split(".")
+    cls = RunConfig
+    for section in sections:
+        cls = struct_in(hints_of(cls)[section])
+    kinds = [kind for kind in (hints_of(cls)[last], *get_args(hints_of(cls)[last])) if get_origin(kind) is Literal]
+    return {"log.to": LOGGERS}.get(key, tuple(value for kind in kinds for value in get_args(kind)))
+
+
+def test_a_choice_has_every_value_that_its_key_takes():
+    choices = {name: word for name, word in WORDS.items() if word.write.endswith("=VALUE")}
+    found = {}
+    for name, word in choices.items():
+        key = word.write.removesuffix("=VALUE")
+        written = {ours.partition("=")[2] for ours in word.values.values() if ours.startswith(f"{key}=")}
+        known = words_of(key) if key in KEYS else ()
+        found[key] = known
+        assert {value for value in known if value not in written and word.values.get(value) != ""} == set(), name
+    assert found["optim.name"] and found["schedule.name"] and found["launch.device"] and found["log.to"]
 
 
 @pytest.mark.parametrize(
@@ -87,6 +115,26 @@ def test_every_key_that_a_text_of_the_table_names_is_there():
         (["--epochs", "3"], "write --train.epochs=3; fractions too; in place of train.steps"),
         (["--resume"], "when its command is given again"),
         (["--lr_scheduler_type", "linear"], "write --schedule.name=linear"),
+        (["--optim", "adafactor"], "write --optim.name=adafactor; it needs parameters that are whole on each rank"),
+        (
+            ["--optim", "adamw_bnb_8bit"],
+            "write --optim.name=adamw|sgd|adafactor|muon; any other is a class or function: optim.build=",
+        ),
+        (["--enable_activation_offloading", "true"], "write '--parallel.remat={mode: full, offload: true}'; on cuda"),
+        (["--enable_activation_offloading", "false"], "leave it out"),
+        (["--completion_only_loss", "true"], "leave it out: of a conversation"),
+        (["--completion_only_loss", "false"], "only the answers are trained on, and no key changes that"),
+        (["--shuffle", "true"], "leave it out: samples are always shuffled"),
+        (["--shuffle", "false"], "samples are always shuffled, in each epoch"),
+        (["--pin_memory"], "leave it out: a run needs no such setting"),
+        (["--dataloader_pin_memory", "false"], "leave it out: a run needs no such setting"),
+        (["--eval_strategy", "no"], "write --train.eval_every=0; only at the end"),
+        (["--eval_strategy", "epoch"], "write --train.eval_every=N; every N"),
+        (
+            ["--checkpoint.keep_latest_k=0"],
+            "write --checkpoint.keep_every=1; all of them stay; with checkpoint.every=N",
+        ),
+        (["--checkpoint.keep_latest_k=4"], "write --checkpoint.keep=4; with checkpoint.every=N"),
     ],
 )
 def test_a_command_line_of_another_tool_is_answered_with_what_to_write(capsys, words, fix):

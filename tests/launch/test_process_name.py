@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.launch import process_name
-from shardwise.launch.process_name import name_of_rank, process_named, rank_and_size
+from shardwise.launch.process_name import name_of_rank, process_named
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 
@@ -54,19 +54,3 @@ def test_without_proc_nothing_happens(monkeypatch, tmp_path):
     monkeypatch.setattr(process_name, "_COMM", tmp_path / "no" / "comm")
     with process_named("sw:0/1 train"):
         pass
-
-
-@pytest.mark.parametrize(
-    ("environ", "place"),
-    [
-        ({}, (0, 1)),
-        ({"RANK": "3", "WORLD_SIZE": "8"}, (3, 8)),
-        ({"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "16"}, (5, 16)),
-    ],
-)
-def test_a_rank_is_known_before_torch_is(monkeypatch, environ, place):
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    assert rank_and_size() == place

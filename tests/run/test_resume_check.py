@@ -5,10 +5,11 @@ import re
 
 import pytest
 
+from shardwise.config.loader import dotted_keys
 from shardwise.config.render import dump_config
 from shardwise.errors import ConfigError
 from shardwise.run import resume_check
-from shardwise.run.config import load_config
+from shardwise.run.config import RunConfig, load_config
 from shardwise.run.resume_check import changes_since
 
 FP16 = "--parallel.precision=fp16"
@@ -22,7 +23,7 @@ def since(monkeypatch, tmp_path):
         texts = resume_check.texts_of(load_config(None, before).config)
         path = tmp_path / "config.yaml"
         path.write_text(texts[resume_check.CONFIG])
-        values = resume_check._flat(resume_check.EXTENSIONS[".yaml"](path.read_text(), str(path)).values)
+        values = resume_check.flat(resume_check.EXTENSIONS[".yaml"](path.read_text(), str(path)).values)
         files = json.loads(texts[resume_check.FILES]) if tells_files else {}
         saved = resume_check._Saved(folder=tmp_path / "step-00000002", values=values, files=files)
         monkeypatch.setattr(resume_check, "_newest", lambda root: saved)
@@ -124,7 +125,19 @@ def test_a_model_function_whose_file_has_moved_is_the_same(since):
 def test_keys_of_another_version_are_no_fault(monkeypatch, tmp_path):
     text = dump_config(load_config(None, []).config).replace("  momentum: 0.9\n", "  former: 3\n")
     assert "former" in text
-    values = resume_check._flat(resume_check.EXTENSIONS[".yaml"](text, "config.yaml").values)
+    values = resume_check.flat(resume_check.EXTENSIONS[".yaml"](text, "config.yaml").values)
     saved = resume_check._Saved(folder=tmp_path, values=values, files={})
     monkeypatch.setattr(resume_check, "_newest", lambda root: saved)
     assert changes_since(tmp_path, load_config(None, []).config) == []
+
+
+def test_a_key_of_the_data_is_refused_unless_it_is_known_to_change_no_sample():
+    keys = [key for key in dotted_keys(RunConfig) if key.startswith("data.")]
+    assert set(resume_check.MAY_CHANGE) < {*keys}
+    for key in (*keys, "data.args.anything", "data.a_key_of_tomorrow"):
+        assert (resume_check._refused(key) is None) == (key in resume_check.MAY_CHANGE), key
+
+
+def test_how_samples_are_read_and_taken_may_change(since):
+    now = ["--data.global_batch=8", "--data.micro_batch=2", "--data.num_workers=1", "--data.prefetch=3"]
+    assert [told.split()[0] for told in since([], now)] == [word.removeprefix("--").partition("=")[0] for word in now]

@@ -1,13 +1,14 @@
 """Tokens that are added for a run: their rows are the same bits under every layout, and what cannot work is refused."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from models import chat
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, BartConfig, BartForConditionalGeneration, PhiConfig, PhiForCausalLM
 
 import shardwise as sw
@@ -243,3 +244,31 @@ def test_another_tensor_of_the_size_of_the_vocabulary_is_refused_by_name(ranks, 
     tokenizer.save_pretrained(tmp_path / "bart")
     (said,) = ranks.run(refusal, 1, [*words(tmp_path, "bart", *_paths(folders)), "--model.add_tokens=a1"])
     assert "final_logits_bias" in said and "remove model.vocab and model.add_tokens" in said
+
+
+def test_what_does_not_fit_is_known_by_the_error_and_not_by_the_name_of_a_folder(ranks, folders, tmp_path):
+    folder = tmp_path / "shape-3b-dtype"
+    shutil.copytree(folders / "untied", folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors.pop("model.norm.weight")
+    save_file(tensors, file, metadata={"format": "pt"})
+    given = words(tmp_path, folder.name, *_paths(folders), "--model.add_tokens=a1")
+    (said,) = ranks.run(refusal, 1, given)
+    assert "1 of 21 tensors are missing: model.norm.weight" in said, said
+    assert said.endswith(
+        "fix: in this run: --model.rename={pattern: replacement}, or --model.strict=false to load what fits and draw the rest"
+    )
+    (said,) = ranks.run(refusal, 1, [*given, "--model.args={intermediate_size: 24}"])
+    assert (
+        "; or remove what is changed in model.args; or, without the rows, remove model.vocab and model.add_tokens"
+        in said
+    )
+
+
+def test_names_of_which_none_fits_are_not_told_to_be_left_out(ranks, folders, tmp_path):
+    torch.save({"nothing.weight": torch.ones(3)}, tmp_path / "other.pt")
+    given = words(folders, "untied", f"--model.weights={tmp_path / 'other.pt'}", "--model.strict=false")
+    (said,) = ranks.run(refusal, 1, given)
+    assert "none of its 1 names" in said
+    assert said.endswith("fix: in this run: --model.rename={pattern: replacement}, with weights of the same model")

@@ -102,6 +102,7 @@ def more_help() -> str:
 def run(args: argparse.Namespace) -> int:
     from shardwise.cli.train_command import FOUND, Command, configuration_of
     from shardwise.config.render import print_config
+    from shardwise.launch.environment import is_rank
     from shardwise.run.config import load_config
 
     overrides = args.overrides + ([f"--launch.nproc={args.nproc}"] if args.nproc is not None else [])
@@ -109,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     with _shown_once_a_node():
         loaded = load_config(configuration_of(args), overrides)
         check_early(loaded)
-    command = Command.of(args, loaded, is_of_launcher=_started_by_others())
+    command = Command.of(args, loaded, is_of_launcher=is_rank())
     if args.print_config:
         print(f"# {FOUND} of {Path.cwd()}\n" if command.has_found else "", print_config(loaded), sep="", end="")
         return 0
@@ -289,18 +290,15 @@ def _ranks(loaded: "Loaded[RunConfig]") -> tuple[int, str]:
 # ---- started by torchrun or SLURM: this process is a rank ------------------------------------------------------------
 
 
-def _started_by_others() -> bool:
-    given = os.environ
-    return given.get("RANK", "-1") not in ("", "-1") or int(given.get("SLURM_STEP_NUM_TASKS") or 1) > 1
-
-
 @contextlib.contextmanager
 def _shown_once_a_node() -> Iterator[None]:
     """For errors that every rank of a node has: within, only the first rank of the node shows them."""
     try:
         yield
     except ShardwiseError as error:
-        if _started_by_others() and (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") != "0":
+        from shardwise.launch.environment import is_rank, local_rank
+
+        if is_rank() and local_rank():
             error.shown_by = "local rank 0"
         raise
 
@@ -310,7 +308,7 @@ def _be_a_rank(loaded: "Loaded[RunConfig]", command: "Command") -> int:
     from shardwise.cli.train_folder import RunFolder
     from shardwise.cli.train_rank import run_rank
     from shardwise.launch import passed_over, terminable
-    from shardwise.launch.process_name import rank_and_size
+    from shardwise.launch.environment import rank_and_size
     from shardwise.layout import layout_of
     from shardwise.run.loss_unit import unit_of
     from shardwise.techniques import AXES_IN_USE

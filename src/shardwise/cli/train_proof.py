@@ -1,11 +1,11 @@
 """The proof line of a run: three of its steps in fp64, sharded and in one plain process, every gradient compared.
 
-The two sides and the comparison are those of :mod:`shardwise.verify`, with the run's own model, data, layout, clipping
-and kind of optimizer, inside the run's ranks. The model is in eval mode: dropout would draw different numbers on the
-two sides.
+The two sides and the comparison are those of :mod:`shardwise.verify`, with the run's own model, data, layout and clipping,
+inside the run's ranks. The optimizer is of the run's kind, with settings of a proof and all parameters in one group; AdamW
+stands in for Muon. The model is in eval mode: dropout would draw different numbers on the two sides.
 
 It runs on the CPU, whatever the run's device, and takes no longer than the run did, or a quarter of a minute; the line
-says what it leaves out for that.
+says what it leaves out for that, and what it replaces.
 """
 
 import functools
@@ -59,7 +59,10 @@ def prove(config: "RunConfig", world: "World", *, seconds: float = math.inf) -> 
     if not config.train.prove:
         return {"largest": None, "name": None, "text": "left out: train.prove=false"}
     config, replaced = without_kernels(config)
-    count = sum(p.numel() for p in build_plain(config, world).parameters())
+    plain = build_plain(config, world)
+    count = sum(p.numel() for p in plain.parameters())
+    replaced += _optimizer_replaced(config, plain)
+    del plain
     if count > MOST_PARAMS:
         text = f"left out: {count:,} parameters are too many to gather at every step (at most {MOST_PARAMS:,})"
         return {"largest": None, "name": None, "text": text}
@@ -115,7 +118,7 @@ def _compared(config: "RunConfig", world: "World", parallel: Any, num_steps: int
 
 
 def _optimizer(config: "RunConfig") -> Any:
-    """The optimizer of both sides: that of the run, in one group and with the settings of a proof."""
+    """The optimizer of both sides: of the kind of the run's, in one group and with the settings of a proof."""
     from shardwise.config.target import load_target
 
     optim = config.optim
@@ -125,6 +128,20 @@ def _optimizer(config: "RunConfig") -> Any:
         return optim.name
     given = {} if optim.lr is None else {"lr": optim.lr}
     return functools.partial(load_target(optim.build, what="optim.build"), **given, **optim.args)
+
+
+def _optimizer_replaced(config: "RunConfig", model: Any) -> list[str]:
+    """Texts about what the run's optimizer does and that of :func:`_optimizer` does not."""
+    from shardwise.step.parameter_groups import has_groups
+
+    optim = config.optim
+    given = {
+        "muon, in whose place adamw ran": optim.build is None and optim.name == "muon",
+        "parameter groups (optim.groups)": bool(optim.groups),
+        "parameter groups of the model": has_groups(model),
+        f"optim.decay_on={optim.decay_on}": optim.decay_on != "all",
+    }
+    return [text for text, is_replaced in given.items() if is_replaced]
 
 
 def _task(config: "RunConfig", world: "World", num_steps: int, most: int) -> Any:

@@ -2,13 +2,13 @@
 launcher or by torchrun."""
 
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shardwise.launch import send_event
+from shardwise.launch.environment import rank_and_size
 from shardwise.launch.imports import import_frozen
-from shardwise.launch.process_name import name_of_rank, process_named, rank_and_size
+from shardwise.launch.process_name import name_of_rank, process_named
 
 if TYPE_CHECKING:
     from shardwise.run.config import RunConfig
@@ -90,46 +90,24 @@ def _agree_on_config(config: "RunConfig", world: "World") -> None:
 def _facts(config: "RunConfig") -> tuple[dict[str, Any], dict[str, str]]:
     """The settings that must be equal on every rank, by key; and what to print for a key whose value is a digest.
 
-    Left out, since nodes may differ in them: ``log``, and the path of ``checkpoint.export`` (only rank 0 writes, and a
-    node's scratch folder or a date in a name is its own), but not whether weights are written, in which all ranks take
-    part; ``launch`` (the number of ranks of a node was checked against the world; of ``device``, the device that "auto"
-    chose is compared); ``data.cache``, a folder of a node; ``parallel.layout``, which the world has compared once resolved. Data and a tokenizer are
-    compared by the contents of the file, not by its path: each node may read a copy on its own disk, and copies under
-    one path may be of different ages.
+    Left out, since nodes may differ in them: keys of a node (:data:`~shardwise.run.resume_check.OF_A_NODE`: only rank 0 writes
+    logs, the number of a node's ranks was checked against the world, and of ``launch.device`` the device that "auto" chose is
+    compared), and the path of ``checkpoint.export`` (a node's scratch folder or a date in a name is its own), but not whether
+    weights are written, in which all ranks take part; ``parallel.layout``, which the world has compared once resolved. A file is
+    compared by its contents, not by its path: each node may read a copy on its own disk, and copies under one path may be of
+    different ages.
     """
-    import msgspec
+    from shardwise.run.resume_check import OF_A_NODE, files_of, flat
 
-    from shardwise.config.tokenizer import tokenizer_path
-    from shardwise.run.resume_check import file_sample
-
-    sections = msgspec.to_builtins(config)
-    kept = {name: value for name, value in sections.items() if name not in ("log", "launch")}
-    facts = _flat(kept)
+    facts = {key: value for key, value in flat(config).items() if not key.startswith(OF_A_NODE)}
     del facts["parallel.layout"]
-    facts.pop("data.cache", None)
     facts["checkpoint.export"] = None if config.checkpoint.export is None else "a folder"
     shown: dict[str, str] = {}
-    files = {
-        "data.path": config.data.path,
-        "data.val_path": config.data.val_path,
-        "data.tokenizer": tokenizer_path(config.data.tokenizer),
-        "data.chat_template": config.data.chat_template,
-    }
-    for key, path in files.items():
-        if path is not None:
-            facts[key] = contents = file_sample(Path(path))
-            shown[key] = f"{path} ({contents})"
+    for key, contents in files_of(config).items():
+        path = facts[key]
+        shown[key] = contents if path is None else f"{path} ({contents})"
+        facts[key] = contents
     return facts, shown
-
-
-def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, inner in value.items():
-        if isinstance(inner, Mapping) and inner:
-            found |= _flat(inner, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = inner
-    return found
 
 
 def _device_text(world: Any) -> str:

@@ -16,6 +16,7 @@ class Word:
             has nothing like it, or needs nothing.
         values: values there -> overrides here, where they are other words; "": leave it out.
         text: what else to know, or what to do instead.
+        texts: values there -> another text; a value without an override is answered by it alone.
         tools: the tools that have the option.
     """
 
@@ -23,6 +24,7 @@ class Word:
     write: str = ""
     values: Mapping[str, str] = field(default_factory=dict)
     text: str = ""
+    texts: Mapping[str, str] = field(default_factory=dict)
     tools: str = ""
 
 
@@ -47,6 +49,6 @@ def choice(key: str, text: str = "", **values: str) -> Word:
     return Word(like=next(name for name, ours in given.items() if ours), write=f"{key}=VALUE", values=given, text=text)
 
 
-def none(text: str, like: str = "") -> Word:
-    """An option that Shardwise does not have."""
-    return Word(like=like, text=text)
+def none(text: str, like: str = "", *, off: str = "") -> Word:
+    """An option that Shardwise does not have; ``off``: what to say where it is switched off, if that is something else."""
+    return Word(like=like, text=text, texts=dict.fromkeys(("false", "0"), off) if off else {})

@@ -5,6 +5,7 @@ is a key of a configuration file of torchtune or torchtitan. ``config/other_tool
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from shardwise.config.foreign_word import Word, choice, fixed, none, switch, to
 
@@ -89,7 +90,20 @@ _RECORDS = fixed(
 _MODEL = to("model.hf", "DIRECTORY", "a directory that save_pretrained has written; nothing is downloaded")
 _NPROC = Word(like="8", write="launch.nproc={}", values={"auto": "", "-1": ""})
 _STEPS = Word(like="1000", write="train.steps={}", values={"-1": ""}, text="")
-_EVAL = fixed("train.eval_every=N", "steps", "every N optimizer steps")
+_EVAL = Word(
+    like="steps",
+    write="train.eval_every=N",
+    values=dict.fromkeys(("no", "false"), "train.eval_every=0"),
+    text="every N optimizer steps",
+    texts=dict.fromkeys(("no", "false"), "only at the end; data.val_fraction=0 keeps nothing for it"),
+)
+_KEEP = Word(
+    like="3",
+    write="checkpoint.keep={}",
+    values=dict.fromkeys(("0", "-1", "none"), "checkpoint.keep_every=1"),
+    text="with checkpoint.every=N",
+    texts=dict.fromkeys(("0", "-1", "none"), "all of them stay; with checkpoint.every=N"),
+)
 _TP = fixed("parallel.layout=dp_shard=-1,tp={}", "2")
 _TYPE = choice("launch.device", cpu="cpu", cuda="cuda", gpu="cuda", auto="")
 _LATER = none(
@@ -114,18 +128,27 @@ _OUT = to("log.dir", "runs/a")
 _SEED = to("train.seed", "42")
 _WORKERS = to("data.num_workers", "2")
 _BETA1, _BETA2 = fixed("optim.betas=[{},0.95]", "0.9"), fixed("optim.betas=[0.9,{}]", "0.999")
-_OPTIMIZER = choice(
+_WHOLE = "it needs parameters that are whole on each rank: parallel.layout=dp_replicate=-1"
+_NAMED = choice(
     "optim.name",
-    "adafactor is there where parameters are whole on each rank: --optim.name=adafactor --parallel.layout=dp_replicate=-1",
+    "any other is a class or function: optim.build=torch.optim:NAdam, with optim.args",
     adamw="adamw",
     adamw_torch="adamw",
     adamw_torch_fused="adamw",
     adamw_hf="adamw",
     sgd="sgd",
+    adafactor="adafactor",
+    muon="muon",
 )
+_OPTIMIZER = replace(_NAMED, texts={"adafactor": _WHOLE, "muon": _WHOLE})
 _MICRO = to("data.micro_batch", "8", _BATCH)
-_ANSWERS = none(f"{_LEAVE}: of a conversation, or a prompt with its completion, only the answers are trained on")
+_ANSWERS = none(
+    f"{_LEAVE}: of a conversation, or a prompt with its completion, only the answers are trained on",
+    off="of a conversation, or a prompt with its completion, only the answers are trained on, and no key changes that: write the "
+    'whole as one text, {"text": ...} a line, which is trained on from its first token',
+)
 _ALREADY = none(f"{_LEAVE}: the layout says it, and a run needs no such setting")
+_NEEDLESS = none(f"{_LEAVE}: a run needs no such setting")
 
 _ACCELERATE = {
     "num_processes": _NPROC,
@@ -180,7 +203,7 @@ _TRAINER = {
     "max_grad_norm": _NORM,
     "optim": _OPTIMIZER,
     "save_steps": to("checkpoint.every", "500"),
-    "save_total_limit": to("checkpoint.keep", "3", "with checkpoint.every=N"),
+    "save_total_limit": _KEEP,
     "save_strategy": Word(like="epoch", write="checkpoint.every=N", values={"no": ""}, text="every N optimizer steps"),
     "eval_steps": to("train.eval_every", "100"),
     **dict.fromkeys(("eval_strategy", "evaluation_strategy"), _EVAL),
@@ -188,7 +211,7 @@ _TRAINER = {
     "logging_dir": none(f"{_LEAVE}: figures are in log.dir", "logs"),
     "output_dir": _OUT,
     "overwrite_output_dir": switch("checkpoint.resume=false", "which moves older checkpoints aside; --fresh says the same"),
-    "report_to": choice("log.to", "or pkg.mod:fn, a logger of your own", wandb="wandb", tensorboard="tensorboard", none="", all=""),
+    "report_to": choice("log.to", "or pkg.mod:fn, a logger of your own", wandb="wandb", tensorboard="tensorboard", csv="csv", none="", all=""),
     "run_name": to("log.name", "first", "with log.to=wandb"),
     "resume_from_checkpoint": _RESUME,
     "model_name_or_path": _MODEL,
@@ -210,7 +233,7 @@ _TRAINER = {
     "full_determinism": switch("train.deterministic=true"),
     "dataloader_num_workers": _WORKERS,
     "dataloader_prefetch_factor": to("data.prefetch", "2", "with data.num_workers=N"),
-    "dataloader_pin_memory": _ALREADY,
+    "dataloader_pin_memory": _NEEDLESS,
     **dict.fromkeys(("assistant_only_loss", "completion_only_loss"), _ANSWERS),
     **dict.fromkeys(("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"), _ADAPTERS),
     **dict.fromkeys(("use_peft", "use_dora", "qlora"), _NO_ADAPTERS),
@@ -219,7 +242,7 @@ _TRAINER = {
     "ddp_find_unused_parameters": none(f"{_LEAVE}: parameters that a step does not use are found"),
     "ddp_bucket_cap_mb": to("parallel.ddp.bucket_cap_mb", "25"),
     "ddp_timeout": to("train.timeout_s", "600"),
-    **dict.fromkeys(("do_train", "do_eval", "local_rank", "remove_unused_columns", "ddp_backend"), none(f"{_LEAVE}: a run needs no such setting")),
+    **dict.fromkeys(("do_train", "do_eval", "local_rank", "remove_unused_columns", "ddp_backend"), _NEEDLESS),
     "push_to_hub": none("nothing is uploaded: the weights are in log.dir, as checkpoint.export says, and from_pretrained opens them"),
 }  # fmt: skip
 
@@ -229,9 +252,7 @@ _TORCHTUNE = {
     "max_steps_per_epoch": fixed("train.steps=N", "100", "optimizer steps, of all epochs together"),
     "gradient_accumulation_steps": _ACCUMULATION,
     "enable_activation_checkpointing": _REMAT,
-    "enable_activation_offloading": none(
-        "kept activations are not moved to the host: parallel.remat=full keeps fewer of them"
-    ),
+    "enable_activation_offloading": switch("parallel.remat={mode: full, offload: true}", "on cuda"),
     "fsdp_cpu_offload": _OFFLOAD,
     "tokenizer.path": to("data.tokenizer", "DIRECTORY", "one with a tokenizer.json; that of model.hf without it"),
     "tokenizer.max_seq_len": _LENGTH,
@@ -257,7 +278,11 @@ _TORCHTUNE = {
     "output_dir": _OUT,
     "resume_from_checkpoint": _RESUME,
     "seed": _SEED,
-    "shuffle": _ALREADY,
+    "shuffle": none(
+        f"{_LEAVE}: samples are always shuffled",
+        off="samples are always shuffled, in each epoch in another order; in a script of your own sw.Loader(shuffle=False) keeps that of "
+        "the data",
+    ),
 }
 
 _TORCHTITAN = {
@@ -297,7 +322,7 @@ _TORCHTITAN = {
     **dict.fromkeys(("checkpoint.enable", "checkpoint.enable_checkpoint"), fixed("checkpoint.every=N", "true", "every N optimizer steps")),
     "checkpoint.interval": to("checkpoint.every", "500"),
     "checkpoint.folder": none(f"{_LEAVE}: checkpoints are in log.dir", "checkpoint"),
-    "checkpoint.keep_latest_k": to("checkpoint.keep", "3", "with checkpoint.every=N"),
+    "checkpoint.keep_latest_k": _KEEP,
     "checkpoint.initial_load_path": to("model.weights", "PATH"),
     "metrics.log_freq": _LOG,
     "metrics.enable_wandb": switch("log.to=wandb"),
@@ -370,6 +395,7 @@ _PLAIN = {
     "activation_checkpointing": _REMAT,
     **dict.fromkeys(("tp", "tp_size", "tensor_parallel_size"), _TP),
     "workers": _WORKERS,
+    "pin_memory": none(f"{_NEEDLESS.text} for its data; parallel.sharding.pin_memory is for shards in host memory"),
 }
 
 _TOOLS: Mapping[str, Mapping[str, Word]] = {
@@ -389,7 +415,7 @@ def _with_tools() -> dict[str, Word]:
         for name, word in words.items():
             first = found.get(name, word)
             tools = ", ".join(filter(None, (first.tools, tool)))
-            found[name] = Word(like=first.like, write=first.write, values=first.values, text=first.text, tools=tools)
+            found[name] = replace(first, tools=tools)
     return found
 
 

@@ -52,9 +52,11 @@ def hint(name: str, value: Any, place: Place, *, inside: bool = False) -> Hint |
         return None
     text = _text(value)
     ours = _override(word, text)
-    told = word.text.replace("{}", text or word.like or "N")
-    write = _shown(ours, place) if ours else "" if told and not word.write else "leave it out"
-    fix = "; ".join(filter(None, (write, told if ours or not word.write else "")))
+    own = word.texts.get(text.lower())
+    told = (word.text if own is None else own).replace("{}", text or word.like or "N")
+    says = bool(told) and (own is not None or not word.write)  # a text that is an answer by itself
+    write = _shown(ours, place) if ours else "" if says else "leave it out"
+    fix = "; ".join(filter(None, (write, told if ours or says else "")))
     return Hint(f"{name} {text}".strip() if place == "override" else f"{name}: {text}", fix, word.tools)
 
 

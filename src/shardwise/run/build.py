@@ -44,6 +44,16 @@ __all__ = [
 ]
 
 
+_RENAME, _SAME = "--model.rename={pattern: replacement}", "with weights of the same model"
+_KEYS = {
+    "names": f"{_RENAME}, or --model.strict=false to load what fits and draw the rest",
+    "shape": "--model.strict=false with --model.rename={pattern: null} leaves tensors out",
+    "dtype": f"--model.cast=true, {_SAME}",
+    "double": "--model.rename={pattern: null}, with a pattern of the one to leave out",
+}
+"""What does not fit in the weights that a run starts from -> the keys that say what to do."""
+
+
 def check_takes_tokens(config: RunConfig, model: nn.Module) -> None:
     """Refuses a user's model that does not accept tokens, before the first step; every rank must call it.
 
@@ -129,22 +139,12 @@ def load_start(config: RunConfig, model: nn.Module) -> LoadReport | None:
     try:
         return load_by(model, given.start, rules)
     except CheckpointError as error:  # its fix names arguments of the call; a run has configuration keys
-        for call, keys in (
-            (
-                "strict=False, rename=",
-                "--model.strict=false with --model.rename={pattern: null} leaves tensors out",
-            ),
-            (
-                "strict=False",
-                "--model.rename={pattern: replacement}, or --model.strict=false to load what fits and draw the rest",
-            ),
-            ("rename=[", "--model.rename={pattern: replacement}, with weights of the same model"),
-            ("cast=True", "--model.cast=true, with weights of the same model"),
-        ):
-            if call in error.fix:
-                error.fix = f"in this run: {keys}"
-                _blame_changes(config, error)
-                break
+        if error.misfit is not None:
+            may_leave_out = (
+                given.strict or error.misfit != "names"
+            )  # else it was allowed already, and not one name is right
+            error.fix = f"in this run: {_KEYS[error.misfit] if may_leave_out else f'{_RENAME}, {_SAME}'}"
+            _blame_changes(config, error)
         raise
 
 
@@ -152,11 +152,11 @@ def _blame_changes(config: RunConfig, error: CheckpointError) -> None:
     """Adds to an error about names or shapes that ``model.args`` builds another model than the weights are of."""
     given = config.model
     changed = {key: value for key, value in given.args.items() if key not in IMPLEMENTATIONS}
-    if given.hf is not None and given.weights in (None, given.hf) and changed and "dtype" not in error.given:
+    if given.hf is not None and given.weights in (None, given.hf) and changed and error.misfit != "dtype":
         error.why += f"; the model was changed by model.args={changed}, and the weights are those of its directory"
         error.fix += "; or remove what is changed in model.args"
     growth = vocabulary_of(config).growth
-    if growth is not None and "shape" in error.given:
+    if growth is not None and error.misfit == "shape":
         error.why += f"; rows are added to tables of {growth[0]:,}, as config.json says that there are"
         error.fix += "; or, without the rows, remove model.vocab and model.add_tokens"
 

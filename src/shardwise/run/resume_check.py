@@ -31,7 +31,7 @@ from shardwise.run.config import RunConfig
 from shardwise.state.checkpoint.opened import SavedRun
 from shardwise.state.integrity.manifest import folder_name, steps_in
 
-__all__ = ["changes_since", "file_sample", "texts_of"]
+__all__ = ["OF_A_NODE", "changes_since", "file_sample", "files_of", "flat", "texts_of"]
 
 CONFIG, FILES = "training/config.yaml", "training/files.json"
 
@@ -46,34 +46,20 @@ RESTORED = {
 }
 START = dict.fromkeys(("model.weights", "model.rename", "model.cast", "model.strict", "parallel.init"), _START)
 """Keys for a run's initial values: the command that resumes it may leave them out."""
-FIXED = {
-    "model.": _MODEL,
-    **dict.fromkeys(
-        (
-            "train.loss",
-            "train.count",
-            "train.forward",
-            "data.build",
-            "data.args.",
-            "data.path",
-            "data.val_path",
-            "data.tokenizer",
-            "data.chat_template",
-            "data.eos_token",
-            "data.dtype",
-            "data.val_fraction",
-            "data.seq_len",
-            "data.pack",
-            "data.unusable",
-        ),
-        _DATA,
-    ),
-}
+FIXED = {"model.": _MODEL, "data.": _DATA, "train.loss": _DATA, "train.count": _DATA, "train.forward": _DATA}
+MAY_CHANGE = tuple(
+    f"data.{key}" for key in ("global_batch", "micro_batch", "micro_tokens", "num_workers", "prefetch", "cache")
+)
+"""Keys of :data:`FIXED` that change neither which samples there are nor their order: how many are taken at once, and how they are
+read. A key that is added to ``data`` is refused until it is listed here."""
 _OPEN = ("model.args.", "model.rename.", "data.args.", "optim.args.", "parallel.")
 """Prefixes of keys that are not in the defaults: the user's own, or keys that depend on another value."""
 _WHOLE = ("optim.groups",)
 """Mappings whose keys are patterns, not parts of a key."""
-_OF_A_NODE = ("log.", "launch.", "checkpoint.", "data.cache")
+OF_A_NODE = ("log.", "launch.", "data.cache")
+"""Prefixes of keys in which the nodes of a run may differ: what they say is of one machine."""
+_UNTOLD = (*OF_A_NODE, "checkpoint.")
+"""Prefixes of keys that may change without a word: they change nothing in what is trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +73,7 @@ class _Saved:
 
 def texts_of(config: RunConfig) -> dict[str, str]:
     """The files in a checkpoint that identify its run: the configuration, and digests of the files that it names."""
-    return {CONFIG: dump_config(config), FILES: json.dumps(_files_of(config), indent=1)}
+    return {CONFIG: dump_config(config), FILES: json.dumps(files_of(config), indent=1)}
 
 
 def changes_since(root: Path, config: RunConfig) -> list[str]:
@@ -99,8 +85,8 @@ def changes_since(root: Path, config: RunConfig) -> list[str]:
     saved = _newest(root)
     if saved is None:
         return []  # not of `shardwise train`, or not readable: reported when the run is restored
-    now, was, default = _flat(config), saved.values, _flat(RunConfig())
-    files = _files_of(config)
+    now, was, default = flat(config), saved.values, flat(RunConfig())
+    files = files_of(config)
     refused: dict[str, str] = {}
     changed: list[str] = []
     for key in dict.fromkeys((*now, *was)):
@@ -115,10 +101,10 @@ def changes_since(root: Path, config: RunConfig) -> list[str]:
             continue  # both mean that a text is read as bytes
         if same or (_of(START, key) and new == default.get(key)):
             continue
-        why = _of(RESTORED, key) or _of(START, key) or _of(FIXED, key)
+        why = _refused(key)
         if why is not None:
             refused[key] = why
-        elif not key.startswith(_OF_A_NODE):
+        elif not key.startswith(_UNTOLD):
             changed.append(f"{key} {flow_text(old)} -> {flow_text(new)}")
     if refused:
         raise _refusal(saved, config, refused, now, default)
@@ -135,7 +121,7 @@ def _refusal(
 
     told, back = [], []
     for key, why in refused.items():
-        here, there = shown(key, now, _files_of(config)), shown(key, saved.values, saved.files)
+        here, there = shown(key, now, files_of(config)), shown(key, saved.values, saved.files)
         told.append(f"{key} is {here}, and was {there}: {why}")
         here, there = shown(key, now, {}), shown(key, saved.values, {})
         again = shlex.quote(f"--{key}={there}") if there != "not given" else f"no {key}"
@@ -154,10 +140,15 @@ def _newest(root: Path) -> _Saved | None:
             if CONFIG not in saved.manifest.files:
                 continue
             text = saved.files.whole(folder / CONFIG).decode(errors="replace")
-            values = _flat(EXTENSIONS[".yaml"](text, str(folder / CONFIG)).values)
+            values = flat(EXTENSIONS[".yaml"](text, str(folder / CONFIG)).values)
             files = saved.files.whole(folder / FILES) if FILES in saved.manifest.files else b"{}"
             return _Saved(folder=folder, values=values, files=msgspec.json.decode(files, type=dict[str, str]))
     return None
+
+
+def _refused(key: str) -> str | None:
+    """Why another value of a key is refused; None: it takes effect."""
+    return None if key in MAY_CHANGE else _of(RESTORED, key) or _of(START, key) or _of(FIXED, key)
 
 
 def _of(kinds: Mapping[str, str], key: str) -> str | None:
@@ -165,12 +156,12 @@ def _of(kinds: Mapping[str, str], key: str) -> str | None:
     return next((why for name, why in kinds.items() if f"{key}.".startswith(f"{name.rstrip('.')}.")), None)
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
     """Dotted key -> value, as a configuration file would give it; an empty mapping has no key."""
     found: dict[str, Any] = {}
     for key, inner in (msgspec.to_builtins(value) if isinstance(value, msgspec.Struct) else value).items():
         if isinstance(inner, Mapping) and f"{prefix}{key}" not in _WHOLE:
-            found |= _flat(inner, f"{prefix}{key}.")
+            found |= flat(inner, f"{prefix}{key}.")
         else:
             found[f"{prefix}{key}"] = _as_read(inner)
     return found
@@ -183,8 +174,9 @@ def _as_read(value: Any) -> Any:
 # ---- contents of files: a copy in another place is the same ------------------------------------------------------
 
 
-def _files_of(config: RunConfig) -> dict[str, str]:
-    """Key -> size and digest of the file that it names, as text."""
+def files_of(config: RunConfig) -> dict[str, str]:
+    """Key -> size and digest of the file that it names, as text: equal for copies in other places. Of ``model.hf``, its
+    config.json."""
     found = {"data.path": _told("data.path", config.data.path)}
     if config.data.val_path is not None:
         found["data.val_path"] = file_sample(Path(config.data.val_path))

@@ -143,6 +143,7 @@ def _refuse_unfit(matched: Matched, wanted: Mapping[str, Wanted], source: Source
             fix="build the model with the configuration of these weights; or leave tensors out: "
             'strict=False, rename=[("pattern", None)]',
             name=name,
+            misfit="shape",
         )
     dtypes = [n for n, s in matched.tensors.items() if not _may_be(s.dtype, wanted[n].dtype, cast=rules.cast)]
     if dtypes:
@@ -153,6 +154,7 @@ def _refuse_unfit(matched: Matched, wanted: Mapping[str, Wanted], source: Source
             + (", and values would be rounded" if rules.cast == "lossless" else ""),
             fix="pass cast=True to convert (between floating dtypes of 2 bytes and more), or build the model in that dtype",
             name=name,
+            misfit="dtype",
         )
     if rules.strict and (matched.missing or matched.unexpected):
         parts = []
@@ -165,12 +167,14 @@ def _refuse_unfit(matched: Matched, wanted: Mapping[str, Wanted], source: Source
             why="; ".join(parts),
             fix='map names with rename=[("pattern", "replacement")], or pass strict=False to load what fits',
             name=(matched.missing or matched.unexpected)[0],
+            misfit="names",
         )
     if not matched.tensors:
         raise CheckpointError(
             f"weights from {source.place}",
             why=f"none of its {len(source.tensors)} names is one of the model's: {shortened(list(source.tensors))}",
             fix='map names with rename=[("pattern", "replacement")]',
+            misfit="names",
         )
 
 
@@ -207,6 +211,7 @@ def _refuse_untied(matched: Matched, source: Source, files: OpenFiles, boxes: Bo
                 why="the model ties these names: it has one tensor for both",
                 fix=f"build the model without that tie, or leave one out: rename=[({'^' + name.replace('.', chr(92) + '.') + '$'!r}, None)]",
                 name=home,
+                misfit="double",
             )
 
 

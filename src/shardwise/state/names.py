@@ -211,6 +211,7 @@ def _sort_out(
                 why="both end under this name",
                 fix="pass rename=[(pattern, None)] with a pattern that matches the one to leave out",
                 name=now,
+                misfit="double",
             )
         seen[now] = name
         if now in homes:
@@ -245,6 +246,7 @@ def _assemble(
             "the others",
             fix="build the model with the configuration of these weights",
             name=home,
+            misfit=None if misfit is None else "shape",
         )
     found.tensors[home] = Assembled(
         want.shape, kinds.pop(), tuple((view, stored[name]) for name, view in views.items())

@@ -10,7 +10,7 @@ from shardwise.errors import UsageError
 from shardwise.parallel import runtime_of
 from shardwise.step.step import methods_called
 
-__all__ = ["grouped", "parameter_groups"]
+__all__ = ["grouped", "has_groups", "parameter_groups"]
 
 _METHOD = "make_parameter_groups"
 
@@ -37,6 +37,11 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     """
     runtime_of(model)  # groups made before would hold parameters that sharding replaces
     return grouped(model)
+
+
+def has_groups(model: nn.Module) -> bool:
+    """Whether a model has a method that makes its parameter groups."""
+    return bool(methods_called(model, _METHOD))
 
 
 def grouped(model: nn.Module) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.errors import ConfigError, LayoutError
+from shardwise.launch.environment import given_in, has_slurm_step, number
 
 __all__ = ["Env", "is_distributed", "ranks_per_node", "read_env"]
 
@@ -41,10 +42,10 @@ def read_env(environ: Mapping[str, str] | None = None) -> Env:
         ConfigError: some of a launcher's variables are missing, not numbers, or contradict each other.
     """
     environ = os.environ if environ is None else environ
-    given = {name: environ[name] for name in _TORCHRUN if environ.get(name, "") not in ("", "-1")}
+    given = given_in(environ, *_TORCHRUN)
     if "RANK" in given or ("WORLD_SIZE" in given and given["WORLD_SIZE"] != "1"):
         return _torchrun(given)
-    if "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ:
+    if has_slurm_step(environ):
         return _slurm(environ)
     return Env("single")
 
@@ -90,8 +91,8 @@ def _nodes(env: Env, environ: Mapping[str, str]) -> tuple[list[int], int | None,
     separately, and this rank's number on its own node."""
     local, world = environ.get("LOCAL_WORLD_SIZE", ""), environ.get("WORLD_SIZE", "")
     if env.source != "slurm" and local not in ("", "0", "-1") and world in ("", "-1", str(env.world_size)):
-        num_nodes = _number("GROUP_WORLD_SIZE", environ.get("GROUP_WORLD_SIZE") or "0")  # torchrun's agents
-        return [_number("LOCAL_WORLD_SIZE", local)], num_nodes or None, environ.get("LOCAL_RANK", "")
+        num_nodes = number("GROUP_WORLD_SIZE", environ.get("GROUP_WORLD_SIZE") or "0")  # torchrun's agents
+        return [number("LOCAL_WORLD_SIZE", local)], num_nodes or None, environ.get("LOCAL_RANK", "")
     if env.source == "slurm" or environ.get("SLURM_STEP_NUM_TASKS") == str(env.world_size):
         return _tasks_per_node(environ), None, environ.get("SLURM_LOCALID", "")
     return [], None, ""
@@ -105,9 +106,9 @@ def _torchrun(given: dict[str, str]) -> Env:
             why="a rank needs all four of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT to find its peers",
             fix=f"start with torchrun or `shardwise train`, or set {', '.join(missing)}; unset RANK to run one process",
         )
-    rank, size = _number("RANK", given["RANK"]), _number("WORLD_SIZE", given["WORLD_SIZE"])
-    local_size = _number("LOCAL_WORLD_SIZE", given.get("LOCAL_WORLD_SIZE", str(size)))
-    local_rank = _number("LOCAL_RANK", given.get("LOCAL_RANK", str(rank % max(local_size, 1))))
+    rank, size = number("RANK", given["RANK"]), number("WORLD_SIZE", given["WORLD_SIZE"])
+    local_size = number("LOCAL_WORLD_SIZE", given.get("LOCAL_WORLD_SIZE", str(size)))
+    local_rank = number("LOCAL_RANK", given.get("LOCAL_RANK", str(rank % max(local_size, 1))))
     env = Env(
         "torchrun",
         rank,
@@ -115,25 +116,25 @@ def _torchrun(given: dict[str, str]) -> Env:
         local_rank,
         local_size,
         given["MASTER_ADDR"],
-        _number("MASTER_PORT", given["MASTER_PORT"]),
+        number("MASTER_PORT", given["MASTER_PORT"]),
     )
     _check_ranges(env)
     return env
 
 
 def _slurm(environ: Mapping[str, str]) -> Env:
-    size = _number("SLURM_STEP_NUM_TASKS", environ["SLURM_STEP_NUM_TASKS"])
+    size = number("SLURM_STEP_NUM_TASKS", environ["SLURM_STEP_NUM_TASKS"])
     local_size = _tasks_on_node(environ, size)
-    job = _number("SLURM_JOB_ID", environ.get("SLURM_JOB_ID", "0"))
+    job = number("SLURM_JOB_ID", environ.get("SLURM_JOB_ID", "0"))
     env = Env(
         "slurm",
-        _number("SLURM_PROCID", environ["SLURM_PROCID"]),
+        number("SLURM_PROCID", environ["SLURM_PROCID"]),
         size,
-        _number("SLURM_LOCALID", environ.get("SLURM_LOCALID", "0")),
+        number("SLURM_LOCALID", environ.get("SLURM_LOCALID", "0")),
         local_size,
         environ.get("MASTER_ADDR") or _first_host(environ),
         # One port per job, the same on every node without communication: two jobs on a node rarely share last digits.
-        _number("MASTER_PORT", environ.get("MASTER_PORT") or str(20000 + job % 20000)),
+        number("MASTER_PORT", environ.get("MASTER_PORT") or str(20000 + job % 20000)),
     )
     _check_ranges(env)
     return env
@@ -142,7 +143,7 @@ def _slurm(environ: Mapping[str, str]) -> Env:
 def _tasks_on_node(environ: Mapping[str, str], size: int) -> int:
     """Number of tasks on this node."""
     per_node = _tasks_per_node(environ) or [size]
-    node = _number("SLURM_NODEID", environ.get("SLURM_NODEID", "0"))
+    node = number("SLURM_NODEID", environ.get("SLURM_NODEID", "0"))
     return per_node[node] if node < len(per_node) else per_node[0]
 
 
@@ -152,9 +153,7 @@ def _tasks_per_node(environ: Mapping[str, str]) -> list[int]:
     per_node: list[int] = []
     for entry in filter(None, text.split(",")):
         num_tasks, _, times = entry.rstrip(")").partition("(x")
-        per_node += [_number("SLURM_STEP_TASKS_PER_NODE", num_tasks)] * _number(
-            "SLURM_STEP_TASKS_PER_NODE", times or "1"
-        )
+        per_node += [number("SLURM_STEP_TASKS_PER_NODE", num_tasks)] * number("SLURM_STEP_TASKS_PER_NODE", times or "1")
     return per_node
 
 
@@ -165,14 +164,6 @@ def _first_host(environ: Mapping[str, str]) -> str:
         return environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
     # Replaces each bracket by its first number; what follows the first comma after that is other hosts.
     return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", nodes).split(",")[0]
-
-
-def _number(name: str, text: str) -> int:
-    if not text.strip().isdigit():
-        raise ConfigError(
-            f"{name}={text!r}", why="it must be a whole number, 0 or more", fix=f"correct {name} in the environment"
-        )
-    return int(text)
 
 
 def _check_ranges(env: Env) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardwise._torch.groups import default_store, forget_failed_group, group_timeout_s
 from shardwise.errors import ConfigError, RankError
+from shardwise.launch.environment import given_in, number
 from shardwise.world.env import Env
 from shardwise.world.watch import Watch
 
@@ -35,8 +36,9 @@ _store: tuple[tuple[str, int], dist.Store] | None = None  # of the last rendezvo
 def env_of_group() -> Env:
     """This process's ranks, from a process group that exists already."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    given = given_in(None, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    local_rank = number("LOCAL_RANK", given.get("LOCAL_RANK", str(rank)))
+    local_size = number("LOCAL_WORLD_SIZE", given.get("LOCAL_WORLD_SIZE", str(size)))
     return Env("process group", rank, size, local_rank, local_size)
 
 
