@@ -1,7 +1,7 @@
 """A tiny Llama-style model directory with a tokenizer and a chat template, and conversations to fine-tune it on.
 
 python examples/small_chat.py runs/chat        # seconds
-shardwise train examples/chat.yaml             # about two minutes on two CPU ranks
+shardwise train examples/chat.yaml             # on two local ranks, half a minute to two minutes on a CPU
 
 Nothing here knows of Shardwise: the directory is what save_pretrained writes, and chat.jsonl has a conversation in each line.
 """

@@ -209,3 +209,11 @@ def test_images_learn():
         optim.step()
         optim.zero_grad()
     assert (model(val.pixels).argmax(1) == val.labels).float().mean() > 0.8
+
+
+def test_ranks_that_a_step_has_nothing_for_are_told_and_the_proof_does_not_take_their_copies_for_data(ranks, tmp_path):
+    words = ("--model.args={dim: 16, num_layers: 1, ffn: 16, num_heads: 2}", "--data.seq_len=16", "--train.steps=2")
+    more = ("--data.global_batch=2", "--data.micro_batch=2", "--train.eval_every=0", "--log.plot=false")
+    said = on_ranks(ranks, "train", *words, *more, "--data.val_fraction=0.001", folder=tmp_path)
+    told = "a step has 1 micro-batch for 2 ranks: what 1 of them computes does not count; --data.micro_batch=1 gives each one"
+    assert told in said and "proof largest gradient difference" in said

@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import shardwise as sw
+from shardwise.data.batch import MicroBatch
 
 SAMPLES = [{"x": torch.full((3,), i / 16)} for i in range(16)]
 
@@ -21,6 +22,9 @@ CASES = {
     "in two micro-batches": lambda world: [[given, {"x": given["x"] + 1}] for given in seeded()],
     "a sampler": lambda world: [[given] for given in DataLoader(SAMPLES, 2, sampler=DistributedSampler(SAMPLES))],
     "a Loader": lambda world: sw.Loader([SAMPLES[0]] * 32, world, global_batch=4, micro_batch=2),
+    "a copy that counts as nothing": lambda world: [
+        [MicroBatch({"x": torch.full((2, 3), float(i))}, index=world.rank, padding=world.rank == 1)] for i in range(5)
+    ],
     "one batch for ever": lambda world: [[{"x": torch.ones(2, 3)}]] * 9,
     "the same once": lambda world: [[{"x": torch.full((1, 3), float(i or world.rank))}] for i in (1, 2, 0, 3, 4, 5, 6)],
     "a few windows": lambda world: [[given] for given in seeded()][:2],

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.errors import UsageError, VerifyError
+from shardwise.errors import ConfigError, UsageError, VerifyError
 from shardwise.model.calling import call
 from shardwise.verify import StepRecord, Task, run_oracle, run_sharded
 from shardwise.verify.compare import _buffers, _tensors, compare
@@ -204,3 +204,15 @@ def test_a_function_that_no_rank_could_be_sent_is_refused_before_anything_is_com
 
 def _never():
     raise AssertionError("built")
+
+
+def test_a_rank_of_another_launcher_does_not_start_ranks_of_its_own(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match=r"verify in a process that is a rank[\s\S]*fix: start the script by python"):
+        sw.verify(_never, "dp_shard=2", batches=[[{"input_ids": torch.zeros(1, 4, dtype=torch.int64)}]])
+
+
+def test_micro_batches_in_place_of_windows_are_told():
+    with pytest.raises(ConfigError, match="micro-batches in place of windows"):
+        sw.verify(_never, "dp_shard=2", batches=[{"input_ids": torch.zeros(1, 4, dtype=torch.int64)}])

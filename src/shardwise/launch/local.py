@@ -347,6 +347,12 @@ def _check(target: str, nproc: int, notice_s: float | None, passes_on: Sequence[
             why="Python handles signals in the main thread only, so none would reach the ranks",
             fix="call launch_local from the main thread, or leave both out",
         )
+    if not isinstance(target, str):
+        raise ConfigError(
+            f"target {getattr(target, '__name__', target)!r}",
+            why="each rank imports the function by its name",
+            fix="write pkg.mod:fn or path/to/file.py:fn, in quotes",
+        )
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
         fix = "write pkg.mod:fn or path/to/file.py:fn"

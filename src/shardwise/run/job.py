@@ -308,6 +308,7 @@ class _Run:
         )
         if self.corpus.kept:
             self.emit("kept", text=self.corpus.kept)
+        self.tell_of_idle_ranks()
         epochs = self.config.train.epochs
         text = "" if epochs is None else epochs_text(epochs, num_train or 0, self.steps)
         self.emit("planned", steps=self.steps, text=text)
@@ -315,6 +316,20 @@ class _Run:
         recipe = recipe_of(self.model)
         why = next(note.why for note in recipe.notes if note.option == "sharding.engine")
         self.emit("model", name=name, num_params=self.last["num_params"], units=len(recipe.units), why=why)
+
+    def tell_of_idle_ranks(self) -> None:
+        """Says so where a step has fewer micro-batches than there are ranks that read data: some compute copies, which count as
+        nothing."""
+        data, size = self.config.data, self.world.axis("dp").size
+        if data.micro_batch is None or (count := data.global_batch // data.micro_batch) >= size:
+            return
+        fits = max(
+            (n for n in range(1, data.micro_batch) if data.global_batch % n == 0 and data.global_batch // n >= size),
+            default=0,
+        )
+        text = f"a step has {count} micro-batch{'es' if count > 1 else ''} for {size} ranks: what {size - count} of them computes does not count"
+        better = f"; --data.micro_batch={fits} gives each one" if fits else ""
+        self.emit("trouble", text=text + better)
 
     def complete(self, when: str) -> None:
         """Completes a prompt, the same before and after training; on every rank, since every rank takes part in each

@@ -26,7 +26,8 @@ def digest_of_data(runtime: Runtime, batches: list[Batch]) -> int:
     """A digest of this rank's first and last micro-batch; 0 where there is nothing to compare."""
     if runtime.same_data is None or runtime.world.axis("dp").size == 1 or not batches:
         return 0
-    if any(getattr(batch, "window", None) is not None for batch in batches):  # of a Loader: each rank has others
+    # Of a Loader: each rank has others, or a copy that counts as nothing.
+    if any(getattr(batch, "window", None) is not None or getattr(batch, "padding", False) for batch in batches):
         return runtime.world.rank
     return _digest(batches[:: max(1, len(batches) - 1)], unread=str(runtime.world.rank))  # assumed to differ
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shardwise.config.suggest import did_you_mean
 from shardwise.errors import ConfigError, UsageError, VerifyError
 from shardwise.launch import launch_local
+from shardwise.launch.environment import is_rank
 from shardwise.launch.script import pickled, refuse_in_script
 from shardwise.layout import layout_of, parse_layout
 from shardwise.model.calling import call
@@ -81,8 +82,15 @@ def verify(
     """
     if not batches or not all(batches):
         raise ConfigError("verify without batches", why="there is nothing to compare", fix="give at least one window")
+    if any(isinstance(window, Mapping) for window in batches):
+        raise ConfigError(
+            "verify(batches=...) with micro-batches in place of windows",
+            why="a window is the list of micro-batches of one optimizer step",
+            fix="give a list of such lists: batches=[[micro_batch, micro_batch], ...]",
+        )
     _refuse_unknown(options)
     if run is None:
+        _refuse_on_a_rank()
         refuse_in_script("verify")
         _refuse_unsendable(build=build, loss=loss, count=count, forward=forward, optimizer=optimizer, **options)
     size = _num_ranks(layout, num_ranks)
@@ -154,6 +162,15 @@ def _refuse_unknown(options: Mapping[str, Any]) -> None:
                 why="neither verify nor parallelize has such an option",
                 fix=did_you_mean(name, known, what="options of parallelize"),
             )
+
+
+def _refuse_on_a_rank() -> None:
+    if is_rank():
+        raise UsageError(
+            "verify in a process that is a rank (RANK and WORLD_SIZE are set, as by torchrun)",
+            why="it starts the ranks that it compares, and each rank would start its own",
+            fix="start the script by python script.py; in a rank of your own, pass run=, which uses ranks that are there",
+        )
 
 
 def _refuse_unsendable(**given: Any) -> None:
