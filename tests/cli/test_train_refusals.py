@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.cli import main as cli
 from shardwise.errors import ConfigError
-from shardwise.launch.stop_signals import pass_over
+from shardwise.launch.stop_signals import leave, pass_over
 
 TINY = ["--train.steps=1", "--launch.nproc=1", "--log.plot=false", "--train.eval_every=1"]
 
@@ -60,7 +60,7 @@ def test_a_request_to_save_ends_nothing_before_the_ranks_start(tmp_path, monkeyp
     monkeypatch.setattr("shardwise.launch.launch_local", start)
     words = ["train", *TINY, f"--log.dir={tmp_path / 'run'}"]
     assert cli.main([*words, "--checkpoint.sigusr1=save"]) == cli.main(words) == 2
-    assert seen == [pass_over, signal.SIG_DFL] and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    assert seen == [pass_over, leave] and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
 WAVE = """

@@ -427,3 +427,16 @@ def test_a_computed_default_of_a_function_is_computed_again(write):
 )
 def test_a_function_that_does_not_do_is_told(write, name, said):
     assert said in failure(f"{write('functions.py', FUNCTIONS)}:{name}")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[INST],[/INST]", """as a list of texts with brackets in them: '["[INST]", "[/INST]"]'"""),
+        ("/x/\udcc3\udc9cbung", "set a locale of UTF-8, LC_ALL=C.UTF-8"),
+    ],
+)
+def test_what_a_shell_gives_that_is_no_yaml_says_how_it_is_written(text, said):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [f"--model.hf={text}"])
+    assert said in caught.value.fix

@@ -93,21 +93,27 @@ def _read_yaml_node(text: str, file: str, *, line: bool) -> tuple[Any, dict[Keys
         if error.context_mark and mark and error.context_mark.line != mark.line:
             context += f" that begins at line {error.context_mark.line + 1}, column {error.context_mark.column + 1}"
         raise _broken(
-            "YAML", file, place if line else "", f"{error.problem}{context}", _yaml_hint(text, mark)
+            "YAML", file, place if line else "", f"{error.problem}{context}", _yaml_hint(text, mark, line)
         ) from None
     except YAMLError as error:  # a character YAML does not allow
         position = getattr(error, "position", 0)
         place = f"line {text.count(chr(10), 0, position) + 1}" if line else ""
-        raise _broken("YAML", file, place, f"it holds the control character {text[position]!r}", "remove it") from None
+        fix = "remove it"
+        if "\ud800" <= text[position] <= "\udfff":  # how Python passes on bytes that the locale does not know
+            fix = "set a locale of UTF-8, LC_ALL=C.UTF-8, for letters outside ASCII"
+        raise _broken("YAML", file, place, f"it holds the control character {text[position]!r}", fix) from None
     reader = _YamlReader(file, line)
     return (None if node is None else reader.value(node, ())), reader.origins
 
 
-def _yaml_hint(text: str, mark: Any) -> str:
+def _yaml_hint(text: str, mark: Any, line: bool) -> str:
     lines = text.splitlines()
     shown = lines[mark.line].strip() if mark and mark.line < len(lines) else ""
     if mark and mark.line < len(lines) and "\t" in lines[mark.line]:
         return "indent with spaces, not with tabs"
+    if not line and text.startswith("[") and "," in text:  # [INST],[/INST]
+        parts = ", ".join(f'"{part.strip()}"' for part in text.split(","))
+        return f"look at: {shown}; as a list of texts with brackets in them: '[{parts}]'"
     return f"look at: {shown}" if shown else "close what is open: a quote, a bracket or a brace"
 
 
