@@ -1961,6 +1961,48 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/step/test_model_loss.py -k users",
         "the model's mean is multiplied by the labels, and divided by what count= counts",
     ),
+    Mutant(
+        "grown-rows-of-zeros",
+        "self._means[columns] = total / num_rows",
+        "self._means[columns] = torch.zeros_like(total)",
+        "tests/state/test_grown.py",
+        "rows that are added to a vocabulary begin as zeros",
+    ),
+    Mutant(
+        "saved-rows-with-nulls",
+        "for key, inner in value.items() if inner is not None}",
+        "for key, inner in value.items()}",
+        "tests/data/sft/test_saved.py -k jsonl",
+        "a chat template sees fields that the record does not have",
+    ),
+    Mutant(
+        "cached-tokens-unchecked",
+        'and _sum(file, index["places"][""]["at"], tokens.nbytes, check) != index["places"][""]["crc"]',
+        "and False",
+        "tests/data/test_token_cache.py -k damaged_or_foreign",
+        "tokens of a damaged file are trained on",
+    ),
+    Mutant(
+        "stopped-only-within-steps",
+        "if not isinstance(error, SystemExit) or error.code not in reasons or newest is None:",
+        "if True:",
+        "tests/cli/test_train_command.py -k outside_its_steps",
+        "a job that is asked to stop while it loads or writes weights is not started again",
+    ),
+    Mutant(
+        "padding-taken-for-data",
+        'or getattr(batch, "padding", False) for batch in batches):',
+        "for batch in batches):",
+        "tests/step/test_same_data.py -k warned",
+        "the warning of equal samples, where a rank has a copy that counts as nothing",
+    ),
+    Mutant(
+        "script-not-run-on-ranks",
+        "        load_script(job.script)\n",
+        "",
+        "tests/launch/test_script.py",
+        "functions of the script that starts the ranks are not found there",
+    ),
 )
 
 EQUIVALENT: Mapping[str, str] = {}

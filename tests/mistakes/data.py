@@ -86,7 +86,7 @@ class ShuffledOnEachRank(Mistake):
 
 
 class EpochNotSet(Mistake):
-    """`DistributedSampler.set_epoch` is forgotten: every epoch has the same order, and the same batches."""
+    """`DistributedSampler.set_epoch` is forgotten: every epoch has the same order, and the same batches; `sw.Loader` has no such call."""
 
     ranks = 2
     versus_one = True
