@@ -59,6 +59,19 @@ class Positions(Net):
     def forward(self, input_ids):
         return super().forward(input_ids) + self.positions[torch.arange(input_ids.shape[1])]
 
+class Own(nn.Module):
+    """Its tokens have another name, and it returns its loss."""
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(40, 8), nn.Linear(8, 40)
+    def forward(self, idx, targets=None):
+        logits = self.head(self.embed(idx))
+        return logits, None if targets is None else nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+class Pictures(Own):
+    def forward(self, image):
+        return self.head(image)
+
 def plain():
     return nn.Linear(3, 3)
 '''
@@ -121,6 +134,13 @@ def test_a_model_with_dropout_is_compared_in_eval_mode_and_it_says_so(model_file
 def test_a_model_nothing_can_be_guessed_for(model_file):
     done = _verify(f"{model_file}:plain", cwd=model_file.parent)
     assert done.returncode == 2 and "Linear without --batch" in done.stderr and "--batch pkg.mod:fn" in done.stderr
+
+
+def test_tokens_go_to_the_first_argument_of_a_forward_without_input_ids(model_file, warm):
+    done = _verify(f"{model_file}:Own", "--layout", "dp_shard=2", "--loss", "model", cwd=model_file.parent)
+    assert done.returncode == 0 and "equal: 2 ranks" in done.stdout, done.stderr
+    done = _verify(f"{model_file}:Pictures", "--layout", "dp_shard=2", cwd=model_file.parent)
+    assert done.returncode == 2 and "random tokens were tried as image" in done.stderr
 
 
 @pytest.mark.parametrize("layout", ["dp_shard=-1", "cp=2", "dp_shrad=2"])

@@ -110,7 +110,8 @@ def valid_labels(batch: Batch) -> Tensor:
             f"a batch with the keys {sorted(batch)} and no count=",
             why="the loss is divided by the number of valid tokens (or samples) of all ranks, and nothing says how many "
             "this batch has",
-            fix=f"pass count=lambda batch: {_example_of_count(batch)} (what one sum of your loss runs over), or give labels",
+            fix=f"pass count=lambda batch: {_example_of_count(batch)} (what one sum of your loss runs over), or give labels"
+            + ("; targets are named labels, which sw.model_loss gives a forward as its targets" * ("targets" in batch)),
         )
     return (batch["labels"] != IGNORED).sum()
 

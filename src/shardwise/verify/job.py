@@ -206,23 +206,29 @@ def _without_dropout(
 
 
 def _tokens_for(module: nn.Module) -> Callable[[int], dict[str, Tensor]]:
+    """Ids of tokens, as ``input_ids`` or as what the forward calls its first argument, at a length that the model takes."""
     embedding = next((m for m in module.modules() if isinstance(m, nn.Embedding)), None)
-    if embedding is None or "input_ids" not in inspect.signature(module.forward).parameters:
+    names = [*inspect.signature(module.forward).parameters]
+    name = "input_ids" if "input_ids" in names or not names else names[0]
+    makes = [functools.partial(_tokens, name, embedding.num_embeddings, n) for n in _LENGTHS] if embedding else []
+    found = next((make for make in makes if _runs(module, make(0))), None)
+    if found is None and (embedding is None or name != "input_ids"):
         raise ConfigError(
             f"{type(module).__name__} without --batch",
-            why="its forward takes no input_ids, or it has no embedding, so there is nothing to guess a batch from",
+            why="it has no embedding of tokens, so there is nothing to guess a batch from"
+            if embedding is None
+            else f"random tokens were tried as {name}, what its forward takes first, and it does not run with them",
             fix=_FIX_BATCH,
         )
-    makes = [functools.partial(_tokens, embedding.num_embeddings, length) for length in _LENGTHS]
-    return next((make for make in makes if _runs(module, make(0))), makes[0])
+    return found or makes[0]  # whose error is shown where it is raised
 
 
-def _tokens(vocab: int, length: int, index: int) -> dict[str, Tensor]:
+def _tokens(name: str, vocab: int, length: int, index: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(index)
     ids = torch.randint(0, vocab, (_BATCH, length + 1), generator=generator)
     labels = ids[:, 1:].clone()
     labels[0, : index % length] = -100  # unequal token counts: equal ones hide the most common faults
-    return {"input_ids": ids[:, :-1].contiguous(), "labels": labels}
+    return {name: ids[:, :-1].contiguous(), "labels": labels}
 
 
 def _runs(module: nn.Module, batch: Mapping[str, Tensor]) -> bool:

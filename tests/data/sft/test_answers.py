@@ -151,6 +151,11 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a number": ({"text": 3}, "text is a JSON number"),
     "no messages": ({"messages": []}, "messages is an empty list"),
     "ShareGPT": ({"messages": [{"from": "human", "value": "a"}]}, "human and gpt are user and assistant"),
+    "ShareGPT's own key": (
+        {"conversations": [{"from": "human", "value": "a"}]},
+        "ShareGPT's conversations as messages",
+    ),
+    "Alpaca": ({"instruction": "a", "input": "", "output": "b"}, "as prompt, and its output as completion"),
     "half a character": ('{"text": "a\\ud83d bc"}', "it is not UTF-8"),
     "deep": ("[" * 100_000, "it is no JSON"),
     "an image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "parts of other kinds"),

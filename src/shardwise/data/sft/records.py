@@ -23,6 +23,11 @@ from shardwise.errors import ConfigError
 __all__ = ["Chat", "Completion", "Record", "Text", "is_records", "read_records", "where"]
 
 _FIELDS = "the fields are text, or prompt and completion, or messages"
+_OF_OTHERS = {
+    "conversations": "write ShareGPT's conversations as messages: from and value are role and content, human and gpt are user and assistant",
+    "instruction": "write Alpaca's instruction, with its input behind it, as prompt, and its output as completion",
+}
+"""Keys of the formats of others -> what they are here."""
 _MESSAGE = '{"role": "user", "content": "..."}'
 
 
@@ -144,7 +149,8 @@ def _record(given: dict[str, Any], path: str | Path, line: int) -> Record:
             why="it does not say what is trained on"
             if not kinds
             else "it has a part of one kind of record, or parts of several",
-            fix=f"{_FIELDS}; rename or remove the others{_without(given, path)}",
+            fix=next((text for key, text in _OF_OTHERS.items() if key in given and not kinds), None)
+            or f"{_FIELDS}; rename or remove the others{_without(given, path)}",
         )
     if kinds == ["text"]:
         return Text(line, _text(given, "text", place))
