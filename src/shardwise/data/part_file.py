@@ -56,7 +56,7 @@ def _locked(part: Path) -> BinaryIO:
 
 
 def remove_left(folder: Path) -> None:
-    """Removes parts of files that nobody writes any more."""
+    """Removes parts of files that no process writes any more."""
     for part in folder.glob(".*.part"):
         with contextlib.suppress(OSError):  # of another user, or removed by another process
             _remove_if_left(part)
@@ -66,12 +66,12 @@ def _remove_if_left(part: Path) -> None:
     with part.open("rb+") as file:  # for writing: NFS wants it so for a lock
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_of_nobody = part.name.startswith(_LOCKED) and _host(part) == socket.gethostname()
+            is_left = part.name.startswith(_LOCKED) and _host(part) == socket.gethostname()
         except BlockingIOError:
             return
         except OSError:
-            is_of_nobody = False
-        if is_of_nobody or time.time() - os.fstat(file.fileno()).st_mtime > _LEFT_S:
+            is_left = False
+        if is_left or time.time() - os.fstat(file.fileno()).st_mtime > _LEFT_S:
             part.unlink()
 
 
