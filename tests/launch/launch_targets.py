@@ -46,7 +46,12 @@ def fail_on(rank):
     time.sleep(60)
 
 
-def fail_everywhere():
+def fail_everywhere(folder):
+    """Once all ranks are there: one that starts seconds later than the others is ended before it can fail as well."""
+    Path(folder, str(RANK)).touch()
+    deadline = time.monotonic() + 30
+    while len(os.listdir(folder)) < int(os.environ["WORLD_SIZE"]) and time.monotonic() < deadline:
+        time.sleep(0.01)
     raise ValueError("boom")
 
 

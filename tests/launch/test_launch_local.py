@@ -173,9 +173,9 @@ def test_exception_on_one_rank_names_it_and_ends_the_others():
     assert "child.py" not in str(caught.value)
 
 
-def test_exception_on_all_ranks_shows_one_traceback(capfd):
+def test_exception_on_all_ranks_shows_one_traceback(capfd, tmp_path):
     with pytest.raises(RankError, match="then also failed: rank") as caught:
-        launch("fail_everywhere")
+        launch("fail_everywhere", str(tmp_path))
     assert str(caught.value).count("Traceback") == 1
     assert "Traceback" not in "".join(capfd.readouterr())
 
@@ -458,13 +458,13 @@ def test_error_in_a_callback_ends_the_ranks(tmp_path):
     assert still_alive(noted(tmp_path, 1)) == []
 
 
-def test_nothing_is_left_open():
+def test_nothing_is_left_open(tmp_path):
     launch("add", 1, 2)
     before, others = sorted(os.listdir("/proc/self/fd")), children()
     handler = signal.getsignal(signal.SIGTERM)
     launch("write", on_line=lambda *line: None)
     with pytest.raises(RankError):
-        launch("fail_everywhere")
+        launch("fail_everywhere", str(tmp_path))
     assert sorted(os.listdir("/proc/self/fd")) == before
     assert signal.getsignal(signal.SIGTERM) is handler
     assert children() == others

@@ -1,9 +1,60 @@
-"""Process groups: their store, their timeout, and cleaning up after one that failed to start."""
+"""Process groups: how they are made over gloo, their store, their timeout, and cleaning up after one that failed to
+start."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["connection_to", "default_store", "forget_failed_group", "group_timeout_s"]
+__all__ = ["connection_to", "default_store", "forget_failed_group", "group_timeout_s", "one_gloo_thread"]
+
+
+@contextlib.contextmanager
+def one_gloo_thread() -> Iterator[None]:
+    """Context manager: gloo process groups that are made within it have one thread for their collectives.
+
+    torch gives each group two. When a collective ends, its thread writes the collective's name into a string that both
+    share, without a lock. A name of more than 15 letters (``ALLGATHER_COALESCED``: every functional all-gather, so every
+    one of a DTensor) lies on the heap and is freed by the next name, while the other thread may still write there: into
+    memory that by then holds something else. A size read ``4851859238085741572``, the letters of ``ALLREDUCE``, in a
+    backward pass under load. One thread runs the collectives in the order they were started, as all ranks must anyway.
+    """
+    if not dist.is_gloo_available():
+        yield
+        return
+    module: Any = dist.distributed_c10d
+    module.ProcessGroupGloo, original = _OneThread, module.ProcessGroupGloo
+    try:
+        yield
+    finally:
+        module.ProcessGroupGloo = original
+
+
+class _IsAnyGloo(type):
+    """The type of :class:`_OneThread`, of which every gloo group is an instance: torch asks whether a group is one."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, dist.ProcessGroupGloo)
+
+
+class _OneThread(metaclass=_IsAnyGloo):
+    """Called as ``ProcessGroupGloo``; makes one that has a single thread, on the network interfaces that torch takes."""
+
+    def __new__(cls, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+        gloo: Any = dist.ProcessGroupGloo
+        named = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        options = gloo._Options()
+        options._devices = (
+            [gloo.create_device(interface=each) for each in named.split(",")]
+            if len(named) > 1
+            else [gloo.create_default_device()]
+        )
+        options._timeout, options._threads = timeout, 1
+        return gloo(store, rank, size, options)
 
 
 def default_store() -> dist.Store:

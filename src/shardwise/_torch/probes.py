@@ -7,6 +7,7 @@ module that makes them.
 
 import importlib
 import inspect
+import operator
 from dataclasses import dataclass
 
 __all__ = ["PROBES", "Probe", "missing"]
@@ -17,7 +18,7 @@ class Probe:
     """Private names in one place of torch.
 
     Attributes:
-        place: a module, or ``module:Class``.
+        place: a module, ``module:Class`` or ``module:Class.Inner``.
         attributes: attributes that it must have.
         words: words in the source of the module: attributes of its instances.
         without: what is done where they are missing; "": there is no substitute.
@@ -33,7 +34,7 @@ class Probe:
         module, _, name = self.place.partition(":")
         try:
             found = importlib.import_module(module)
-            home = getattr(found, name) if name else found
+            home = operator.attrgetter(name)(found) if name else found
         except (ImportError, AttributeError):
             return [self.place]
         source = inspect.getsource(found) if self.words else ""
@@ -74,7 +75,12 @@ PROBES = (
     Probe("torch.nn.utils.parametrizations", ("_SpectralNorm",)),
     Probe("torch.nn.modules.module:Module", ("_apply", "_call_impl"), words=("_forward_pre_hooks",)),
     Probe("torch.amp.grad_scaler:GradScaler", ("_check_scale_growth_tracker",), words=("_per_optimizer_states",)),
-    Probe("torch.distributed.distributed_c10d", ("_get_default_store", "_resolve_process_group", "_world")),
+    Probe(
+        "torch.distributed.distributed_c10d",
+        ("_get_default_store", "_resolve_process_group", "_world", "ProcessGroupGloo"),
+    ),
+    Probe("torch.distributed:ProcessGroupGloo", ("_Options", "create_default_device", "create_device")),
+    Probe("torch.distributed:ProcessGroupGloo._Options", ("_devices", "_threads", "_timeout")),
     Probe("torch.distributed:ProcessGroup", ("_get_backend",), without="how long a group waits is not read"),
     Probe("torch.distributed._composable.replicate", ("DDP",)),
     Probe("torch.distributed._functional_collectives", words=("_c10d_functional",)),

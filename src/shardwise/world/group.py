@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from shardwise._torch.groups import default_store, forget_failed_group, group_timeout_s
+from shardwise._torch.groups import default_store, forget_failed_group, group_timeout_s, one_gloo_thread
 from shardwise.errors import ConfigError, RankError
 from shardwise.launch.environment import given_in, number
 from shardwise.world.env import Env
@@ -113,7 +113,7 @@ def start_group(env: Env, backend: str | None, device: torch.device, timeout_s: 
     try:
         # A world of one uses no port, so that many can run on one machine.
         store = dist.HashStore() if env.source == "single" else _join(env, timeout)
-        with _without_flight_recorder() if chosen == "gloo" else contextlib.nullcontext():
+        with _without_flight_recorder() if chosen == "gloo" else contextlib.nullcontext(), one_gloo_thread():
             dist.init_process_group(
                 chosen,
                 store=store,

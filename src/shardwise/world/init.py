@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._torch.dtensor import forget_meshes
+from shardwise._torch.groups import one_gloo_thread
 from shardwise.errors import ConfigError, RankError, ShardwiseError, Stopped, UsageError
 from shardwise.launch.failure import is_lost_peer
 from shardwise.layout import AXES, DERIVED_AXES, Layout, layout_of
@@ -334,7 +335,8 @@ class World:
 
     def _new_group(self, ranks: tuple[int, ...]) -> Any:
         timeout = timedelta(seconds=self.timeout_s)
-        return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+        with one_gloo_thread():
+            return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
 
     def gradient_group(self) -> Any:
         """A group of the data-parallel ranks for reductions that overlap with others: ranks may start them at different

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise._torch.groups import one_gloo_thread
 from shardwise.world.agreement import Agreement
 from shardwise.world.init import World
 
@@ -24,7 +25,8 @@ class SideGroup:
         self.rank, self.size = world.rank, world.size
         group: Any = dist.group.WORLD
         if not world.agreement.is_alone:
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout_s))
+            with one_gloo_thread():
+                group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout_s))
         self._group = group if not world.agreement.is_alone else None
         self.agreement = Agreement(
             world.size,

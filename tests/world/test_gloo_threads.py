@@ -1,0 +1,65 @@
+"""Each gloo group of a world has one thread for its collectives: two would write the name of the last one into one
+string, and so into freed memory."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise as sw
+from shardwise.errors import RankError
+from shardwise.world.side_group import SideGroup
+
+
+def threads_of_groups(layout):
+    """Threads of gloo that run collectives, and groups, of this process."""
+    with sw.init(layout, device="cpu") as world:
+        world.gradient_group()
+        side = SideGroup(world)
+        dist.all_reduce(torch.ones(1))
+        names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+        groups = [group for group in dist.distributed_c10d._world.pg_map if group._get_backend(torch.device("cpu"))]
+        settings = {group._get_backend(torch.device("cpu")).options._threads for group in groups}
+        side.close()
+        return names.count("pt_gloo_runloop"), len(groups), settings
+
+
+def test_one_thread_for_each_group(ranks):
+    for num_threads, num_groups, settings in ranks.run(threads_of_groups, 4, "dp_replicate=2,dp_shard=2"):
+        assert num_groups >= 5 and settings == {1}
+        assert num_threads == num_groups
+
+
+def timeout_and_devices(interface):
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    try:
+        with sw.init("dp_shard=2", device="cpu", timeout_s=77) as world:
+            options = dist.group.WORLD._get_backend(torch.device("cpu")).options
+            return world.axis("dp").reduce(torch.ones(1)).item(), options._timeout.total_seconds()
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+
+
+@pytest.mark.parametrize("interface", ["lo", "lo,lo"])
+def test_the_network_interface_is_the_one_of_the_environment(ranks, interface):
+    assert ranks.run(timeout_and_devices, 2, interface) == [(2.0, 77.0)] * 2
+
+
+def test_an_interface_that_does_not_exist_is_named(ranks):
+    with pytest.raises(RankError, match="nosuch0"):
+        ranks.run(timeout_and_devices, 2, "nosuch0")
+
+
+def test_torch_makes_its_own_groups_as_before(ranks):
+    for num_threads in ranks.run(threads_of_a_group_of_ones_own, 2):
+        assert num_threads == 2
+
+
+def threads_of_a_group_of_ones_own():
+    with sw.init("dp_shard=2", device="cpu"):
+        own = dist.new_group([0, 1], backend="gloo")
+        found = own._get_backend(torch.device("cpu")).options._threads
+        dist.destroy_process_group(own)
+        return found
