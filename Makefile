@@ -14,6 +14,9 @@ WORKERS ?= 3
 # More words for the command behind a target: make demo ARGS=--train.steps=50, make test ARGS="-k layout"
 ARGS ?=
 
+# Compiled Python files are kept: without them every process that the tests start compiles the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Ranks are processes: threads inside each would only fight over the cores.
 export OMP_NUM_THREADS ?= 1
 
