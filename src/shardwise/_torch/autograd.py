@@ -16,6 +16,7 @@ __all__ = [
     "TorchDispatchMode",
     "at_end_of_backward",
     "checkpointed",
+    "current_backward",
     "function_modes",
     "hooks_of_saved_tensors",
     "num_hooks",
@@ -34,6 +35,10 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the running backward, which no other has; -1 outside of one."""
+
+
 class RunningBackward:
     """What kind of backward is running: asked by the hook of the first parameter that it reaches, and known for the rest."""
 
@@ -43,7 +48,7 @@ class RunningBackward:
     def accumulates(self, param: Tensor) -> bool:
         """Whether it accumulates into ``.grad``, of this parameter as of all whose hooks it runs; ``torch.autograd.grad`` does
         not. Only valid inside a backward."""
-        task = torch._C._current_graph_task_id()
+        task = current_backward()
         if task != self._task:
             self._task, self._accumulates = task, _is_accumulated(param)
         return self._accumulates

@@ -207,11 +207,20 @@ class Runtime:
     def owned(self, name: str, local: Tensor) -> list[Tensor]:
         """The pieces of ``local`` that this rank counts when something is summed over the full parameter: those of
         which it is the first owner. Views."""
-        slices, holders = self.view.extents(name), self.view.owners(name)
-        mine = [piece for piece, ranks in zip(slices, holders, strict=True) if ranks[0] == self.world.rank]
-        if len(mine) == len(slices):
+        mine = self._own_pieces[name]
+        if mine is None:
             return [local] if local.numel() else []
         return [local[piece.local_index] for piece in mine]
+
+    @functools.cached_property
+    def _own_pieces(self) -> dict[str, tuple[Slice, ...] | None]:
+        """Name -> the pieces of which this rank is the first owner; None: of all that it holds."""
+        found: dict[str, tuple[Slice, ...] | None] = {}
+        for name in self.parameters:
+            slices, holders = self.view.extents(name), self.view.owners(name)
+            mine = tuple(piece for piece, ranks in zip(slices, holders, strict=True) if ranks[0] == self.world.rank)
+            found[name] = None if len(mine) == len(slices) else mine
+        return found
 
     def gradients(self) -> dict[str, Tensor]:
         """Name -> local gradient of every parameter that has one."""

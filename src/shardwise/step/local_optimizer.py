@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise._torch.dtensor import local_tensor
 from shardwise.errors import UnsupportedError
@@ -75,7 +76,8 @@ class _LocalStep:
             refuse_stale(optim)
             with threads_of_step(stepped_by(optim)):
                 check_step(optim)
-                return self._run(inner)
+                params = (param for group in optim.param_groups for param in group["params"])
+                return self._run(inner) if any(isinstance(param, DTensor) for param in params) else inner()
 
         step._shardwise_local = True  # type: ignore[attr-defined]
         if hasattr(inner, "_wrapped_by_lr_sched"):

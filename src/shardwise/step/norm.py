@@ -40,7 +40,8 @@ class GradientNorm:
 
     def finish(self, summed: Tensor) -> Tensor:
         """The norm, from the sum of all ranks' entries: 0-dim, float64, on the CPU, equal on every rank."""
-        grads = (grad for name, grad in self.runtime.gradients().items() if name in self.whole_after)
+        found = self.runtime.gradients() if self.whole_after else {}
+        grads = (grad for name, grad in found.items() if name in self.whole_after)
         whole = norm_power_sum(grads, self.norm_type).cpu()
         if math.isinf(self.norm_type):
             return torch.maximum(summed.max(), whole)

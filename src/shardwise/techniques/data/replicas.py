@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise._torch.autograd import RunningBackward
+from shardwise._torch.autograd import RunningBackward, current_backward
 from shardwise._torch.reads import on_host
 from shardwise.errors import RankError
 from shardwise.model import canonical_tensors
@@ -63,6 +63,7 @@ class DDPEngine:
         self._bucket_of = {i: bucket for bucket in self.buckets for i in bucket.members}
         self._used = bytearray(len(params))
         self._running = RunningBackward()
+        self._known: int | None = None  # a backward whose gradients are summed, whichever parameters it reaches
         self._summed: set[int] = set()  # parameters whose .grad is a sum over the ranks already
         self._done = SetAsideGradients[int](params)  # such sums, set aside while new parts are summed
         self._late: dict[
@@ -193,6 +194,14 @@ class DDPEngine:
         return hook
 
     def _expect(self, i: int) -> None:
+        task = current_backward()
+        if task != self._known:
+            self._begin_or_keep_apart(i, task)
+        elif i in self._summed:
+            self._put_aside(i)
+
+    def _begin_or_keep_apart(self, i: int, task: int) -> None:
+        """For the first parameter that a backward reaches, and each one until it has reached the model itself."""
         if not self._running.accumulates(
             self.params[i]
         ):  # torch.autograd.grad runs this hook too, and leaves .grad alone
@@ -202,6 +211,7 @@ class DDPEngine:
         self._end_failed()
         if not self.penalties.before(i):
             self._put_aside(i)
+            self._known = task
 
     def _end_of_backward(self, belonging: dict[int, Tensor], any_apart: bool) -> None:
         """The ``ended`` callback of :class:`PenaltyGradients`."""
