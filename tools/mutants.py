@@ -60,6 +60,20 @@ _SELF = "        "  # the indentation of a method's first line
 MUTANTS: tuple[Mutant, ...] = (
     # ---- world -----------------------------------------------------------------------------------------------------
     Mutant(
+        "two-gloo-threads",
+        "options._timeout, options._threads = timeout, 1",
+        "options._timeout, options._threads = timeout, 2",
+        "tests/world/test_gloo_threads.py",
+        "torch's two threads of a group write into freed memory",
+    ),
+    Mutant(
+        "network-interface-ignored",
+        "if len(named) > 1",
+        "if False",
+        "tests/world/test_gloo_threads.py",
+        "ranks meet on another network than the one in GLOO_SOCKET_IFNAME",
+    ),
+    Mutant(
         "equality-of-one-part",
         "return all(self.size * square == total * total",
         "return any(self.size * square == total * total",
@@ -223,8 +237,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "norm-counts-replicas",
-        "strict=True) if ranks[0] == self.world.rank]",
-        "strict=True) if self.world.rank in ranks]",
+        "strict=True) if ranks[0] == self.world.rank)",
+        "strict=True) if self.world.rank in ranks)",
         "'tests/verify/test_parity.py::test_sharded_equals_one_process[reference-hsdp-2x2-acc1-clip-blocks]'",
         "the gradient norm counts each replica's copy, so gradients are clipped too much",
     ),
@@ -341,6 +355,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "if not groups or _kind(",
         "'tests/techniques/test_knobs.py::test_a_knob_leaves_the_numbers_and_shows[20-2]'",
         "bucket_cap_mb has no effect, and no gradient travels before the backward has ended",
+    ),
+    Mutant(
+        "penalty-taken-for-summed",
+        "            self._put_aside(i)\n            self._known = task",
+        "            self._put_aside(i)\n        self._known = task",
+        "tests/techniques/data/test_own_loops.py -k weight_penalty",
+        "of a weight penalty's own backward the first parameter's gradient alone is kept apart: the rest counts once for each rank",
+    ),
+    Mutant(
+        "backwards-looked-at-once",
+        "if task != self._known:",
+        "if self._known is None:",
+        "tests/techniques/data/test_own_loops.py -k weight_penalty",
+        "what a later backward is, is taken from the first one",
     ),
     # ---- techniques: penalties and paddings --------------------------------------------------------------------------
     Mutant(
@@ -1076,8 +1104,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "local-step-unchecked",
-        "                check_step(optim)\n                return self._run(inner)",
-        "                return self._run(inner)",
+        "                check_step(optim)\n                params = (",
+        "                params = (",
         "tests/step/test_local_own_loops.py",
         "loops whose optimizer is local are not checked: a mean loss trains with gradients twice as large",
     ),
