@@ -28,7 +28,7 @@ WORDS = sys.argv[1:]
 
 {call}
 """
-WORK = "def work(setting, function):\n    return function(setting)\n"
+WORK = "def work(setting, function):\n    return function(setting)\n\ndef unchanged(setting):\n    return setting\n"
 MAIN = "if __name__ == '__main__':\n    "
 SENT = "answers = launch_local('work:work', nproc=2, args=(Setting(3.0), halved))\n"
 CHECKED = "    print([type(answer) is Setting and answer.lr for answer in answers], WORDS)\n"
@@ -47,6 +47,45 @@ def run(folder: Path, call: str, *before: str, text: str | None = None) -> subpr
 def test_ranks_take_and_return_what_the_script_defines(tmp_path, before):
     done = run(tmp_path, MAIN + SENT + CHECKED, *before)
     assert (done.stdout, done.stderr) == ("[1.5, 1.5] ['--word']\n", "")
+
+
+@pytest.mark.parametrize(
+    ("target", "found"),
+    [
+        ("halved", "[1.5, 1.5]"),
+        ("functools.partial(scaled, 4)", "[12.0, 12.0]"),
+        ("work.unchanged", "[3.0, 3.0]"),
+    ],
+    ids=["of the script", "with an argument", "of a module"],
+)
+def test_the_function_itself_is_taken(tmp_path, target, found):
+    own = "import functools, work\ndef scaled(times, setting):\n    return Setting(setting.lr * times)\n"
+    call = f"    answers = launch_local({target}, nproc=2, args=(Setting(3.0),))\n"
+    done = run(tmp_path, own + MAIN.rstrip(" ") + call + CHECKED.replace(", WORDS", ""), "own.py")
+    assert (done.stdout, done.stderr) == (f"{found}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("target", "error"),
+    [
+        ("lambda: 1", "UsageError: launch_local(<lambda>)\n  why: it cannot be sent to another process: "),
+        ("5", "ConfigError: target 5\n  why: it is neither a function nor the name of one"),
+    ],
+)
+def test_what_is_no_function_that_ranks_can_have_is_refused(tmp_path, target, error):
+    done = run(tmp_path, f"{MAIN}launch_local({target}, nproc=2)\n", "own.py")
+    assert done.returncode == 1 and error in done.stderr
+
+
+def test_an_error_in_the_function_is_shown_with_its_line(tmp_path):
+    done = run(tmp_path, f"{MAIN}launch_local(failing, nproc=2, args=(1,))\n", "own.py")
+    assert done.returncode == 1 and "raised OwnError: on purpose" in done.stderr
+    assert 'raise OwnError("on purpose")' in done.stderr
+
+
+def test_a_function_at_the_top_level_is_refused_by_its_name(tmp_path):
+    done = run(tmp_path, "launch_local(halved, nproc=2, args=(1,))\n", "own.py")
+    assert done.returncode == 1 and f"launch_local(halved) at the top level of {tmp_path / 'own.py'}" in done.stderr
 
 
 def test_an_error_of_the_script_is_told_by_its_name(tmp_path):

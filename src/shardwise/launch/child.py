@@ -38,14 +38,14 @@ class Job:
     """The job that the launcher sends to a rank.
 
     Args:
-        target: "pkg.mod:fn" or "path.py:fn".
+        target: "pkg.mod:fn" or "path.py:fn"; None: the first of ``args``.
         args: pickled arguments; unpickled once ``path`` is set and ``script`` was run.
         script: what to run first, because the arguments have functions or classes of it.
         path: ``sys.path`` of the parent.
         pythonpath: the user's own PYTHONPATH; this process was started with one extended by the path of this package.
     """
 
-    target: str
+    target: str | None
     args: bytes
     script: Script
     path: tuple[str, ...]
@@ -86,7 +86,9 @@ def _run(job: Job) -> tuple[str, bytes | Failure | Stopped]:
         os.environ["PYTHONPATH"] = job.pythonpath
     try:
         load_script(job.script)
-        return "result", pickle.dumps(load_target(job.target)(*pickle.loads(job.args)))
+        args = pickle.loads(job.args)
+        function, args = (args[0], args[1:]) if job.target is None else (load_target(job.target), args)
+        return "result", pickle.dumps(function(*args))
     except Stopped as stop:
         return "stopped", stop
     except SystemExit as end:

@@ -40,7 +40,7 @@ _DUMP_S = 0.5
 
 
 def launch_local(
-    target: str,
+    target: str | Callable[..., object],
     *,
     nproc: int,
     args: Sequence[object] = (),
@@ -61,10 +61,12 @@ def launch_local(
     the main thread if SIGTERM to this process shall end the ranks in order; from other threads they are killed instead.
 
     Args:
-        target: "pkg.mod:fn" or "path/to/file.py:fn".
+        target: the function, or its name as "pkg.mod:fn" or "path/to/file.py:fn". A function of the script that is running will
+            do: each rank runs the script once more, without what is below ``if __name__ == "__main__":``. A name costs
+            no second run, and torch need not be imported here.
         nproc: number of ranks.
-        args: positional arguments of the function, the same on every rank. Functions and classes of the script that is
-            running can be among them: each rank runs it once more, without what is below ``if __name__ == "__main__":``.
+        args: positional arguments of the function, the same on every rank. Functions and classes of the script can be among
+            them.
         env: variables on top of this process's own; MASTER_ADDR and MASTER_PORT given here are used as they are.
         on_event: called with ``(rank, event)`` for each ``send_event``; with ``(0, {"kind": "interrupted"})`` after
             Ctrl-C, before the ranks are sent SIGTERM; with ``(0, {"kind": "asked_to_stop", "signal": "SIGTERM"})`` when
@@ -88,17 +90,21 @@ def launch_local(
     Raises:
         RankError: a rank failed; ``.ranks`` names it, the text holds its traceback.
         ShardwiseError: a rank raised one; it is raised again here, with its rank and traceback as a note.
-        UsageError: an argument cannot be sent to another process, such as a lambda, or it is called at the top level of the
+        UsageError: the function or an argument cannot be sent to another process, such as a lambda, or it is called at the top level of the
             script that ranks run to have its functions.
         ConfigError: ``target`` or ``nproc`` is invalid; ``notice_s`` or ``passes_on`` outside the main thread.
         KeyboardInterrupt, SystemExit(143): Ctrl-C or SIGTERM (129: SIGHUP, 138: SIGUSR1); the ranks have ended.
         Stopped: every rank has stopped in order, and saved.
     """
-    refuse_in_script(f"launch_local({target!r})")
+    named = target if isinstance(target, str) else None
+    said = f"launch_local({getattr(target, '__qualname__', repr(target))})"
+    refuse_in_script(said)
     _check(target, nproc, notice_s, passes_on)
-    payload, script = pickled(args)
+    if named is None:
+        pickled([target], said)  # by itself: its own error, where it is what cannot be sent
+    payload, script = pickled(args if named else (target, *args))
     callbacks = Callbacks(on_line or _print_line, on_event or _ignore_event)
-    job = Job(target=target, args=payload, script=script, path=tuple(sys.path), pythonpath=_pythonpath(env))
+    job = Job(target=named, args=payload, script=script, path=tuple(sys.path), pythonpath=_pythonpath(env))
     stop, forwarded = FirstStop(), Forwarded(passes_on)
     stopping = terminable() if notice_s is None else stop.handled()
     with (
@@ -338,7 +344,7 @@ class _Watch:
         self._drain()
 
 
-def _check(target: str, nproc: int, notice_s: float | None, passes_on: Sequence[int]) -> None:
+def _check(target: object, nproc: int, notice_s: float | None, passes_on: Sequence[int]) -> None:
     if nproc < 1:
         raise ConfigError(f"nproc={nproc}", why="a job needs at least one rank", fix="use 1 or more")
     if (notice_s is not None or passes_on) and threading.current_thread() is not threading.main_thread():
@@ -347,11 +353,13 @@ def _check(target: str, nproc: int, notice_s: float | None, passes_on: Sequence[
             why="Python handles signals in the main thread only, so none would reach the ranks",
             fix="call launch_local from the main thread, or leave both out",
         )
+    if callable(target):
+        return
     if not isinstance(target, str):
         raise ConfigError(
-            f"target {getattr(target, '__name__', target)!r}",
-            why="each rank imports the function by its name",
-            fix="write pkg.mod:fn or path/to/file.py:fn, in quotes",
+            f"target {target!r}",
+            why="it is neither a function nor the name of one",
+            fix="pass the function, or pkg.mod:fn or path/to/file.py:fn in quotes",
         )
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
