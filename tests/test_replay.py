@@ -33,7 +33,7 @@ def test_an_unexplained_difference_fails_and_an_explained_one_does_not(tool, mon
     assert replay.compare("public", {"a": 1}, {"a": 2}) == ["a"]
     monkeypatch.setitem(replay.EXPLAINED, "public / a", "meant")
     assert replay.compare("public", {"a": 1}, {"a": 2}) == []
-    monkeypatch.setitem(replay.MOVED, "public", lambda fact: fact + 1)
+    monkeypatch.setitem(replay.MOVED, "public", lambda name, fact: fact + 1)
     assert replay.compare("public", {"b": 1}, {"b": 2}) == []
     assert "1 differences, 1 of them explained" in capsys.readouterr().out
 
