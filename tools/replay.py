@@ -226,6 +226,9 @@ EXPLAINED: dict[str, str] = {
     "errors / RankError: ranks that came to different exchanges": "the entries of the exchange before a step have changed",
     "errors / RankError: ranks that came to window *micro-batches of different windows": _REWORDED,
     "errors / UnsupportedError: deepcopy of a sharded module": _REWORDED,
+    "errors / CheckpointError: TMP dtype float": "how far values would be rounded is said, and cast='lossless' named",
+    "errors / ConfigError: a loss whose 'loss' is None": "loss=sw.model_loss is named",
+    "errors / ConfigError: next_token_loss of a": "loss=sw.model_loss is named",
 }
 """Beginning of a difference's name, with ``*`` for anything -> why it is meant (a line of CHANGELOG.md)."""
 
